@@ -1,0 +1,1 @@
+"""Stretto: data-parallel training that keeps every device busy and every replica honest."""

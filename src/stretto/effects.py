@@ -1,0 +1,55 @@
+"""All that a strategy may ask for.
+
+A strategy is a generator that yields effects; whoever runs it answers each. `Reduce` and `AllReduce` answer
+with a `Gradient`, the others with None. See `docs/strategies.md` for how to write one.
+"""
+
+import dataclasses
+from collections.abc import Generator
+from typing import Any, Protocol
+
+
+class Gradient(Protocol):
+    """A reduced gradient, held in shards by the ranks; all a strategy may do with it is add and pass it on."""
+
+    def __add__(self, other: Any, /) -> "Gradient":
+        """Return the sum of two reduced gradients; the parts must not be used alone afterwards."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reduce:
+    """Sum the next round's gradients over ranks; each rank keeps the shard it owns. Answer: a `Gradient`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Sum the next round's gradients over ranks; each rank keeps all of it. Answer: a `Gradient`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """Commit one optimizer step with the mean of `gradient` and publish the new parameters."""
+
+    gradient: Gradient
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preview:
+    """Publish what one more step with the mean of `gradient` would give; no state changes."""
+
+    gradient: Gradient
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gather:
+    """Send every rank's published shard to all ranks; shown at the next landing."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Boundary:
+    """The end of one committed update; the job loop yields it, strategies do not."""
+
+
+Effect = Reduce | AllReduce | Step | Preview | Gather | Boundary
+Script = Generator[Effect, Any, None]

@@ -1,0 +1,133 @@
+"""Every error that Stretto raises on purpose, in one tree.
+
+    StrettoError
+      ConfigError (ValueError)              impossible, contradictory or unsupported settings
+        UnknownName                         a recipe, strategy or field that does not exist
+        MissingExtra (ImportError)          an optional dependency is not installed
+        UnsupportedModel                    no trainable parameter, complex or integer parameters, DTensors
+        UnsupportedOptimizer                cannot be cut into shards, or does not fit the model
+        RanksDisagree                       models, strategies or settings differ between ranks
+      UsageError (ValueError)               calls in an order that would corrupt the run
+        LossNotScalar
+        StepWithoutBackward
+        GradientsTouched                    gradients were clipped, replaced or changed by other hands
+        ParametersTouched                   parameters were rebound or written after wrapping
+        OptimizerStepped                    the user's optimizer was stepped by hand
+        EstimateShown                       committed parameters were asked for while an estimate is shown
+        Finished                            use after `finish` or after an error
+        OutOfTurn                           a take-off, landing, save or settling at the wrong moment
+        UnusedParameters                    parameters that no rank has used
+      NonFinite (ArithmeticError)           a loss or gradient is not finite
+      CommunicationError (RuntimeError)
+        PeerFailed                          another rank died or raised
+        PeerSilent (TimeoutError)           another rank stopped answering
+      CheckpointError (RuntimeError)
+        TornCheckpoint                      incomplete or damaged
+        ForeignCheckpoint                   of another model, layout or format version
+      WorkerFailed (RuntimeError)           a local worker process ended with an error
+
+A message says where (rank, step), what was expected, what was found and what to do.
+"""
+
+
+class StrettoError(Exception):
+    """Root of the tree: `except StrettoError` catches everything the library raises on purpose."""
+
+
+class ConfigError(StrettoError, ValueError):
+    """A setting is impossible, contradictory or not supported."""
+
+
+class UnknownName(ConfigError):
+    """A name (recipe, strategy, field) that does not exist; the message lists those that do."""
+
+
+class MissingExtra(ConfigError, ImportError):
+    """An optional dependency is needed and not installed; the message names the install command."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs {package}: pip install 'stretto[{extra}]'")
+
+
+class UnsupportedModel(ConfigError):
+    """The model has no trainable parameter, or parameters that data-parallel training cannot average."""
+
+
+class UnsupportedOptimizer(ConfigError):
+    """The optimizer cannot be cut into shards, or its parameters are not the model's."""
+
+
+class RanksDisagree(ConfigError):
+    """Models, strategies or settings differ between ranks."""
+
+
+class UsageError(StrettoError, ValueError):
+    """A call came in an order, or touched state, that would corrupt the run."""
+
+
+class LossNotScalar(UsageError):
+    """`backward` was given something other than a one-element floating-point loss."""
+
+
+class StepWithoutBackward(UsageError):
+    """`step` was called although no gradient arrived since the last one."""
+
+
+class GradientsTouched(UsageError):
+    """Gradients were clipped, zeroed, replaced or changed outside `backward`."""
+
+
+class ParametersTouched(UsageError):
+    """Parameters were rebound, replaced or written after wrapping."""
+
+
+class OptimizerStepped(UsageError):
+    """The user's optimizer was stepped by hand."""
+
+
+class EstimateShown(UsageError):
+    """Committed parameters were asked for while the model shows an estimate."""
+
+
+class Finished(UsageError):
+    """The job was used after `finish` or after an error ended it."""
+
+
+class OutOfTurn(UsageError):
+    """A take-off, landing, save or settling was asked for at the wrong moment."""
+
+
+class UnusedParameters(UsageError):
+    """Some parameters received no gradient on any rank."""
+
+
+class NonFinite(StrettoError, ArithmeticError):
+    """A loss or a gradient is not finite; the message names ranks and step."""
+
+
+class CommunicationError(StrettoError, RuntimeError):
+    """A collective failed."""
+
+
+class PeerFailed(CommunicationError):
+    """Another rank died or raised; the message carries its cause where one was told."""
+
+
+class PeerSilent(CommunicationError, TimeoutError):
+    """Another rank stopped answering within the timeout."""
+
+
+class CheckpointError(StrettoError, RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class TornCheckpoint(CheckpointError):
+    """A checkpoint is incomplete or damaged."""
+
+
+class ForeignCheckpoint(CheckpointError):
+    """A checkpoint belongs to another model, layout or format version."""
+
+
+class WorkerFailed(StrettoError, RuntimeError):
+    """A local worker process ended with an error; the message carries its rank and cause."""

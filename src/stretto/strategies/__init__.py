@@ -1,0 +1,25 @@
+"""Update strategies: one file each, nothing but the coroutine and its options."""
+
+from stretto.errors import UnknownName
+from stretto.strategies.acco import ACCO
+from stretto.strategies.ddp import DDP
+from stretto.strategies.dpu import DPU
+from stretto.strategies.strategy import Strategy
+from stretto.strategies.wp import WeightPrediction
+from stretto.strategies.zero1 import ZeRO1
+
+STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (DDP, ZeRO1, DPU, WeightPrediction, ACCO)}
+
+
+def strategy_by_name(name: str) -> Strategy:
+    """Return the strategy of that name with its default options.
+
+    Raises:
+        UnknownName: No strategy is called so.
+    """
+    if name not in STRATEGIES:
+        raise UnknownName(f"no strategy is called {name!r}; there are {', '.join(STRATEGIES)}")
+    return STRATEGIES[name]()
+
+
+__all__ = ["ACCO", "DDP", "DPU", "STRATEGIES", "Strategy", "WeightPrediction", "ZeRO1", "strategy_by_name"]
