@@ -1,0 +1,148 @@
+"""Ranks as real processes: the harness of every test that needs more than one rank.
+
+``run_ranks`` is for ranks that should succeed, ``rank_outcomes`` for tests in which some rank is meant to raise,
+exit or die. A rank's function must be importable (defined at the top level of a test module) and its arguments and
+result picklable.
+"""
+
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# A server process that has imported torch once forks each rank: 0.1 s per rank instead of 3 s.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not end in time; the message holds its traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one rank."""
+
+    rank: int
+    value: Any = None
+    """What the function returned; None for a rank that failed."""
+    error: str | None = None
+    """Traceback of the exception that left the function, or how the process ended; None if it returned."""
+    finished: float = float("inf")
+    """When the parent learned of the end, seconds of ``time.monotonic``; lower is earlier."""
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str | None = "gloo",
+    timeout_seconds: float = 60.0,
+) -> list[Any]:
+    """Call ``function(rank, *args)`` in ``world_size`` processes and return the results in rank order.
+
+    Each process has one torch thread and, unless ``backend`` is None, an initialised default group.
+
+    Raises:
+        RankFailed: with the traceback of the rank that failed first; the others are killed at the end.
+    """
+    outcomes = rank_outcomes(
+        world_size, function, *args, backend=backend, timeout_seconds=timeout_seconds, wait_for_all=False
+    )
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if failed:
+        first = min(failed, key=lambda outcome: outcome.finished)
+        raise RankFailed(f"rank {first.rank} of {world_size} failed:\n{first.error}")
+    return [outcome.value for outcome in outcomes]
+
+
+def rank_outcomes(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str | None = "gloo",
+    timeout_seconds: float = 60.0,
+    wait_for_all: bool = True,
+) -> list[Outcome]:
+    """Like ``run_ranks``, but report every rank's end instead of raising.
+
+    Args:
+        wait_for_all: Keep waiting for the other ranks after one has failed; False kills them.
+    """
+    # The parent hosts the store, so that it outlives any rank, and the system chooses the port.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks: dict[Connection, tuple[int, Any]] = {}
+    for rank in range(world_size):
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(
+            target=_rank_main, args=(sender, rank, world_size, store.port, backend, function, args)
+        )
+        process.start()
+        sender.close()
+        ranks[receiver] = (rank, process)
+    try:
+        return _collect(ranks, time.monotonic() + timeout_seconds, wait_for_all)
+    finally:
+        for _, process in ranks.values():
+            process.kill()
+            process.join()
+
+
+def _collect(
+    ranks: dict[Connection, tuple[int, Any]], deadline: float, wait_for_all: bool
+) -> list[Outcome]:
+    pending = dict(ranks)
+    outcomes: dict[int, Outcome] = {}
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        for connection in ready:
+            rank, process = pending.pop(connection)
+            outcomes[rank] = _outcome(connection, rank, process)
+        failed = any(outcome.error is not None for outcome in outcomes.values())
+        if not ready or (failed and not wait_for_all):
+            break
+    for rank, _ in pending.values():
+        outcomes[rank] = Outcome(rank=rank, error="still running when the harness stopped waiting")
+    return [outcomes[rank] for rank in sorted(outcomes)]
+
+
+def _outcome(connection: Connection, rank: int, process: Any) -> Outcome:
+    try:
+        error, value = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        process.join()
+        error, value = f"the process ended with exit code {process.exitcode} and no result", None
+    return Outcome(rank=rank, value=value, error=error, finished=time.monotonic())
+
+
+def _rank_main(
+    sender: Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    backend: str | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    try:
+        if backend is not None:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        result = (None, function(rank, *args))
+    except BaseException:
+        result = (traceback.format_exc(), None)
+    # Plain pickle copies tensors; multiprocessing's own would share them and fail once this process is gone.
+    sender.send_bytes(pickle.dumps(result))
+    if result[0] is None and dist.is_initialized():
+        dist.destroy_process_group()
