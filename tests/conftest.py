@@ -1,0 +1,37 @@
+"""The ground every test stands on: one thread, fixed seeds, a clean environment, a folder of its own."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+SOURCES = Path(__file__).resolve().parent.parent / "src"
+LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_")
+
+# Set on the process, not by a fixture, so that whatever process a test starts inherits it.
+for name in [name for name in os.environ if name.startswith(LAUNCHER_PREFIXES)]:
+    del os.environ[name]
+os.environ["PYTHONPATH"] = str(SOURCES)  # `python -m stretto` works from any folder, installed or not
+os.environ["OMP_NUM_THREADS"] = "1"  # bit-identity holds for one thread count
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would download something is a mistake
+
+torch.set_num_threads(1)
+# Also fills fresh memory with NaN, which makes every read of an unwritten element visible.
+torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Start every test from the same random states."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every test in an empty folder, so that nothing it writes stays in the tree."""
+    monkeypatch.chdir(tmp_path)

@@ -1,0 +1,44 @@
+"""The source files of the project, parsed: what the style tests look at."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "stretto"
+
+
+def package_files() -> list[Path]:
+    """Every Python file of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def project_files() -> list[Path]:
+    """Every Python file that people wrote, tests included."""
+    folders = ("src", "tests", "experiments", "benchmarks")
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    """The syntax tree of `file`."""
+    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+
+
+def in_layer(file: Path, *layers: str) -> bool:
+    """Whether `file` belongs to one of the named parts of the package."""
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py") in layers
+
+
+def place(file: Path, node: ast.AST | None = None) -> str:
+    """`path:line`, relative to the root of the repository."""
+    line = "" if node is None else f":{getattr(node, 'lineno', 1)}"
+    return f"{file.relative_to(ROOT)}{line}"
+
+
+def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function and method of `file`."""
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node

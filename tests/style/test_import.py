@@ -1,0 +1,58 @@
+"""Importing stretto defines names and does nothing else."""
+
+import json
+import subprocess
+import sys
+
+EXTRAS = ("transformers", "tokenizers", "datasets", "sklearn", "tyro", "rich", "tensorboard")
+
+REPORT = """
+import json, os, random, sys, threading, warnings
+import torch, numpy, xxhash, torch.distributed
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "torch threads": torch.get_num_threads(),
+        "torch random": torch.get_rng_state().tolist(),
+        "python random": hash(random.getstate()),
+        "folder": sorted(os.listdir()),
+        "path": list(sys.path),
+        "warning filters": len(warnings.filters),
+        "default group": torch.distributed.is_initialized(),
+    }
+
+before = state()
+import stretto
+after = state()
+changed = sorted(name for name in before if before[name] != after[name])
+print(json.dumps({"changed": changed, "modules": sorted(sys.modules)}))
+"""
+
+
+def imported() -> tuple[dict[str, list[str]], str]:
+    """What a fresh interpreter says after `import stretto`, and what it wrote besides."""
+    process = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, check=True)
+    *noise, report = process.stdout.splitlines()
+    return json.loads(report), "\n".join(noise) + process.stderr
+
+
+def test_import_changes_nothing_and_needs_no_extra() -> None:
+    report, written = imported()
+    assert report["changed"] == []
+    assert [extra for extra in EXTRAS if extra in report["modules"]] == []
+    assert written == ""
+
+
+def test_the_public_names_are_exactly_those_listed() -> None:
+    import stretto
+
+    # Submodules become attributes by being imported from anywhere; a name is public if it is not one of them.
+    public = {
+        name
+        for name, value in vars(stretto).items()
+        if not name.startswith("_") and getattr(value, "__name__", "") != f"stretto.{name}"
+    }
+    assert set(stretto.__all__) == public
+    assert list(stretto.__all__) == sorted(stretto.__all__, key=lambda name: (name.lower(), name))
