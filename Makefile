@@ -6,6 +6,8 @@ VENV ?= .venv
 ARGS ?=
 
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PINNED := $(VENV)/.pinned
 READY := $(VENV)/.ready
 
 .PHONY: train test format clean
@@ -29,9 +31,12 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Made again from nothing when the pins change, so that no package of an older list stays behind.
-$(READY): requirements.txt pyproject.toml
+$(PINNED): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) --requirement requirements.txt
+	@touch $@
+
+$(READY): $(PINNED) pyproject.toml
+	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@

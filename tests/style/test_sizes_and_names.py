@@ -33,9 +33,7 @@ def test_no_function_is_longer_than_60_lines_without_its_docstring() -> None:
 
 def test_no_file_or_folder_has_a_name_that_says_nothing() -> None:
     assert [
-        place(file)
-        for file in project_files()
-        if BANNED_NAMES & set(file.with_suffix("").parts[-2:])
+        place(file) for file in project_files() if BANNED_NAMES & set(file.with_suffix("").parts[-2:])
     ] == []
 
 
