@@ -1,0 +1,310 @@
+"""The compute lane: the user's thread, from the first micro-batch of a round to its landing.
+
+Note [Landing and take-off]
+    Landing, at a micro-batch boundary when the quota is met and the communication lane is done: the values
+    it brought are installed, and if an update was committed it is returned. The user may then look, evaluate,
+    turn a schedule, save: nothing is under way. Take-off, at the next training forward or backward: the
+    accumulated gradients go over and the other buffer, zeroed, takes their place. Hyperparameters are read
+    at an update's first take-off and hold for all its rounds, so that an estimate and the update it
+    anticipates use the same. Parameters change at landings and at no other moment.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from stretto.engine.guarded_model import GuardedModel
+from stretto.engine.job import Contribution, Job, Landing, Reduction, Shown
+from stretto.engine.lane import Lane
+from stretto.engine.quota import Quota
+from stretto.engine.roll_call import Vote
+from stretto.engine.runtime import Pending, Runtime
+from stretto.engine.statistics import Statistics
+from stretto.errors import OutOfTurn, StepWithoutBackward, UnusedParameters
+from stretto.flat import GradientBuffer, Layout
+from stretto.owner import Hyperparameters, read_hyperparameters
+from stretto.records import Update
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What the model showed before the committed parameters took its place."""
+
+    shown: Shown
+    parameters: list[Tensor] | None
+    """None where the committed parameters were shown already."""
+    statistics: list[Tensor]
+
+
+class ComputeLane:
+    """Accumulates gradients, takes off, lands."""
+
+    def __init__(
+        self,
+        guarded: GuardedModel,
+        layout: Layout,
+        lane: Lane,
+        runtime: Runtime,
+        quota: Quota,
+        *,
+        overlaps: bool,
+        staleness: int,
+        allow_unused: bool,
+    ) -> None:
+        self.lane = lane
+        self.statistics = Statistics(guarded.model)
+        self.vote = Vote.GO_ON
+        self.votes: list[Vote] = []
+        """What each rank wanted in the last round that landed."""
+        self.at_boundary = True
+        """Whether the last round that landed ended an update."""
+        self.shown: Shown = "committed"
+        self.steps = 0
+        self._guarded = guarded
+        self._layout = layout
+        self._runtime = runtime
+        self._quota = quota
+        self._overlaps = overlaps
+        self._staleness = staleness
+        self._allow_unused = allow_unused
+        self._filling = GradientBuffer(layout)
+        self._idle = GradientBuffer(layout) if overlaps else None
+        self._in_flight: Pending[Landing] | None = None
+        self._job: Job | None = None
+        """The round handed over at the next take-off, once its quota is met."""
+        self._round_in_update = 0
+        self._hyperparameters: Hyperparameters = []
+        self._skipped_rounds = 0
+        self._exposed_seconds = 0.0
+        self._last_update = runtime.now()
+        self._arrived = False
+        guarded.hook(
+            on_gradient=self._note_gradient,
+            on_forward=self.before_micro_batch,
+            shows_estimate=lambda: self.shown == "estimate",
+        )
+        self._filling.attach(guarded.parameters)
+        self._contribution = self._empty_contribution()
+
+    @property
+    def where(self) -> str:
+        """Rank and step, for messages."""
+        return f"rank {self.lane.exchange.rank}, after step {self.steps}"
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the last round ended an update and nothing is under way."""
+        return self.at_boundary and self._in_flight is None
+
+    def contribute(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
+        """Count one micro-batch whose gradients have been accumulated; land if its round's quota is met."""
+        self.take_off_if_ready()
+        self._check_micro_batch(weight)
+        contribution = self._contribution
+        contribution.count += 1
+        if weight > 0:
+            contribution.micro_batches += 1
+            contribution.weight += weight
+            contribution.samples += samples
+            if loss is not None:
+                contribution.loss_sum += loss.detach().to(torch.float32) * weight
+                contribution.loss_weight += weight
+        lane_is_free = self._in_flight is None or self._in_flight.done()
+        if not self._quota.is_met(self._round_in_update, contribution.count, lane_is_free=lane_is_free):
+            self._filling.remember()
+            return None
+        update = self.land() if self._in_flight is not None else None
+        self.make_ready()
+        if not self._overlaps:
+            self.take_off_if_ready()
+            update = self.land()
+        return update
+
+    def before_micro_batch(self) -> None:
+        """Take off if a round is ready; called before every training forward and backward pass."""
+        if not self._arrived:
+            self._filling.check_unwritten(self.where)
+        self.take_off_if_ready()
+
+    def make_ready(self) -> Job:
+        """Close the accumulating round: its job takes off next."""
+        if self._job is None:
+            snapshot, changed = self.statistics.snapshot()
+            self._job = Job(self._filling, self._contribution, snapshot, changed, self.vote, [])
+            self._filling.remember()
+        return self._job
+
+    def reduce_ahead(self) -> Reduction:
+        """Reduce the gradients of the round that takes off next, now; all ranks must call.
+
+        For a checkpoint: what it saves is what the running job goes on with, so that saving changes nothing.
+        """
+        self.check_settled("a checkpoint")
+        job = self.make_ready()
+        if job.reduction is None:
+            job.hyperparameters = read_hyperparameters(self._guarded.optimizer)
+            job.vote = self.vote
+            job.reduction = self._runtime.spawn(lambda: self.lane.reduce(job)).result()
+        return job.reduction
+
+    def adopt(self, reduction: Reduction) -> None:
+        """Let `reduction`, from a checkpoint, be the round that takes off next."""
+        self.make_ready().reduction = reduction
+
+    def take_off_if_ready(self) -> None:
+        """Hand the round over, if one is ready, and begin the next."""
+        job = self._job
+        if job is None:
+            return
+        if self._in_flight is not None:
+            raise OutOfTurn(f"{self.where}: take-off while another round is in flight; every flight lands first")
+        self._filling.check_unwritten(self.where)
+        self._guarded.check_untouched(self.where)
+        if self.at_boundary:
+            self._hyperparameters = read_hyperparameters(self._guarded.optimizer)
+        job.hyperparameters = self._hyperparameters
+        job.vote = self.vote
+        self._job = None
+        self._in_flight = self._runtime.spawn(lambda: self.lane.advance(job))
+        if self._idle is not None:
+            self._filling, self._idle = self._idle, None
+            self._filling.attach(self._guarded.parameters)
+        self._contribution = self._empty_contribution()
+
+    def land(self) -> Update | None:
+        """Wait for the round in flight, install what it brought, and return the update it committed."""
+        if self._in_flight is None:
+            raise OutOfTurn(f"{self.where}: landing without take-off")
+        pending, self._in_flight = self._in_flight, None
+        started = self._runtime.now()
+        landing = pending.result()
+        self._exposed_seconds += self._runtime.now() - started
+        self._guarded.check_untouched(self.where)
+        self._install(landing.buffer.views)
+        self.statistics.install(landing.statistics, landing.reduction.statistics)
+        self.shown = landing.shown
+        if self._overlaps:
+            self._idle = landing.buffer
+        else:
+            self._filling.attach(self._guarded.parameters)
+        self.votes = landing.reduction.call.votes
+        self._skipped_rounds += landing.reduction.skipped
+        self.at_boundary = landing.at_boundary
+        self._round_in_update = 0 if landing.at_boundary else self._round_in_update + 1
+        return self._update(landing)
+
+    def hand_over(self) -> Update | None:
+        """Land what is in flight; if nothing was, take off with whatever there is."""
+        if self._in_flight is not None:
+            return self.land()
+        self.make_ready()
+        self.take_off_if_ready()
+        return None
+
+    def check_settled(self, what: str) -> None:
+        """Raise unless the communication lane is at rest.
+
+        Raises:
+            OutOfTurn: A round is in flight.
+        """
+        if self._in_flight is not None:
+            raise OutOfTurn(
+                f"{self.where}: {what} while a round is in flight: do it right after an Update was returned, "
+                "before the next forward pass"
+            )
+
+    def show_committed(self) -> Held:
+        """Put the committed parameters and the agreed buffers into the model; all ranks must call, at rest.
+
+        Returns:
+            What was there, for `show_again`.
+        """
+        self.check_settled("settling")
+        parameters = None
+        if self.shown == "estimate":
+            parameters = [parameter.detach().clone() for parameter in self._guarded.parameters]
+            # The idle buffer: gathered values may lie in it until the next take-off zeroes it.
+            buffer = self._idle if self._idle is not None else GradientBuffer(self._layout)
+            self._runtime.spawn(lambda: self.lane.gather_committed(buffer.flats)).result()
+            self._install(buffer.views)
+        held = Held(self.shown, parameters, self.statistics.exchange_live(self.statistics.agreed))
+        self.shown = "committed"
+        return held
+
+    def show_again(self, held: Held) -> None:
+        """Put back what `show_committed` took out."""
+        if held.parameters is not None:
+            self._install(held.parameters)
+        self.statistics.exchange_live(held.statistics)
+        self.shown = held.shown
+
+    def close(self) -> None:
+        """Join the communication lane and leave the model as it came; nobody may issue a collective before."""
+        self._runtime.join()
+        self._guarded.unhook()
+
+    def _install(self, values: list[Tensor]) -> None:
+        """Copy `values`, one per parameter, into the model."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(self._guarded.parameters), values)
+        self._guarded.remember()
+
+    def _note_gradient(self, index: int) -> None:
+        self._arrived = True
+        self._contribution.used[index] = 1
+
+    def _empty_contribution(self) -> Contribution:
+        device = self._layout.sets[0].device
+        return Contribution(bytearray(len(self._layout.slots)), torch.zeros((), device=device))
+
+    def _check_micro_batch(self, weight: float) -> None:
+        if weight > 0 and not self._arrived:
+            raise StepWithoutBackward(
+                f"{self.where}: step without backward: no gradient arrived since the last micro-batch; call "
+                "backward first, or step(weight=0) to contribute nothing"
+            )
+        self._arrived = False
+        self._filling.check_attached(self._guarded.parameters, self.where)
+
+    def _update(self, landing: Landing) -> Update | None:
+        commit = landing.commit
+        if commit is None:
+            return None
+        calls = [reduction.call for reduction in commit.reductions if not reduction.skipped]
+        self.steps += 1
+        self._check_used(commit.reductions)
+        now = self._runtime.now()
+        loss_weight = sum(call.loss_weight for call in calls)
+        update = Update(
+            step=self.steps,
+            round_index=commit.round_index,
+            samples=sum(call.samples for call in calls),
+            weight=sum(call.weight for call in calls),
+            loss=sum(call.loss_sum for call in calls) / loss_weight if loss_weight else float("nan"),
+            gradient_norm=commit.gradient_norm,
+            staleness=min(self._staleness, self.steps - 1),
+            micro_batches=tuple(sum(counts) for counts in zip(*(call.micro_batches for call in calls), strict=True)),
+            rounds=tuple(call.micro_batches for call in calls),
+            seconds=now - self._last_update,
+            lane_seconds=commit.lane_seconds,
+            exposed_seconds=self._exposed_seconds,
+            sent_bytes=commit.sent_bytes,
+            learning_rates=commit.learning_rates,
+            skipped_rounds=self._skipped_rounds,
+        )
+        # Schedulers warn unless the optimizer they turn has been stepped; the private one has.
+        self._guarded.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._last_update, self._exposed_seconds, self._skipped_rounds = now, 0.0, 0
+        return update
+
+    def _check_used(self, reductions: tuple[Reduction, ...]) -> None:
+        if self.steps > 1 or self._allow_unused:
+            return
+        used = [any(flags) for flags in zip(*(r.call.used for r in reductions), strict=True)]
+        unused = [slot.name for slot in self._layout.slots if not used[slot.index]]
+        if unused:
+            raise UnusedParameters(
+                f"{self.where}: {len(unused)} parameters received no gradient on any rank, among them {unused[:3]}: "
+                "freeze them, or accept that they are skipped as PyTorch skips them with Options(allow_unused=True)"
+            )

@@ -1,0 +1,108 @@
+"""Watches the user's model and optimizer: whoever touches what the engine relies on is told at once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from stretto.errors import EstimateShown, OptimizerStepped, ParametersTouched
+from stretto.flat import Layout
+
+
+class GuardedModel:
+    """The hooks on one model and optimizer, and the checks of what hooks cannot see.
+
+    Parameters may change at landings only. A version counter tells every other write but those through
+    `.data`; identity and address tell replaced and rebound parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        layout: Layout,
+    ) -> None:
+        self.model = model
+        self.parameters = parameters
+        self.optimizer = optimizer
+        self._names = [slot.name for slot in layout.slots]
+        self._ids = {id(parameter) for parameter in parameters}
+        self._handles: list[Any] = []
+        self.remember()
+
+    def hook(
+        self, *, on_gradient: Callable[[int], None], on_forward: Callable[[], None], shows_estimate: Callable[[], bool]
+    ) -> None:
+        """Install the hooks.
+
+        Args:
+            on_gradient: Called with a slot's index when its gradient has been accumulated.
+            on_forward: Called before every training forward pass.
+            shows_estimate: Whether `model.state_dict()` would return an estimate.
+        """
+        for index, parameter in enumerate(self.parameters):
+            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: on_gradient(index))
+            )
+
+        def before_forward(module: nn.Module, args: object) -> None:
+            if module.training and torch.is_grad_enabled():
+                on_forward()
+
+        def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if shows_estimate():
+                raise EstimateShown(
+                    "model.state_dict() while the model shows an estimate: take it inside `with "
+                    "parallel.settled():` right after an Update, or after finish()"
+                )
+
+        def before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            raise OptimizerStepped(
+                "optimizer.step() was called by hand (or by a GradScaler): the library steps a private "
+                "optimizer at every update and reads the learning rates from this one; remove the call"
+            )
+
+        self._handles.append(self.model.register_forward_pre_hook(before_forward))
+        self._handles.append(self.model.register_state_dict_pre_hook(before_state_dict))
+        self._handles.append(self.optimizer.register_step_pre_hook(before_step))
+
+    def unhook(self) -> None:
+        """Leave model and optimizer as ordinary as they came."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def remember(self) -> None:
+        """Take note of the parameters as they are now."""
+        self._versions = [parameter._version for parameter in self.parameters]
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+
+    def check_untouched(self, where: str) -> None:
+        """Raise if a parameter was replaced, rebound or written since `remember`.
+
+        Raises:
+            ParametersTouched: Names the first such parameter.
+        """
+        trainable = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
+        missing = self._ids - trainable
+        if trainable - self._ids:
+            raise ParametersTouched(
+                f"{where}: the model has {len(trainable - self._ids)} trainable parameters that it did not have when "
+                "it was wrapped; wrap after the model is complete"
+            )
+        for name, parameter, version, address in zip(
+            self._names, self.parameters, self._versions, self._addresses, strict=True
+        ):
+            if id(parameter) in missing and parameter.requires_grad:
+                raise ParametersTouched(f"{where}: parameter {name!r} was removed from the model after wrapping")
+            if parameter.data_ptr() != address:
+                raise ParametersTouched(f"{where}: the storage of {name!r} was rebound (.data = ..., .to(...))")
+            if parameter._version != version:
+                raise ParametersTouched(
+                    f"{where}: {name!r} was written between updates; load weights before wrapping, or through a "
+                    "checkpoint"
+                )

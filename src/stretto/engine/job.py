@@ -1,0 +1,86 @@
+"""What crosses between the compute lane and the communication lane: jobs one way, landings the other."""
+
+import dataclasses
+from typing import Literal
+
+from torch import Tensor
+
+from stretto.engine.roll_call import RollCall, Vote
+from stretto.flat import GradientBuffer
+from stretto.owner import Hyperparameters, ReducedGradient
+
+Shown = Literal["committed", "estimate"]
+"""Which parameters the model holds."""
+
+
+@dataclasses.dataclass(slots=True)
+class Contribution:
+    """What one rank has accumulated for one round, beside the gradient itself."""
+
+    used: bytearray
+    """One byte per parameter slot, set by the backward hooks."""
+    loss_sum: Tensor
+    """Σ w·loss, a float32 scalar on the device: read by the lane, so that no micro-batch waits for the host."""
+    weight: float = 0.0
+    samples: int = 0
+    micro_batches: int = 0
+    """Those with a weight above zero."""
+    count: int = 0
+    """All of them: what quotas count."""
+    loss_weight: float = 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class Job:
+    """One round's work for the communication lane, which owns everything in it until the landing."""
+
+    buffer: GradientBuffer
+    contribution: Contribution
+    statistics: list[Tensor]
+    """Snapshot of the model's floating-point buffers, taken with the gradient."""
+    changed: bytes
+    """One byte per entry of `statistics`: changed on this rank since it was last averaged?"""
+    vote: Vote
+    hyperparameters: Hyperparameters
+    reduction: "Reduction | None" = None
+    """The outcome of a reduction performed ahead of take-off, for a checkpoint."""
+
+
+@dataclasses.dataclass(slots=True)
+class Reduction:
+    """What a round's exchange of gradients gave."""
+
+    gradient: ReducedGradient
+    call: RollCall
+    statistics: dict[int, Tensor]
+    """Averages over ranks of those buffers that changed anywhere, by index."""
+    skipped: bool
+    """Left out of the update because a loss or gradient was not finite."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Commit:
+    """What is known about a committed update when its last round ends."""
+
+    reductions: tuple[Reduction, ...]
+    gradient_norm: float
+    learning_rates: tuple[float, ...]
+    round_index: int
+    lane_seconds: float
+    sent_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Landing:
+    """What one job brings back."""
+
+    buffer: GradientBuffer
+    """Holds the values to install."""
+    statistics: list[Tensor]
+    """The job's snapshot of the model's buffers."""
+    shown: Shown
+    reduction: Reduction
+    at_boundary: bool
+    """Whether this round ended an update."""
+    commit: Commit | None
+    """Set where this round ended an update that stepped; None at a boundary without any weight."""

@@ -1,0 +1,239 @@
+"""The communication lane: runs the strategy's coroutine and performs what it asks for."""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import torch
+
+from stretto.effects import AllReduce, Boundary, Gather, Preview, Reduce, Script, Step
+from stretto.engine.job import Commit, Job, Landing, Reduction, Shown
+from stretto.engine.roll_call import Attendance, RollCall, checksum
+from stretto.engine.watch import Watch
+from stretto.errors import NonFinite, RanksDisagree
+from stretto.exchange import Exchange
+from stretto.owner import Hyperparameters, Owner, ReducedGradient
+from stretto.strategies import Strategy
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing, as in `torch.nn.utils.clip_grad_norm_`."""
+
+
+class Lane:
+    """Performs one job per `advance`: from the `Reduce` that waits for it to the next one.
+
+    The lane is alone on its group and performs one thing after the other, so every rank issues the same
+    collectives in the same order.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        exchange: Exchange,
+        owner: Owner,
+        watch: Watch,
+        *,
+        replicated: bool,
+        clip_norm: float | None,
+        nonfinite: Literal["raise", "skip"],
+        now: Callable[[], float],
+    ) -> None:
+        self.exchange = exchange
+        self.owner = owner
+        self.watch = watch
+        self.round_index = 0
+        self._replicated = replicated
+        self._clip_norm = clip_norm
+        self._nonfinite = nonfinite
+        self._now = now
+        self._script = _updates(strategy)
+        self._waiting = next(self._script)
+        # Sums of finished updates, for the next ones: fresh pages would cost more than the arithmetic.
+        self._spare_sums: list[list[torch.Tensor]] = []
+        self._begin_update([])
+
+    def advance(self, job: Job) -> Landing:
+        """Hand `job` to the waiting `Reduce` and perform effects until the next one waits."""
+        started = self._now()
+        reduction = job.reduction or self.reduce(job)
+        self._reductions.append(reduction)
+        self._hyperparameters = job.hyperparameters
+        reply: ReducedGradient | None = reduction.gradient
+        shown: Shown = "committed"
+        at_boundary = False
+        while True:
+            effect = self._script.send(reply)
+            reply = None
+            match effect:
+                case Reduce() | AllReduce():
+                    self.round_index += 1
+                    break
+                case Step(gradient):
+                    self._step(_reduced(gradient), job)
+                    shown = "committed"
+                case Preview(gradient):
+                    shown = self._preview(_reduced(gradient), job)
+                case Gather():
+                    self.exchange.all_gather(job.buffer.flats)
+                case Boundary():
+                    at_boundary = True
+        self._lane_seconds += self._now() - started
+        commit = self._commit() if at_boundary else None
+        return Landing(job.buffer, job.statistics, shown, reduction, at_boundary, commit)
+
+    def reduce(self, job: Job) -> Reduction:
+        """Exchange the gradients of `job` and hold the roll call."""
+        finite = all(bool(torch.isfinite(flat.sum())) for flat in job.buffer.flats)
+        sums = self._spare_sums.pop() if self._spare_sums else self.owner.new_sums()
+        if isinstance(self._waiting, AllReduce):
+            self.exchange.all_reduce(job.buffer.flats, sums)
+        else:
+            self.exchange.reduce_scatter(job.buffer.flats, sums)
+        gradient = ReducedGradient(sums, 0.0, 0.0, b"")
+        call = self._hold_roll_call(job, finite, gradient.measure())
+        self._check_settings(call)
+        skipped = self._leave_out(call)
+        gradient.used = call.used
+        gradient.norm_squared = call.norm_squared(replicated=self._replicated)
+        gradient.weight = call.weight
+        if skipped:
+            gradient.weight = gradient.norm_squared = 0.0
+            for total in sums:
+                total.zero_()
+        return Reduction(gradient, call, self._average_statistics(job, call), skipped)
+
+    def gather_committed(self, job_buffer: list[torch.Tensor]) -> None:
+        """Fill `job_buffer`, one tensor per flat set, with the committed parameters; all ranks must call."""
+        self.owner.publish(job_buffer)
+        if not self._replicated:
+            self.exchange.all_gather(job_buffer)
+
+    def _hold_roll_call(self, job: Job, finite: bool, norm_squared: float) -> RollCall:
+        contribution = job.contribution
+        attendance = Attendance(
+            weight=contribution.weight,
+            samples=contribution.samples,
+            micro_batches=contribution.micro_batches,
+            loss_sum=float(contribution.loss_sum),
+            loss_weight=contribution.loss_weight,
+            gradient_is_finite=finite,
+            norm_squared=norm_squared,
+            vote=job.vote,
+            settings=checksum(job.hyperparameters),
+            used=bytes(contribution.used),
+            changed=job.changed,
+        )
+        records = self.exchange.gather_bytes(RollCall.pack(attendance))
+        return RollCall.unpack(records, len(contribution.used), len(job.changed))
+
+    def _check_settings(self, call: RollCall) -> None:
+        others = call.ranks_with_other_settings()
+        if others:
+            raise RanksDisagree(
+                f"rank {self.exchange.rank}, after step {self.watch.step}: the optimizer settings (learning rate "
+                f"and the like) of ranks {others} differ from rank 0's: turn the schedule alike on all ranks, "
+                "once per Update"
+            )
+
+    def _leave_out(self, call: RollCall) -> bool:
+        """Return whether this round is to be left out; the same answer on every rank."""
+        losses, gradients = call.ranks_with_bad_loss(), call.ranks_with_bad_gradient()
+        if not losses and not gradients and math.isfinite(call.norm_squared(replicated=self._replicated)):
+            return False
+        if self._nonfinite == "raise":
+            found = (
+                f"the loss is not finite on ranks {losses}" if losses else
+                f"the gradient is not finite on ranks {gradients}" if gradients else
+                "the sum of the ranks' gradients overflows"
+            )  # fmt: skip
+            raise NonFinite(
+                f"rank {self.exchange.rank}, step {self.watch.step + 1}, round {self.round_index}: {found}; "
+                "lower the learning rate, or leave such rounds out with Options(nonfinite='skip')"
+            )
+        return True
+
+    def _average_statistics(self, job: Job, call: RollCall) -> dict[int, torch.Tensor]:
+        """Average over ranks, weighted by micro-batches, the buffers that changed on any rank."""
+        counts = call.micro_batches
+        indices = [index for index, changed in enumerate(call.changed) if changed]
+        if not indices or sum(counts) == 0:
+            return {}
+        own = torch.cat([job.statistics[index].flatten().float() for index in indices])
+        whole = torch.empty(len(counts) * own.numel(), dtype=own.dtype, device=own.device)
+        self.exchange.gather_bucket(own, whole, "average of the model's buffers")
+        mean = torch.zeros_like(own)
+        for count, part in zip(counts, whole.view(len(counts), -1), strict=True):
+            if count:
+                mean.add_(part, alpha=count / sum(counts))
+        parts = mean.split([job.statistics[index].numel() for index in indices])
+        return {
+            index: part.view_as(job.statistics[index]).to(job.statistics[index].dtype)
+            for index, part in zip(indices, parts, strict=True)
+        }
+
+    def _step(self, gradient: ReducedGradient, job: Job) -> None:
+        gradient.merge()
+        if gradient.weight > 0:
+            self._gradient_norm = self._norm(gradient)
+            self.owner.step(gradient, self._hyperparameters, self._clip(self._gradient_norm))
+            self._stepped = True
+        self.owner.publish(job.buffer.flats)
+
+    def _preview(self, gradient: ReducedGradient, job: Job) -> Shown:
+        if gradient.weight == 0:
+            self.owner.publish(job.buffer.flats)
+            return "committed"
+        clip = self._clip(self._norm(gradient))
+        self.owner.preview(gradient, self._hyperparameters, clip, job.buffer.flats)
+        return "estimate"
+
+    def _norm(self, gradient: ReducedGradient) -> float:
+        """Return the 2-norm of the mean gradient; a sum of two reductions has to be measured over ranks."""
+        if gradient.norm_squared is None:
+            norms = np.array([gradient.measure()])
+            if not self._replicated:
+                norms = np.frombuffer(b"".join(self.exchange.gather_bytes(norms.tobytes())))
+            gradient.norm_squared = sum(norms.tolist())
+        return math.sqrt(gradient.norm_squared) / gradient.weight
+
+    def _clip(self, norm: float) -> float:
+        """Return the factor that brings a gradient of this norm under the limit."""
+        return 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + CLIP_EPSILON))
+
+    def _begin_update(self, hyperparameters: Hyperparameters) -> None:
+        self._reductions: list[Reduction] = []
+        self._hyperparameters = hyperparameters
+        self._gradient_norm = math.nan
+        self._stepped = False
+        self._lane_seconds = 0.0
+        self._bytes_before = self.exchange.sent_bytes
+
+    def _commit(self) -> Commit | None:
+        """Close the update: return what is known of it, and reuse the storage of its gradients."""
+        commit = None
+        if self._stepped:
+            self.watch.step += 1
+            commit = Commit(
+                reductions=tuple(self._reductions),
+                gradient_norm=self._gradient_norm,
+                learning_rates=tuple(float(group["lr"]) for group in self._hyperparameters),
+                round_index=self.round_index - 1,
+                lane_seconds=self._lane_seconds,
+                sent_bytes=self.exchange.sent_bytes - self._bytes_before,
+            )
+        self._spare_sums.extend([list(reduction.gradient.sums) for reduction in self._reductions])
+        self._begin_update(self._hyperparameters)
+        return commit
+
+
+def _updates(strategy: Strategy) -> Script:
+    while True:
+        yield from strategy.update()
+        yield Boundary()
+
+
+def _reduced(gradient: object) -> ReducedGradient:
+    if not isinstance(gradient, ReducedGradient):
+        raise TypeError(f"a strategy must pass on the gradient it was given, not {type(gradient).__name__}")
+    return gradient

@@ -1,0 +1,51 @@
+"""What a user may choose about a job beside model, optimizer and strategy."""
+
+import dataclasses
+from typing import Literal
+
+from stretto.errors import ConfigError
+from stretto.exchange import WireFormat
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options of `DataParallel`; equal on all ranks."""
+
+    wire: WireFormat = "fp32"
+    """Dtype in which gradients and parameters travel; bf16 halves the bytes, masters stay fp32."""
+    exchange: Literal["auto", "native", "direct"] = "auto"
+    """How gradients are summed: by the backend, or by their owner in rank order (reproducible, fp32 sums of any
+    wire). auto: native on NCCL, direct elsewhere, because Gloo's reduce-scatter costs a whole all-reduce."""
+    clip_norm: float | None = None
+    """Largest 2-norm of the mean gradient; None does not clip."""
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """What to do with a round whose loss or gradient is not finite on some rank: end the job with ranks and step
+    named, or leave the round out on all ranks."""
+    allow_unused: bool = False
+    """Accept parameters that no rank used in the first update; they are skipped as PyTorch skips them."""
+    accumulate: Literal["fp32", "parameter"] = "fp32"
+    """Dtype in which 16-bit parameters' gradients accumulate; their own saves 2 to 4 bytes per parameter and
+    loses low bits with every micro-batch."""
+    bucket_bytes: int = 25 * 2**20
+    """Largest collective, in bytes of the gradient buffer; also the scratch memory of an exchange. As DDP's."""
+    timeout_seconds: float = 600.0
+    """How long a collective may wait for a rank that neither answers nor dies."""
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"Options(clip_norm={self.clip_norm}): expected a positive norm or None")
+        if self.bucket_bytes < 1:
+            raise ConfigError(f"Options(bucket_bytes={self.bucket_bytes}): expected a positive number of bytes")
+        if not self.timeout_seconds > 0:
+            raise ConfigError(f"Options(timeout_seconds={self.timeout_seconds}): expected a positive time")
+        for field, known in _CHOICES.items():
+            if getattr(self, field) not in known:
+                raise ConfigError(f"Options({field}={getattr(self, field)!r}): expected one of {', '.join(known)}")
+
+
+_CHOICES = {
+    "wire": ("fp32", "bf16"),
+    "exchange": ("auto", "native", "direct"),
+    "nonfinite": ("raise", "skip"),
+    "accumulate": ("fp32", "parameter"),
+}

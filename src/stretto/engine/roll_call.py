@@ -1,0 +1,162 @@
+"""The roll call: one small fixed record per rank, gathered with every round.
+
+It is the only control channel of a healthy job. Everything that ranks must decide alike (weights, a stop, a
+gradient to leave out, an error to raise) is decided from the same gathered records, so no rank can take a
+different path.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.owner import Hyperparameters
+
+
+class Vote(IntEnum):
+    """What a rank wants of the job."""
+
+    GO_ON = 0
+    EXHAUSTED = 1
+    """Its data have ended; it contributes weight zero from now on."""
+    STOP = 2
+    """It wants every rank to stop at this round."""
+    DRAIN = 3
+    """It has left its loop and only hands over what is left."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attendance:
+    """What one rank says in one round."""
+
+    weight: float
+    samples: int
+    micro_batches: int
+    loss_sum: float
+    """Σ w·loss over the micro-batches that gave a loss."""
+    loss_weight: float
+    """Σ w over those."""
+    gradient_is_finite: bool
+    norm_squared: float
+    """Of the summed gradient on the slices this rank owns."""
+    vote: Vote
+    settings: int
+    """Checksum of the hyperparameters this rank's owner would step with."""
+    used: bytes
+    """One byte per parameter slot: used by a micro-batch of this rank?"""
+    changed: bytes
+    """One byte per floating-point buffer: changed on this rank since it was last averaged?"""
+
+
+class RollCall:
+    """All ranks' records of one round, in rank order."""
+
+    def __init__(self, records: NDArray[np.void]) -> None:
+        self.records = records
+
+    @classmethod
+    def record_dtype(cls, num_slots: int, num_buffers: int) -> np.dtype[np.void]:
+        """Return the fixed layout of one record."""
+        return np.dtype(
+            [
+                ("weight", "<f8"),
+                ("samples", "<i8"),
+                ("micro_batches", "<i8"),
+                ("loss_sum", "<f8"),
+                ("loss_weight", "<f8"),
+                ("gradient_is_finite", "?"),
+                ("norm_squared", "<f8"),
+                ("vote", "u1"),
+                ("settings", "<u4"),
+                ("used", "u1", (num_slots,)),
+                ("changed", "u1", (num_buffers,)),
+            ]
+        )
+
+    @classmethod
+    def pack(cls, attendance: Attendance) -> bytes:
+        """Return one rank's record as bytes."""
+        record = np.zeros(1, cls.record_dtype(len(attendance.used), len(attendance.changed)))
+        for field in dataclasses.fields(attendance):
+            value = getattr(attendance, field.name)
+            record[field.name] = list(value) if isinstance(value, bytes) else value
+        return record.tobytes()
+
+    @classmethod
+    def unpack(cls, records: Sequence[bytes], num_slots: int, num_buffers: int) -> "RollCall":
+        """Read gathered records."""
+        return cls(np.frombuffer(b"".join(records), cls.record_dtype(num_slots, num_buffers)))
+
+    @property
+    def weight(self) -> float:
+        """Σ w over ranks, in rank order."""
+        return _in_order(self.records["weight"])
+
+    @property
+    def samples(self) -> int:
+        """Samples of all ranks."""
+        return int(self.records["samples"].sum())
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Contributing micro-batches by rank."""
+        return tuple(int(count) for count in self.records["micro_batches"])
+
+    @property
+    def loss_sum(self) -> float:
+        """Σ w·loss over ranks, in rank order."""
+        return _in_order(self.records["loss_sum"])
+
+    @property
+    def loss_weight(self) -> float:
+        """Σ w over the micro-batches that gave a loss."""
+        return _in_order(self.records["loss_weight"])
+
+    @property
+    def used(self) -> bytes:
+        """One byte per parameter slot: used by any rank?"""
+        return bytes(self.records["used"].any(axis=0).astype(np.uint8))
+
+    @property
+    def changed(self) -> list[bool]:
+        """Per buffer: changed on any rank?"""
+        return [bool(flag) for flag in self.records["changed"].any(axis=0)]
+
+    @property
+    def votes(self) -> list[Vote]:
+        """What each rank wants, by rank."""
+        return [Vote(int(vote)) for vote in self.records["vote"]]
+
+    def norm_squared(self, *, replicated: bool) -> float:
+        """Return the squared norm of the whole sum; where every rank owns everything, any rank's own."""
+        norms = self.records["norm_squared"]
+        return float(norms[0]) if replicated else _in_order(norms)
+
+    def ranks_with_bad_loss(self) -> list[int]:
+        """Return the ranks whose loss is not finite."""
+        return np.flatnonzero(~np.isfinite(self.records["loss_sum"])).tolist()
+
+    def ranks_with_bad_gradient(self) -> list[int]:
+        """Return the ranks whose accumulated gradient is not finite."""
+        return np.flatnonzero(~self.records["gradient_is_finite"]).tolist()
+
+    def ranks_with_other_settings(self) -> list[int]:
+        """Return the ranks whose hyperparameters differ from rank 0's."""
+        settings = self.records["settings"]
+        return np.flatnonzero(settings != settings[0]).tolist()
+
+
+def checksum(hyperparameters: Hyperparameters) -> int:
+    """Return a CRC-32 of hyperparameters that is equal on all ranks when they are."""
+    return zlib.crc32(repr([sorted(group.items()) for group in hyperparameters]).encode())
+
+
+def _in_order(values: NDArray[np.float64]) -> float:
+    """Add in rank order: the same bits on every rank, and in a replay."""
+    total = 0.0
+    for value in values:
+        total += float(value)
+    return total

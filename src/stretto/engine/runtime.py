@@ -1,0 +1,113 @@
+"""Where the communication lane runs: in the caller, or on a thread beside it.
+
+A runtime is the seam between the engine and the machine. The lane's code is the same on all of them.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """Work under way; `result` must be taken exactly once."""
+
+    def done(self) -> bool:
+        """Return whether `result` would not wait."""
+        ...
+
+    def result(self) -> T_co:
+        """Wait, then return what the work returned or raise what it raised."""
+        ...
+
+
+class Runtime(Protocol):
+    """Runs one lane's work, one piece after the other."""
+
+    def spawn(self, work: Callable[[], T]) -> Pending[T]:
+        """Start `work` after everything spawned before."""
+        ...
+
+    def now(self) -> float:
+        """Return seconds on this runtime's clock."""
+        ...
+
+    def join(self) -> None:
+        """Wait for everything spawned and end."""
+        ...
+
+
+class InlineRuntime:
+    """Performs work at once, in the caller: the synchronous strategies."""
+
+    def spawn(self, work: Callable[[], T]) -> Pending[T]:
+        """See `Runtime.spawn`; an exception is raised by `result`, as on every runtime."""
+        future: Future[T] = Future()
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def now(self) -> float:
+        """Return seconds of the process's monotonic clock."""
+        return time.perf_counter()
+
+    def join(self) -> None:
+        """Nothing is ever under way."""
+
+
+class ThreadRuntime:
+    """Performs work on one thread beside the caller, and on CUDA on a stream beside the caller's.
+
+    Note [Streams]
+        Work starts once the stream that spawned it has reached the call, and a stream that takes the result
+        waits for the side stream: host code is never blocked by either. Buffers outlive both streams' use of
+        them, so the allocator needs no `record_stream`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stretto-lane")
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def spawn(self, work: Callable[[], T]) -> Pending[T]:
+        """See `Runtime.spawn`."""
+        if self._side is None:
+            return self._executor.submit(work)
+        return _OnStream(self._executor, self._side, work)
+
+    def now(self) -> float:
+        """Return seconds of the process's monotonic clock."""
+        return time.perf_counter()
+
+    def join(self) -> None:
+        """See `Runtime.join`."""
+        self._executor.shutdown(wait=True)
+
+
+class _OnStream(Generic[T]):
+    """Work on a side stream; see Note [Streams]."""
+
+    def __init__(self, executor: ThreadPoolExecutor, side: torch.cuda.Stream, work: Callable[[], T]) -> None:
+        started = torch.cuda.current_stream(side.device).record_event()
+        self._side = side
+        self._future = executor.submit(self._run, started, work)
+
+    def _run(self, started: torch.cuda.Event, work: Callable[[], T]) -> tuple[T, torch.cuda.Event]:
+        with torch.cuda.stream(self._side):
+            self._side.wait_event(started)
+            result = work()
+            return result, self._side.record_event()
+
+    def done(self) -> bool:
+        return self._future.done() and (self._future.exception() is not None or self._future.result()[1].query())
+
+    def result(self) -> T:
+        result, finished = self._future.result()
+        torch.cuda.current_stream(self._side.device).wait_event(finished)
+        return result

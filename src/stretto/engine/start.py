@@ -1,0 +1,103 @@
+"""Starts a job: plans the layout, settles it among ranks, and sets up both lanes."""
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from stretto.engine.agreement import agree, share_start
+from stretto.engine.compute_lane import ComputeLane
+from stretto.engine.guarded_model import GuardedModel
+from stretto.engine.lane import Lane
+from stretto.engine.ledger import ledger_of
+from stretto.engine.options import Options
+from stretto.engine.quota import Clock, plan_quota
+from stretto.engine.roll_call import checksum
+from stretto.engine.runtime import InlineRuntime, Runtime, ThreadRuntime
+from stretto.engine.watch import Watch
+from stretto.exchange import DirectExchange, Exchange, NativeExchange, wire_dtype
+from stretto.flat import GradientBuffer, Layout, plan_layout
+from stretto.owner import Owner, check_shardable, read_hyperparameters
+from stretto.strategies import Strategy
+
+
+def start_lanes(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    micro_batches: int | Clock,
+    options: Options,
+    group: dist.ProcessGroup,
+) -> tuple[ComputeLane, Watch]:
+    """Set up both lanes of one rank; all ranks of `group` must call.
+
+    Args:
+        model: Trained in place; takes rank 0's values.
+        optimizer: The user's; read, never stepped.
+        strategy: What the communication lane runs.
+        micro_batches: Per rank and update, or by the clock.
+        options: Everything else.
+        group: Used by this job and nobody else.
+
+    Raises:
+        ConfigError: Model, optimizer or settings cannot be trained, or differ between ranks. Raised before
+            any collective but the one that compares settings.
+    """
+    ledger = ledger_of(strategy)
+    quota = plan_quota(strategy, micro_batches, ledger.rounds)
+    layout, parameters = plan_layout(
+        model,
+        optimizer,
+        world_size=group.size(),
+        bucket_bytes=options.bucket_bytes,
+        widen=options.accumulate == "fp32",
+    )
+    if not ledger.replicated:
+        check_shardable(optimizer)
+    for flat, parameter in ((layout.sets[s.set_index], parameters[s.index]) for s in layout.slots):
+        if flat.accumulation_dtype != flat.dtype:
+            parameter.grad_dtype = flat.accumulation_dtype
+    watch = Watch(group, options.timeout_seconds)
+    exchange = _exchange(options, group, layout, watch)
+    agree(
+        exchange,
+        {
+            "model and layout": layout.digest(),
+            "strategy": strategy,
+            "micro-batches": micro_batches,
+            "options": options,
+            "optimizer": type(optimizer).__name__,
+            "hyperparameters": checksum(read_hyperparameters(optimizer)),
+        },
+    )
+    share_start(exchange, parameters, GradientBuffer(layout), model)
+    rank, num_owners = (0, 1) if ledger.replicated else (group.rank(), group.size())
+    owner = Owner(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
+    runtime: Runtime = ThreadRuntime(layout.sets[0].device) if strategy.overlaps else InlineRuntime()
+    lane = Lane(
+        strategy,
+        exchange,
+        owner,
+        watch,
+        replicated=ledger.replicated,
+        clip_norm=options.clip_norm,
+        nonfinite=options.nonfinite,
+        now=runtime.now,
+    )
+    guarded = GuardedModel(model, parameters, optimizer, layout)
+    compute = ComputeLane(
+        guarded,
+        layout,
+        lane,
+        runtime,
+        quota,
+        overlaps=strategy.overlaps,
+        staleness=strategy.staleness,
+        allow_unused=options.allow_unused,
+    )
+    return compute, watch
+
+
+def _exchange(options: Options, group: dist.ProcessGroup, layout: Layout, watch: Watch) -> Exchange:
+    native = options.exchange == "native" or (options.exchange == "auto" and layout.sets[0].device.type == "cuda")
+    kind = NativeExchange if native else DirectExchange
+    return kind(group, layout, wire_dtype(options.wire), watch.wait)

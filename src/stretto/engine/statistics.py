@@ -1,0 +1,59 @@
+"""The model's floating-point buffers (BatchNorm's running statistics and the like), kept equal over ranks.
+
+Note [Statistics]
+    Every rank's forward passes move its own copy. A job carries a snapshot, the lane averages those that
+    changed on any rank, and the landing installs
+
+        live ← average + (live − snapshot)
+
+    so that what the compute lane added meanwhile is kept. For a synchronous strategy live is the snapshot,
+    and all ranks are equal at every update. For an overlapping one the ranks agree on `average`, which is
+    what evaluation and checkpoints see; `live` differs by one window's progress.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class Statistics:
+    """The floating-point buffers of one model, live and as last agreed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        self._owners = [_owner_of(model, name) for name in named]
+        self.names = list(named)
+        self.agreed = [buffer.detach().clone() for buffer in named.values()]
+        """What all ranks hold alike; changes at landings only."""
+
+    @property
+    def live(self) -> list[Tensor]:
+        """The buffers as the model holds them now; modules may have replaced them."""
+        return [getattr(module, attribute).detach() for module, attribute in self._owners]
+
+    def snapshot(self) -> tuple[list[Tensor], bytes]:
+        """Return copies of the live buffers, and a byte each: different from what ranks last agreed on?"""
+        copies = [buffer.clone() for buffer in self.live]
+        return copies, bytes(not torch.equal(a, b) for a, b in zip(copies, self.agreed, strict=True))
+
+    def install(self, snapshot: list[Tensor], averages: dict[int, Tensor]) -> None:
+        """Take over the averages that a round brought back for its snapshot."""
+        live = self.live
+        for index, average in averages.items():
+            self.agreed[index] = average
+            if torch.equal(live[index], snapshot[index]):
+                live[index].copy_(average)
+            else:
+                live[index].add_(average - snapshot[index])
+
+    def exchange_live(self, values: list[Tensor]) -> list[Tensor]:
+        """Put `values` into the model and return copies of what was there."""
+        live = self.live
+        held = [buffer.clone() for buffer in live]
+        for buffer, value in zip(live, values, strict=True):
+            buffer.copy_(value)
+        return held
+
+
+def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute

@@ -1,0 +1,64 @@
+"""One flat gradient buffer, and the views of it that parameters accumulate into."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from stretto.errors import GradientsTouched
+from stretto.flat.layout import Layout
+
+
+class GradientBuffer:
+    """Flat storage for one round's gradients, one tensor per flat set.
+
+    Owned by the compute lane from `attach` until take-off, by the communication lane until landing. In
+    flight the same storage first holds the gradients that are sent, then the values that come back.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.flats = [
+            torch.zeros(flat.numel, dtype=flat.accumulation_dtype, device=flat.device) for flat in layout.sets
+        ]
+        self.views = [
+            self.flats[slot.set_index][slot.start : slot.stop].view(slot.shape) for slot in layout.slots
+        ]
+        self._versions: list[int] = []
+
+    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Zero the buffer and make the gradients of `parameters` views of it."""
+        for flat in self.flats:
+            flat.zero_()
+        for parameter, view in zip(parameters, self.views, strict=True):
+            parameter.grad = view
+        self.remember()
+
+    def remember(self) -> None:
+        """Take note of the present content: whoever writes before the next backward is found out."""
+        self._versions = [flat._version for flat in self.flats]
+
+    def check_unwritten(self, where: str) -> None:
+        """Raise if the buffer was written since `remember`.
+
+        Raises:
+            GradientsTouched: Somebody clipped, scaled or zeroed the accumulated gradients.
+        """
+        if self._versions != [flat._version for flat in self.flats]:
+            raise GradientsTouched(
+                f"{where}: the accumulated gradients were changed outside backward, by clipping, scaling or "
+                "zeroing; clip with Options(clip_norm=...), weigh with backward(loss, weight)"
+            )
+
+    def check_attached(self, parameters: Sequence[nn.Parameter], where: str) -> None:
+        """Raise if some parameter's gradient is no longer the view it was given.
+
+        Raises:
+            GradientsTouched: `zero_grad`, `create_graph=True` or an assignment replaced a gradient.
+        """
+        for parameter, view, slot in zip(parameters, self.views, self.layout.slots, strict=True):
+            if parameter.grad is not view:
+                raise GradientsTouched(
+                    f"{where}: the gradient of {slot.name!r} was replaced; leave out zero_grad() (gradients are "
+                    "zeroed at take-off), do not assign .grad, and call backward without create_graph=True"
+                )

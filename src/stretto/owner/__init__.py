@@ -1,0 +1,8 @@
+"""The owner's side: fp32 masters, a private optimizer, and the two things it can do with a gradient."""
+
+from stretto.owner.gradient import ReducedGradient
+from stretto.owner.optimizer import Hyperparameters, read_hyperparameters
+from stretto.owner.owner import Owner, Segment
+from stretto.owner.probe import check_shardable
+
+__all__ = ["Hyperparameters", "Owner", "ReducedGradient", "Segment", "check_shardable", "read_hyperparameters"]

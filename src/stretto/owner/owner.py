@@ -1,0 +1,160 @@
+"""The owner of a shard: masters in float32, a private optimizer, and the values it publishes."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.flat import Layout
+from stretto.owner.gradient import ReducedGradient
+from stretto.owner.optimizer import Hyperparameters, rebuild
+from stretto.owner.segment import Piece, Segment, cut_segments, owned_pieces, segment_of
+
+
+class Owner:
+    """Holds and steps the slices that one rank owns (all of them where the optimizer is replicated).
+
+    Memory, per owned element: 4 bytes of master, what the optimizer's state takes, and for a `preview` both
+    once more for one segment.
+
+    Note [Unused parameters]
+        Stock optimizers skip a parameter without gradient: no decay, no momentum, no step count. A zero in
+        the flat buffer is not that. So a parameter that no rank used in an update is cut out into a segment
+        of its own, with its share of the state, and gets no gradient.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        rank: int,
+        num_owners: int,
+    ) -> None:
+        self.layout = layout
+        self.ranges = [bucket.owned_range(rank, num_owners) for bucket in layout.buckets]
+        self.masters = [self._empty(index) for index in range(len(layout.buckets))]
+        self.pieces = list(owned_pieces(layout, rank, num_owners))
+        self.adopt(parameters)
+        self.segments = cut_segments(self.pieces, self.masters)
+        num_groups = len(optimizer.param_groups)
+        self.optimizer = rebuild(
+            optimizer, [[s.master for s in self.segments if s.group == index] for index in range(num_groups)]
+        )
+        self._ghost = rebuild(optimizer, [[torch.zeros(1)] for _ in range(num_groups)])
+
+    def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Copy the parameters' present values into the masters."""
+        for piece in self.pieces:
+            flat = parameters[piece.slot.index].detach().reshape(-1)
+            self.values(self.masters, piece).copy_(flat[piece.offset : piece.offset + piece.numel])
+
+    def new_sums(self) -> list[Tensor]:
+        """Return storage for one reduced gradient, one tensor per bucket."""
+        return [self._empty(index) for index in range(len(self.layout.buckets))]
+
+    def step(self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float) -> None:
+        """Commit one optimizer step with the mean of `gradient` times `clip`; all segments at once."""
+        gradient.become_mean(clip)
+        self._isolate_unused(gradient.used)
+        self._turn(hyperparameters)
+        for segment in self.segments:
+            segment.master.grad = self._slice(gradient, segment) if _is_used(segment, gradient) else None
+        self.optimizer.step()
+        for segment in self.segments:
+            segment.master.grad = None
+
+    def preview(
+        self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float, flats: Sequence[Tensor]
+    ) -> None:
+        """Publish into `flats` what `step` would lead to.
+
+        The optimizer steps copies, segment by segment, so that nothing has to be undone: no trace can remain,
+        also where state is first created on the way or the step raises.
+        """
+        self._isolate_unused(gradient.used)
+        self._turn(hyperparameters)
+        for segment in self.segments:
+            value = segment.master
+            if _is_used(segment, gradient):
+                value = self._ghost_step(segment, gradient.mean_of(self._slice(gradient, segment), clip))
+            low = self.ranges[segment.bucket][0]
+            self._flat(flats, segment.bucket)[low + segment.start : low + segment.stop].copy_(value)
+
+    def publish(self, flats: Sequence[Tensor]) -> None:
+        """Write the masters into this rank's slices of `flats`, one tensor per flat set."""
+        for index, (master, (low, high)) in enumerate(zip(self.masters, self.ranges, strict=True)):
+            self._flat(flats, index)[low:high].copy_(master)
+
+    def values(self, tensors: Sequence[Tensor], piece: Piece) -> Tensor:
+        """Return the part of per-bucket `tensors` (masters or sums) that holds `piece`."""
+        return tensors[piece.bucket][piece.start : piece.start + piece.numel]
+
+    def _empty(self, bucket: int) -> Tensor:
+        flat = self.layout.sets[self.layout.buckets[bucket].set_index]
+        low, high = self.ranges[bucket]
+        return torch.zeros(high - low, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
+
+    def _flat(self, flats: Sequence[Tensor], bucket: int) -> Tensor:
+        return flats[self.layout.buckets[bucket].set_index]
+
+    def _slice(self, gradient: ReducedGradient, segment: Segment) -> Tensor:
+        return gradient.sums[segment.bucket][segment.start : segment.stop]
+
+    def _turn(self, hyperparameters: Hyperparameters) -> None:
+        for group, settings in zip(self.optimizer.param_groups, hyperparameters, strict=True):
+            group.update(settings)
+
+    def _ghost_step(self, segment: Segment, mean: Tensor) -> Tensor:
+        """Step a copy of one segment with a copy of its state."""
+        ghost = segment.master.clone()
+        ghost.grad = mean
+        state = self.optimizer.state.get(segment.master, {})
+        self._ghost.param_groups = [{**self.optimizer.param_groups[segment.group], "params": [ghost]}]
+        self._ghost.state = defaultdict(dict, {ghost: {key: _copied(value) for key, value in state.items()}})
+        self._ghost.step()
+        self._ghost.state = defaultdict(dict)
+        return ghost
+
+    def _isolate_unused(self, used: bytes) -> None:
+        """Cut segments in which some parameters were used and some were not."""
+        for segment in list(self.segments):
+            states = {bool(used[piece.slot.index]) for piece in segment.pieces}
+            if len(states) == 2:
+                runs = groupby(segment.pieces, key=lambda piece: bool(used[piece.slot.index]))
+                self._replace(segment, [segment_of(list(run), self.masters) for _, run in runs])
+
+    def _replace(self, segment: Segment, parts: list[Segment]) -> None:
+        """Let `parts` take the place, the state and the group membership of `segment`."""
+        state = self.optimizer.state.pop(segment.master, {})
+        for part in parts:
+            low, high = part.start - segment.start, part.stop - segment.start
+            if state:
+                self.optimizer.state[part.master] = {
+                    key: _cut(value, segment.master.numel(), low, high) for key, value in state.items()
+                }
+        members = self.optimizer.param_groups[segment.group]["params"]
+        position = next(i for i, member in enumerate(members) if member is segment.master)
+        members[position : position + 1] = [part.master for part in parts]
+        position = self.segments.index(segment)
+        self.segments[position : position + 1] = parts
+
+
+def _is_used(segment: Segment, gradient: ReducedGradient) -> bool:
+    return bool(gradient.used[segment.pieces[0].slot.index])
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _cut(value: Any, numel: int, low: int, high: int) -> Any:
+    """Return the share of one state entry: element-wise tensors are cut, step counts are copied."""
+    if isinstance(value, Tensor) and value.numel() == numel and value.dim() == 1 and numel > 1:
+        return value[low:high].clone()
+    return _copied(value)

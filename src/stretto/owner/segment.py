@@ -1,0 +1,75 @@
+"""Segments: the runs of an owner's masters that its optimizer sees as tensors."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from torch import Tensor
+
+from stretto.flat import ALIGNMENT, Layout, Slot
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one parameter that lies in one bucket's owned slice."""
+
+    slot: Slot
+    bucket: int
+    """Index of the bucket."""
+    start: int
+    """First element within the owned slice; a multiple of `ALIGNMENT`."""
+    offset: int
+    """First element within the flattened parameter."""
+    numel: int
+
+    @property
+    def padded_stop(self) -> int:
+        """One past the last element within the owned slice, with the padding up to the next slot."""
+        return self.start + -(-self.numel // ALIGNMENT) * ALIGNMENT
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A run of one bucket's owned slice whose elements the optimizer treats alike."""
+
+    bucket: int
+    """Index of the bucket."""
+    group: int
+    """Index of the parameter group."""
+    pieces: tuple[Piece, ...]
+    """What lies in the run, in order."""
+    master: Tensor
+    """View of the masters, `(stop - start,)`, with padding; what the private optimizer steps."""
+
+    @property
+    def start(self) -> int:
+        """First element within the owned slice."""
+        return self.pieces[0].start
+
+    @property
+    def stop(self) -> int:
+        """One past the last element within the owned slice."""
+        return self.pieces[-1].padded_stop
+
+
+def owned_pieces(layout: Layout, rank: int, num_owners: int) -> Iterator[Piece]:
+    """Yield the pieces of parameters that `rank` owns, bucket by bucket in flat order."""
+    for index, bucket in enumerate(layout.buckets):
+        low, high = bucket.owned_range(rank, num_owners)
+        for slot in layout.slots_of_set(bucket.set_index):
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            if start < stop:
+                yield Piece(slot, index, start - low, start - slot.start, stop - start)
+
+
+def segment_of(pieces: Sequence[Piece], masters: Sequence[Tensor]) -> Segment:
+    """Return the segment over neighbouring pieces of one bucket and group."""
+    first, last = pieces[0], pieces[-1]
+    master = masters[first.bucket][first.start : last.padded_stop]
+    return Segment(first.bucket, first.slot.group, tuple(pieces), master)
+
+
+def cut_segments(pieces: Sequence[Piece], masters: Sequence[Tensor]) -> list[Segment]:
+    """Cut the owned pieces into as few segments as buckets and groups allow."""
+    runs = groupby(pieces, key=lambda piece: (piece.bucket, piece.slot.group))
+    return [segment_of(list(run), masters) for _, run in runs]

@@ -1,0 +1,265 @@
+"""`DataParallel`: what a user holds."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from stretto.engine import Clock, ComputeLane, Options, start_lanes
+from stretto.engine.roll_call import Vote
+from stretto.errors import ConfigError, Finished, LossNotScalar, StrettoError
+from stretto.groups.private import private_group
+from stretto.records import Update
+from stretto.strategies import ACCO, Strategy
+
+Batch = TypeVar("Batch")
+
+
+class DataParallel:
+    """Trains `model` on all ranks of a group, with the communication where the strategy puts it.
+
+        parallel = DataParallel(model, optimizer, strategy=ACCO(), micro_batches=4)
+        for batch in parallel.feed(loader):
+            loss = loss_function(model(batch))
+            if update := parallel.backward(loss):
+                scheduler.step()
+        parallel.finish()
+
+    Use it as a context manager, so that an exception that leaves the block ends the job on all ranks with its
+    cause named. Parameters change only inside `backward`, `step` and `finish`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy | None = None,
+        *,
+        micro_batches: int | Clock = 2,
+        group: dist.ProcessGroup | None = None,
+        ranks: Sequence[int] | None = None,
+        options: Options | None = None,
+    ) -> None:
+        """Wrap `model`; all ranks of the group must call, with equal settings.
+
+        Args:
+            model: On its device, complete, with its starting weights: every rank takes rank 0's.
+            optimizer: Over the model's trainable parameters, in any groups. Its class and settings are read;
+                it stays the face that schedulers turn, and must not be stepped by hand.
+            strategy: How gradients become updates; None is `ACCO()`.
+            micro_batches: Per rank and update, or a `Clock` per round.
+            group: Whose ranks train; None is the default group, or this process alone without one. The job
+                makes a group of its own over these ranks.
+            ranks: Ranks of the default group, instead of `group`.
+            options: Everything else.
+
+        Raises:
+            ConfigError: Something cannot work, or differs between ranks.
+        """
+        if isinstance(micro_batches, int) and micro_batches < 1:
+            raise ConfigError(f"micro_batches={micro_batches}: expected at least 1 per rank and update, or a Clock")
+        self.model = model
+        self.optimizer = optimizer
+        self.strategy = ACCO() if strategy is None else strategy
+        self.options = Options() if options is None else options
+        # The library's deadline comes first, so that it and not the backend names the silent rank.
+        self._group = private_group(group, ranks, timeout_seconds=2 * self.options.timeout_seconds)
+        self._ended_because: str | None = None
+        self._until: Literal["any", "all"] = "any"
+        self._samples_fed: int | None = None
+        self._exhausted = False
+        self.compute, self._watch = start_lanes(
+            model, optimizer, self.strategy, micro_batches, self.options, self._group
+        )
+
+    @property
+    def rank(self) -> int:
+        """This process's position among the job's ranks."""
+        return self._group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks train."""
+        return self._group.size()
+
+    @property
+    def steps(self) -> int:
+        """Committed updates so far."""
+        return self.compute.steps
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this rank has handed to collectives for other ranks so far."""
+        return self.compute.lane.exchange.sent_bytes
+
+    def feed(self, loader: Iterable[Batch], until: Literal["any", "all"] = "any") -> Iterator[Batch]:
+        """Yield the loader's batches until all ranks agree to end, at the same round on every rank.
+
+        A rank whose loader has ended goes on with its last batch at weight zero, so that every rank passes
+        through the same rounds and turns its schedule alike, until the agreed end.
+
+        Args:
+            loader: This rank's batches.
+            until: End when any rank's data have ended, or when all ranks' have.
+
+        Raises:
+            ConfigError: The loader has not a single batch.
+        """
+        self._until = until
+        batches = iter(loader)
+        nothing = object()
+        batch: Any = nothing
+        while not self._should_end():
+            following = nothing if self._exhausted else next(batches, nothing)
+            if following is nothing:
+                if batch is nothing:
+                    raise ConfigError(f"rank {self.rank}: the loader has no batch; expected at least one per rank")
+                self._exhausted = True
+                self.compute.vote = max(self.compute.vote, Vote.EXHAUSTED)
+            else:
+                batch = following
+                self._samples_fed = _num_samples(batch)
+            yield batch
+
+    def backward(self, loss: Tensor, weight: float = 1.0, samples: int | None = None) -> Update | None:
+        """Run one micro-batch's backward pass and count it.
+
+        Args:
+            loss: Scalar mean over whatever `weight` counts.
+            weight: What the micro-batch counts for, for example its number of tokens; at least 0.
+            samples: For the records; None takes the size of the batch that `feed` gave last, or 1.
+
+        Returns:
+            The update that was committed, if one was: parameters are now its outcome.
+
+        Raises:
+            UsageError: The loss is not a scalar, or state was touched that must not be.
+            NonFinite: Some rank's loss or gradient is not finite, and the policy is to raise.
+            CommunicationError: A rank died, raised or fell silent.
+        """
+        with self._guarded():
+            if not loss.is_floating_point() or loss.numel() != 1:
+                raise LossNotScalar(
+                    f"{self.compute.where}: expected a loss of one floating-point element, found shape "
+                    f"{tuple(loss.shape)} and dtype {loss.dtype}: reduce it with .mean()"
+                )
+            weight = self._effective_weight(weight)
+            self.compute.before_micro_batch()
+            if weight > 0:
+                (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+            return self._count(weight, loss.reshape(()), samples)
+
+    def step(self, weight: float = 1.0, loss: Tensor | None = None, samples: int | None = None) -> Update | None:
+        """Count one micro-batch whose backward pass the caller has run, on a loss multiplied by `weight`.
+
+        Args and errors are as for `backward`; without a `loss` the records hold nan.
+        """
+        with self._guarded():
+            return self._count(self._effective_weight(weight), loss, samples)
+
+    def micro_batch(self, loss_function: Callable[[Batch], Tensor], batch: Batch) -> Update | None:
+        """Run the forward and backward pass of one micro-batch: `backward(loss_function(batch))`."""
+        return self.backward(loss_function(batch), samples=_num_samples(batch))
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Show the committed parameters and the agreed buffers inside the block, then what was shown before.
+
+        All ranks must enter, right after an `Update`, before training, or after `finish`.
+
+        Raises:
+            OutOfTurn: A round is in flight.
+        """
+        if self._ended_because is not None:
+            yield
+            return
+        with self._guarded():
+            held = self.compute.show_committed()
+        try:
+            yield
+        finally:
+            self.compute.show_again(held)
+
+    def stop(self) -> None:
+        """Ask all ranks to end `feed` at the same round, soon."""
+        self.compute.vote = max(self.compute.vote, Vote.STOP)
+
+    def finish(self) -> list[Update]:
+        """Drain: hand over what is left, commit it, and end the job with the committed parameters shown.
+
+        All ranks must call. The communication lane is joined; the model is an ordinary one again.
+
+        Returns:
+            The updates that were committed on the way; schedules cannot turn between them.
+        """
+        updates: list[Update] = []
+        with self._guarded():
+            self.compute.vote = Vote.DRAIN
+            while not (self.compute.is_at_rest and all(v == Vote.DRAIN for v in self.compute.votes)):
+                update = self.compute.hand_over()
+                if update is not None:
+                    updates.append(update)
+            self.compute.show_committed()
+            self.compute.close()
+        self._ended_because = "finish() was called"
+        return updates
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one ends because of `error`, and close the job's connections."""
+        if self._ended_because is None:
+            self._ended_because = f"{type(error).__name__}: {error}"
+            self._watch.tell(error)
+            self._group.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.fail(error)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Refuse use after the end, and let an error end the job everywhere."""
+        if self._ended_because is not None:
+            raise Finished(
+                f"rank {self.rank}, after step {self.steps}: the job has ended ({self._ended_because}); "
+                "make a new DataParallel to go on"
+            )
+        try:
+            yield
+        except StrettoError as error:
+            self.fail(error)
+            raise
+
+    def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
+        if samples is None:
+            samples = 1 if self._samples_fed is None else self._samples_fed
+        return self.compute.contribute(weight, loss, samples)
+
+    def _effective_weight(self, weight: float) -> float:
+        if not 0 <= weight < float("inf"):
+            raise ConfigError(f"{self.compute.where}: weight {weight}: expected a finite number of at least 0")
+        return 0.0 if self._exhausted else float(weight)
+
+    def _should_end(self) -> bool:
+        votes = self.compute.votes
+        if any(vote >= Vote.STOP for vote in votes):
+            return True
+        decide = any if self._until == "any" else all
+        return bool(votes) and decide(vote >= Vote.EXHAUSTED for vote in votes)
+
+
+def _num_samples(batch: object) -> int:
+    """Return the length of the first tensor found in a batch, or 1."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)) and batch:
+        return _num_samples(batch[0])
+    return 1
