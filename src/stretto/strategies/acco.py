@@ -48,7 +48,7 @@ class ACCO(Strategy):
             ConfigError: `first` leaves no micro-batch for one of the halves.
         """
         if self.first is None:
-            return super().quotas(micro_batches, rounds)
+            return Strategy.quotas(self, micro_batches, rounds)
         if not 1 <= self.first < micro_batches:
             raise ConfigError(
                 f"ACCO(first={self.first}) with {micro_batches} micro-batches per update: "
