@@ -8,7 +8,7 @@ from style.source import in_layer, package_files, parsed, place, project_files
 
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 SUPPRESSION = re.compile(r"#\s*(noqa|type:\s*ignore)")
-REASONED = re.compile(r"#\s*(noqa: [A-Z]+\d+|type: ignore\[[\w, -]+\])(, [A-Z]+\d+)*\s+#\s+\w+")
+REASONED = re.compile(r"#\s*(noqa: [A-Z]+\d+|type: ignore\[[\w, -]+\])(, [A-Z]+\d+)*\s+[#(]\s*\w+")
 UNFINISHED = re.compile(r"#.*\b(TODO|FIXME|XXX|HACK)\b")
 
 
