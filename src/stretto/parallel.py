@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.engine import Clock, ComputeLane, Options, start_lanes
+from stretto.engine import Clock, Options, start_lanes
 from stretto.engine.roll_call import Vote
 from stretto.errors import ConfigError, Finished, LossNotScalar, StrettoError
 from stretto.groups.private import private_group
@@ -61,7 +61,9 @@ class DataParallel:
             ConfigError: Something cannot work, or differs between ranks.
         """
         if isinstance(micro_batches, int) and micro_batches < 1:
-            raise ConfigError(f"micro_batches={micro_batches}: expected at least 1 per rank and update, or a Clock")
+            raise ConfigError(
+                f"micro_batches={micro_batches}: expected at least 1 per rank and update, or a Clock"
+            )
         self.model = model
         self.optimizer = optimizer
         self.strategy = ACCO() if strategy is None else strategy
@@ -117,7 +119,9 @@ class DataParallel:
             following = nothing if self._exhausted else next(batches, nothing)
             if following is nothing:
                 if batch is nothing:
-                    raise ConfigError(f"rank {self.rank}: the loader has no batch; expected at least one per rank")
+                    raise ConfigError(
+                        f"rank {self.rank}: the loader has no batch; expected at least one per rank"
+                    )
                 self._exhausted = True
                 self.compute.vote = max(self.compute.vote, Vote.EXHAUSTED)
             else:
@@ -153,7 +157,9 @@ class DataParallel:
                 (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             return self._count(weight, loss.reshape(()), samples)
 
-    def step(self, weight: float = 1.0, loss: Tensor | None = None, samples: int | None = None) -> Update | None:
+    def step(
+        self, weight: float = 1.0, loss: Tensor | None = None, samples: int | None = None
+    ) -> Update | None:
         """Count one micro-batch whose backward pass the caller has run, on a loss multiplied by `weight`.
 
         Args and errors are as for `backward`; without a `loss` the records hold nan.
@@ -218,7 +224,9 @@ class DataParallel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             self.fail(error)
 
@@ -243,7 +251,9 @@ class DataParallel:
 
     def _effective_weight(self, weight: float) -> float:
         if not 0 <= weight < float("inf"):
-            raise ConfigError(f"{self.compute.where}: weight {weight}: expected a finite number of at least 0")
+            raise ConfigError(
+                f"{self.compute.where}: weight {weight}: expected a finite number of at least 0"
+            )
         return 0.0 if self._exhausted else float(weight)
 
     def _should_end(self) -> bool:

@@ -4,8 +4,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 from torch import distributed as dist
+from torch import nn
 
 from stretto.errors import RanksDisagree
 from stretto.exchange import Exchange
@@ -32,12 +32,16 @@ def agree(exchange: Exchange, settings: Mapping[str, object]) -> None:
         for i, name in enumerate(settings)
     }
     found = "; ".join(
-        f"{name} of ranks {ranks} (here: {str(settings[name])[:200]})" for name, ranks in differing.items() if ranks
+        f"{name} of ranks {ranks} (here: {str(settings[name])[:200]})"
+        for name, ranks in differing.items()
+        if ranks
     )
     raise RanksDisagree(f"rank {exchange.rank}, before step 1: these differ from rank 0's: {found}")
 
 
-def share_start(exchange: Exchange, parameters: Sequence[nn.Parameter], buffer: GradientBuffer, model: nn.Module) -> None:
+def share_start(
+    exchange: Exchange, parameters: Sequence[nn.Parameter], buffer: GradientBuffer, model: nn.Module
+) -> None:
     """Give every rank the parameters and buffers of rank 0, to the bit.
 
     Args:

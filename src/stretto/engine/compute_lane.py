@@ -17,6 +17,7 @@ from torch import Tensor
 from stretto.engine.guarded_model import GuardedModel
 from stretto.engine.job import Contribution, Job, Landing, Reduction, Shown
 from stretto.engine.lane import Lane
+from stretto.engine.options import Options
 from stretto.engine.quota import Quota
 from stretto.engine.roll_call import Vote
 from stretto.engine.runtime import Pending, Runtime
@@ -25,6 +26,7 @@ from stretto.errors import OutOfTurn, StepWithoutBackward, UnusedParameters
 from stretto.flat import GradientBuffer, Layout
 from stretto.owner import Hyperparameters, read_hyperparameters
 from stretto.records import Update
+from stretto.strategies import Strategy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,9 +50,8 @@ class ComputeLane:
         runtime: Runtime,
         quota: Quota,
         *,
-        overlaps: bool,
-        staleness: int,
-        allow_unused: bool,
+        strategy: Strategy,
+        options: Options,
     ) -> None:
         self.lane = lane
         self.statistics = Statistics(guarded.model)
@@ -65,11 +66,10 @@ class ComputeLane:
         self._layout = layout
         self._runtime = runtime
         self._quota = quota
-        self._overlaps = overlaps
-        self._staleness = staleness
-        self._allow_unused = allow_unused
+        self._strategy = strategy
+        self._allow_unused = options.allow_unused
         self._filling = GradientBuffer(layout)
-        self._idle = GradientBuffer(layout) if overlaps else None
+        self._idle = GradientBuffer(layout) if strategy.overlaps else None
         self._in_flight: Pending[Landing] | None = None
         self._job: Job | None = None
         """The round handed over at the next take-off, once its quota is met."""
@@ -116,7 +116,7 @@ class ComputeLane:
             return None
         update = self.land() if self._in_flight is not None else None
         self.make_ready()
-        if not self._overlaps:
+        if not self._strategy.overlaps:
             self.take_off_if_ready()
             update = self.land()
         return update
@@ -158,7 +158,9 @@ class ComputeLane:
         if job is None:
             return
         if self._in_flight is not None:
-            raise OutOfTurn(f"{self.where}: take-off while another round is in flight; every flight lands first")
+            raise OutOfTurn(
+                f"{self.where}: take-off while another round is in flight; every flight lands first"
+            )
         self._filling.check_unwritten(self.where)
         self._guarded.check_untouched(self.where)
         if self.at_boundary:
@@ -184,7 +186,7 @@ class ComputeLane:
         self._install(landing.buffer.views)
         self.statistics.install(landing.statistics, landing.reduction.statistics)
         self.shown = landing.shown
-        if self._overlaps:
+        if self._strategy.overlaps:
             self._idle = landing.buffer
         else:
             self._filling.attach(self._guarded.parameters)
@@ -283,8 +285,10 @@ class ComputeLane:
             weight=sum(call.weight for call in calls),
             loss=sum(call.loss_sum for call in calls) / loss_weight if loss_weight else float("nan"),
             gradient_norm=commit.gradient_norm,
-            staleness=min(self._staleness, self.steps - 1),
-            micro_batches=tuple(sum(counts) for counts in zip(*(call.micro_batches for call in calls), strict=True)),
+            staleness=min(self._strategy.staleness, self.steps - 1),
+            micro_batches=tuple(
+                sum(counts) for counts in zip(*(call.micro_batches for call in calls), strict=True)
+            ),
             rounds=tuple(call.micro_batches for call in calls),
             seconds=now - self._last_update,
             lane_seconds=commit.lane_seconds,

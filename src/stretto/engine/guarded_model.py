@@ -33,7 +33,11 @@ class GuardedModel:
         self.remember()
 
     def hook(
-        self, *, on_gradient: Callable[[int], None], on_forward: Callable[[], None], shows_estimate: Callable[[], bool]
+        self,
+        *,
+        on_gradient: Callable[[int], None],
+        on_forward: Callable[[], None],
+        shows_estimate: Callable[[], bool],
     ) -> None:
         """Install the hooks.
 
@@ -98,9 +102,13 @@ class GuardedModel:
             self._names, self.parameters, self._versions, self._addresses, strict=True
         ):
             if id(parameter) in missing and parameter.requires_grad:
-                raise ParametersTouched(f"{where}: parameter {name!r} was removed from the model after wrapping")
+                raise ParametersTouched(
+                    f"{where}: parameter {name!r} was removed from the model after wrapping"
+                )
             if parameter.data_ptr() != address:
-                raise ParametersTouched(f"{where}: the storage of {name!r} was rebound (.data = ..., .to(...))")
+                raise ParametersTouched(
+                    f"{where}: the storage of {name!r} was rebound (.data = ..., .to(...))"
+                )
             if parameter._version != version:
                 raise ParametersTouched(
                     f"{where}: {name!r} was written between updates; load weights before wrapping, or through a "

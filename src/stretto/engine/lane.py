@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 import torch
 
 from stretto.effects import AllReduce, Boundary, Gather, Preview, Reduce, Script, Step
 from stretto.engine.job import Commit, Job, Landing, Reduction, Shown
+from stretto.engine.options import Options
 from stretto.engine.roll_call import Attendance, RollCall, checksum
 from stretto.engine.watch import Watch
 from stretto.errors import NonFinite, RanksDisagree
@@ -34,9 +34,8 @@ class Lane:
         owner: Owner,
         watch: Watch,
         *,
+        options: Options,
         replicated: bool,
-        clip_norm: float | None,
-        nonfinite: Literal["raise", "skip"],
         now: Callable[[], float],
     ) -> None:
         self.exchange = exchange
@@ -44,8 +43,7 @@ class Lane:
         self.watch = watch
         self.round_index = 0
         self._replicated = replicated
-        self._clip_norm = clip_norm
-        self._nonfinite = nonfinite
+        self._options = options
         self._now = now
         self._script = _updates(strategy)
         self._waiting = next(self._script)
@@ -141,7 +139,7 @@ class Lane:
         losses, gradients = call.ranks_with_bad_loss(), call.ranks_with_bad_gradient()
         if not losses and not gradients and math.isfinite(call.norm_squared(replicated=self._replicated)):
             return False
-        if self._nonfinite == "raise":
+        if self._options.nonfinite == "raise":
             found = (
                 f"the loss is not finite on ranks {losses}" if losses else
                 f"the gradient is not finite on ranks {gradients}" if gradients else
@@ -166,7 +164,7 @@ class Lane:
         for count, part in zip(counts, whole.view(len(counts), -1), strict=True):
             if count:
                 mean.add_(part, alpha=count / sum(counts))
-        parts = mean.split([job.statistics[index].numel() for index in indices])
+        parts = torch.split(mean, [job.statistics[index].numel() for index in indices])
         return {
             index: part.view_as(job.statistics[index]).to(job.statistics[index].dtype)
             for index, part in zip(indices, parts, strict=True)
@@ -199,7 +197,8 @@ class Lane:
 
     def _clip(self, norm: float) -> float:
         """Return the factor that brings a gradient of this norm under the limit."""
-        return 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + CLIP_EPSILON))
+        limit = self._options.clip_norm
+        return 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
 
     def _begin_update(self, hyperparameters: Hyperparameters) -> None:
         self._reductions: list[Reduction] = []

@@ -36,7 +36,9 @@ class Ledger:
         """Return bytes per parameter and update that cross the wire, before the factor (N - 1) / N."""
         return (self.gradient_transfers + self.parameter_transfers) * bytes_per_element
 
-    def memory_bytes(self, strategy: Strategy, *, parameter: int, accumulation: int, world_size: int) -> float:
+    def memory_bytes(
+        self, strategy: Strategy, *, parameter: int, accumulation: int, world_size: int
+    ) -> float:
         """Return bytes per parameter that a rank holds with an Adam-like optimizer (two fp32 moments).
 
         Args:
@@ -60,7 +62,9 @@ def ledger_of(strategy: Strategy) -> Ledger:
     """
     runs = [_dry_run(strategy) for _ in range(_DRY_UPDATES)]
     if any(run != runs[0] for run in runs):
-        raise ConfigError(f"strategy {strategy.name}: every update must ask for the same effects, found {runs}")
+        raise ConfigError(
+            f"strategy {strategy.name}: every update must ask for the same effects, found {runs}"
+        )
     kinds = runs[0]
     if not kinds or kinds[0] not in (Reduce, AllReduce):
         raise ConfigError(f"strategy {strategy.name}: an update must begin with Reduce or AllReduce")
@@ -68,7 +72,9 @@ def ledger_of(strategy: Strategy) -> Ledger:
     if count[Reduce] and count[AllReduce]:
         raise ConfigError(f"strategy {strategy.name}: Reduce and AllReduce cannot be mixed")
     if count[Step] != 1:
-        raise ConfigError(f"strategy {strategy.name}: an update must step exactly once, found {count[Step]} steps")
+        raise ConfigError(
+            f"strategy {strategy.name}: an update must step exactly once, found {count[Step]} steps"
+        )
     return Ledger(
         rounds=count[Reduce] + count[AllReduce],
         replicated=count[AllReduce] > 0,

@@ -35,12 +35,16 @@ class Options:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"Options(clip_norm={self.clip_norm}): expected a positive norm or None")
         if self.bucket_bytes < 1:
-            raise ConfigError(f"Options(bucket_bytes={self.bucket_bytes}): expected a positive number of bytes")
+            raise ConfigError(
+                f"Options(bucket_bytes={self.bucket_bytes}): expected a positive number of bytes"
+            )
         if not self.timeout_seconds > 0:
             raise ConfigError(f"Options(timeout_seconds={self.timeout_seconds}): expected a positive time")
         for field, known in _CHOICES.items():
             if getattr(self, field) not in known:
-                raise ConfigError(f"Options({field}={getattr(self, field)!r}): expected one of {', '.join(known)}")
+                raise ConfigError(
+                    f"Options({field}={getattr(self, field)!r}): expected one of {', '.join(known)}"
+                )
 
 
 _CHOICES = {

@@ -123,7 +123,7 @@ class RollCall:
     @property
     def changed(self) -> list[bool]:
         """Per buffer: changed on any rank?"""
-        return [bool(flag) for flag in self.records["changed"].any(axis=0)]
+        return [bool(flag) for flag in np.any(self.records["changed"], axis=0).tolist()]
 
     @property
     def votes(self) -> list[Vote]:

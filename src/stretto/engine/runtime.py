@@ -105,7 +105,9 @@ class _OnStream(Generic[T]):
             return result, self._side.record_event()
 
     def done(self) -> bool:
-        return self._future.done() and (self._future.exception() is not None or self._future.result()[1].query())
+        return self._future.done() and (
+            self._future.exception() is not None or self._future.result()[1].query()
+        )
 
     def result(self) -> T:
         result, finished = self._future.result()

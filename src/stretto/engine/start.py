@@ -79,8 +79,7 @@ def start_lanes(
         owner,
         watch,
         replicated=ledger.replicated,
-        clip_norm=options.clip_norm,
-        nonfinite=options.nonfinite,
+        options=options,
         now=runtime.now,
     )
     guarded = GuardedModel(model, parameters, optimizer, layout)
@@ -90,14 +89,15 @@ def start_lanes(
         lane,
         runtime,
         quota,
-        overlaps=strategy.overlaps,
-        staleness=strategy.staleness,
-        allow_unused=options.allow_unused,
+        strategy=strategy,
+        options=options,
     )
     return compute, watch
 
 
 def _exchange(options: Options, group: dist.ProcessGroup, layout: Layout, watch: Watch) -> Exchange:
-    native = options.exchange == "native" or (options.exchange == "auto" and layout.sets[0].device.type == "cuda")
+    native = options.exchange == "native" or (
+        options.exchange == "auto" and layout.sets[0].device.type == "cuda"
+    )
     kind = NativeExchange if native else DirectExchange
     return kind(group, layout, wire_dtype(options.wire), watch.wait)

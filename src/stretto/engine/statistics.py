@@ -4,7 +4,7 @@ Note [Statistics]
     Every rank's forward passes move its own copy. A job carries a snapshot, the lane averages those that
     changed on any rank, and the landing installs
 
-        live ← average + (live − snapshot)
+        live ← average + (live - snapshot)
 
     so that what the compute lane added meanwhile is kept. For a synchronous strategy live is the snapshot,
     and all ranks are equal at every update. For an overlapping one the ranks agree on `average`, which is

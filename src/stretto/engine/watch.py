@@ -5,6 +5,7 @@ import datetime
 import time
 
 from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.errors import CommunicationError, PeerFailed, PeerSilent
 
@@ -117,9 +118,9 @@ class Watch:
         )
 
 
-def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
+def _store_of(group: dist.ProcessGroup) -> Store | None:
     """Return a store of the group's own ranks, or None for a group without one (a lone rank, a simulation)."""
     try:
-        return dist.PrefixStore("stretto", group.get_group_store())
+        return PrefixStore("stretto", group.get_group_store())
     except RuntimeError:
         return None

@@ -29,7 +29,11 @@ class DirectExchange(Exchange):
             shard = self.scratch("shard", bucket.numel // self.world_size, total.dtype, flat.device)
             self._sum_bucket(index, bucket, flat, shard)
             dtype = narrower(self.wire, flat.dtype)
-            own = shard if shard.dtype == dtype else self.scratch("own", shard.numel(), dtype, flat.device).copy_(shard)
+            own = (
+                shard
+                if shard.dtype == dtype
+                else self.scratch("own", shard.numel(), dtype, flat.device).copy_(shard)
+            )
             self.gather_bucket(own, total, f"gather of summed bucket {index}")
 
     def _sum_bucket(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> None:

@@ -40,14 +40,14 @@ def plan_layout(
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
-        raise UnsupportedModel("the model has no trainable parameter: expected at least one requires_grad=True")
+        raise UnsupportedModel(
+            "the model has no trainable parameter: expected at least one requires_grad=True"
+        )
     for name, parameter in named:
         _check_parameter(name, parameter)
     groups = _group_of_parameter(named, optimizer)
     keys = sorted({_set_key(parameter) for _, parameter in named})
-    ordered = sorted(
-        reversed(named), key=lambda item: (keys.index(_set_key(item[1])), groups[id(item[1])])
-    )
+    ordered = sorted(reversed(named), key=lambda item: (keys.index(_set_key(item[1])), groups[id(item[1])]))
     sets: list[FlatSet] = []
     slots: list[Slot] = []
     buckets: list[Bucket] = []
@@ -78,7 +78,9 @@ def plan_layout(
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, DTensor):
-        raise UnsupportedModel(f"parameter {name!r} is a DTensor; wrap the model before sharding it, or not at all")
+        raise UnsupportedModel(
+            f"parameter {name!r} is a DTensor; wrap the model before sharding it, or not at all"
+        )
     if not parameter.dtype.is_floating_point:
         raise UnsupportedModel(
             f"parameter {name!r} has dtype {parameter.dtype}; expected a real floating-point dtype: "
@@ -103,7 +105,10 @@ def _group_of_parameter(
         )
     known = {id(parameter) for _, parameter in named}
     foreign = sum(
-        1 for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in known
+        1
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and id(p) not in known
     )
     if foreign:
         raise UnsupportedOptimizer(

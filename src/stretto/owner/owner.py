@@ -70,7 +70,11 @@ class Owner:
             segment.master.grad = None
 
     def preview(
-        self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float, flats: Sequence[Tensor]
+        self,
+        gradient: ReducedGradient,
+        hyperparameters: Hyperparameters,
+        clip: float,
+        flats: Sequence[Tensor],
     ) -> None:
         """Publish into `flats` what `step` would lead to.
 
@@ -98,7 +102,9 @@ class Owner:
     def _empty(self, bucket: int) -> Tensor:
         flat = self.layout.sets[self.layout.buckets[bucket].set_index]
         low, high = self.ranges[bucket]
-        return torch.zeros(high - low, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
+        return torch.zeros(
+            high - low, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device
+        )
 
     def _flat(self, flats: Sequence[Tensor], bucket: int) -> Tensor:
         return flats[self.layout.buckets[bucket].set_index]

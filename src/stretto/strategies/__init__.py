@@ -8,7 +8,9 @@ from stretto.strategies.strategy import Strategy
 from stretto.strategies.wp import WeightPrediction
 from stretto.strategies.zero1 import ZeRO1
 
-STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (DDP, ZeRO1, DPU, WeightPrediction, ACCO)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    kind.name: kind for kind in (DDP, ZeRO1, DPU, WeightPrediction, ACCO)
+}
 
 
 def strategy_by_name(name: str) -> Strategy:

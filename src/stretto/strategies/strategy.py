@@ -35,4 +35,6 @@ class Strategy(ABC):
         Returns:
             Micro-batches per round, at least one each when `micro_batches >= rounds`; later rounds are larger.
         """
-        return tuple((micro_batches * (i + 1)) // rounds - (micro_batches * i) // rounds for i in range(rounds))
+        return tuple(
+            (micro_batches * (i + 1)) // rounds - (micro_batches * i) // rounds for i in range(rounds)
+        )
