@@ -21,7 +21,10 @@ class NativeExchange(Exchange):
             outgoing = self.outgoing(flats[bucket.set_index], bucket, self.wire)
             same = total.dtype == self.wire
             out = total if same else self.scratch("own", total.numel(), self.wire, total.device)
-            self.wait(self.group.reduce_scatter_single(out, outgoing, dist.ReduceScatterOptions()), f"reduction of bucket {index}")
+            self.wait(
+                self.group.reduce_scatter_single(out, outgoing, dist.ReduceScatterOptions()),
+                f"reduction of bucket {index}",
+            )
             self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
             if not same:
                 total.copy_(out)
