@@ -41,22 +41,42 @@ class Outcome:
     """When the parent learned of the end, seconds of ``time.monotonic``; lower is earlier."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What every rank does."""
+
+    world_size: int
+    port: int
+    backend: str | None
+    prepare: Callable[[], Any] | None
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
     backend: str | None = "gloo",
+    prepare: Callable[[], Any] | None = None,
     timeout_seconds: float = 60.0,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` in ``world_size`` processes and return the results in rank order.
 
-    Each process has one torch thread and, unless ``backend`` is None, an initialised default group.
+    Each process has one torch thread and, unless ``backend`` is None, an initialised default group. ``prepare()``
+    is called before that, to register a backend.
 
     Raises:
         RankFailed: with the traceback of the rank that failed first; the others are killed at the end.
     """
     outcomes = rank_outcomes(
-        world_size, function, *args, backend=backend, timeout_seconds=timeout_seconds, wait_for_all=False
+        world_size,
+        function,
+        *args,
+        backend=backend,
+        prepare=prepare,
+        timeout_seconds=timeout_seconds,
+        wait_for_all=False,
     )
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if failed:
@@ -70,6 +90,7 @@ def rank_outcomes(
     function: Callable[..., Any],
     *args: Any,
     backend: str | None = "gloo",
+    prepare: Callable[[], Any] | None = None,
     timeout_seconds: float = 60.0,
     wait_for_all: bool = True,
 ) -> list[Outcome]:
@@ -80,12 +101,13 @@ def rank_outcomes(
     """
     # The parent hosts the store, so that it outlives any rank, and the system chooses the port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = _Job(
+        world_size=world_size, port=store.port, backend=backend, prepare=prepare, function=function, args=args
+    )
     ranks: dict[Connection, tuple[int, Any]] = {}
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(
-            target=_rank_main, args=(sender, rank, world_size, store.port, backend, function, args)
-        )
+        process = _CONTEXT.Process(target=_rank_main, args=(sender, rank, job))
         process.start()
         sender.close()
         ranks[receiver] = (rank, process)
@@ -97,9 +119,7 @@ def rank_outcomes(
             process.join()
 
 
-def _collect(
-    ranks: dict[Connection, tuple[int, Any]], deadline: float, wait_for_all: bool
-) -> list[Outcome]:
+def _collect(ranks: dict[Connection, tuple[int, Any]], deadline: float, wait_for_all: bool) -> list[Outcome]:
     pending = dict(ranks)
     outcomes: dict[int, Outcome] = {}
     while pending:
@@ -124,22 +144,16 @@ def _outcome(connection: Connection, rank: int, process: Any) -> Outcome:
     return Outcome(rank=rank, value=value, error=error, finished=time.monotonic())
 
 
-def _rank_main(
-    sender: Connection,
-    rank: int,
-    world_size: int,
-    port: int,
-    backend: str | None,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _rank_main(sender: Connection, rank: int, job: _Job) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     try:
-        if backend is not None:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        result = (None, function(rank, *args))
+        if job.prepare is not None:
+            job.prepare()
+        if job.backend is not None:
+            store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=60))
+            dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world_size)
+        result = (None, job.function(rank, *job.args))
     except BaseException:
         result = (traceback.format_exc(), None)
     # Plain pickle copies tensors; multiprocessing's own would share them and fail once this process is gone.

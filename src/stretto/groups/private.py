@@ -1,0 +1,109 @@
+"""The library's own groups: nobody else issues collectives on them, so results cannot be mixed up."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from stretto.errors import CommunicationError, ConfigError
+from stretto.groups.solo import SoloGroup
+
+
+def private_group(
+    group: dist.ProcessGroup | None = None,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = 600.0,
+) -> dist.ProcessGroup:
+    """Return a new group over the ranks of `group`, over `ranks`, or over all ranks of the job.
+
+    Every rank of the new group must call, in the same order as its other private groups; ranks outside need not.
+    Groups over a part of the job are named by torch after how many groups this process has: their ranks must
+    have made equally many.
+
+    Args:
+        group: A group to copy ranks and backend from. One that torch does not know (a virtual cluster's) must
+            offer `private()`, which returns its sibling.
+        ranks: Global ranks, of the default group's backend.
+        timeout_seconds: After which a collective of the new group fails. A group with `private()` has its own.
+
+    Raises:
+        ConfigError: contradictory arguments, or a rank that is not in the group or the job.
+        CommunicationError: not all ranks came.
+    """
+    if group is not None and ranks is not None:
+        raise ConfigError("give either a group or ranks, not both: a group has its ranks already")
+    if group is not None:
+        return _sibling(group, timeout_seconds)
+    if dist.is_initialized():
+        return _over(ranks, None, timeout_seconds)
+    if ranks is not None:
+        raise ConfigError(
+            f"ranks {list(ranks)} need torch.distributed: call init_process_group first, or leave ranks out "
+            f"to train on this process alone"
+        )
+    return SoloGroup()
+
+
+def release(group: dist.ProcessGroup) -> None:
+    """Destroy a private group over the whole job; every rank calls it.
+
+    A group over a part of the job stays until the process ends: torch would give its name to the next one, whose
+    ranks would then find the addresses of the old one in the store. Groups unknown to torch have nothing to release.
+    """
+    ranks = _registered_ranks(group)
+    if ranks is not None and len(ranks) == dist.get_world_size():
+        dist.destroy_process_group(group)
+
+
+def _sibling(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
+    if not isinstance(group, dist.ProcessGroup):  # torch's marker for a group this rank is not in
+        raise ConfigError("this rank is not in the group it was given; leave it out of the job")
+    ranks = _registered_ranks(group)
+    if ranks is not None:
+        return _over(ranks, dist.get_backend_config(group), timeout_seconds)
+    private = getattr(group, "private", None)
+    if private is None:
+        raise ConfigError(
+            f"torch.distributed does not know the {type(group).__name__} it was given, and it has no method "
+            f"private() that returns another group of its ranks; make it with dist.new_group, or add the method"
+        )
+    sibling: dist.ProcessGroup = private()
+    return sibling
+
+
+def _registered_ranks(group: dist.ProcessGroup) -> list[int] | None:
+    try:
+        return list(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):  # no entry in torch's map of groups
+        return None
+
+
+def _over(ranks: Sequence[int] | None, backend: str | None, timeout_seconds: float) -> dist.ProcessGroup:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if ranks is not None:
+        _check(ranks, world_size, rank)
+    part = ranks is not None and len(ranks) < world_size
+    try:
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks) if part and ranks is not None else None,
+            timeout=timedelta(seconds=timeout_seconds),
+            backend=backend,
+            use_local_synchronization=part,
+        )
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {rank}: no group over ranks {list(ranks or range(world_size))}: either one of them did not ask "
+            f"for it, or they have made different numbers of groups before"
+        ) from error
+    return group
+
+
+def _check(ranks: Sequence[int], world_size: int, rank: int) -> None:
+    if len(ranks) != len(set(ranks)):
+        raise ConfigError(f"rank {rank}: ranks {list(ranks)} name a rank twice")
+    if outside := [other for other in ranks if not 0 <= other < world_size]:
+        raise ConfigError(
+            f"rank {rank}: ranks {outside} do not exist; the job has ranks 0 to {world_size - 1}"
+        )
+    if rank not in ranks:
+        raise ConfigError(f"rank {rank} is not among ranks {list(ranks)}; only these may take part")

@@ -1,0 +1,108 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.errors import ConfigError
+from stretto.groups.link import Link
+from stretto.groups.private import private_group, release
+from stretto.groups.solo import SoloGroup
+from stretto.groups.throttled import ThrottledGroup, register_throttled
+from tests.processes import run_ranks
+
+
+def test_a_process_alone_gets_a_group_of_its_own() -> None:
+    group = private_group()
+    assert isinstance(group, SoloGroup)
+    release(group)
+
+
+def test_a_group_unknown_to_torch_gives_its_sibling() -> None:
+    solo = SoloGroup()
+    sibling = private_group(solo)
+    assert isinstance(sibling, SoloGroup)
+    assert sibling is not solo
+
+
+def test_a_group_unknown_to_torch_without_siblings_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"private\(\)"):
+        private_group(dist.ProcessGroup(0, 1))
+
+
+def test_ranks_without_a_job_are_refused() -> None:
+    with pytest.raises(ConfigError, match="call init_process_group first"):
+        private_group(ranks=[0, 1])
+
+
+def test_a_group_and_ranks_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        private_group(SoloGroup(), ranks=[0])
+
+
+def over_everything(rank: int) -> list[float]:
+    """Two collectives under way together, on the default group and on a private one, do not mix."""
+    results = []
+    for _ in range(2):
+        group = private_group()
+        assert group is not dist.group.WORLD
+        mine, users = torch.full((1000,), 10.0), torch.full((1000,), 1.0)
+        works = [group.allreduce([mine]), dist.all_reduce(users, async_op=True)]
+        for work in works[:: 1 if rank == 0 else -1]:
+            work.wait()
+        results += [mine.mean().item(), users.mean().item()]
+        release(group)
+    return results
+
+
+def test_a_private_group_spans_the_job_and_is_nobody_elses() -> None:
+    assert run_ranks(2, over_everything) == [[20.0, 2.0, 20.0, 2.0]] * 2
+
+
+def over_a_part(rank: int) -> list[float]:
+    ranks = [0, 2]
+    if rank == 1:
+        with pytest.raises(ConfigError, match=r"rank 1 is not among ranks \[0, 2\]"):
+            private_group(ranks=ranks)
+        return []
+    results = []
+    for _ in range(3):  # a group whose name was used before would look for the former one's addresses
+        group = private_group(ranks=ranks, timeout_seconds=20)
+        tensor = torch.full((4,), float(rank))
+        group.allreduce([tensor]).wait()
+        results += [tensor.mean().item(), float(group.rank())]
+        release(group)
+    return results
+
+
+def test_a_private_group_over_a_part_needs_only_its_ranks() -> None:
+    assert run_ranks(3, over_a_part) == [[2.0, 0.0] * 3, [], [2.0, 1.0] * 3]
+
+
+def like_the_given_group(rank: int) -> tuple[bool, bool, list[int]]:
+    register_throttled(Link.parse("1gbit"))
+    throttled = dist.new_group([0, 1], backend="throttled")
+    outsiders = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(ConfigError, match="not in the group"):
+            private_group(outsiders)
+    group = private_group(throttled)
+    return isinstance(group, ThrottledGroup), group is not throttled, dist.get_process_group_ranks(group)
+
+
+def test_a_private_group_has_the_backend_of_the_given_one() -> None:
+    assert run_ranks(2, like_the_given_group) == [(True, True, [0, 1])] * 2
+
+
+def wrong_ranks(rank: int) -> list[str]:
+    messages = []
+    for ranks in ([0, 1, 2], [0, 0, 1], [-1, 0, 1]):
+        with pytest.raises(ConfigError) as caught:
+            private_group(ranks=ranks)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_ranks_that_do_not_exist_are_named() -> None:
+    unknown, twice, negative = run_ranks(2, wrong_ranks)[0]
+    assert "ranks [2] do not exist; the job has ranks 0 to 1" in unknown
+    assert "name a rank twice" in twice
+    assert "ranks [-1] do not exist" in negative
