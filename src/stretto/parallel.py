@@ -154,7 +154,7 @@ class DataParallel:
             weight = self._effective_weight(weight)
             self.compute.before_micro_batch()
             if weight > 0:
-                (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+                (loss if weight == 1.0 else loss * weight).backward()
             return self._count(weight, loss.reshape(()), samples)
 
     def step(

@@ -297,8 +297,7 @@ class ComputeLane:
             learning_rates=commit.learning_rates,
             skipped_rounds=self._skipped_rounds,
         )
-        # Schedulers warn unless the optimizer they turn has been stepped; the private one has.
-        self._guarded.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._guarded.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         self._last_update, self._exposed_seconds, self._skipped_rounds = now, 0.0, 0
         return update
 

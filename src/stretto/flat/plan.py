@@ -1,11 +1,11 @@
 """Decides the layout of a model's trainable parameters."""
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from stretto.errors import UnsupportedModel, UnsupportedOptimizer
 from stretto.flat.layout import ALIGNMENT, Bucket, FlatSet, Layout, Slot
@@ -77,7 +77,7 @@ def plan_layout(
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, DTensor):
+    if _is_dtensor(parameter):
         raise UnsupportedModel(
             f"parameter {name!r} is a DTensor; wrap the model before sharding it, or not at all"
         )
@@ -90,6 +90,12 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise UnsupportedModel(
             f"parameter {name!r} is float16, which needs loss scaling (GradScaler); expected bfloat16 or float32"
         )
+
+
+def _is_dtensor(parameter: nn.Parameter) -> bool:
+    # Importing the module costs half a second, and nobody has a DTensor who has not imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)
 
 
 def _group_of_parameter(
