@@ -1,0 +1,138 @@
+"""A language model on the Python standard library's own sources."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stretto import errors
+from stretto.recipes.batches import MicroBatches
+from stretto.recipes.gpt import SHAPES, Architecture, Shape, Size, causal_lm
+from stretto.recipes.heldout import mean_loss
+from stretto.recipes.optimizers import AdamW
+from stretto.recipes.schedule import Schedule
+from stretto.recipes.snippet import Snippet
+from stretto.recipes.stdlib_corpus import Text, read_corpus
+from stretto.recipes.task import Loss, Task
+from stretto.recipes.tokens import BytePairs, Bytes, Tokens
+from stretto.recipes.windows import IGNORED, Window, Windows
+
+Weigh = Literal["micro-batch", "token"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StdlibGPT:
+    """Options of the recipe `stdlib-gpt`."""
+
+    architecture: Architecture = "gpt2"
+    """GPT-2 (learned positions, LayerNorm, GELU) or Llama (rotary positions, RMSNorm, SwiGLU)."""
+
+    size: Size = "2m"
+    """Millions of parameters, about, with bytes as tokens. 2 million learn visibly within a minute on two
+    cores."""
+
+    layers: int | None = None
+    """Transformer blocks; None takes those of `size`."""
+
+    width: int | None = None
+    """Width of the residual stream; None takes that of `size`."""
+
+    heads: int | None = None
+    """Attention heads, a divisor of the width; None takes those of `size`."""
+
+    context: int = 128
+    """Tokens the model reads at once."""
+
+    batch: int = 8
+    """Sequences per micro-batch."""
+
+    lr: float = 1e-3
+    """Learning rate of AdamW after the warm-up."""
+
+    weigh: Weigh = "micro-batch"
+    """Weight of a micro-batch in the update: 1, or the number of tokens it predicts (no token is predicted
+    across the border of two documents, so the number varies a little)."""
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of parameters and activations."""
+
+    evaluation_windows: int = 256
+    """Held-out windows of `context` tokens that an evaluation reads, evenly spread over the held-out text."""
+
+    data: Text = field(default_factory=Text)
+    """Where the text comes from, and what a token is."""
+
+    adamw: AdamW = field(default_factory=AdamW)
+    """The optimizer."""
+
+    schedule: Schedule = field(default_factory=Schedule)
+    """The learning rate over the updates."""
+
+    sample: Snippet = field(default_factory=Snippet)
+    """The text written at the end."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "context", "batch", "evaluation_windows"):
+            if (found := getattr(self, name)) is not None and found < 1:
+                raise errors.ConfigError(f"{name} must be at least 1, found {found}")
+
+    def shape(self) -> Shape:
+        """`size`'s dimensions, with those set explicitly in their place."""
+        preset = SHAPES[self.size]
+        return Shape(
+            preset.layers if self.layers is None else self.layers,
+            preset.width if self.width is None else self.width,
+            preset.heads if self.heads is None else self.heads,
+        )
+
+    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
+        """See `TaskConfig.build`."""
+        corpus = read_corpus(self.data)
+        tokens = self._tokens(list(corpus.train.values()))
+        model = causal_lm(
+            self.architecture,
+            self.shape(),
+            vocabulary=tokens.vocabulary,
+            context=self.context,
+            dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype],
+            seed=seed,
+        )
+        optimizer = self.adamw.build(model, self.lr)
+        train = Windows(tokens.stream(corpus.train.values()), self.context)
+        heldout = Windows(tokens.stream(corpus.heldout.values()), self.context)
+        return Task(
+            model=model,
+            optimizer=optimizer,
+            scheduler=self.schedule.build(optimizer, updates),
+            loader=MicroBatches(train, self.batch, rank=rank, world_size=world_size, seed=seed),
+            loss=partial(next_token_loss, weigh=self.weigh),
+            evaluate=self._evaluation(heldout),
+            sample=partial(self.sample.write, tokens=tokens, context=self.context),
+        )
+
+    def _tokens(self, train: list[bytes]) -> Tokens:
+        return Bytes() if self.data.tokens == "bytes" else BytePairs(train, self.data.vocabulary)
+
+    def _evaluation(self, heldout: Windows) -> Callable[[nn.Module], float]:
+        batches = [
+            heldout.batch(indices) for indices in heldout.spread(self.evaluation_windows).split(self.batch)
+        ]
+        return partial(mean_loss, batches=batches, loss=partial(next_token_loss, weigh="token"))
+
+
+def next_token_loss(model: nn.Module, window: Window, weigh: Weigh) -> Loss:
+    """Mean cross-entropy per predicted token, in nats; taken in float32 also from a bf16 model."""
+    device = next(model.parameters()).device
+    logits = model(window.inputs.to(device, non_blocking=True)).logits
+    targets = window.targets.to(device, non_blocking=True)
+    value = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+    return Loss(value, float(window.predicted) if weigh == "token" else 1.0, len(window.inputs))
+
+
+def stdlib_gpt() -> StdlibGPT:
+    """The recipe `stdlib-gpt`: 2 million parameters, bytes of the standard library, 8 x 128 per micro-batch."""
+    return StdlibGPT()

@@ -1,0 +1,89 @@
+"""What a recipe builds on one rank, and what it promises to whoever trains it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+Batch = Any
+"""One micro-batch of a task; only the task's own loss looks inside."""
+
+BatchOut = TypeVar("BatchOut", covariant=True)
+
+
+class ResumableLoader(Protocol[BatchOut]):
+    """The micro-batches of one rank, in an order that a saved state can continue.
+
+    Iterating continues after the last micro-batch handed out, also through a second iterator. The state
+    counts a micro-batch as consumed from the moment it is handed out.
+    """
+
+    def __iter__(self) -> Iterator[BatchOut]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Loss(NamedTuple):
+    """The outcome of one micro-batch: `weight * value` is its share of the update's objective."""
+
+    value: Tensor
+    """Scalar mean loss, attached to the graph."""
+
+    weight: float
+    """Weight of this mean among the micro-batches of the update (1, or the number of predicted tokens)."""
+
+    samples: int
+    """Sequences or images in the micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A model with everything needed to train it on one rank."""
+
+    model: nn.Module
+    """Equal on every rank for equal seeds."""
+
+    optimizer: Optimizer
+    """Over the model's parameters; nobody has stepped it."""
+
+    scheduler: LRScheduler | None
+    """To be stepped once per committed update."""
+
+    loader: ResumableLoader[Batch]
+    """This rank's micro-batches."""
+
+    loss: Callable[[nn.Module, Batch], Loss]
+    """Forward pass; moves the micro-batch to the model's device."""
+
+    evaluate: Callable[[nn.Module], float]
+    """Mean loss over the held-out samples: deterministic, no gradient, leaves the model in its modes."""
+
+    sample: Callable[[nn.Module], str] | None = None
+    """Generated text (language models)."""
+
+    accuracy: Callable[[nn.Module], float] | None = None
+    """Share of held-out samples classified rightly (classifiers)."""
+
+
+class TaskConfig(Protocol):
+    """A frozen dataclass of options that builds a task."""
+
+    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
+        """Builds the task on one rank.
+
+        Args:
+            rank: This rank, from 0.
+            world_size: Number of ranks that share the micro-batches.
+            seed: Decides the initial parameters and the order of the data; equal on every rank.
+            updates: Length of the run in committed updates, or None where only time ends it.
+
+        Raises:
+            ConfigError: The options contradict each other or the data.
+            MissingExtra: A package of the `recipes` extra is not installed.
+        """
+        ...

@@ -1,0 +1,142 @@
+"""The order of the data: one for all world sizes, resumable anywhere."""
+
+from itertools import islice
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto import errors
+from stretto.recipes.batches import MicroBatches, reshard
+
+SAMPLES, SIZE, SEED = 23, 3, 5
+PER_EPOCH = SAMPLES // SIZE
+
+
+class Numbers:
+    """The samples are their own indices."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def batch(self, indices: Tensor) -> list[int]:
+        return indices.tolist()
+
+
+def loader(
+    rank: int = 0, world_size: int = 1, seed: int = SEED, micro_batches: int | None = None
+) -> MicroBatches[list[int]]:
+    return MicroBatches(
+        Numbers(), SIZE, rank=rank, world_size=world_size, seed=seed, micro_batches=micro_batches
+    )
+
+
+def take(source: MicroBatches[list[int]], count: int) -> list[list[int]]:
+    return list(islice(source, count))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_world_size_sees_the_same_samples_in_every_update(world_size: int) -> None:
+    updates, per_update = 6, 8  # six updates of 8 micro-batches run through several epochs of 7
+    alone = take(loader(), updates * per_update)
+    ranks = [take(loader(rank, world_size), updates * per_update // world_size) for rank in range(world_size)]
+    each = per_update // world_size
+    for update in range(updates):
+        together = [batch for share in ranks for batch in share[update * each : (update + 1) * each]]
+        assert sorted(together) == sorted(alone[update * per_update : (update + 1) * per_update])
+
+
+def test_an_epoch_shows_no_sample_twice_and_the_next_one_has_another_order() -> None:
+    batches = take(loader(), 2 * PER_EPOCH)
+    first, second = batches[:PER_EPOCH], batches[PER_EPOCH:]
+    for epoch in (first, second):
+        assert len({sample for batch in epoch for sample in batch}) == PER_EPOCH * SIZE
+    assert first != second
+
+
+def test_the_seed_alone_decides_the_order() -> None:
+    torch.manual_seed(1)
+    first = take(loader(), 20)
+    torch.manual_seed(2)
+    assert take(loader(), 20) == first
+    assert take(loader(seed=SEED + 1), 20) != first
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loader_resumes_at_every_position(world_size: int) -> None:
+    for rank in range(world_size):
+        whole = take(loader(rank, world_size), 2 * PER_EPOCH + 4)
+        for position in range(2 * PER_EPOCH):
+            stopped, resumed = loader(rank, world_size), loader(rank, world_size)
+            take(stopped, position)
+            resumed.load_state_dict(stopped.state_dict())
+            assert take(resumed, 4) == whole[position : position + 4]
+
+
+def test_a_state_saved_while_a_batch_is_in_use_counts_it() -> None:
+    running, resumed = loader(), loader()
+    batches = iter(running)
+    next(batches)
+    resumed.load_state_dict(running.state_dict())
+    assert next(iter(resumed)) == next(batches)
+
+
+def test_a_second_iterator_continues_where_the_first_stopped() -> None:
+    running = loader()
+    assert take(running, 3) + take(running, 4) == take(loader(), 7)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 1), (1, 3), (3, 2), (2, 2)])
+def test_another_world_size_continues_with_exactly_the_unseen_micro_batches(before: int, after: int) -> None:
+    each = 5
+    stopped = [loader(rank, before) for rank in range(before)]
+    for rank in stopped:
+        take(rank, each)
+    states = [rank.state_dict() for rank in stopped]
+    continued = [loader(rank, after) for rank in range(after)]
+    for rank, resumed in enumerate(continued):
+        resumed.load_state_dict(reshard(states, rank, after))
+    # The next positions of all ranks together are the next `after` ones of the global order.
+    expected = take(loader(), before * each + after)[before * each :]
+    assert sorted(batch for resumed in continued for batch in take(resumed, 1)) == sorted(expected)
+
+
+def test_uneven_ranks_keep_their_own_places_at_the_same_world_size_and_the_total_at_another() -> None:
+    stopped = [loader(rank, 2) for rank in range(2)]
+    take(stopped[0], 7)
+    take(stopped[1], 3)
+    states = [rank.state_dict() for rank in stopped]
+    assert [reshard(states, rank, 2)["consumed"] for rank in range(2)] == [7, 3]
+    assert [reshard(states, rank, 3)["consumed"] for rank in range(3)] == [4, 3, 3]
+
+
+def test_a_limit_counts_the_micro_batches_of_all_ranks() -> None:
+    shares = [list(loader(rank, 3, micro_batches=10)) for rank in range(3)]
+    assert [len(share) for share in shares] == [4, 3, 3]
+    assert sorted(batch for share in shares for batch in share) == sorted(take(loader(), 10))
+    assert list(loader(micro_batches=0)) == []
+
+
+def test_a_state_of_another_order_is_refused() -> None:
+    with pytest.raises(errors.ConfigError, match=r"saved with seed 6, now seed 5"):
+        loader().load_state_dict(loader(seed=6).state_dict())
+    with pytest.raises(
+        errors.ConfigError, match=r"saved with world_size 2, rank 1, now world_size 1, rank 0"
+    ):
+        loader().load_state_dict(loader(1, 2).state_dict())
+
+
+def test_states_of_some_ranks_only_are_refused() -> None:
+    states = [loader(rank, 3).state_dict() for rank in range(3)]
+    for wrong in (states[:2], states[::-1], [states[0], loader(1, 3, seed=6).state_dict(), states[2]]):
+        with pytest.raises(errors.ConfigError, match="of all ranks of one run in rank order"):
+            reshard(wrong, 0, 3)
+
+
+def test_impossible_numbers_are_refused() -> None:
+    with pytest.raises(errors.ConfigError, match="24 samples cannot be drawn from 23"):
+        MicroBatches(Numbers(), 24, rank=0, world_size=1, seed=0)
+    with pytest.raises(errors.ConfigError, match="rank 2 is not one of the 2 ranks"):
+        loader(2, 2)
+    with pytest.raises(errors.ConfigError, match="must not be negative, found -1"):
+        loader(seed=-1)

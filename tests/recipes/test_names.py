@@ -1,0 +1,86 @@
+"""Recipes by name, as data, and without their extras."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, fields, is_dataclass, replace
+
+import pytest
+import tyro
+
+from stretto import errors, recipes
+
+WITHOUT_EXTRAS = """
+import json, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("transformers", "tokenizers", "datasets", "sklearn"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+
+from stretto import errors, recipes
+from stretto.recipes.stdlib_corpus import Text
+
+def complaint(options):
+    try:
+        options.build(0, 1, 0, None)
+    except errors.MissingExtra as error:
+        return str(error)
+
+print(json.dumps([
+    complaint(recipes.StdlibGPT(data=Text(megabytes=0.1))),
+    complaint(recipes.StdlibGPT(data=Text(megabytes=0.1, tokens="bpe"))),
+    complaint(recipes.StdlibGPT(data=Text(dataset_path="saved"))),
+    complaint(recipes.DigitsResNet()),
+]))
+"""
+
+
+def test_a_missing_extra_names_its_install_command() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=True
+    )
+    complaints = json.loads(process.stdout)
+    for package, complaint in zip(
+        ("transformers", "tokenizers", "datasets", "sklearn"), complaints, strict=True
+    ):
+        assert complaint.endswith(f"needs {package}: pip install 'stretto[recipes]'")
+
+
+def test_a_name_gives_the_configuration_that_its_function_returns() -> None:
+    assert recipes.recipe("stdlib-gpt") == recipes.stdlib_gpt()
+    assert recipes.recipe("digits-resnet") == recipes.digits_resnet()
+
+
+def test_an_unknown_name_lists_those_that_exist() -> None:
+    with pytest.raises(errors.UnknownName, match="'gpt5': the recipes are stdlib-gpt, digits-resnet"):
+        recipes.recipe("gpt5")
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_every_field_can_be_written_as_json_and_set_from_the_command_line(name: str) -> None:
+    default = recipes.recipe(name)
+    assert json.loads(json.dumps(asdict(default))) is not None
+    assert tyro.cli(type(default), default=default, args=[]) == default
+    assert tyro.cli(type(default), default=default, args=["--lr", "0.5"]) == replace(default, lr=0.5)
+    assert tyro.cli(type(default), default=default, args=["--adamw.betas", "0.5", "0.6"]) == replace(
+        default, adamw=replace(default.adamw, betas=(0.5, 0.6))
+    )
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_every_field_has_its_words_in_the_help(name: str) -> None:
+    def undocumented(options: object) -> list[str]:
+        from tyro._docstrings import get_field_docstring
+
+        own = [
+            f"{type(options).__name__}.{field.name}"
+            for field in fields(options)
+            if not get_field_docstring(type(options), field.name, ())
+        ]
+        nested = [getattr(options, field.name) for field in fields(options)]
+        return own + [name for value in nested if is_dataclass(value) for name in undocumented(value)]
+
+    assert undocumented(recipes.recipe(name)) == []

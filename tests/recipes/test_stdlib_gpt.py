@@ -1,0 +1,186 @@
+"""The language model on the standard library's sources."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from stretto import errors
+from stretto.recipes.gpt import SHAPES, Architecture, Shape, Size, causal_lm
+from stretto.recipes.snippet import Snippet
+from stretto.recipes.stdlib_corpus import Text
+from stretto.recipes.stdlib_gpt import StdlibGPT, stdlib_gpt
+from stretto.recipes.task import Task
+from stretto.recipes.tokens import END
+from stretto.recipes.windows import IGNORED
+
+SMALL = StdlibGPT(
+    size="0.1m",
+    context=32,
+    batch=4,
+    evaluation_windows=16,
+    data=Text(megabytes=0.2),
+    sample=Snippet(length=12),
+)
+
+
+def built(options: StdlibGPT = SMALL, rank: int = 0, world_size: int = 1, seed: int = 0) -> Task:
+    return options.build(rank, world_size, seed, updates=None)
+
+
+def parameters(task: Task) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(task.model.parameters()).detach()
+
+
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_a_size_is_within_a_tenth_of_its_name(architecture: Architecture, size: Size) -> None:
+    with torch.device("meta"):  # counted without memory
+        model = causal_lm(
+            architecture, SHAPES[size], vocabulary=256, context=128, dtype=torch.float32, seed=0
+        )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == pytest.approx(1e6 * float(size.removesuffix("m")), rel=0.1)
+
+
+def test_the_default_has_two_million_parameters_and_reads_8_times_128_bytes() -> None:
+    task = built(replace(stdlib_gpt(), data=Text(megabytes=0.2)))
+    assert sum(parameter.numel() for parameter in task.model.parameters()) == pytest.approx(2e6, rel=0.01)
+    assert next(iter(task.loader)).inputs.shape == (8, 128)
+
+
+def test_every_rank_starts_from_the_same_parameters_and_the_seed_decides_them() -> None:
+    assert torch.equal(parameters(built(rank=0, world_size=2)), parameters(built(rank=1, world_size=2)))
+    assert not torch.equal(parameters(built(seed=0)), parameters(built(seed=1)))
+
+
+def test_building_leaves_the_callers_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    built()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_the_loss_is_the_mean_cross_entropy_of_the_next_token(architecture: Architecture) -> None:
+    task = built(replace(SMALL, architecture=architecture))
+    window = next(iter(task.loader))
+    loss = task.loss(task.model, window)
+    logits = task.model(window.inputs).logits.double()
+    chosen = logits.log_softmax(-1).gather(-1, window.targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    expected = -chosen[window.targets != IGNORED].mean()
+    # A mean of about 5.5 rounds to 5e-7 in float32; the sum behind it loses a few more bits.
+    assert loss.value.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert (loss.weight, loss.samples, loss.value.ndim) == (1.0, 4, 0)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_no_prediction_sees_its_own_future(architecture: Architecture) -> None:
+    model = built(replace(SMALL, architecture=architecture)).model
+    tokens = torch.randint(256, (1, 32))
+    changed = tokens.clone()
+    changed[0, 20:] = (changed[0, 20:] + 1) % 256
+    difference = (model(tokens).logits - model(changed).logits).abs().amax(-1)[0]
+    assert difference[:20].max() == 0
+    assert difference[20:].min() > 0
+
+
+def test_tokens_as_weights_count_what_is_predicted() -> None:
+    task = built(replace(SMALL, weigh="token"))
+    weights = set()
+    for window, _ in zip(task.loader, range(200), strict=False):
+        ends = int((window.inputs == END).sum())
+        weight = task.loss(task.model, window).weight if ends else 4.0 * 32
+        assert weight == 4 * 32 - ends
+        weights.add(weight)
+    assert len(weights) > 1  # the weights differ, or this test says nothing
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_it_learns(architecture: Architecture) -> None:
+    task = built(replace(SMALL, architecture=architecture, lr=3e-3))
+    before = task.evaluate(task.model)
+    batches = iter(task.loader)
+    for _ in range(30):
+        task.loss(task.model, next(batches)).value.backward()
+        task.optimizer.step()
+        task.scheduler.step()
+        task.optimizer.zero_grad()
+    # From ln 256 = 5.55 at the start to the frequencies of the bytes, which have about 3.3 nats.
+    assert before == pytest.approx(5.55, abs=0.1)
+    assert task.evaluate(task.model) < 4.5
+
+
+def test_evaluation_is_the_same_for_all_ranks_seeds_and_times_and_leaves_the_model_alone() -> None:
+    task = built()
+    task.model.lm_head.eval()  # a part that the user has frozen
+    state = {name: value.clone() for name, value in task.model.state_dict().items()}
+    first = task.evaluate(task.model)
+    next(iter(task.loader))
+    assert task.evaluate(task.model) == first
+    other = built(rank=1, world_size=2, seed=9)
+    assert other.evaluate(task.model) == first
+    assert all(torch.equal(value, state[name]) for name, value in task.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in task.model.parameters())
+    assert [name for name, module in task.model.named_modules() if not module.training] == ["lm_head"]
+
+
+def test_evaluation_weighs_every_token_equally() -> None:
+    task = built(replace(SMALL, batch=4, evaluation_windows=6))
+    whole = built(replace(SMALL, batch=8, evaluation_windows=6))
+    # 6 windows in batches of 4 and 2, or at once: the same mean up to the rounding of float32.
+    assert task.evaluate(task.model) == pytest.approx(whole.evaluate(task.model), abs=1e-5)
+
+
+def test_a_sample_continues_the_prompt_and_equal_models_write_equal_texts() -> None:
+    task = built()
+    text = task.sample(task.model)
+    assert text.startswith("def ")
+    assert text == built().sample(task.model)
+    assert task.model.training
+
+
+def test_a_cold_sample_takes_the_likeliest_token_also_beyond_the_context() -> None:
+    task = built(replace(SMALL, sample=Snippet(prompt="x" * 40, length=2, temperature=0.0)))
+    with torch.no_grad():
+        likeliest = int(task.model(torch.full((1, 32), ord("x"))).logits[0, -1].argmax())
+    assert task.sample(task.model)[40:41] == bytes([likeliest]).decode("utf-8", "replace")
+
+
+def test_explicit_dimensions_replace_those_of_the_size() -> None:
+    assert replace(SMALL, layers=1, heads=4).shape() == Shape(1, 48, 4)
+    assert len(built(replace(SMALL, layers=1, width=32, heads=4)).model.transformer.h) == 1
+
+
+def test_a_bf16_model_takes_its_loss_in_float32_and_keeps_its_rotary_frequencies() -> None:
+    task = built(replace(SMALL, architecture="llama", dtype="bf16"))
+    assert {parameter.dtype for parameter in task.model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in task.model.buffers()} == {torch.float32}
+    loss = task.loss(task.model, next(iter(task.loader)))
+    loss.value.backward()
+    assert loss.value.dtype == torch.float32
+
+
+def test_pairs_of_bytes_work_as_tokens() -> None:
+    task = built(replace(SMALL, data=Text(megabytes=0.2, tokens="bpe", vocabulary=300)))
+    assert task.model(next(iter(task.loader)).inputs).logits.shape == (4, 32, 300)
+    assert task.sample(task.model).startswith("def ")
+
+
+def test_it_is_the_model_that_transformers_calls_gpt2() -> None:
+    # The single-kernel GELU is GPT-2's own function.
+    points = torch.linspace(-4, 4, 101)
+    from transformers.activations import ACT2FN
+
+    torch.testing.assert_close(ACT2FN["gelu_new"](points), functional.gelu(points, approximate="tanh"))
+
+
+def test_impossible_dimensions_are_refused() -> None:
+    with pytest.raises(errors.ConfigError, match="context must be at least 1, found 0"):
+        StdlibGPT(context=0)
+    with pytest.raises(errors.ConfigError, match="width of 48 cannot be cut into 5 heads"):
+        built(replace(SMALL, heads=5))
+    with pytest.raises(errors.ConfigError, match="heads of equal even width"):
+        built(replace(SMALL, architecture="llama", heads=16))
+    with pytest.raises(errors.ConfigError, match="prompt of the sample must not be empty"):
+        Snippet(prompt="")
