@@ -205,7 +205,7 @@ class DataParallel:
         updates: list[Update] = []
         with self._guarded():
             self.compute.vote = Vote.DRAIN
-            while not (self.compute.is_at_rest and all(v == Vote.DRAIN for v in self.compute.votes)):
+            while not (self.compute.is_at_rest and self.compute.votes == [Vote.DRAIN] * self.world_size):
                 update = self.compute.hand_over()
                 if update is not None:
                     updates.append(update)

@@ -73,7 +73,8 @@ class ComputeLane:
         self._in_flight: Pending[Landing] | None = None
         self._job: Job | None = None
         """The round handed over at the next take-off, once its quota is met."""
-        self._round_in_update = 0
+        self._accumulating_round = 0
+        """Position, in its update, of the round that accumulates: one ahead of the one in flight."""
         self._hyperparameters: Hyperparameters = []
         self._skipped_rounds = 0
         self._exposed_seconds = 0.0
@@ -111,7 +112,7 @@ class ComputeLane:
                 contribution.loss_sum += loss.detach().to(torch.float32) * weight
                 contribution.loss_weight += weight
         lane_is_free = self._in_flight is None or self._in_flight.done()
-        if not self._quota.is_met(self._round_in_update, contribution.count, lane_is_free=lane_is_free):
+        if not self._quota.is_met(self._accumulating_round, contribution.count, lane_is_free=lane_is_free):
             self._filling.remember()
             return None
         update = self.land() if self._in_flight is not None else None
@@ -173,6 +174,7 @@ class ComputeLane:
             self._filling, self._idle = self._idle, None
             self._filling.attach(self._guarded.parameters)
         self._contribution = self._empty_contribution()
+        self._accumulating_round = (self._accumulating_round + 1) % self._quota.rounds
 
     def land(self) -> Update | None:
         """Wait for the round in flight, install what it brought, and return the update it committed."""
@@ -193,7 +195,6 @@ class ComputeLane:
         self.votes = landing.reduction.call.votes
         self._skipped_rounds += landing.reduction.skipped
         self.at_boundary = landing.at_boundary
-        self._round_in_update = 0 if landing.at_boundary else self._round_in_update + 1
         return self._update(landing)
 
     def hand_over(self) -> Update | None:

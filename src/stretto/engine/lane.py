@@ -92,7 +92,7 @@ class Lane:
         call = self._hold_roll_call(job, finite, gradient.measure())
         self._check_settings(call)
         skipped = self._leave_out(call)
-        gradient.used = call.used
+        gradient.used = bytes(len(call.used)) if skipped else call.used
         gradient.norm_squared = call.norm_squared(replicated=self._replicated)
         gradient.weight = call.weight
         if skipped:

@@ -33,6 +33,11 @@ class Quota:
     minima: tuple[int, ...]
     maxima: tuple[int, ...]
 
+    @property
+    def rounds(self) -> int:
+        """Rounds per update."""
+        return len(self.minima)
+
     def is_met(self, round_in_update: int, count: int, *, lane_is_free: bool) -> bool:
         """Return whether a rank that has accumulated `count` micro-batches should hand them over."""
         if count >= self.maxima[round_in_update]:

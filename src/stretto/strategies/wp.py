@@ -11,7 +11,7 @@ class WeightPrediction(Strategy):
     """Commit with the delayed gradient, and show what one more such step would give.
 
         θ_t     = Opt(θ_{t-1}, g_{t-1})            committed
-        x_{t+1} = peek(θ_t, g_{t-1})               shown; g_t is taken here
+        x_{t+1} = peek(θ_t, g_{t-1})               shown; g_{t+1} is taken here
 
     Staleness: 1 update, predicted away to first order.
     Traffic per update: as ZeRO-1, hidden; only the prediction is sent.
