@@ -37,7 +37,9 @@ class Run:
     seed: int
     updates: int
     micro_batches: int = 4
-    size: str = "0.2m"
+    layers: int = 2
+    width: int = 88
+    heads: int = 4
     context: int = 64
     batch: int = 4
 
@@ -46,7 +48,15 @@ def train(run: Run) -> dict[str, float | int | str]:
     """Train once; return the run's fields, its parameters, held-out loss and seconds."""
     torch.set_num_threads(1)
     started = time.perf_counter()
-    config = StdlibGPT(size=run.size, context=run.context, batch=run.batch, lr=run.lr, evaluation_windows=1024)
+    config = StdlibGPT(
+        layers=run.layers,
+        width=run.width,
+        heads=run.heads,
+        context=run.context,
+        batch=run.batch,
+        lr=run.lr,
+        evaluation_windows=1024,
+    )
     task = config.build(0, 1, run.seed, run.updates)
     parallel = st.DataParallel(
         task.model, task.optimizer, strategy_by_name(run.strategy), micro_batches=run.micro_batches
@@ -102,7 +112,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for learning.json")
     parser.add_argument("--updates", type=int, default=1500, help="committed updates per run")
     parser.add_argument("--seeds", type=int, default=5, help="paired seeds")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2])
+    parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3, 1.6e-2])
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
