@@ -11,12 +11,17 @@ from torch import distributed as dist
 
 from stretto.engine import Clock, Options, start_lanes
 from stretto.engine.roll_call import Vote
-from stretto.errors import ConfigError, Finished, LossNotScalar, StrettoError
+from stretto.engine.watch import Watch
+from stretto.errors import ConfigError, LossNotScalar, OutOfTurn, UsageError
 from stretto.groups.private import private_group
 from stretto.records import Update
 from stretto.strategies import ACCO, Strategy
 
 Batch = TypeVar("Batch")
+
+_BACKEND_MARGIN_SECONDS = 10.0
+"""The backend's timeout comes after the library's, which names the silent rank, and not long after: a process
+cannot end while the backend waits."""
 
 
 class DataParallel:
@@ -60,23 +65,24 @@ class DataParallel:
         Raises:
             ConfigError: Something cannot work, or differs between ranks.
         """
-        if isinstance(micro_batches, int) and micro_batches < 1:
-            raise ConfigError(
-                f"micro_batches={micro_batches}: expected at least 1 per rank and update, or a Clock"
-            )
         self.model = model
         self.optimizer = optimizer
         self.strategy = ACCO() if strategy is None else strategy
         self.options = Options() if options is None else options
-        # The library's deadline comes first, so that it and not the backend names the silent rank.
-        self._group = private_group(group, ranks, timeout_seconds=2 * self.options.timeout_seconds)
-        self._ended_because: str | None = None
+        self._group = private_group(
+            group, ranks, timeout_seconds=self.options.timeout_seconds + _BACKEND_MARGIN_SECONDS
+        )
         self._until: Literal["any", "all"] = "any"
         self._samples_fed: int | None = None
         self._exhausted = False
-        self.compute, self._watch = start_lanes(
-            model, optimizer, self.strategy, micro_batches, self.options, self._group
-        )
+        watch = Watch(self._group, self.options.timeout_seconds)
+        try:
+            self.compute = start_lanes(
+                model, optimizer, self.strategy, micro_batches, self.options, self._group, watch
+            )
+        except BaseException as error:
+            watch.tell(error)
+            raise
 
     @property
     def rank(self) -> int:
@@ -109,24 +115,28 @@ class DataParallel:
             until: End when any rank's data have ended, or when all ranks' have.
 
         Raises:
-            ConfigError: The loader has not a single batch.
+            ConfigError: The loader has not a single batch, or `until` is neither.
+            OutOfTurn: The loop over the batches does not call `backward` or `step`.
+            Finished: The job has ended.
         """
-        self._until = until
-        batches = iter(loader)
+        with self.compute.running():
+            self._begin_feed(until)
+            batches = iter(loader)
         nothing = object()
         batch: Any = nothing
+        counted = -1
         while not self._should_end():
             following = nothing if self._exhausted else next(batches, nothing)
-            if following is nothing:
-                if batch is nothing:
-                    raise ConfigError(
-                        f"rank {self.rank}: the loader has no batch; expected at least one per rank"
-                    )
-                self._exhausted = True
-                self.compute.vote = max(self.compute.vote, Vote.EXHAUSTED)
-            else:
-                batch = following
-                self._samples_fed = _num_samples(batch)
+            with self.compute.running():
+                if following is nothing:
+                    was_idle = self._exhausted and self.compute.num_contributions == counted
+                    self._check_exhausted(has_batch=batch is not nothing, was_idle=was_idle)
+                    self._exhausted = True
+                    self.compute.vote = max(self.compute.vote, Vote.EXHAUSTED)
+                else:
+                    batch = following
+                    self._samples_fed = _num_samples(batch)
+                counted = self.compute.num_contributions
             yield batch
 
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int | None = None) -> Update | None:
@@ -145,12 +155,8 @@ class DataParallel:
             NonFinite: Some rank's loss or gradient is not finite, and the policy is to raise.
             CommunicationError: A rank died, raised or fell silent.
         """
-        with self._guarded():
-            if not loss.is_floating_point() or loss.numel() != 1:
-                raise LossNotScalar(
-                    f"{self.compute.where}: expected a loss of one floating-point element, found shape "
-                    f"{tuple(loss.shape)} and dtype {loss.dtype}: reduce it with .mean()"
-                )
+        with self.compute.running():
+            self._check_loss(loss)
             weight = self._effective_weight(weight)
             self.compute.before_micro_batch()
             if weight > 0:
@@ -164,7 +170,7 @@ class DataParallel:
 
         Args and errors are as for `backward`; without a `loss` the records hold nan.
         """
-        with self._guarded():
+        with self.compute.running():
             return self._count(self._effective_weight(weight), loss, samples)
 
     def micro_batch(self, loss_function: Callable[[Batch], Tensor], batch: Batch) -> Update | None:
@@ -179,11 +185,12 @@ class DataParallel:
 
         Raises:
             OutOfTurn: A round is in flight.
+            Finished: An error has ended the job.
         """
-        if self._ended_because is not None:
+        if self.compute.has_finished:
             yield
             return
-        with self._guarded():
+        with self.compute.running():
             held = self.compute.show_committed()
         try:
             yield
@@ -203,7 +210,7 @@ class DataParallel:
             The updates that were committed on the way; schedules cannot turn between them.
         """
         updates: list[Update] = []
-        with self._guarded():
+        with self.compute.running():
             self.compute.vote = Vote.DRAIN
             while not (self.compute.is_at_rest and self.compute.votes == [Vote.DRAIN] * self.world_size):
                 update = self.compute.hand_over()
@@ -211,15 +218,11 @@ class DataParallel:
                     updates.append(update)
             self.compute.show_committed()
             self.compute.close()
-        self._ended_because = "finish() was called"
         return updates
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one ends because of `error`, and close the job's connections."""
-        if self._ended_because is None:
-            self._ended_because = f"{type(error).__name__}: {error}"
-            self._watch.tell(error)
-            self._group.abort()
+        """Tell all ranks that this one ends because of `error`, and end the job here."""
+        self.compute.fail(error)
 
     def __enter__(self) -> Self:
         return self
@@ -229,20 +232,6 @@ class DataParallel:
     ) -> None:
         if error is not None:
             self.fail(error)
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Refuse use after the end, and let an error end the job everywhere."""
-        if self._ended_because is not None:
-            raise Finished(
-                f"rank {self.rank}, after step {self.steps}: the job has ended ({self._ended_because}); "
-                "make a new DataParallel to go on"
-            )
-        try:
-            yield
-        except StrettoError as error:
-            self.fail(error)
-            raise
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
         if samples is None:
@@ -255,6 +244,45 @@ class DataParallel:
                 f"{self.compute.where}: weight {weight}: expected a finite number of at least 0"
             )
         return 0.0 if self._exhausted else float(weight)
+
+    def _check_loss(self, loss: object) -> None:
+        if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
+            found = (
+                f"shape {tuple(loss.shape)} and dtype {loss.dtype}"
+                if isinstance(loss, Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise LossNotScalar(
+                f"{self.compute.where}: expected a loss of one floating-point element, found {found}: reduce it "
+                "with .mean()"
+            )
+        if not loss.requires_grad:
+            raise UsageError(
+                f"{self.compute.where}: the loss depends on no parameter that requires a gradient: expected one "
+                "computed by the model outside torch.no_grad(), and not detached"
+            )
+
+    def _begin_feed(self, until: str) -> None:
+        """Start anew after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
+        if until not in ("any", "all"):
+            raise ConfigError(f"feed(until={until!r}): expected 'any' or 'all'")
+        self._until = "any" if until == "any" else "all"
+        self._exhausted = False
+        if self.compute.vote == Vote.EXHAUSTED:
+            self.compute.vote = Vote.GO_ON
+        self.compute.votes = [vote if vote >= Vote.STOP else Vote.GO_ON for vote in self.compute.votes]
+
+    def _check_exhausted(self, *, has_batch: bool, was_idle: bool) -> None:
+        """Raise unless the loop can come to an agreed end: only contributions bring it nearer."""
+        if not has_batch:
+            raise ConfigError(
+                f"{self.compute.where}: the loader has no batch; expected at least one per rank"
+            )
+        if was_idle:
+            raise OutOfTurn(
+                f"{self.compute.where}: the data have ended and the loop skips the batch that feed repeats: expected "
+                "one backward or step for each, because only rounds bring all ranks to an agreed end"
+            )
 
     def _should_end(self) -> bool:
         votes = self.compute.votes

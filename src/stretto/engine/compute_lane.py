@@ -10,6 +10,8 @@ Note [Landing and take-off]
 """
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from stretto.engine.quota import Quota
 from stretto.engine.roll_call import Vote
 from stretto.engine.runtime import Pending, Runtime
 from stretto.engine.statistics import Statistics
-from stretto.errors import OutOfTurn, StepWithoutBackward, UnusedParameters
+from stretto.errors import Finished, OutOfTurn, StepWithoutBackward, UnusedParameters
 from stretto.flat import GradientBuffer, Layout
 from stretto.owner import Hyperparameters, read_hyperparameters
 from stretto.records import Update
@@ -62,6 +64,11 @@ class ComputeLane:
         """Whether the last round that landed ended an update."""
         self.shown: Shown = "committed"
         self.steps = 0
+        self.num_contributions = 0
+        """Micro-batches of this rank so far, of any weight."""
+        self.has_finished = False
+        """Whether the job came to a good end: the committed parameters are shown and will be."""
+        self._ended_because: str | None = None
         self._guarded = guarded
         self._layout = layout
         self._runtime = runtime
@@ -82,8 +89,9 @@ class ComputeLane:
         self._arrived = False
         guarded.hook(
             on_gradient=self._note_gradient,
-            on_forward=self.before_micro_batch,
+            on_forward=self._before_forward,
             shows_estimate=lambda: self.shown == "estimate",
+            where=lambda: self.where,
         )
         self._filling.attach(guarded.parameters)
         self._contribution = self._empty_contribution()
@@ -98,10 +106,38 @@ class ComputeLane:
         """Whether the last round ended an update and nothing is under way."""
         return self.at_boundary and self._in_flight is None
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Refuse use after the end, and let any error inside end the job on all ranks.
+
+        Raises:
+            Finished: The job has ended already.
+        """
+        if self._ended_because is not None:
+            raise Finished(
+                f"{self.where}: the job has ended ({self._ended_because}); make a new DataParallel to go on"
+            )
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """End the job because of `error`: tell the other ranks, and leave the model to the user."""
+        if self._ended_because is not None:
+            return
+        self._ended_because = f"{type(error).__name__}: {error}"
+        if self.lane.watch.tell(error):
+            self.lane.exchange.group.abort()
+        self._runtime.leave()
+        self._guarded.unhook()
+
     def contribute(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
         """Count one micro-batch whose gradients have been accumulated; land if its round's quota is met."""
         self.take_off_if_ready()
         self._check_micro_batch(weight)
+        self.num_contributions += 1
         contribution = self._contribution
         contribution.count += 1
         if weight > 0:
@@ -113,7 +149,6 @@ class ComputeLane:
                 contribution.loss_weight += weight
         lane_is_free = self._in_flight is None or self._in_flight.done()
         if not self._quota.is_met(self._accumulating_round, contribution.count, lane_is_free=lane_is_free):
-            self._filling.remember()
             return None
         update = self.land() if self._in_flight is not None else None
         self.make_ready()
@@ -124,8 +159,8 @@ class ComputeLane:
 
     def before_micro_batch(self) -> None:
         """Take off if a round is ready; called before every training forward and backward pass."""
-        if not self._arrived:
-            self._filling.check_unwritten(self.where)
+        self._filling.check_unwritten(self.where)
+        self._guarded.check_unwritten(self.where)
         self.take_off_if_ready()
 
     def make_ready(self) -> Job:
@@ -133,7 +168,6 @@ class ComputeLane:
         if self._job is None:
             snapshot, changed = self.statistics.snapshot()
             self._job = Job(self._filling, self._contribution, snapshot, changed, self.vote, [])
-            self._filling.remember()
         return self._job
 
     def reduce_ahead(self) -> Reduction:
@@ -147,6 +181,7 @@ class ComputeLane:
             job.hyperparameters = read_hyperparameters(self._guarded.optimizer)
             job.vote = self.vote
             job.reduction = self._runtime.spawn(lambda: self.lane.reduce(job)).result()
+            self._filling.remember()  # an exchange may leave anything in the buffer
         return job.reduction
 
     def adopt(self, reduction: Reduction) -> None:
@@ -163,6 +198,7 @@ class ComputeLane:
                 f"{self.where}: take-off while another round is in flight; every flight lands first"
             )
         self._filling.check_unwritten(self.where)
+        self._filling.check_attached(self._guarded.parameters, self.where)
         self._guarded.check_untouched(self.where)
         if self.at_boundary:
             self._hyperparameters = read_hyperparameters(self._guarded.optimizer)
@@ -186,6 +222,8 @@ class ComputeLane:
         self._exposed_seconds += self._runtime.now() - started
         self._guarded.check_untouched(self.where)
         self._install(landing.buffer.views)
+        if landing.reduction.skipped:
+            self.statistics.restore()
         self.statistics.install(landing.statistics, landing.reduction.statistics)
         self.shown = landing.shown
         if self._strategy.overlaps:
@@ -246,6 +284,8 @@ class ComputeLane:
         """Join the communication lane and leave the model as it came; nobody may issue a collective before."""
         self._runtime.join()
         self._guarded.unhook()
+        self._ended_because = "finish() was called"
+        self.has_finished = True
 
     def _install(self, values: list[Tensor]) -> None:
         """Copy `values`, one per parameter, into the model."""
@@ -253,8 +293,18 @@ class ComputeLane:
             torch._foreach_copy_(list(self._guarded.parameters), values)
         self._guarded.remember()
 
+    def _before_forward(self) -> None:
+        with self.running():
+            self.before_micro_batch()
+
     def _note_gradient(self, index: int) -> None:
+        if self._job is not None:
+            raise OutOfTurn(
+                f"{self.where}: a gradient arrived for a round that is closed: call the whole model in training "
+                "mode before backward, so that the round takes off, or use parallel.backward"
+            )
         self._arrived = True
+        self._filling.remember()
         self._contribution.used[index] = 1
 
     def _empty_contribution(self) -> Contribution:
@@ -268,6 +318,7 @@ class ComputeLane:
                 "backward first, or step(weight=0) to contribute nothing"
             )
         self._arrived = False
+        self._filling.check_unwritten(self.where)
         self._filling.check_attached(self._guarded.parameters, self.where)
 
     def _update(self, landing: Landing) -> Update | None:

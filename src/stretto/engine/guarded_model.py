@@ -29,6 +29,7 @@ class GuardedModel:
         self.optimizer = optimizer
         self._names = [slot.name for slot in layout.slots]
         self._ids = {id(parameter) for parameter in parameters}
+        self._num_groups = len(optimizer.param_groups)
         self._handles: list[Any] = []
         self.remember()
 
@@ -38,6 +39,7 @@ class GuardedModel:
         on_gradient: Callable[[int], None],
         on_forward: Callable[[], None],
         shows_estimate: Callable[[], bool],
+        where: Callable[[], str],
     ) -> None:
         """Install the hooks.
 
@@ -45,6 +47,7 @@ class GuardedModel:
             on_gradient: Called with a slot's index when its gradient has been accumulated.
             on_forward: Called before every training forward pass.
             shows_estimate: Whether `model.state_dict()` would return an estimate.
+            where: Rank and step, for messages.
         """
         for index, parameter in enumerate(self.parameters):
             self._handles.append(
@@ -58,14 +61,14 @@ class GuardedModel:
         def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             if shows_estimate():
                 raise EstimateShown(
-                    "model.state_dict() while the model shows an estimate: take it inside `with "
+                    f"{where()}: model.state_dict() while the model shows an estimate: take it inside `with "
                     "parallel.settled():` right after an Update, or after finish()"
                 )
 
         def before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             raise OptimizerStepped(
-                "optimizer.step() was called by hand (or by a GradScaler): the library steps a private "
-                "optimizer at every update and reads the learning rates from this one; remove the call"
+                f"{where()}: optimizer.step() was called by hand (or by a GradScaler): the library steps a "
+                "private optimizer at every update and reads the learning rates from this one; remove the call"
             )
 
         self._handles.append(self.model.register_forward_pre_hook(before_forward))
@@ -79,18 +82,23 @@ class GuardedModel:
         self._handles.clear()
         for parameter in self.parameters:
             parameter.grad = None
+            parameter.grad_dtype = parameter.dtype
 
     def remember(self) -> None:
         """Take note of the parameters as they are now."""
-        self._versions = [parameter._version for parameter in self.parameters]
-        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self._noted = self._state()
 
     def check_untouched(self, where: str) -> None:
-        """Raise if a parameter was replaced, rebound or written since `remember`.
+        """Raise if a parameter was replaced, rebound or written since `remember`, or a group was added.
 
         Raises:
             ParametersTouched: Names the first such parameter.
         """
+        if len(self.optimizer.param_groups) != self._num_groups:
+            raise ParametersTouched(
+                f"{where}: the optimizer has {len(self.optimizer.param_groups)} parameter groups, {self._num_groups} "
+                "when it was wrapped; add groups before wrapping"
+            )
         trainable = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
         missing = self._ids - trainable
         if trainable - self._ids:
@@ -98,19 +106,35 @@ class GuardedModel:
                 f"{where}: the model has {len(trainable - self._ids)} trainable parameters that it did not have when "
                 "it was wrapped; wrap after the model is complete"
             )
-        for name, parameter, version, address in zip(
-            self._names, self.parameters, self._versions, self._addresses, strict=True
-        ):
+        for name, parameter in zip(self._names, self.parameters, strict=True):
             if id(parameter) in missing and parameter.requires_grad:
                 raise ParametersTouched(
-                    f"{where}: parameter {name!r} was removed from the model after wrapping"
+                    f"{where}: parameter {name!r} was removed from the model after wrapping; make a new DataParallel "
+                    "over the changed model"
                 )
-            if parameter.data_ptr() != address:
+        self.check_unwritten(where)
+
+    def check_unwritten(self, where: str) -> None:
+        """Raise if a parameter was rebound or written since `remember`; quick enough for every micro-batch.
+
+        Raises:
+            ParametersTouched: Names the first such parameter.
+        """
+        state = self._state()
+        if state == self._noted:
+            return
+        for name, (address, _), (noted_address, _) in zip(self._names, state, self._noted, strict=True):
+            if address != noted_address:
                 raise ParametersTouched(
-                    f"{where}: the storage of {name!r} was rebound (.data = ..., .to(...))"
+                    f"{where}: the storage of parameter {name!r} was rebound (.data = ..., .to(...), .half()); bring "
+                    "the model to its device and dtype before wrapping"
                 )
-            if parameter._version != version:
-                raise ParametersTouched(
-                    f"{where}: {name!r} was written between updates; load weights before wrapping, or through a "
-                    "checkpoint"
-                )
+        written = [name for name, new, old in zip(self._names, state, self._noted, strict=True) if new != old]
+        raise ParametersTouched(
+            f"{where}: parameter {written[0]!r} was written between updates; load weights before wrapping, or "
+            "through a checkpoint"
+        )
+
+    def _state(self) -> list[tuple[int, int]]:
+        """Return every parameter's address and version counter."""
+        return [(parameter.data_ptr(), parameter._version) for parameter in self.parameters]

@@ -99,7 +99,8 @@ class Lane:
             gradient.weight = gradient.norm_squared = 0.0
             for total in sums:
                 total.zero_()
-        return Reduction(gradient, call, self._average_statistics(job, call), skipped)
+        statistics = {} if skipped else self._average_statistics(job, call)
+        return Reduction(gradient, call, statistics, skipped)
 
     def gather_committed(self, job_buffer: list[torch.Tensor]) -> None:
         """Fill `job_buffer`, one tensor per flat set, with the committed parameters; all ranks must call."""

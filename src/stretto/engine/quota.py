@@ -54,8 +54,12 @@ def plan_quota(strategy: Strategy, micro_batches: int | Clock, rounds: int) -> Q
         rounds: Rounds per update.
 
     Raises:
-        ConfigError: Fewer micro-batches than rounds.
+        ConfigError: Fewer micro-batches than rounds, or not a number of them.
     """
+    if not isinstance(micro_batches, int | Clock) or (isinstance(micro_batches, int) and micro_batches < 1):
+        raise ConfigError(
+            f"micro_batches={micro_batches!r}: expected an integer of at least 1 per rank and update, or a Clock"
+        )
     if isinstance(micro_batches, Clock):
         return Quota((micro_batches.minimum,) * rounds, (micro_batches.maximum,) * rounds)
     if micro_batches < rounds:

@@ -41,6 +41,10 @@ class Runtime(Protocol):
         """Wait for everything spawned and end."""
         ...
 
+    def leave(self) -> None:
+        """End without waiting, after an error; what runs already ends by itself, what waits is dropped."""
+        ...
+
 
 class InlineRuntime:
     """Performs work at once, in the caller: the synchronous strategies."""
@@ -59,6 +63,9 @@ class InlineRuntime:
         return time.perf_counter()
 
     def join(self) -> None:
+        """Nothing is ever under way."""
+
+    def leave(self) -> None:
         """Nothing is ever under way."""
 
 
@@ -95,6 +102,10 @@ class ThreadRuntime:
     def join(self) -> None:
         """See `Runtime.join`."""
         self._executor.shutdown(wait=True)
+
+    def leave(self) -> None:
+        """See `Runtime.leave`."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 class _OnStream(Generic[T]):

@@ -27,7 +27,8 @@ def start_lanes(
     micro_batches: int | Clock,
     options: Options,
     group: dist.ProcessGroup,
-) -> tuple[ComputeLane, Watch]:
+    watch: Watch,
+) -> ComputeLane:
     """Set up both lanes of one rank; all ranks of `group` must call.
 
     Args:
@@ -37,6 +38,7 @@ def start_lanes(
         micro_batches: Per rank and update, or by the clock.
         options: Everything else.
         group: Used by this job and nobody else.
+        watch: Of that group.
 
     Raises:
         ConfigError: Model, optimizer or settings cannot be trained, or differ between ranks. Raised before
@@ -51,12 +53,11 @@ def start_lanes(
         bucket_bytes=options.bucket_bytes,
         widen=options.accumulate == "fp32",
     )
-    if not ledger.replicated:
-        check_shardable(optimizer)
+    # A replicated optimizer, too, sees flat slices and not the parameters' shapes.
+    check_shardable(optimizer)
     for flat, parameter in ((layout.sets[s.set_index], parameters[s.index]) for s in layout.slots):
         if flat.accumulation_dtype != flat.dtype:
             parameter.grad_dtype = flat.accumulation_dtype
-    watch = Watch(group, options.timeout_seconds)
     exchange = _exchange(options, group, layout, watch)
     agree(
         exchange,
@@ -83,7 +84,7 @@ def start_lanes(
         now=runtime.now,
     )
     guarded = GuardedModel(model, parameters, optimizer, layout)
-    compute = ComputeLane(
+    return ComputeLane(
         guarded,
         layout,
         lane,
@@ -92,7 +93,6 @@ def start_lanes(
         strategy=strategy,
         options=options,
     )
-    return compute, watch
 
 
 def _exchange(options: Options, group: dist.ProcessGroup, layout: Layout, watch: Watch) -> Exchange:

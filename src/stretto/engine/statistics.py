@@ -45,6 +45,11 @@ class Statistics:
             else:
                 live[index].add_(average - snapshot[index])
 
+    def restore(self) -> None:
+        """Go back to what all ranks last agreed on: a round that is left out may have left nan here."""
+        for buffer, value in zip(self.live, self.agreed, strict=True):
+            buffer.copy_(value)
+
     def exchange_live(self, values: list[Tensor]) -> list[Tensor]:
         """Put `values` into the model and return copies of what was there."""
         live = self.live

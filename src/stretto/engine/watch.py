@@ -1,4 +1,17 @@
-"""Failures travel through the store, so that a dead, raising or silent rank ends the job with its cause."""
+"""Failures travel through the store, so that a dead, raising or silent rank ends the job with its cause.
+
+Note [Who is to blame]
+    A collective that cannot complete has three causes, and none of them is seen alike by all ranks.
+
+    - A rank raised. It tells the store before it leaves, and whoever waits reads it there.
+    - A rank died. Its sockets close and collectives raise, but only on the ranks that exchange with it at that
+      moment, and the error names an address, not a rank.
+    - A rank stopped answering, or entered another collective. Nothing happens until the timeout.
+
+    In the last two cases the first rank to find out raises an alarm, every waiting rank that hears of it answers,
+    and who has not answered within `_ANSWER_SECONDS` is to blame. A verdict is told like a failure, so that all
+    ranks report the same one.
+"""
 
 import contextlib
 import datetime
@@ -7,21 +20,29 @@ import time
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from stretto.errors import CommunicationError, PeerFailed, PeerSilent
+from stretto.errors import (
+    CommunicationError,
+    NonFinite,
+    PeerFailed,
+    PeerSilent,
+    RanksDisagree,
+    UnusedParameters,
+)
 
 _LOOK_SECONDS = 1.0
 """How often a waiting lane looks into the store: a raising rank is noticed within this time."""
-_NOTICE_SECONDS = 2.0
-"""How long a rank whose collective failed waits for a cause, or for the others to notice too."""
+_ANSWER_SECONDS = 2.5
+"""How long an alarm waits for the answers of ranks that still wait; two looks and a margin."""
+_POLL_SECONDS = 0.05
+"""How often an alarm counts the answers."""
+_SEEN_BY_ALL = (NonFinite, RanksDisagree, UnusedParameters)
+"""Errors that every rank raises by itself, from the same roll call."""
 
 
 class Watch:
     """Waits for collectives of one group, and tells and hears about failures of its ranks.
 
-    A collective that cannot complete has three causes. A rank died: its sockets close and the collective
-    raises. A rank raised: it told the store before it left, and whoever waits reads it there. A rank stopped
-    answering: nothing happens until the timeout; those who did wait have said so in the store, and the
-    others are named.
+    See Note [Who is to blame].
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
@@ -31,91 +52,134 @@ class Watch:
         self.step = 0
         """Committed updates so far, for messages; the lane keeps it up to date."""
         self._store = _store_of(group)
-        self._num_waits = 0
+        self._left = False
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Wait for `work`; `what` says what is waited for.
 
         Raises:
-            PeerFailed: A rank died or raised.
+            PeerFailed: A rank died or raised, or this rank's own failure has ended the job.
             PeerSilent: The timeout passed without either.
         """
-        self._num_waits += 1
         deadline = time.monotonic() + self.timeout_seconds
+        look_seconds = min(_LOOK_SECONDS, self.timeout_seconds)
         while True:
             try:
-                work.wait(datetime.timedelta(seconds=_LOOK_SECONDS))
-                return
+                if _completes(work, look_seconds):
+                    return
             except RuntimeError as error:
-                if work.is_completed():
-                    raise PeerFailed(self._where(what) + self._cause(error)) from error
-            told = self._heard()
-            if told:
-                raise PeerFailed(self._where(what) + "; ".join(told))
-            self._say("waiting", str(self._num_waits))
+                raise self._alarm(what, PeerFailed, str(error).splitlines()[0]) from error
+            self._look(what)
             if time.monotonic() > deadline:
-                raise PeerSilent(self._where(what) + self._silence())
+                raise self._alarm(what, PeerSilent, f"no answer for {self.timeout_seconds:g} s")
 
-    def tell(self, error: BaseException) -> None:
-        """Tell the other ranks why this one leaves; a failure that was itself heard of is not told again."""
-        if not isinstance(error, CommunicationError):
+    def tell(self, error: BaseException) -> bool:
+        """Tell the other ranks why this one leaves, and let this one's lane wait no longer.
+
+        Returns:
+            Whether there was anything to tell: not what was itself heard of, nor what every rank finds by itself.
+        """
+        self._left = True
+        if isinstance(error, (CommunicationError, *_SEEN_BY_ALL)):
+            return False
+        with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to tell
             self._say("failure", f"rank {self.rank}, after step {self.step}: {type(error).__name__}: {error}")
+        return True
+
+    def _look(self, what: str) -> None:
+        """Raise if another rank has told a failure or raised an alarm, or this one has left."""
+        if self._left:
+            raise PeerFailed(self._where(what) + "this rank has ended the job")
+        with contextlib.suppress(
+            RuntimeError
+        ):  # without a store the collective itself will fail, or time out
+            told = self._told(what)
+            if told is not None:
+                raise told
+            alarms = self._hear("alarm")
+            if any(alarm.startswith(PeerSilent.__name__) for alarm in alarms.values()):
+                raise self._alarm(what, PeerSilent, f"no answer for {self.timeout_seconds:g} s")
+            if alarms:
+                raise self._alarm(what, PeerFailed, "another rank's connection closed")
+
+    def _alarm(self, what: str, kind: type[CommunicationError], reason: str) -> CommunicationError:
+        """Ask all ranks whether they are there, and return the error that names those who are not."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        try:
+            self._say("alarm", f"{kind.__name__} {what}")
+            while (told := self._told(what)) is None:
+                answers = self._hear("alarm")
+                missing = [rank for rank in self._others if rank not in answers]
+                # Somebody did close a connection: the last one missing is known without waiting.
+                if not missing or time.monotonic() > deadline or (kind is PeerFailed and len(missing) == 1):
+                    break
+                time.sleep(_POLL_SECONDS)
+            if told is not None:
+                return told
+            verdict = _verdict(kind, reason, missing, {self.rank: f"{kind.__name__} {what}", **answers})
+            self._say("verdict", f"{kind.__name__} {verdict}")
+        except RuntimeError:
+            kind, verdict = PeerFailed, f"the rank that keeps the store, usually rank 0, died ({reason})"
+        return kind(self._where(what) + verdict)
+
+    def _told(self, what: str) -> CommunicationError | None:
+        """Return the error that another rank's failure or verdict calls for."""
+        failures = self._hear("failure")
+        if failures:
+            return PeerFailed(self._where(what) + "; ".join(failures.values()))
+        for told in self._hear("verdict").values():
+            name, _, verdict = told.partition(" ")
+            kind = PeerSilent if name == PeerSilent.__name__ else PeerFailed
+            return kind(self._where(what) + verdict)
+        return None
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def _say(self, topic: str, text: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store's host is gone: nobody is left to tell
-            if self._store is not None:
-                self._store.set(f"{topic}/{self.rank}", text)
+        if self._store is not None:
+            self._store.set(f"{topic}/{self.rank}", text)
 
     def _hear(self, topic: str) -> dict[int, str]:
         """Return what other ranks have said about `topic`, by rank."""
-        if self._store is None:
+        store = self._store
+        if store is None:
             return {}
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return {
-            rank: self._store.get(f"{topic}/{rank}").decode()
-            for rank in others
-            if self._store.check([f"{topic}/{rank}"])
-        }
-
-    def _heard(self) -> list[str]:
-        """Return the failures that other ranks have told."""
-        try:
-            return list(self._hear("failure").values())
-        except RuntimeError:
-            return []
+        keys = {rank: f"{topic}/{rank}" for rank in self._others}
+        return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
     def _where(self, what: str) -> str:
         return f"rank {self.rank}, after step {self.step}, waiting for the {what}: "
 
-    def _cause(self, error: RuntimeError) -> str:
-        """Return why a collective failed: what was told, or else which ranks are not there any more."""
-        reason = str(error).splitlines()[0]
-        self._say("noticed", "the connection closed")
-        deadline = time.monotonic() + _NOTICE_SECONDS
-        try:
-            while time.monotonic() < deadline:
-                told = self._heard()
-                if told:
-                    return "; ".join(told)
-                missing = self._missing("noticed")
-                if not missing:
-                    break
-                time.sleep(_NOTICE_SECONDS / 20)
-            return f"rank {missing} died or closed its connection ({reason})" if missing else reason
-        except RuntimeError:
-            return f"the rank that keeps the store, usually rank 0, died ({reason})"
 
-    def _missing(self, topic: str) -> list[int]:
-        heard = self._hear(topic)
-        return [rank for rank in range(self.world_size) if rank != self.rank and rank not in heard]
+def _completes(work: dist.Work, seconds: float) -> bool:
+    """Return whether `work` completes within `seconds`; raise its error if it fails."""
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # over by now: it raises its own error, or it has come in at the last moment
+    return True
 
-    def _silence(self) -> str:
-        waiting = {rank for rank, count in self._hear("waiting").items() if int(count) >= self._num_waits}
-        silent = [rank for rank in range(self.world_size) if rank != self.rank and rank not in waiting]
-        return (
-            f"no answer for {self.timeout_seconds:g} s from ranks {silent}; "
-            "look at what they do, or raise Options(timeout_seconds=...)"
+
+def _verdict(kind: type[CommunicationError], reason: str, missing: list[int], answers: dict[int, str]) -> str:
+    """Say who is to blame, given who does not answer and what the others wait for."""
+    if not missing:
+        waits = {rank: answer.partition(" ")[2] for rank, answer in sorted(answers.items())}
+        found = ", ".join(f"rank {rank} for the {what}" for rank, what in waits.items())
+        advice = (
+            "all ranks must enter settled(), checkpoints and finish() alike"
+            if len(set(waits.values())) > 1
+            else "if the network is that slow, raise Options(timeout_seconds=...)"
         )
+        return f"{reason}, though every rank is there and waits: {found}; {advice}"
+    if kind is PeerSilent:
+        return f"{reason} from ranks {missing}; look at what they do, or raise Options(timeout_seconds=...)"
+    if len(missing) == 1:
+        return f"rank {missing[0]} died or closed its connection ({reason}); see its own output"
+    return f"one of ranks {missing}, which do not answer, died or closed its connection ({reason}); see their output"
 
 
 def _store_of(group: dist.ProcessGroup) -> Store | None:
