@@ -1,0 +1,60 @@
+"""The table in docs/strategies.md says what the ledger says."""
+
+import pytest
+
+from stretto.engine.ledger import ledger_of
+from stretto.strategies import STRATEGIES, Strategy
+from tests.docs.pages import DOCS, table
+
+ROWS = {
+    row["strategy"].strip("`"): row
+    for row in table(DOCS / "strategies.md", "tests/docs/test_strategy_table.py")
+}
+
+WIRES = {"traffic, bf16 wire": 2, "traffic, fp32 wire": 4}
+"""Column to bytes per element."""
+
+MODELS = {
+    "memory, fp32 model": (4, 4),
+    "memory, bf16 model": (2, 4),
+    "memory, bf16 model and accumulation": (2, 2),
+}
+"""Column to bytes of a parameter and of an element of the gradient buffer."""
+
+
+def formula(strategy: Strategy, parameter: int, accumulation: int) -> str:
+    """Bytes per parameter as the docs write them, with N for the number of ranks."""
+    ledger = ledger_of(strategy)
+
+    def on(world_size: int) -> float:
+        return ledger.memory_bytes(
+            strategy, parameter=parameter, accumulation=accumulation, world_size=world_size
+        )
+
+    shared = 2 * (on(1) - on(2))  # on(N) = whole + shared / N
+    whole = on(1) - shared
+    assert on(8) == whole + shared / 8
+    return f"{whole:g} + {shared:g}/N" if shared else f"{whole:g}"
+
+
+def test_every_strategy_has_a_row_in_the_order_of_the_code() -> None:
+    assert list(ROWS) == list(STRATEGIES)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_traffic_in_the_docs_is_the_ledgers(name: str) -> None:
+    ledger = ledger_of(STRATEGIES[name]())
+    expected = {column: f"{ledger.wire_bytes(size):g}" for column, size in WIRES.items()}
+    assert {column: ROWS[name][column] for column in WIRES} == expected
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_memory_in_the_docs_is_the_ledgers(name: str) -> None:
+    strategy = STRATEGIES[name]()
+    expected = {column: formula(strategy, *sizes) for column, sizes in MODELS.items()}
+    assert {column: ROWS[name][column] for column in MODELS} == expected
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_staleness_in_the_docs_is_the_strategys(name: str) -> None:
+    assert ROWS[name]["staleness"].split(",")[0] == str(STRATEGIES[name].staleness)
