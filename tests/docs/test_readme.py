@@ -29,7 +29,8 @@ def train(program: str) -> dict[str, Any]:
 
 
 def test_the_loop_with_a_synchronous_strategy_equals_the_plain_loop_to_the_bit() -> None:
-    plain, ours = train(side("-")), train(side("+").replace("ACCO()", "ZeRO1()"))
+    # SGD notices a wrong scale of the gradient, AdamW does not.
+    plain, ours = (train(side(sign).replace("AdamW", "SGD").replace("ACCO", "ZeRO1")) for sign in "-+")
     # Dividing by 4 micro-batches is exact, before the sum as after it.
     pairs = zip(plain["model"].parameters(), ours["model"].parameters(), strict=True)
     assert all(torch.equal(ours_value, plain_value) for plain_value, ours_value in pairs)
