@@ -1,0 +1,54 @@
+"""The command line: `stretto COMMAND ...`, one file per command."""
+
+import sys
+from collections.abc import Sequence
+
+USAGE = """\
+usage: stretto COMMAND RECIPE [OPTIONS]
+
+commands:
+  train      train a recipe on local workers, or as a rank of torchrun
+  compare    run strategies side by side on the same link
+
+`stretto COMMAND` lists the recipes, `stretto COMMAND RECIPE --help` all options.
+"""
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the process's exit code.
+
+    Args:
+        argv: Words after the program's name; None takes the process's own.
+
+    Returns:
+        0 after success, 1 where the run failed, 2 where what was asked for cannot be, 130 after Ctrl-C.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if words else MISUSED
+    # Not earlier: the help needs none of what the commands are made of.
+    from stretto.cli.compare import compare_command
+    from stretto.cli.train import train_command
+    from stretto.errors import ConfigError, StrettoError, UnknownName
+
+    commands = {"train": train_command, "compare": compare_command}
+    try:
+        if words[0] not in commands:
+            raise UnknownName(f"no command is called {words[0]!r}; there are {', '.join(commands)}")
+        commands[words[0]](words[1:])
+    except ConfigError as error:
+        return _complain(error, MISUSED)
+    except StrettoError as error:
+        return _complain(error, FAILED)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _complain(error: Exception, exit_code: int) -> int:
+    print(f"stretto: {error}", file=sys.stderr)
+    return exit_code

@@ -1,0 +1,130 @@
+"""Typed configurations from words of the command line: every field is an option, its docstring the help."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+from stretto.engine import Clock
+from stretto.errors import MissingExtra, UnknownName
+from stretto.recipes import RECIPES
+from stretto.train.arms import parse_clock, parse_learning_rates, split_list
+
+if TYPE_CHECKING:
+    from tyro.constructors import PrimitiveConstructorSpec, StructConstructorSpec, StructTypeInfo
+
+ConfigT = TypeVar("ConfigT")
+
+
+def parse_options(
+    command: str, words: Sequence[str], configure: Callable[[Any], ConfigT]
+) -> tuple[str, ConfigT]:
+    """Read "RECIPE [OPTIONS]".
+
+    Args:
+        command: Its name, for help and messages.
+        words: What follows it.
+        configure: Makes the configuration of the command from that of a recipe; its fields are the options.
+
+    Returns:
+        The recipe's name and the configuration.
+
+    Raises:
+        UnknownName: No recipe, or no option, is called so.
+        ConfigError: A value cannot be.
+        MissingExtra: tyro is not installed.
+        SystemExit: The help was asked for (0), or a value cannot be read (2); both are printed.
+    """
+    if not words or words[0].startswith("-"):
+        raise UnknownName(f"{command} needs a recipe first: {', '.join(RECIPES)}")
+    name, *options = words
+    if name not in RECIPES:
+        raise UnknownName(f"no recipe is called {name!r}; there are {', '.join(RECIPES)}")
+    return name, _parse(f"stretto {command} {name}", options, configure(RECIPES[name]()))
+
+
+def _parse(program: str, options: Sequence[str], default: ConfigT) -> ConfigT:
+    try:
+        import tyro
+    except ImportError as error:
+        raise MissingExtra("tyro", "cli", "the command line") from error
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.struct_rule(_fields_rule)
+    specs = _word_specs()
+    registry.primitive_rule(lambda info: specs.get(info.type))
+    configuration, unknown = tyro.cli(
+        type(default),
+        prog=program,
+        description=inspect.getdoc(type(default)),
+        args=list(options),
+        default=default,
+        registry=registry,
+        return_unknown_args=True,
+    )
+    if unknown:
+        raise UnknownName(f"{program} has no option {unknown[0]!r}; `{program} --help` lists them")
+    return configuration
+
+
+def _fields_rule(info: "StructTypeInfo") -> "StructConstructorSpec | None":
+    """Let every field of a dataclass be an option; a field of a type variable's type takes its default's type."""
+    from tyro.constructors import StructConstructorSpec, StructFieldSpec
+
+    if not dataclasses.is_dataclass(info.default) or isinstance(info.default, type):
+        return None
+    kind = type(info.default)
+    hints, docs = get_type_hints(kind), _field_docs(kind)
+    fields = []
+    for field in dataclasses.fields(kind):
+        value = getattr(info.default, field.name)
+        hint = hints[field.name]
+        field_type = type(value) if isinstance(hint, TypeVar) else hint
+        fields.append(StructFieldSpec(field.name, field_type, value, helptext=docs[field.name]))
+    return StructConstructorSpec(instantiate=kind, fields=tuple(fields))
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """Return the string under each field of a dataclass and of those it inherits from, as one line each."""
+    docs: dict[str, str] = {}
+    for parent in reversed([parent for parent in kind.__mro__ if dataclasses.is_dataclass(parent)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(parent))).body
+        body = definition.body if isinstance(definition, ast.ClassDef) else []
+        for statement, after in itertools.pairwise(body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                text = ast.literal_eval(after.value) if isinstance(after, ast.Expr) else ""
+                docs[statement.target.id] = " ".join(str(text).split())
+    return docs
+
+
+def _word_specs() -> dict[Any, "PrimitiveConstructorSpec[Any]"]:
+    """Return how to read and show the types that are one word on this command line."""
+    return {
+        Clock | None: _word(
+            "MIN,MAX",
+            parse_clock,
+            lambda clock: "none" if clock is None else f"{clock.minimum},{clock.maximum}",
+        ),
+        tuple[str, ...]: _word("A,B,...", split_list, ",".join),
+        dict[str, float]: _word(
+            "ARM=RATE,...",
+            parse_learning_rates,
+            lambda rates: ",".join(f"{arm}={rate:g}" for arm, rate in rates.items()) or "none",
+        ),
+    }
+
+
+def _word(
+    metavar: str, read: Callable[[str], Any], show: Callable[[Any], str]
+) -> "PrimitiveConstructorSpec[Any]":
+    from tyro.constructors import PrimitiveConstructorSpec
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: read(words[0]),
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [show(value)],
+    )

@@ -1,0 +1,18 @@
+"""What a run shows and keeps: records, live display, TensorBoard, tables."""
+
+from stretto.observe.comparison_table import print_comparison
+from stretto.observe.json_lines import JsonLines, read_json_lines
+from stretto.observe.observer import Observer, Recorder
+from stretto.observe.progress import Header, Progress
+from stretto.observe.tensorboard import TensorBoard
+
+__all__ = [
+    "Header",
+    "JsonLines",
+    "Observer",
+    "Progress",
+    "Recorder",
+    "TensorBoard",
+    "print_comparison",
+    "read_json_lines",
+]

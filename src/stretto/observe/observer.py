@@ -1,0 +1,52 @@
+"""Whoever wants to hear of updates and evaluations."""
+
+from pathlib import Path
+from typing import Protocol
+
+from stretto.observe.json_lines import JsonLines
+from stretto.records import Update
+
+
+class Observer(Protocol):
+    """Hears of a run on one rank; must not touch model, optimizer or random states."""
+
+    def updated(self, update: Update, training_seconds: float) -> None:
+        """Take note of a committed update, `training_seconds` of training after the start."""
+        ...
+
+    def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
+        """Take note of the held-out loss after `step` committed updates."""
+        ...
+
+    def close(self) -> None:
+        """End; nothing more will come."""
+        ...
+
+
+class Recorder:
+    """Writes `updates.jsonl`, one object per update, and `evaluations.jsonl`, one per evaluation.
+
+    Args:
+        folder: Where both files lie.
+        resumed_from: Committed updates of the checkpoint that the run continues from: later records, which the
+            run makes again, are dropped. None begins both files.
+    """
+
+    def __init__(self, folder: Path, resumed_from: int | None) -> None:
+        self._updates = JsonLines(folder / "updates.jsonl", keep_until=resumed_from)
+        self._evaluations = JsonLines(folder / "evaluations.jsonl", keep_until=resumed_from)
+
+    def updated(self, update: Update, training_seconds: float) -> None:
+        """See `Observer.updated`; `training_seconds` stands beside the update's own fields."""
+        self._updates.write({**update.as_json(), "training_seconds": training_seconds})
+
+    def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
+        """See `Observer.evaluated`."""
+        self._evaluations.write(
+            {"step": step, "heldout_loss": heldout_loss, "training_seconds": training_seconds}
+        )
+
+    def close(self) -> None:
+        """Close both files."""
+        self._updates.close()
+        self._evaluations.close()

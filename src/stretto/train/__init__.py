@@ -1,0 +1,1 @@
+"""Runs: configuration, the training loop, local workers, comparisons."""

@@ -1,0 +1,88 @@
+"""Strategies side by side: every arm once, then all again, on the same link."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stretto.train.arms import Arm, parse_arms
+from stretto.train.configuration import CompareConfig, RunConfig, TaskT
+from stretto.train.environment import describe_environment
+from stretto.train.launch import Ranks
+from stretto.train.outcome import Outcome
+
+RESULTS = "compare.json"
+
+
+def compare(
+    comparison: CompareConfig[TaskT], ranks: Ranks, tell: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Run all arms in turns and return one record per run, which also stand in compare.json.
+
+    Args:
+        comparison: Arms, repeats, and what all have in common.
+        ranks: Who trains. The first of them writes the results, anew after every run, so that a comparison that
+            is broken off keeps what it has.
+        tell: Told what happens, one line at a time.
+
+    Raises:
+        ConfigError: An arm cannot be read.
+        WorkerFailed: A rank failed.
+    """
+    arms = parse_arms(comparison.strategies, comparison.learning_rates)
+    environment = {**describe_environment(), "workers": ranks.world_size, "link": comparison.link}
+    if ranks.is_first:
+        Path(comparison.out).mkdir(parents=True, exist_ok=True)
+    runs: list[dict[str, Any]] = []
+    for repeat in range(comparison.repeats):
+        for arm in arms:
+            run = _run_of(arm, comparison, repeat)
+            tell(f"repeat {repeat + 1} of {comparison.repeats}: {arm.text}")
+            outcome = ranks.train(run, comparison.warmup_updates, shows_progress=False)
+            runs.append(_record(arm, run, repeat, outcome))
+            tell(_summary(runs[-1]))
+            if ranks.is_first:
+                _write(Path(comparison.out, RESULTS), runs, environment, comparison)
+    return runs
+
+
+def _run_of(arm: Arm, comparison: CompareConfig[TaskT], repeat: int) -> RunConfig[TaskT]:
+    """Return the run of an arm; the arms of a repeat have one seed, so that they can be compared in pairs."""
+    job = dataclasses.replace(comparison, seed=comparison.seed + repeat)
+    return arm.configure(job, checkpoint_every=None)
+
+
+def _record(arm: Arm, run: RunConfig[TaskT], repeat: int, outcome: Outcome) -> dict[str, Any]:
+    measured = dataclasses.asdict(outcome)
+    return {
+        "strategy": arm.text,
+        "repeat": repeat,
+        "seed": run.seed,
+        "wire": run.wire,
+        "micro_batches": run.micro_batches if run.clock is None else None,
+        "clock": None if run.clock is None else dataclasses.asdict(run.clock),
+        "learning_rate": getattr(run.task, "lr", None),
+        "seconds": measured.pop("training_seconds"),
+        **measured,
+    }
+
+
+def _write(
+    path: Path, runs: list[dict[str, Any]], environment: dict[str, Any], comparison: CompareConfig[TaskT]
+) -> None:
+    """Replace the results in one step: a reader never sees half of them."""
+    content = {"runs": runs, "environment": environment, "comparison": dataclasses.asdict(comparison)}
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    unfinished.replace(path)
+
+
+def _summary(record: dict[str, Any]) -> str:
+    rate, reached = record["samples_per_second"], record["seconds_to_loss"]
+    return (
+        f"  {record['updates']} updates in {record['seconds']:.1f} s, "
+        f"{'no steady rate' if rate is None else f'{rate:,.0f} samples/s'}, "
+        f"held-out loss {record['heldout_loss']:.4f}"
+        + ("" if reached is None else f", target reached after {reached:.1f} s")
+    )

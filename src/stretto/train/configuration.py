@@ -1,0 +1,128 @@
+"""Everything about a run that can be chosen: the job, where its files go, and what a comparison varies."""
+
+import dataclasses
+from typing import Generic, Literal, TypeVar
+
+from stretto.engine import Clock, Options
+from stretto.errors import ConfigError
+from stretto.groups import Link
+from stretto.recipes import TaskConfig
+
+TaskT = TypeVar("TaskT", bound=TaskConfig)
+
+DEFAULT_UPDATES = 300
+"""Length of a run whose end nobody chose."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job(Options, Generic[TaskT]):
+    """What is trained, on which workers, and when it ends; the options of `DataParallel` beside it."""
+
+    task: TaskT
+    """Model, data and optimizer: what the recipe returned."""
+    workers: int = 2
+    """Local processes to start. Ranks that a launcher such as torchrun has started count instead."""
+    threads: int = 1
+    """Threads of each worker's tensor operations. Runs are reproducible to the bit for equal numbers."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives; auto takes CUDA where every local worker finds a device of its own."""
+    seed: int = 0
+    """Decides initial parameters, order of the data and random draws; not negative."""
+    updates: int | None = None
+    """Committed updates after which the run ends; learning-rate schedules stretch over them. None is 300 where
+    nothing else ends the run."""
+    seconds: float | None = None
+    """Training time after which the run ends; evaluations and checkpoints do not count."""
+    to_loss: float | None = None
+    """Held-out loss that ends the run, once two evaluations in a row are at or below it."""
+    micro_batches: int = 4
+    """Micro-batches per rank and update: the batch is this times the ranks times the recipe's own batch."""
+    clock: Clock | None = None
+    """MIN,MAX micro-batches per rank and round, by the clock instead of a fixed number: a rank accumulates until
+    the last exchange is through. Strategies that do not overlap keep to `micro_batches`."""
+    link: str = "none"
+    """Slow link to train over, such as 100mbit, 1gbit or 50mbit,2ms: throttles Gloo, no root needed."""
+    evaluate_every: int | None = 100
+    """Updates between evaluations of the held-out loss, beside those before and after the run; None for these
+    two alone."""
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)  # a bare super() does not find its class in a slotted dataclass
+        least = {"workers": 1, "threads": 1, "seed": 0, "updates": 1, "micro_batches": 1, "evaluate_every": 1}
+        for field, minimum in least.items():
+            found = getattr(self, field)
+            if found is not None and found < minimum:
+                raise ConfigError(f"{field} must be at least {minimum}, found {found}")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ConfigError(f"seconds must be positive, found {self.seconds}")
+        if self.to_loss is not None and self.evaluate_every is None:
+            raise ConfigError("to_loss needs evaluations: set evaluate_every")
+        Link.parse(self.link)
+
+    @property
+    def options(self) -> Options:
+        """The part that `DataParallel` takes."""
+        return Options(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)})
+
+    @property
+    def planned_updates(self) -> int | None:
+        """Committed updates after which the run ends, or None where only time or loss end it."""
+        if self.updates is None and self.seconds is None and self.to_loss is None:
+            return DEFAULT_UPDATES
+        return self.updates
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig(Job[TaskT]):
+    """One training run, with its files."""
+
+    strategy: str = "acco"
+    """ddp, zero1, dpu, wp or acco; what is set for it alone follows after colons, as in acco:first=1."""
+    run_dir: str | None = None
+    """Folder for configuration, records, TensorBoard events and checkpoints; None takes a new one below runs/."""
+    resume: bool = False
+    """Continue the run in `run_dir` from its last good checkpoint, or begin it where there is none."""
+    checkpoint_every: int | None = 50
+    """Updates between checkpoints; None for none."""
+    checkpoints_kept: int = 3
+    """Checkpoints that stay, the latest ones."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+
+    def __post_init__(self) -> None:
+        Job.__post_init__(self)
+        if self.checkpoint_every is not None and self.checkpoint_every < 1:
+            raise ConfigError(f"checkpoint_every must be at least 1, found {self.checkpoint_every}")
+        if self.checkpoints_kept < 1:
+            raise ConfigError(f"checkpoints_kept must be at least 1, found {self.checkpoints_kept}")
+        if self.resume and self.run_dir is None:
+            raise ConfigError("resume needs the folder of the run to continue: set run_dir")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CompareConfig(Job[TaskT]):
+    """Several strategies side by side: each in turn on the same link, then all again."""
+
+    strategies: tuple[str, ...] = ("compute", "ddp", "zero1", "dpu", "wp", "acco")
+    """Arms, separated by commas. What is set for one arm alone follows after colons: wp:wire=bf16:lr=2e-3,
+    acco:clock=1,8. Beside the strategies there are compute, which never communicates, and stock methods:
+    torch-ddp, torch-ddp-bf16, torch-ddp-zero, torch-fsdp2."""
+    repeats: int = 1
+    """Times that every arm runs, one round of all arms after the other; the seed grows by one each time."""
+    out: str = "comparison"
+    """Folder for compare.json, which is written anew after every run."""
+    learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Learning rates by arm or strategy, as acco=2e-3,wp=1e-3; others take the recipe's."""
+    evaluate_every: int | None = 10
+    """Updates between evaluations of the held-out loss, with the clock stopped; None for those before and after
+    a run alone."""
+    warmup_updates: int = 3
+    """First updates of a run that samples per second leave out."""
+
+    def __post_init__(self) -> None:
+        Job.__post_init__(self)
+        for field, minimum in {"repeats": 1, "warmup_updates": 0}.items():
+            if getattr(self, field) < minimum:
+                raise ConfigError(f"{field} must be at least {minimum}, found {getattr(self, field)}")
+        if not self.strategies:
+            raise ConfigError("a comparison needs at least one strategy")

@@ -1,0 +1,102 @@
+"""Where the ranks of a run come from: local processes, or ranks that a launcher has started."""
+
+import dataclasses
+from typing import Protocol
+
+from stretto.train.configuration import RunConfig, TaskT
+from stretto.train.outcome import Outcome
+from stretto.train.rank import train_rank
+from stretto.train.seat import Seat, host_store
+from stretto.train.workers import run_workers
+
+PRELOAD = ("stretto.train.rank",)
+"""Imported once for all workers: most of what a worker needs to start."""
+
+
+class Ranks(Protocol):
+    """Ranks that can run, again and again; each time in fresh processes, so that memory is measured apart."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for the job: prepares folders, writes results."""
+        ...
+
+    def train(self, run: RunConfig[TaskT], warmup_updates: int = ..., *, shows_progress: bool) -> Outcome:
+        """Run `run` and return the outcome of the first rank that this process has started.
+
+        Args:
+            run: What to do.
+            warmup_updates: First updates that the outcome's rate leaves out.
+            shows_progress: Whether rank 0 shows the run as it goes.
+
+        Raises:
+            WorkerFailed: A rank failed; names it and the cause.
+        """
+        ...
+
+
+class LocalRanks:
+    """All ranks are processes of this machine; this process hosts the store, so that it outlives every rank.
+
+    Args:
+        workers: How many.
+    """
+
+    is_first = True
+
+    def __init__(self, workers: int) -> None:
+        self.world_size = workers
+        self._store = host_store("127.0.0.1", 0)
+        self._runs = 0
+
+    def train(self, run: RunConfig[TaskT], warmup_updates: int = 3, *, shows_progress: bool) -> Outcome:
+        """See `Ranks.train`."""
+        self._runs += 1
+        seats = [
+            Seat(
+                rank=rank,
+                world_size=self.world_size,
+                local_rank=rank,
+                local_world_size=self.world_size,
+                host="127.0.0.1",
+                port=self._store.port,
+                room=str(self._runs),
+            )
+            for rank in range(self.world_size)
+        ]
+        return run_workers(train_rank, seats, run, warmup_updates, shows_progress, preload=PRELOAD)[0]
+
+
+class JoinedRank:
+    """This process is one of the ranks that a launcher has started.
+
+    Args:
+        seat: Its place.
+        hosts_store: Whether it opens the store; otherwise somebody else has.
+    """
+
+    def __init__(self, seat: Seat, *, hosts_store: bool) -> None:
+        self._seat = seat
+        self._store = host_store(seat.host, seat.port) if hosts_store else None
+        self._runs = 0
+
+    @property
+    def world_size(self) -> int:
+        """See `Ranks.world_size`."""
+        return self._seat.world_size
+
+    @property
+    def is_first(self) -> bool:
+        """See `Ranks.is_first`."""
+        return self._seat.rank == 0
+
+    def train(self, run: RunConfig[TaskT], warmup_updates: int = 3, *, shows_progress: bool) -> Outcome:
+        """See `Ranks.train`."""
+        self._runs += 1
+        seats = [dataclasses.replace(self._seat, room=str(self._runs))]
+        return run_workers(train_rank, seats, run, warmup_updates, shows_progress, preload=PRELOAD)[0]

@@ -1,0 +1,101 @@
+"""What a run came to, on one rank."""
+
+import dataclasses
+import resource
+import sys
+
+from stretto.records import Update
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """One look at the held-out samples."""
+
+    step: int
+    """Committed updates before it."""
+    training_seconds: float
+    """Training time before it."""
+    heldout_loss: float
+    """Mean loss over the held-out samples, at the committed parameters."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a run came to, on one rank; times and bytes are that rank's own."""
+
+    updates: int
+    """Committed updates, those of the run that was continued included."""
+    samples: int
+    """Samples behind the updates made here, over all ranks."""
+    training_seconds: float
+    """Training time, draining included, evaluations and checkpoints not."""
+    samples_per_second: float | None
+    """Over all ranks, from the end of the warm-up to the last update before draining; None for fewer than one
+    update in between."""
+    exposed_seconds: float | None
+    """Time in which the compute lane waited for communication, in the updates made here; None where the method
+    cannot tell."""
+    lane_seconds: float | None
+    """Time in which the communication lane was busy, in the updates made here; None as above."""
+    sent_bytes: int
+    """Bytes handed to collectives for other ranks, in the updates made here."""
+    baseline_bytes: int
+    """Peak resident memory of the process when the task was built and nothing wrapped it yet."""
+    peak_bytes: int
+    """Peak resident memory of the process."""
+    heldout_before: float
+    """Held-out loss before the first update."""
+    heldout_loss: float
+    """Held-out loss at the end."""
+    seconds_to_loss: float | None
+    """Training time at which `to_loss` was reached; None where it was not, or not asked for."""
+    evaluations: tuple[Evaluation, ...]
+    """All looks at the held-out samples, in order."""
+    accuracy: float | None
+    """Share of held-out samples classified rightly at the end; classifiers only."""
+    sample: str | None
+    """Text that the model generated at the end; language models only."""
+
+
+class Tally:
+    """Adds up the updates made here.
+
+    Args:
+        warmup_updates: First updates that the rate leaves out.
+        baseline_bytes: Peak resident memory of the process before the method began.
+    """
+
+    def __init__(self, warmup_updates: int, baseline_bytes: int) -> None:
+        self.baseline_bytes = baseline_bytes
+        self.samples = 0
+        self.sent_bytes = 0
+        self.exposed_seconds = 0.0
+        self.lane_seconds = 0.0
+        self._warmup_updates = warmup_updates
+        self._arrivals: list[tuple[float, int]] = []
+
+    def add(self, update: Update) -> None:
+        """Count an update."""
+        self.samples += update.samples
+        self.sent_bytes += update.sent_bytes
+        self.exposed_seconds += update.exposed_seconds
+        self.lane_seconds += update.lane_seconds
+
+    def arrived(self, update: Update, training_seconds: float) -> None:
+        """Note when an update came, for the rate; not for those of the drain, whose pace is another."""
+        self._arrivals.append((training_seconds, update.samples))
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """The steady rate: from the last update of the warm-up to the last one that arrived."""
+        steady = self._arrivals[max(0, self._warmup_updates - 1) :]
+        if len(steady) < 2:
+            return None
+        samples = sum(samples for _, samples in steady[1:])
+        return samples / (steady[-1][0] - steady[0][0])
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest resident memory that this process has had."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,55 @@
+"""What a run saves beside model and optimizer, and how it goes on from there."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Self
+
+from stretto import checkpoint
+from stretto.parallel import DataParallel
+from stretto.recipes import Task
+from stretto.train.configuration import RunConfig, TaskT
+from stretto.train.handle import Handle
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Past:
+    """What has happened before this process: nothing, or what the checkpoint says."""
+
+    step: int | None = None
+    """Committed updates of the checkpoint; None for a new run."""
+    batches: int = 0
+    """Micro-batches that all ranks together have handed out."""
+    training_seconds: float = 0.0
+    """Training time."""
+    heldout_before: float | None = None
+    """Held-out loss before the first update."""
+
+    def save(self, run: RunConfig[TaskT], task: Task, parallel: Handle) -> None:
+        """Write a checkpoint; all ranks must call, right after an update, with the past that it is then."""
+        extra = dataclasses.asdict(self)
+        extra["scheduler"] = None if task.scheduler is None else task.scheduler.state_dict()
+        checkpoint.save(
+            _savable(parallel), _folder(run), loader=task.loader, extra=extra, keep=run.checkpoints_kept
+        )
+
+    @classmethod
+    def restore(cls, run: RunConfig[TaskT], task: Task, parallel: Handle) -> Self:
+        """Continue from the last good checkpoint where the run says so and there is one; all ranks must call."""
+        if not run.resume or checkpoint.latest(_folder(run)) is None:
+            return cls()
+        restored = checkpoint.load(_savable(parallel), _folder(run), loader=task.loader)
+        extra: dict[str, Any] = dict(restored.extra)
+        scheduler = extra.pop("scheduler")
+        if task.scheduler is not None:
+            task.scheduler.load_state_dict(scheduler)
+        return cls(**{**extra, "step": restored.step})
+
+
+def _folder(run: RunConfig[TaskT]) -> Path:
+    return Path(str(run.run_dir), "checkpoints")
+
+
+def _savable(parallel: Handle) -> DataParallel:
+    if not isinstance(parallel, DataParallel):
+        raise TypeError(f"only DataParallel can be saved, not {type(parallel).__name__}")
+    return parallel

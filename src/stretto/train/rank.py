@@ -1,0 +1,151 @@
+"""One rank's whole run: join the others, build the task, begin or continue, train, look at the result."""
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from stretto.groups import Link
+from stretto.observe import Header, Observer, Progress, Recorder, TensorBoard
+from stretto.recipes import Task
+from stretto.train.arms import parse_arm
+from stretto.train.configuration import RunConfig, TaskT
+from stretto.train.handle import Handle, open_handle
+from stretto.train.loop import Loop, Plan
+from stretto.train.outcome import Outcome, Tally, peak_resident_bytes
+from stretto.train.past import Past
+from stretto.train.seat import Seat, choose_device, seated
+from stretto.train.stopwatch import Stopwatch
+from stretto.train.target import seconds_to_loss
+
+
+def train_rank(seat: Seat, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
+    """Train on this rank; every rank of the job calls this with equal settings.
+
+    Args:
+        seat: Which rank this is.
+        run: What to do.
+        warmup_updates: First updates that the outcome's rate leaves out.
+        shows_progress: Whether rank 0 shows the run as it goes.
+
+    Raises:
+        StrettoError: A setting, the training or a rank failed; see the tree in `stretto.errors`.
+    """
+    torch.set_num_threads(run.threads)
+    device = choose_device(run.device, seat)
+    with seated(seat, Link.parse(run.link), device, run.timeout_seconds):
+        task = run.task.build(seat.rank, seat.world_size, run.seed, run.planned_updates)
+        task.model.to(device)
+        tally = Tally(warmup_updates, baseline_bytes=peak_resident_bytes())
+        with open_handle(run, task) as handle:
+            _seed(run.seed, seat.rank)
+            past = Past.restore(run, task, handle)
+            observers = _observers(run, past, seat, shows_progress)
+            try:
+                return _train(run, task, handle, past, tally, observers)
+            finally:
+                for observer in observers:
+                    observer.close()
+
+
+def _train(
+    run: RunConfig[TaskT], task: Task, handle: Handle, past: Past, tally: Tally, observers: Sequence[Observer]
+) -> Outcome:
+    """Train with what is ready, from the first look at the held-out samples to the last."""
+
+    def save(loop: Loop) -> None:
+        now = Past(
+            step=handle.steps,
+            batches=past.batches + loop.batches_handed_out * handle.world_size,
+            training_seconds=loop.stopwatch.seconds,
+            heldout_before=heldout_before,
+        )
+        now.save(run, task, handle)
+
+    loop = Loop(
+        task,
+        handle,
+        _plan(run, past, handle.world_size),
+        observers=observers,
+        save=save,
+        stopwatch=Stopwatch(past.training_seconds),
+        tally=tally,
+    )
+    heldout_before = loop.evaluate().heldout_loss if past.heldout_before is None else past.heldout_before
+    loop.run()
+    training_seconds = loop.stopwatch.seconds
+    if not loop.evaluations or loop.evaluations[-1].step != handle.steps:
+        loop.evaluate()
+    if handle.rank == 0 and run.run_dir is not None:
+        torch.save(task.model.state_dict(), Path(run.run_dir, "model.pt"))
+    with handle.settled():
+        accuracy = None if task.accuracy is None else task.accuracy(task.model)
+        sample = None if task.sample is None else task.sample(task.model)
+    return Outcome(
+        updates=handle.steps,
+        samples=tally.samples,
+        training_seconds=training_seconds,
+        samples_per_second=tally.samples_per_second,
+        exposed_seconds=_known(tally.exposed_seconds),
+        lane_seconds=_known(tally.lane_seconds),
+        sent_bytes=tally.sent_bytes,
+        baseline_bytes=tally.baseline_bytes,
+        peak_bytes=peak_resident_bytes(),
+        heldout_before=heldout_before,
+        heldout_loss=loop.evaluations[-1].heldout_loss,
+        seconds_to_loss=None if run.to_loss is None else seconds_to_loss(loop.evaluations, run.to_loss),
+        evaluations=tuple(loop.evaluations),
+        accuracy=accuracy,
+        sample=sample,
+    )
+
+
+def _plan(run: RunConfig[TaskT], past: Past, world_size: int) -> Plan:
+    updates = run.planned_updates
+    fixed = updates is not None and run.clock is None
+    # With a clock, an overlapping strategy commits its last update while it drains.
+    drained = 1 if parse_arm(run.strategy).overlaps else 0
+    return Plan(
+        batches=max(0, updates * run.micro_batches - past.batches // world_size)
+        if updates is not None and fixed
+        else None,
+        last_step=updates - drained if updates is not None and not fixed else None,
+        seconds=run.seconds,
+        to_loss=run.to_loss,
+        evaluate_every=run.evaluate_every,
+        checkpoint_every=run.checkpoint_every if run.run_dir is not None else None,
+    )
+
+
+def _observers(run: RunConfig[TaskT], past: Past, seat: Seat, shows_progress: bool) -> list[Observer]:
+    """Return who hears of the run on this rank: nobody but on rank 0."""
+    observers: list[Observer] = []
+    if seat.rank != 0:
+        return observers
+    if run.run_dir is not None:
+        observers.append(Recorder(Path(run.run_dir), past.step))
+        if run.tensorboard:
+            observers.append(TensorBoard(Path(run.run_dir, "tensorboard"), past.step))
+    if shows_progress:
+        where = f"{seat.world_size} workers, link {run.link}"
+        title = f"{type(run.task).__name__}, {run.strategy}, {where}" + (
+            f", {run.run_dir}" if run.run_dir else ""
+        )
+        observers.append(Progress(Header(title=title, updates=run.planned_updates, seconds=run.seconds)))
+    return observers
+
+
+def _seed(seed: int, rank: int) -> None:
+    """Give every rank random draws of its own: models may drop out, data may be augmented."""
+    torch_seed, numpy_seed, python_seed = np.random.SeedSequence([seed, rank]).generate_state(3)
+    torch.manual_seed(int(torch_seed))
+    np.random.seed(int(numpy_seed))
+    random.seed(int(python_seed))
+
+
+def _known(value: float) -> float | None:
+    """Return None for a number that nobody could measure."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,157 @@
+"""Starts ranks as local processes and watches them: whoever fails first is named, nobody stays behind."""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from stretto.errors import CommunicationError, StrettoError, WorkerFailed
+from stretto.train.seat import Seat
+
+T = TypeVar("T")
+
+GRACE_SECONDS = 10.0
+"""How long the other workers may take to notice a failure and say what they saw; then they are killed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Failure:
+    """How a worker ended that did not return."""
+
+    text: str
+    is_consequence: bool = False
+    """Whether it only heard of another rank's failure."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Worker:
+    """One process and the end of the pipe on which it reports."""
+
+    rank: int
+    process: BaseProcess
+    reports: Connection
+
+
+def run_workers(
+    function: Callable[..., T], seats: Sequence[Seat], *args: Any, preload: Sequence[str] = ()
+) -> list[T]:
+    """Call `function(seat, *args)` in one process per seat and return the results in the order of seats.
+
+    Args:
+        function: Importable, like its arguments and result picklable.
+        seats: The ranks to start here; there may be others elsewhere.
+        args: For every rank alike.
+        preload: Modules that are imported once, before the processes are forked.
+
+    Raises:
+        WorkerFailed: Names the rank whose failure came first, and its cause. The other workers have ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *preload])
+    workers: list[_Worker] = []
+    try:
+        for seat in seats:
+            reports, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(sender, function, seat, args), daemon=False)
+            process.start()
+            sender.close()  # so that the worker's end is the only one: its death closes the pipe
+            workers.append(_Worker(rank=seat.rank, process=process, reports=reports))
+        return [results for results in _collect(workers)]
+    finally:
+        for worker in workers:
+            worker.process.kill()
+            worker.process.join()
+            worker.reports.close()
+
+
+def _collect(workers: Sequence[_Worker]) -> list[Any]:
+    """Wait for every worker's report; after the first failure, only for as long as the grace lasts."""
+    pending = {worker.reports: worker for worker in workers}
+    results: dict[int, Any] = {}
+    failures: dict[int, _Failure] = {}
+    deadline: float | None = None
+    while pending:
+        ready = wait(list(pending), None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for reports in [reports for reports in pending if reports in ready]:
+            worker = pending.pop(reports)
+            succeeded, report = _report(worker)
+            (results if succeeded else failures)[worker.rank] = report
+        if failures and deadline is None:
+            deadline = time.monotonic() + GRACE_SECONDS
+    if failures:
+        raise WorkerFailed(_describe(failures, len(workers)))
+    return [results[worker.rank] for worker in workers]
+
+
+def _report(worker: _Worker) -> tuple[bool, Any]:
+    """Return whether a worker succeeded, with its result or failure."""
+    try:
+        succeeded, report = worker.reports.recv()
+    except EOFError:
+        worker.process.join()
+        return False, _Failure(text=_how_it_ended(worker.process.exitcode))
+    return succeeded, report
+
+
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"the process was killed by {signal.Signals(-exit_code).name}"
+    return f"the process ended with exit code {exit_code} and without a result"
+
+
+def _describe(failures: dict[int, _Failure], num_workers: int) -> str:
+    """Say what came first: a failure that is not the consequence of another one."""
+    causes = {rank: failure for rank, failure in failures.items() if not failure.is_consequence} or failures
+    rank, cause = next(iter(causes.items()))
+    others = sorted(set(failures) - {rank})
+    text = f"rank {rank} of {num_workers} local workers failed: {cause.text}"
+    for other in others:
+        if other in causes:
+            text += f"\nrank {other} failed too: {causes[other].text}"
+    return text
+
+
+def _work(sender: Connection, function: Callable[..., Any], seat: Seat, args: tuple[Any, ...]) -> None:
+    """Run one worker; the body of its process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher decides
+    _end_with_launcher()
+    try:
+        result = function(seat, *args)
+    except BaseException as error:
+        sender.send(
+            (False, _Failure(text=_text(error), is_consequence=isinstance(error, CommunicationError)))
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # not through atexit: the lane's thread may wait for a rank that is gone
+    sender.send((True, result))
+
+
+def _end_with_launcher() -> None:
+    """End this process when the launcher is gone, however it went: no orphans."""
+    launcher = multiprocessing.parent_process()
+    if launcher is None:
+        return
+
+    def watch() -> None:
+        wait([launcher.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="stretto-launcher", daemon=True).start()
+
+
+def _text(error: BaseException) -> str:
+    """Return a message of the library as it stands, and anything else with its traceback."""
+    if isinstance(error, StrettoError):
+        return f"{type(error).__name__}: {error}"
+    return "".join(traceback.format_exception(error)).rstrip()
