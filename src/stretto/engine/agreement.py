@@ -2,41 +2,43 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from stretto.errors import RanksDisagree
 from stretto.exchange import Exchange
 from stretto.flat import GradientBuffer
 
+_LENGTH_BYTES = 8
+_SHOWN_CHARACTERS = 300
 
-def agree(exchange: Exchange, settings: Mapping[str, object]) -> None:
+
+def agree(exchange: Exchange, settings: Mapping[str, str], where: str) -> None:
     """Raise on every rank unless all ranks hold the same settings.
 
     Args:
         exchange: Whose ranks.
-        settings: What must be equal, by name; compared by `repr`.
+        settings: What must be equal, as text, by name; the names are equal on all ranks. Where a text has
+            lines, the first that differs is shown.
+        where: Rank and step, for the message.
 
     Raises:
-        RanksDisagree: Names the settings that differ and the ranks that differ from rank 0.
+        RanksDisagree: Shows what differs on rank 0 and on the first rank that differs from it.
     """
-    own = b"".join(hashlib.sha256(repr(value).encode()).digest() for value in settings.values())
-    records = exchange.gather_bytes(own)
-    if all(record == records[0] for record in records):
+    own = b"".join(hashlib.sha256(text.encode()).digest() for text in settings.values())
+    if len(set(exchange.gather_bytes(own))) == 1:
         return
-    size = hashlib.sha256().digest_size
-    differing = {
-        name: [r for r, record in enumerate(records) if _part(record, i, size) != _part(records[0], i, size)]
-        for i, name in enumerate(settings)
-    }
-    found = "; ".join(
-        f"{name} of ranks {ranks} (here: {str(settings[name])[:200]})"
-        for name, ranks in differing.items()
-        if ranks
-    )
-    raise RanksDisagree(f"rank {exchange.rank}, before step 1: these differ from rank 0's: {found}")
+    # All ranks know that some differ, and all pay for the texts.
+    columns = [_gather_text(exchange, text) for text in settings.values()]
+    found = [
+        f"{name}: {_difference(texts)}"
+        for name, texts in zip(settings, columns, strict=True)
+        if len(set(texts)) > 1
+    ]
+    raise RanksDisagree(f"{where}: ranks differ in {'; in '.join(found)}; give all ranks the same")
 
 
 def share_start(
@@ -48,19 +50,50 @@ def share_start(
         exchange: Whose ranks.
         parameters: In the layout's order; overwritten on ranks other than 0.
         buffer: Scratch; left undefined.
-        model: Whose buffers, of any dtype, are overwritten too.
+        model: Whose frozen parameters and buffers, of any dtype, are overwritten too.
     """
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
     with torch.no_grad():
         torch._foreach_copy_(buffer.views, list(parameters))
-        for tensor in [*buffer.flats, *(b.detach() for b in model.buffers())]:
-            contiguous = tensor.contiguous()
-            exchange.wait(exchange.group.broadcast([contiguous], options), "broadcast of rank 0's parameters")
-            if contiguous is not tensor:
-                tensor.copy_(contiguous)
+        for flat in buffer.flats:
+            _take_from_rank_0(exchange, flat)
         torch._foreach_copy_(list(parameters), buffer.views)
+        for _, tensor in untrained(model):
+            _take_from_rank_0(exchange, tensor)
 
 
-def _part(record: bytes, index: int, size: int) -> bytes:
-    return record[index * size : (index + 1) * size]
+def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return, by name, what a model holds beside its trainable parameters: frozen ones and buffers."""
+    frozen = [(name, p.detach()) for name, p in model.named_parameters() if not p.requires_grad]
+    return [*frozen, *((name, buffer.detach()) for name, buffer in model.named_buffers())]
+
+
+def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:
+    if tensor.numel() == 0:
+        return
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    contiguous = tensor.contiguous()
+    # As bytes: backends do not know every dtype.
+    content = contiguous.view(-1).view(torch.uint8)
+    exchange.wait(exchange.group.broadcast([content], options), "broadcast of rank 0's parameters")
+    if contiguous.data_ptr() != tensor.data_ptr():
+        tensor.copy_(contiguous)
+
+
+def _gather_text(exchange: Exchange, text: str) -> list[str]:
+    """Return every rank's text, of any length."""
+    content = text.encode()
+    lengths = [int.from_bytes(part) for part in exchange.gather_bytes(len(content).to_bytes(_LENGTH_BYTES))]
+    parts = exchange.gather_bytes(content.ljust(max(1, *lengths)))
+    return [part[:length].decode() for part, length in zip(parts, lengths, strict=True)]
+
+
+def _difference(texts: Sequence[str]) -> str:
+    """Say where the first text that differs from rank 0's does so."""
+    differing = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    lines = zip_longest(texts[0].splitlines(), texts[differing[0]].splitlines(), fillvalue="nothing")
+    expected, found = next(pair for pair in lines if pair[0] != pair[1])
+    return (
+        f"expected {expected[:_SHOWN_CHARACTERS]!r} as on rank 0, found {found[:_SHOWN_CHARACTERS]!r} on rank "
+        f"{differing[0]} (differing ranks: {differing})"
+    )

@@ -1,17 +1,19 @@
 """The communication lane: runs the strategy's coroutine and performs what it asks for."""
 
 import math
+import zlib
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from stretto.effects import AllReduce, Boundary, Gather, Preview, Reduce, Script, Step
+from stretto.engine.agreement import agree
 from stretto.engine.job import Commit, Job, Landing, Reduction, Shown
 from stretto.engine.options import Options
-from stretto.engine.roll_call import Attendance, RollCall, checksum
+from stretto.engine.roll_call import Attendance, RollCall, settings_text
 from stretto.engine.watch import Watch
-from stretto.errors import NonFinite, RanksDisagree
+from stretto.errors import NonFinite
 from stretto.exchange import Exchange
 from stretto.owner import Hyperparameters, Owner, ReducedGradient
 from stretto.strategies import Strategy
@@ -90,7 +92,7 @@ class Lane:
             self.exchange.reduce_scatter(job.buffer.flats, sums)
         gradient = ReducedGradient(sums, 0.0, 0.0, b"")
         call = self._hold_roll_call(job, finite, gradient.measure())
-        self._check_settings(call)
+        self._check_settings(job, call)
         skipped = self._leave_out(call)
         gradient.used = bytes(len(call.used)) if skipped else call.used
         gradient.norm_squared = call.norm_squared(replicated=self._replicated)
@@ -119,21 +121,17 @@ class Lane:
             gradient_is_finite=finite,
             norm_squared=norm_squared,
             vote=job.vote,
-            settings=checksum(job.hyperparameters),
+            settings=zlib.crc32(settings_text(job.hyperparameters).encode()),
             used=bytes(contribution.used),
             changed=job.changed,
         )
         records = self.exchange.gather_bytes(RollCall.pack(attendance))
         return RollCall.unpack(records, len(contribution.used), len(job.changed))
 
-    def _check_settings(self, call: RollCall) -> None:
-        others = call.ranks_with_other_settings()
-        if others:
-            raise RanksDisagree(
-                f"rank {self.exchange.rank}, after step {self.watch.step}: the optimizer settings (learning rate "
-                f"and the like) of ranks {others} differ from rank 0's: turn the schedule alike on all ranks, "
-                "once per Update"
-            )
+    def _check_settings(self, job: Job, call: RollCall) -> None:
+        if not call.settings_agree:
+            where = f"rank {self.exchange.rank}, after step {self.watch.step}"
+            agree(self.exchange, {"optimizer settings": settings_text(job.hyperparameters)}, where)
 
     def _leave_out(self, call: RollCall) -> bool:
         """Return whether this round is to be left out; the same answer on every rank."""

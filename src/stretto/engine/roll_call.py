@@ -6,11 +6,11 @@ different path.
 """
 
 import dataclasses
-import zlib
 from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from stretto.owner import Hyperparameters
@@ -44,7 +44,7 @@ class Attendance:
     """Of the summed gradient on the slices this rank owns."""
     vote: Vote
     settings: int
-    """Checksum of the hyperparameters this rank's owner would step with."""
+    """CRC-32 of the hyperparameters this rank's owner would step with."""
     used: bytes
     """One byte per parameter slot: used by a micro-batch of this rank?"""
     changed: bytes
@@ -143,15 +143,20 @@ class RollCall:
         """Return the ranks whose accumulated gradient is not finite."""
         return np.flatnonzero(~self.records["gradient_is_finite"]).tolist()
 
-    def ranks_with_other_settings(self) -> list[int]:
-        """Return the ranks whose hyperparameters differ from rank 0's."""
+    @property
+    def settings_agree(self) -> bool:
+        """Whether all ranks have the same hyperparameters."""
         settings = self.records["settings"]
-        return np.flatnonzero(settings != settings[0]).tolist()
+        return bool((settings == settings[0]).all())
 
 
-def checksum(hyperparameters: Hyperparameters) -> int:
-    """Return a CRC-32 of hyperparameters that is equal on all ranks when they are."""
-    return zlib.crc32(repr([sorted(group.items()) for group in hyperparameters]).encode())
+def settings_text(hyperparameters: Hyperparameters) -> str:
+    """Return hyperparameters as text, a line each, equal on all ranks when they are."""
+    return "\n".join(
+        f"group {index}: {key}={value.tolist() if isinstance(value, torch.Tensor) else value!r}"
+        for index, group in enumerate(hyperparameters)
+        for key, value in sorted(group.items())
+    )
 
 
 def _in_order(values: NDArray[np.float64]) -> float:

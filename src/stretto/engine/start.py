@@ -1,17 +1,19 @@
 """Starts a job: plans the layout, settles it among ranks, and sets up both lanes."""
 
+import dataclasses
+
 import torch
 from torch import distributed as dist
 from torch import nn
 
-from stretto.engine.agreement import agree, share_start
+from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.guarded_model import GuardedModel
 from stretto.engine.lane import Lane
 from stretto.engine.ledger import ledger_of
 from stretto.engine.options import Options
 from stretto.engine.quota import Clock, plan_quota
-from stretto.engine.roll_call import checksum
+from stretto.engine.roll_call import settings_text
 from stretto.engine.runtime import InlineRuntime, Runtime, ThreadRuntime
 from stretto.engine.watch import Watch
 from stretto.exchange import DirectExchange, Exchange, NativeExchange, wire_dtype
@@ -55,21 +57,27 @@ def start_lanes(
     )
     # A replicated optimizer, too, sees flat slices and not the parameters' shapes.
     check_shardable(optimizer)
-    for flat, parameter in ((layout.sets[s.set_index], parameters[s.index]) for s in layout.slots):
-        if flat.accumulation_dtype != flat.dtype:
-            parameter.grad_dtype = flat.accumulation_dtype
     exchange = _exchange(options, group, layout, watch)
     agree(
         exchange,
         {
-            "model and layout": layout.digest(),
-            "strategy": strategy,
-            "micro-batches": micro_batches,
-            "options": options,
+            "strategy": repr(strategy),
+            "micro_batches": repr(micro_batches),
+            "options": "\n".join(
+                f"{f.name}={getattr(options, f.name)!r}" for f in dataclasses.fields(options)
+            ),
             "optimizer": type(optimizer).__name__,
-            "hyperparameters": checksum(read_hyperparameters(optimizer)),
+            "optimizer settings": settings_text(read_hyperparameters(optimizer)),
+            "model": layout.text(),
+            "frozen parameters and buffers": "\n".join(
+                f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in untrained(model)
+            ),
         },
+        f"rank {group.rank()}, before step 1",
     )
+    for flat, parameter in ((layout.sets[s.set_index], parameters[s.index]) for s in layout.slots):
+        if flat.accumulation_dtype != flat.dtype:
+            parameter.grad_dtype = flat.accumulation_dtype
     share_start(exchange, parameters, GradientBuffer(layout), model)
     rank, num_owners = (0, 1) if ledger.replicated else (group.rank(), group.size())
     owner = Owner(layout, parameters, optimizer, rank=rank, num_owners=num_owners)

@@ -86,9 +86,19 @@ class Layout:
         """Elements of all sets with padding."""
         return sum(flat.numel for flat in self.sets)
 
+    def text(self) -> str:
+        """Return everything that ranks must agree on, a line each: not which device of its kind a rank has."""
+        slots = [
+            f"parameter {slot.name}: {slot.shape} {self.sets[slot.set_index].dtype}, optimizer group {slot.group}, "
+            f"elements {slot.start} to {slot.stop} of set {slot.set_index}"
+            for slot in self.slots
+        ]
+        sets = [f"set of {s.numel} {s.dtype}, {s.accumulation_dtype} on {s.device.type}" for s in self.sets]
+        return "\n".join([*slots, *sets, *map(str, self.buckets), f"{self.world_size} ranks"])
+
     def digest(self) -> str:
-        """Return a hexadecimal SHA-256 of everything that ranks must agree on."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
+        """Return a hexadecimal SHA-256 of `text`."""
+        return hashlib.sha256(self.text().encode()).hexdigest()
 
     def slots_of_set(self, set_index: int) -> list[Slot]:
         """Return the slots of one flat set in flat order."""
