@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from stretto.engine import Clock, Options, start_lanes
 from stretto.engine.roll_call import Vote
+from stretto.engine.state import JobState, State
 from stretto.engine.watch import Watch
 from stretto.errors import ConfigError, LossNotScalar, OutOfTurn, UsageError
 from stretto.groups.private import private_group
@@ -196,6 +197,50 @@ class DataParallel:
             yield
         finally:
             self.compute.show_again(held)
+
+    @contextmanager
+    def between_updates(self, what: str) -> Iterator[None]:
+        """Refuse `what` unless the last update has ended and nothing was counted since; errors end the job.
+
+        Raises:
+            OutOfTurn: An update is under way.
+            Finished: An error has ended the job.
+        """
+        if self.compute.has_finished:
+            yield
+            return
+        with self.compute.running():
+            self.compute.check_between_updates(what)
+            yield
+
+    def state_dict(self) -> State:
+        """Return parameters, buffers, optimizer state and counts for `torch.distributed.checkpoint.save`.
+
+        Portable: any world size, any strategy and plain PyTorch can read it; `stretto.engine.state` lists the
+        names. What only a bit-identical continuation needs is left to `stretto.checkpoint.save`: gradients
+        accumulated ahead, a shown prediction, random states. All ranks must call, between updates; the state
+        refers to the job's own tensors, so save it before training goes on.
+
+        Raises:
+            OutOfTurn: An update is under way.
+            Finished: An error has ended the job.
+        """
+        with self.between_updates("state_dict()"):
+            return JobState(self.compute).write()
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from `state`, a `state_dict()` that `torch.distributed.checkpoint.load` has read into.
+
+        All ranks must call, between updates. Gradients that were accumulated since are forgotten.
+
+        Raises:
+            OutOfTurn: An update is under way.
+            CheckpointError: The state is of another model or optimizer.
+            Finished: The job has ended.
+        """
+        with self.compute.running():
+            self.compute.check_between_updates("load_state_dict()")
+            JobState(self.compute).load(state)
 
     def stop(self) -> None:
         """Ask all ranks to end `feed` at the same round, soon."""

@@ -102,6 +102,16 @@ class ComputeLane:
         return f"rank {self.lane.exchange.rank}, after step {self.steps}"
 
     @property
+    def guarded(self) -> GuardedModel:
+        """The user's model and optimizer."""
+        return self._guarded
+
+    @property
+    def has_round_ready(self) -> bool:
+        """Whether a round waits for its take-off: the next update's first one, at an `Update` of an overlap."""
+        return self._job is not None
+
+    @property
     def is_at_rest(self) -> bool:
         """Whether the last round ended an update and nothing is under way."""
         return self.at_boundary and self._in_flight is None
@@ -184,9 +194,33 @@ class ComputeLane:
             self._filling.remember()  # an exchange may leave anything in the buffer
         return job.reduction
 
+    def begin_again(self, steps: int, round_index: int) -> None:
+        """Go on from what a checkpoint has put into model and owner; whatever was accumulated is forgotten.
+
+        Args:
+            steps: Committed updates behind it.
+            round_index: Rounds behind it.
+        """
+        self._job = None
+        self._contribution = self._empty_contribution()
+        self._accumulating_round = 0
+        self._skipped_rounds = 0
+        self._filling.attach(self._guarded.parameters)
+        self._guarded.remember()
+        self.statistics.agree()
+        self.steps = self.lane.watch.step = steps
+        self.lane.round_index = round_index
+        self.shown = "committed"
+        self.votes = []
+
     def adopt(self, reduction: Reduction) -> None:
         """Let `reduction`, from a checkpoint, be the round that takes off next."""
         self.make_ready().reduction = reduction
+
+    def show_estimate(self, values: list[Tensor]) -> None:
+        """Show `values`, one per parameter, as a checkpoint's job did."""
+        self._install(values)
+        self.shown = "estimate"
 
     def take_off_if_ready(self) -> None:
         """Hand the round over, if one is ready, and begin the next."""
@@ -253,6 +287,20 @@ class ComputeLane:
             raise OutOfTurn(
                 f"{self.where}: {what} while a round is in flight: do it right after an Update was returned, "
                 "before the next forward pass"
+            )
+
+    def check_between_updates(self, what: str) -> None:
+        """Raise unless the last update has ended, or none has begun, and no micro-batch was counted since.
+
+        Raises:
+            OutOfTurn: Something would be lost.
+        """
+        self.check_settled(what)
+        started = self._arrived or (self._job is None and self._contribution.count > 0)
+        if started or not self.at_boundary:
+            raise OutOfTurn(
+                f"{self.where}: {what} in the middle of an update: do it right after an Update was returned, "
+                "before training, or after finish()"
             )
 
     def show_committed(self) -> Held:

@@ -44,7 +44,7 @@ class Lane:
         self.owner = owner
         self.watch = watch
         self.round_index = 0
-        self._replicated = replicated
+        self.replicated = replicated
         self._options = options
         self._now = now
         self._script = _updates(strategy)
@@ -94,20 +94,31 @@ class Lane:
         call = self._hold_roll_call(job, finite, gradient.measure())
         self._check_settings(job, call)
         skipped = self._leave_out(call)
-        gradient.used = bytes(len(call.used)) if skipped else call.used
-        gradient.norm_squared = call.norm_squared(replicated=self._replicated)
-        gradient.weight = call.weight
+        statistics = {} if skipped else self._average_statistics(job, call)
+        return self.reduction(sums, call, statistics, skipped=skipped)
+
+    def reduction(
+        self,
+        sums: list[torch.Tensor],
+        call: RollCall,
+        statistics: dict[int, torch.Tensor],
+        *,
+        skipped: bool,
+    ) -> Reduction:
+        """Return what an exchange gave, or what a checkpoint says that it gave; `sums` are taken over."""
+        norm_squared = call.norm_squared(replicated=self.replicated)
+        gradient = ReducedGradient(sums, call.weight, norm_squared, call.used)
         if skipped:
             gradient.weight = gradient.norm_squared = 0.0
+            gradient.used = bytes(len(call.used))
             for total in sums:
                 total.zero_()
-        statistics = {} if skipped else self._average_statistics(job, call)
         return Reduction(gradient, call, statistics, skipped)
 
     def gather_committed(self, job_buffer: list[torch.Tensor]) -> None:
         """Fill `job_buffer`, one tensor per flat set, with the committed parameters; all ranks must call."""
         self.owner.publish(job_buffer)
-        if not self._replicated:
+        if not self.replicated:
             self.exchange.all_gather(job_buffer)
 
     def _hold_roll_call(self, job: Job, finite: bool, norm_squared: float) -> RollCall:
@@ -136,7 +147,7 @@ class Lane:
     def _leave_out(self, call: RollCall) -> bool:
         """Return whether this round is to be left out; the same answer on every rank."""
         losses, gradients = call.ranks_with_bad_loss(), call.ranks_with_bad_gradient()
-        if not losses and not gradients and math.isfinite(call.norm_squared(replicated=self._replicated)):
+        if not losses and not gradients and math.isfinite(call.norm_squared(replicated=self.replicated)):
             return False
         if self._options.nonfinite == "raise":
             found = (
@@ -189,7 +200,7 @@ class Lane:
         """Return the 2-norm of the mean gradient; a sum of two reductions has to be measured over ranks."""
         if gradient.norm_squared is None:
             norms = np.array([gradient.measure()])
-            if not self._replicated:
+            if not self.replicated:
                 norms = np.frombuffer(b"".join(self.exchange.gather_bytes(norms.tobytes())))
             gradient.norm_squared = sum(norms.tolist())
         return math.sqrt(gradient.norm_squared) / gradient.weight

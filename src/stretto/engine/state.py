@@ -1,14 +1,15 @@
 """The state of a job under names that any world size, any strategy and plain PyTorch understand.
 
-    model.<name>                            θ, committed, under every name of `model.state_dict()`, and the
-                                            buffers as ranks agree on them
-    master.<name>                           the owner's own values, where the installed ones are narrower
-    optimizer.state.<name>.<key>            per parameter, as `get_optimizer_state_dict` flattens it
-    optimizer.param_groups.<name>.<key>     hyperparameters
-    job.step, job.round_index               counts
+model.<name>                            θ, committed, under every name of `model.state_dict()`, and the
+                                        buffers as ranks agree on them
+master.<name>                           the owner's own values, where the installed ones are narrower
+optimizer.state.<name>.<key>            per parameter, as PyTorch's `flatten_optimizer_state_dict` has it
+optimizer.param_groups.<name>.<key>     hyperparameters
+job.step, job.round_index               counts
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,63 +28,203 @@ class JobState:
     """Writes a job's state down, and puts one in its place.
 
     Note [Aliasing]
-        What is written down refers to the job's own tensors, as `state_dict` does everywhere in PyTorch: save
-        it before training goes on. A blank one refers to nothing and is allocated when it is read, on the CPU;
-        nothing in the job changes before `load`.
+        What `write` returns refers to the job's own tensors, as `state_dict` does everywhere in PyTorch: save
+        it before training goes on. What `blank` returns refers to nothing: it is allocated when it is read,
+        on the CPU, and nothing in the job changes before `load`.
     """
 
     def __init__(self, compute: ComputeLane) -> None:
         self.compute = compute
         self.owner = compute.lane.owner
-        self.shares = Shares(self.owner.layout, compute.lane.exchange.rank)
-        self.replicated = compute.lane.replicated
+        self.slots = self.owner.layout.slots
+        self.pieces: dict[int, list[Piece]] = defaultdict(list)
+        """What this rank owns of each parameter, by slot index."""
+        for piece in self.owner.pieces:
+            self.pieces[piece.slot.index].append(piece)
+        self._shares = Shares(self.owner.layout, compute.lane.exchange.rank)
+        self._kinds: dict[tuple[int, torch.dtype], PieceState] = {}
 
-    def write(self, *, blank: bool = False) -> State:
-        """Return the state as nested dictionaries whose tensors are `PartedTensor`s; all ranks must call.
-
-        Args:
-            blank: Refer to nothing, and leave out nothing that a checkpoint might hold.
-        """
+    def write(self) -> State:
+        """Return the state as nested dictionaries of `PartedTensor`s and numbers; all ranks must call."""
         masters = {
-            slot.name: self.cut(slot, self._master_dtype(slot), [] if blank else self._masters(slot))
-            for slot in self.owner.layout.slots
-            if blank or self._installed_dtype(slot) != self._master_dtype(slot)
+            slot.name: self.cut(slot, self.owner.masters)
+            for slot in self.slots
+            if self._installed_dtype(slot) != self._master_dtype(slot)
         }
         return {
-            "model": self._model(blank),
+            "model": self._model(blank=False),
             **({"master": masters} if masters else {}),
-            "optimizer": {**self._optimizer(blank), **self._hyperparameters()},
+            "optimizer": {**self._states(dict(piece_states(self.owner))), **self._hyperparameters()},
             "job": {"step": self.compute.steps, "round_index": self.compute.lane.round_index},
         }
 
+    def blank(self, stored: Collection[str]) -> State:
+        """Return what of `stored`, names in a checkpoint, can be read; all ranks must call."""
+        groups = [f"optimizer.param_groups.{names[0]}." for names in self._group_names() if names]
+        settings = {
+            name.removeprefix("optimizer."): None for name in stored if name.startswith(tuple(groups))
+        }
+        everything: State = {
+            "model": self._model(blank=True),
+            "master": {slot.name: self.cut(slot, None) for slot in self.slots},
+            "optimizer": {**self._states({}), **settings},
+            "job": {"step": 0, "round_index": 0},
+        }
+        return {
+            part: {name: value for name, value in entries.items() if f"{part}.{name}" in stored}
+            for part, entries in everything.items()
+        }
+
     def load(self, state: State) -> None:
-        """Put `state`, written for this job and read since, in the place of the job's own.
+        """Put `state`, read from a checkpoint, in the place of the job's own.
 
         Raises:
             TornCheckpoint: A parameter is missing.
             ForeignCheckpoint: The optimizer's state is of another kind.
         """
-        model = {name: _whole(name, value) for name, value in state["model"].items()}
+        model = {name: _whole(value) for name, value in state["model"].items()}
+        missing = [name for name, value in model.items() if value is None]
+        if missing:
+            raise TornCheckpoint(f"{self.compute.where}: the checkpoint has no values for {missing}")
         states = {piece: self._piece_state(piece, state["optimizer"]) for piece in self.owner.pieces}
         for piece in self.owner.pieces:
-            into = self.owner.values(self.owner.masters, piece)
-            for part in ("master", "model"):
-                entry = state.get(part, {}).get(piece.slot.name)
-                value = None if entry is None else entry.content(piece.offset, piece.numel)
-                if value is not None:
-                    into.copy_(value)
-                    break
+            values = [_run(state.get(part, {}).get(piece.slot.name), piece) for part in ("master", "model")]
+            master = next(value for value in values if value is not None)
+            self.owner.values(self.owner.masters, piece).copy_(master)
         adopt_states(self.owner, states)
         self.compute.guarded.model.load_state_dict(model)
-        self._turn(state["optimizer"])
+        for group, names in zip(
+            self.compute.guarded.optimizer.param_groups, self._group_names(), strict=True
+        ):
+            prefix = f"param_groups.{names[0]}." if names else None
+            settings = {k: v for k, v in state["optimizer"].items() if prefix and k.startswith(prefix)}
+            group.update({key.removeprefix(prefix): value for key, value in settings.items()})
         self.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
 
-    def cut(
-        self, slot: Slot, dtype: torch.dtype, fragments: Fragments, *, everywhere: bool = False
-    ) -> PartedTensor:
-        """Return something of a parameter's shape: this rank's share of it, or all, to be read."""
-        return self.shares.cut(slot, dtype, fragments, everywhere=everywhere or self.replicated)
+    def cut(self, slot: Slot, buckets: Sequence[Tensor] | None) -> PartedTensor:
+        """Return a parameter's share of what this rank holds per bucket, masters or sums; None makes it blank."""
+        fragments = [
+            (piece.offset, self.owner.values(buckets, piece))
+            for piece in self.pieces[slot.index]
+            if buckets is not None
+        ]
+        return self._cut(slot, self._master_dtype(slot), fragments)
 
-    def pieces_of(self, slot: Slot) -> Iterator[Piece]:
-        """Yield the pieces of one parameter that this rank owns."""
-        return (piece for piece in self.owner.pieces if piece.slot == slot)
+    def spread(self, slot: Slot, values: Tensor | None) -> PartedTensor:
+        """Return what every rank holds whole, of which each writes its share; None makes it blank."""
+        fragments = [] if values is None else [(0, values.detach().reshape(-1))]
+        dtype = self.owner.layout.sets[slot.set_index].dtype
+        return self._shares.cut(slot, dtype, fragments, everywhere=True)
+
+    def _cut(self, slot: Slot, dtype: torch.dtype, fragments: Fragments) -> PartedTensor:
+        return self._shares.cut(slot, dtype, fragments, everywhere=self.compute.lane.replicated)
+
+    def _model(self, *, blank: bool) -> State:
+        guarded = self.compute.guarded
+        slots = {id(p): slot for p, slot in zip(guarded.parameters, self.slots, strict=True)}
+        held = self.compute.show_committed()
+        try:
+            entries: State = {}
+            for name, value in guarded.model.state_dict(keep_vars=True).items():
+                slot = slots.get(id(value))
+                if not isinstance(value, Tensor):
+                    entries[name] = value
+                elif slot is None:
+                    entries[name] = self._shares.uncut(
+                        value.shape, value.dtype, None if blank else value.detach().clone()
+                    )
+                else:
+                    leaves = held.parameters is not None
+                    entries[name] = self.spread(
+                        slot, None if blank else value.detach().clone() if leaves else value
+                    )
+            return entries
+        finally:
+            self.compute.show_again(held)
+
+    def _states(self, found: Mapping[Piece, PieceState]) -> State:
+        """Return the optimizer's state; blank what is not found."""
+        entries: State = {}
+        for slot in self.slots:
+            pieces = self.pieces[slot.index]
+            own = [(piece.offset, found.get(piece, {})) for piece in pieces]
+            for key, kind in self._kind(slot).items() if pieces else ():
+                name = f"state.{slot.name}.{key}"
+                values = [(offset, state[key]) for offset, state in own if key in state]
+                if not isinstance(kind, Tensor):
+                    entries[name] = values[0][1] if values else None
+                elif kind.dim():
+                    entries[name] = self._cut(slot, kind.dtype, values)
+                else:
+                    # A copy: parameters of one segment share the number, and may be given different ones.
+                    number = values[0][1].clone() if values else None
+                    entries[name] = self._shares.number(slot, kind.dtype, number)
+        return entries
+
+    def _piece_state(self, piece: Piece, entries: Mapping[str, Any]) -> PieceState:
+        found = {}
+        kind = self._kind(piece.slot)
+        for key, like in kind.items():
+            entry = entries.get(f"state.{piece.slot.name}.{key}")
+            if not isinstance(like, Tensor):
+                found[key] = entry
+            elif like.dim():
+                found[key] = _run(entry, piece)
+            else:
+                found[key] = None if entry is None else _whole(entry)
+        missing = [key for key, value in found.items() if value is None]
+        if len(missing) == len(kind):
+            return {}
+        if missing:
+            raise ForeignCheckpoint(
+                f"{self.compute.where}: the checkpoint's optimizer state of {piece.slot.name!r} has no {missing}, "
+                f"which {type(self.compute.guarded.optimizer).__name__} keeps: expected the optimizer that was saved"
+            )
+        return found
+
+    def _kind(self, slot: Slot) -> PieceState:
+        key = slot.group, self._master_dtype(slot)
+        if key not in self._kinds:
+            self._kinds[key] = state_like(self.owner, *key)
+        return self._kinds[key]
+
+    def _hyperparameters(self) -> State:
+        settings = read_hyperparameters(self.compute.guarded.optimizer)
+        return {
+            f"param_groups.{name}.{key}": value
+            for names, group in zip(self._group_names(), settings, strict=True)
+            for name in names
+            for key, value in group.items()
+        }
+
+    def _group_names(self) -> list[list[str]]:
+        """Return the names of the parameters of each group of the user's optimizer, frozen ones included."""
+        guarded = self.compute.guarded
+        names = {id(parameter): name for name, parameter in guarded.model.named_parameters()}
+        return [
+            [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+            for group in guarded.optimizer.param_groups
+        ]
+
+    def _master_dtype(self, slot: Slot) -> torch.dtype:
+        return torch.promote_types(self.owner.layout.sets[slot.set_index].dtype, torch.float32)
+
+    def _installed_dtype(self, slot: Slot) -> torch.dtype:
+        """Return how wide the values are that the model shows."""
+        dtype = self.owner.layout.sets[slot.set_index].dtype
+        return dtype if self.compute.lane.replicated else narrower(self.compute.lane.exchange.wire, dtype)
+
+
+def _run(entry: Tensor | None, piece: Piece) -> Tensor | None:
+    """Return the elements of `piece`, or None where the entry does not exist or was not read."""
+    if isinstance(entry, PartedTensor):
+        return entry.content(piece.offset, piece.numel)
+    return None if entry is None else entry.detach().reshape(-1)[piece.offset : piece.offset + piece.numel]
+
+
+def _whole(entry: Any) -> Any:
+    """Return what an entry holds, in its own shape; None where a tensor was not read."""
+    if not isinstance(entry, PartedTensor):
+        return entry
+    content = entry.content()
+    return None if content is None else content.view(entry.shape)

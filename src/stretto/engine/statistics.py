@@ -45,6 +45,10 @@ class Statistics:
             else:
                 live[index].add_(average - snapshot[index])
 
+    def agree(self) -> None:
+        """Take what the model holds, alike on all ranks, for what all ranks agree on."""
+        self.agreed = [buffer.clone() for buffer in self.live]
+
     def restore(self) -> None:
         """Go back to what all ranks last agreed on: a round that is left out may have left nan here."""
         for buffer, value in zip(self.live, self.agreed, strict=True):

@@ -2,6 +2,19 @@
 
 from stretto.flat.gradients import GradientBuffer
 from stretto.flat.layout import ALIGNMENT, Bucket, FlatSet, Layout, Slot
+from stretto.flat.parted import PartedTensor
 from stretto.flat.plan import plan_layout
+from stretto.flat.shares import Fragments, Shares
 
-__all__ = ["ALIGNMENT", "Bucket", "FlatSet", "GradientBuffer", "Layout", "Slot", "plan_layout"]
+__all__ = [
+    "ALIGNMENT",
+    "Bucket",
+    "FlatSet",
+    "Fragments",
+    "GradientBuffer",
+    "Layout",
+    "PartedTensor",
+    "Shares",
+    "Slot",
+    "plan_layout",
+]

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from stretto.errors import UnsupportedModel, UnsupportedOptimizer
 from stretto.flat.layout import ALIGNMENT, Bucket, FlatSet, Layout, Slot
+
+_TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def plan_layout(
@@ -35,7 +38,7 @@ def plan_layout(
         The layout, and the parameters in the order of its slots.
 
     Raises:
-        UnsupportedModel: Nothing trains, or a parameter cannot be averaged.
+        UnsupportedModel: Nothing trains, or a parameter cannot be averaged or has no values.
         UnsupportedOptimizer: Model and optimizer disagree on what trains.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -43,7 +46,7 @@ def plan_layout(
         raise UnsupportedModel(
             "the model has no trainable parameter: expected at least one requires_grad=True"
         )
-    for name, parameter in named:
+    for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
     groups = _group_of_parameter(named, optimizer)
     keys = sorted({_set_key(parameter) for _, parameter in named})
@@ -79,16 +82,21 @@ def plan_layout(
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if _is_dtensor(parameter):
         raise UnsupportedModel(
-            f"parameter {name!r} is a DTensor; wrap the model before sharding it, or not at all"
+            f"parameter {name!r} is a DTensor: expected ordinary parameters; do not shard the model before wrapping it"
         )
-    if not parameter.dtype.is_floating_point:
+    if is_lazy(parameter) or parameter.is_meta:
         raise UnsupportedModel(
-            f"parameter {name!r} has dtype {parameter.dtype}; expected a real floating-point dtype: "
-            "freeze it with requires_grad_(False), or store complex values as pairs of real ones"
+            f"parameter {name!r} has no values yet: expected a complete model; run a forward pass (lazy modules) or "
+            "materialise it (meta device) before making the optimizer and wrapping"
         )
-    if parameter.dtype == torch.float16:
+    if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
+        advice = {
+            torch.float16: "float16 needs loss scaling (GradScaler), which is not supported; use bfloat16",
+            torch.complex64: "store complex values as pairs of real ones",
+            torch.complex128: "store complex values as pairs of real ones",
+        }.get(parameter.dtype, "freeze it with requires_grad_(False), or convert it")
         raise UnsupportedModel(
-            f"parameter {name!r} is float16, which needs loss scaling (GradScaler); expected bfloat16 or float32"
+            f"parameter {name!r} has dtype {parameter.dtype}: expected {', '.join(map(str, _TRAINABLE_DTYPES))}; {advice}"
         )
 
 

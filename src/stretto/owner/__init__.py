@@ -5,13 +5,18 @@ from stretto.owner.optimizer import Hyperparameters, read_hyperparameters
 from stretto.owner.owner import Owner
 from stretto.owner.probe import check_shardable
 from stretto.owner.segment import Piece, Segment
+from stretto.owner.state import PieceState, adopt_states, piece_states, state_like
 
 __all__ = [
     "Hyperparameters",
     "Owner",
     "Piece",
+    "PieceState",
     "ReducedGradient",
     "Segment",
+    "adopt_states",
     "check_shardable",
+    "piece_states",
     "read_hyperparameters",
+    "state_like",
 ]

@@ -48,5 +48,10 @@ def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]
         ) from error
 
 
+def is_elementwise(value: Any, parameter: Tensor) -> bool:
+    """Return whether an entry of the state of a flat `parameter` has one value per element, as a moment has."""
+    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == parameter.numel()
+
+
 def _by_value(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value

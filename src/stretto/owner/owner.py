@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stretto.flat import Layout
 from stretto.owner.gradient import ReducedGradient
-from stretto.owner.optimizer import Hyperparameters, rebuild
+from stretto.owner.optimizer import Hyperparameters, is_elementwise, rebuild
 from stretto.owner.segment import Piece, Segment, cut_segments, owned_pieces, segment_of
 
 
@@ -142,7 +142,7 @@ class Owner:
             low, high = part.start - segment.start, part.stop - segment.start
             if state:
                 self.optimizer.state[part.master] = {
-                    key: _cut(value, segment.master.numel(), low, high) for key, value in state.items()
+                    key: _cut(value, segment.master, low, high) for key, value in state.items()
                 }
         members = self.optimizer.param_groups[segment.group]["params"]
         position = next(i for i, member in enumerate(members) if member is segment.master)
@@ -159,8 +159,6 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _cut(value: Any, numel: int, low: int, high: int) -> Any:
+def _cut(value: Any, master: Tensor, low: int, high: int) -> Any:
     """Return the share of one state entry: element-wise tensors are cut, step counts are copied."""
-    if isinstance(value, Tensor) and value.numel() == numel and value.dim() == 1 and numel > 1:
-        return value[low:high].clone()
-    return _copied(value)
+    return value[low:high].clone() if is_elementwise(value, master) else _copied(value)
