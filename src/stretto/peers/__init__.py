@@ -1,0 +1,48 @@
+"""Stock methods, and no method at all, behind the handle of `DataParallel`: what a comparison runs beside ours."""
+
+import torch
+from torch import nn
+
+from stretto.errors import ConfigError, UnknownName
+from stretto.peers.compute import Compute
+from stretto.peers.handle import Peer
+from stretto.peers.torch_ddp import TorchDDP, TorchDDPbf16
+from stretto.peers.torch_ddp_zero import TorchDDPZero
+from stretto.peers.torch_fsdp2 import TorchFSDP2
+
+PEERS: dict[str, type[Peer]] = {
+    kind.name: kind for kind in (Compute, TorchDDP, TorchDDPbf16, TorchDDPZero, TorchFSDP2)
+}
+
+
+def make_peer(
+    name: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: int,
+    *,
+    clip_norm: float | None = None,
+) -> Peer:
+    """Set up a stock method over all ranks of the job; all ranks must call.
+
+    Args:
+        name: One of `PEERS`.
+        model: On its device, with equal weights on all ranks. Train through the peer's `model`.
+        optimizer: Over the model's parameters, not yet stepped; schedulers may turn it.
+        micro_batches: Per rank and update.
+        clip_norm: Limit of the gradients' global norm; None does not clip.
+
+    Raises:
+        UnknownName: no peer is called so.
+        ConfigError: no micro-batches, or no job of `torch.distributed` where the method needs one.
+    """
+    if name not in PEERS:
+        raise UnknownName(f"no stock method is called {name!r}; there are {', '.join(PEERS)}")
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ConfigError(
+            f"{name} needs a fixed number of micro-batches per update of at least 1, found {micro_batches}"
+        )
+    return PEERS[name](model, optimizer, micro_batches, clip_norm=clip_norm)
+
+
+__all__ = ["PEERS", "Peer", "make_peer"]

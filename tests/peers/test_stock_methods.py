@@ -1,0 +1,125 @@
+"""Every stock method trains what the plain loop trains, on two ranks of a counting group."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from stretto.groups import Link, register_throttled
+from tests.peers import training
+from tests.peers.training import MICRO_BATCHES, UPDATES, WORLD_SIZE
+from tests.processes import run_ranks
+
+NUM_PARAMETERS = 3 * (6 * 6 + 6) + 6
+
+
+def run_counted(function: Any, *args: Any, link: str = "none") -> list[Any]:
+    prepare = functools.partial(register_throttled, Link.parse(link))
+    return run_ranks(WORLD_SIZE, function, *args, backend="throttled", prepare=prepare)
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        # fp32: a rank's mean and the sum over ranks round differently from one sum, by a last bit of a gradient;
+        # four Adam steps of at most 1e-2 each turn a relative 1e-6 into well under 1e-6.
+        ("torch-ddp", 1e-6),
+        ("torch-ddp-zero", 1e-6),
+        ("torch-fsdp2", 1e-6),
+        # bf16 keeps 8 bits: a gradient is off by up to 2^-9 of itself, twice (narrowing, sum), a step of 1e-2 by
+        # about as much of itself, four steps by 4 · 1e-2 · 2^-8 = 1.6e-4.
+        ("torch-ddp-bf16", 1.6e-4),
+    ],
+)
+def test_a_stock_method_equals_the_plain_loop(name: str, tolerance: float) -> None:
+    """With weights that differ, two parameter groups, clipping and a schedule."""
+    expected, losses = training.plain_loop(clip_norm=0.05)
+    for parameters, updates in run_counted(training.train, name, 0.05):
+        assert parameters.keys() == expected.keys()
+        for key, value in expected.items():
+            assert (parameters[key] - value).abs().max() < tolerance, key
+        assert [update.step for update in updates] == [1, 2, 3, 4]
+        assert [update.loss for update in updates] == pytest.approx(losses, abs=max(1e-6, tolerance))
+        assert all(update.gradient_norm > 0.05 for update in updates)  # before clipping
+        assert [update.learning_rates for update in updates] == [
+            (1e-2 * 0.5**turn, 3e-3 * 0.5**turn) for turn in range(UPDATES)
+        ]
+        assert {update.micro_batches for update in updates} == {(MICRO_BATCHES, MICRO_BATCHES)}
+        assert {update.samples for update in updates} == {WORLD_SIZE * MICRO_BATCHES * 4}
+
+
+@pytest.mark.parametrize(("name", "bytes_per_parameter"), [("torch-ddp", 4), ("torch-ddp-bf16", 2)])
+def test_ddp_sends_each_gradient_once(name: str, bytes_per_parameter: int) -> None:
+    # 2 (N-1)/N = 1 on two ranks; torch arranges its buckets anew in the second update, and tells their sizes then.
+    for _, updates in run_counted(training.train, name):
+        sent = [update.sent_bytes for update in updates]
+        assert sent[0] == sent[2] == sent[3] == bytes_per_parameter * NUM_PARAMETERS
+
+
+def test_zero_sends_the_gradients_and_then_the_parts() -> None:
+    ranks = run_counted(training.train, "torch-ddp-zero")
+    sent = [updates[-1].sent_bytes for _, updates in ranks]
+    assert sum(sent) == 2 * 4 * NUM_PARAMETERS + 4 * NUM_PARAMETERS
+
+
+def ddp_written_by_hand(rank: int) -> dict[str, Tensor]:
+    model = training.new_model()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = training.new_optimizer(model)
+    for position, (inputs, _) in enumerate(training.shard(rank)):
+        is_last = position % MICRO_BATCHES == MICRO_BATCHES - 1
+        ddp.require_backward_grad_sync = is_last
+        (training.loss_of(ddp, inputs) * (1 / MICRO_BATCHES)).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def ddp_as_a_peer(rank: int) -> dict[str, Tensor]:
+    model = training.new_model()
+    peer = training.make_peer("torch-ddp", model, training.new_optimizer(model), MICRO_BATCHES)
+    for inputs, _ in training.shard(rank):
+        peer.backward(training.loss_of(peer.model, inputs))
+    peer.finish()
+    return dict(model.state_dict())
+
+
+def test_ddp_behind_a_slow_link_equals_ddp_on_plain_gloo_to_the_bit() -> None:
+    by_hand = run_ranks(WORLD_SIZE, ddp_written_by_hand)[0]
+    plain = run_ranks(WORLD_SIZE, ddp_as_a_peer)[0]
+    slow = run_counted(ddp_as_a_peer, link="10mbit,1ms")[1]
+    assert all(torch.equal(plain[key], by_hand[key]) for key in by_hand)
+    assert all(torch.equal(slow[key], by_hand[key]) for key in by_hand)
+
+
+def look_between_updates(rank: int) -> tuple[float, dict[str, Tensor]]:
+    """Rank 0 alone evaluates, twice, between updates; then training goes on."""
+    model = training.new_model()
+    peer = training.make_peer("torch-fsdp2", model, training.new_optimizer(model), MICRO_BATCHES)
+    seen = 0.0
+    for _ in training.run(peer, training.shard(rank)):
+        before = peer.group.sent.copy()
+        with peer.settled():
+            gathered = peer.group.sent["all_gather"] - before["all_gather"]
+            if rank == 0:
+                with torch.no_grad():
+                    inputs, _ = training.micro_batch(999)
+                    losses = [float(training.loss_of(model, inputs)) for _ in range(2)]
+                assert losses[0] == losses[1]
+                seen += losses[0]
+        assert peer.group.sent["all_gather"] - before["all_gather"] == gathered > 0
+    with peer.settled():
+        parameters = {key: value.detach().clone() for key, value in model.named_parameters()}
+    return seen, parameters
+
+
+def test_looking_at_a_sharded_model_needs_one_rank_and_changes_nothing() -> None:
+    looked = run_counted(look_between_updates)
+    undisturbed = run_counted(training.train, "torch-fsdp2")[0][0]
+    assert looked[0][0] > 0
+    for _, parameters in looked:
+        assert all(torch.equal(parameters[key], undisturbed[key]) for key in undisturbed)
