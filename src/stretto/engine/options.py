@@ -38,8 +38,10 @@ class Options:
             raise ConfigError(
                 f"Options(bucket_bytes={self.bucket_bytes}): expected a positive number of bytes"
             )
-        if not self.timeout_seconds > 0:
-            raise ConfigError(f"Options(timeout_seconds={self.timeout_seconds}): expected a positive time")
+        if not 0 < self.timeout_seconds < float("inf"):
+            raise ConfigError(
+                f"Options(timeout_seconds={self.timeout_seconds}): expected a positive, finite number of seconds"
+            )
         for field, known in _CHOICES.items():
             if getattr(self, field) not in known:
                 raise ConfigError(

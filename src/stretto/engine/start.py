@@ -16,6 +16,7 @@ from stretto.engine.quota import Clock, plan_quota
 from stretto.engine.roll_call import settings_text
 from stretto.engine.runtime import InlineRuntime, Runtime, ThreadRuntime
 from stretto.engine.watch import Watch
+from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from stretto.exchange import DirectExchange, Exchange, NativeExchange, wire_dtype
 from stretto.flat import GradientBuffer, Layout, plan_layout
 from stretto.owner import Owner, check_shardable, read_hyperparameters
@@ -46,6 +47,7 @@ def start_lanes(
         ConfigError: Model, optimizer or settings cannot be trained, or differ between ranks. Raised before
             any collective but the one that compares settings.
     """
+    _check_kinds(model, optimizer, strategy)
     ledger = ledger_of(strategy)
     quota = plan_quota(strategy, micro_batches, ledger.rounds)
     layout, parameters = plan_layout(
@@ -101,6 +103,28 @@ def start_lanes(
         strategy=strategy,
         options=options,
     )
+
+
+def _check_kinds(model: object, optimizer: object, strategy: object) -> None:
+    """Tell apart what a type checker would, for those who run none."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"model: expected an nn.Module, found a {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UnsupportedModel(
+            "model: expected the model itself, found a DistributedDataParallel, which averages gradients on its own; "
+            "hand over its .module"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedOptimizer(
+            f"optimizer: expected a torch.optim.Optimizer, found a {type(optimizer).__name__}"
+        )
+    if any(optimizer.state.values()):
+        raise UnsupportedOptimizer(
+            "optimizer: expected one that has not stepped yet, found state that the library's private optimizer "
+            "would not have; make it anew and wrap it before training, or go on from a checkpoint"
+        )
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(f"strategy: expected an instance such as ACCO(), found {strategy!r}")
 
 
 def _exchange(options: Options, group: dist.ProcessGroup, layout: Layout, watch: Watch) -> Exchange:

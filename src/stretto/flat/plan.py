@@ -96,7 +96,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             torch.complex128: "store complex values as pairs of real ones",
         }.get(parameter.dtype, "freeze it with requires_grad_(False), or convert it")
         raise UnsupportedModel(
-            f"parameter {name!r} has dtype {parameter.dtype}: expected {', '.join(map(str, _TRAINABLE_DTYPES))}; {advice}"
+            f"parameter {name!r} has dtype {parameter.dtype}: expected one of {_TRAINABLE_DTYPES}; {advice}"
         )
 
 
