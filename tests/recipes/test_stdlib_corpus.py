@@ -45,6 +45,11 @@ def test_a_folder_is_read_whole_and_by_its_suffixes(tmp_path: Path) -> None:
     assert {**corpus.train, **corpus.heldout} == {name: text.encode() for name, text in MANY.items()}
 
 
+def test_the_side_of_a_name_is_the_same_everywhere(tmp_path: Path) -> None:
+    corpus = read_corpus(Text(folder=str(folder_of(MANY, tmp_path)), heldout_share=0.1))
+    assert list(corpus.heldout) == ["part1/file19.txt", "part0/file39.txt", "part0/file3.txt"]
+
+
 def test_a_file_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
     text = Text(folder=str(tmp_path), heldout_share=0.3)
     folder_of(dict(list(MANY.items())[:30]), tmp_path)
