@@ -118,7 +118,8 @@ def _check_kinds(model: object, optimizer: object, strategy: object) -> None:
         raise UnsupportedOptimizer(
             f"optimizer: expected a torch.optim.Optimizer, found a {type(optimizer).__name__}"
         )
-    if any(optimizer.state.values()):
+    # Adagrad has state from the start, at step 0; a momentum has no step count.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
         raise UnsupportedOptimizer(
             "optimizer: expected one that has not stepped yet, found state that the library's private optimizer "
             "would not have; make it anew and wrap it before training, or go on from a checkpoint"

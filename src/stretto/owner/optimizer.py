@@ -43,8 +43,8 @@ def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]
         return kind(param_groups, **defaults)
     except (TypeError, ValueError) as error:
         raise UnsupportedOptimizer(
-            f"{kind.__name__} cannot be built over flat slices of parameters ({error}): expected a class whose "
-            "constructor takes (params, **defaults), as those of torch.optim do"
+            f"{kind.__name__} cannot be built over flat slices of parameters ({error}): expected an element-wise "
+            "optimizer such as AdamW or SGD, whose constructor takes (params, **defaults)"
         ) from error
 
 

@@ -1,0 +1,216 @@
+"""What cannot be trained is refused when it is wrapped, with one clear error and nothing left behind."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import stretto as st
+from stretto.errors import ConfigError, StrettoError, UnknownName, UnsupportedModel, UnsupportedOptimizer
+from stretto.strategies import strategy_by_name
+from tests.errors.tiny import STRATEGIES, says, tiny_model
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A default process group with this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def refused(model: nn.Module, kind: type[StrettoError]) -> StrettoError:
+    """The error that wrapping `model` with an ordinary optimizer raises."""
+    # An optimizer refuses some models by itself; its parameters are not what is tested here.
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    with pytest.raises(kind) as caught:
+        st.DataParallel(model, optimizer)
+    return caught.value
+
+
+def holding(value: torch.Tensor) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.odd = nn.Parameter(value)
+    return model
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    error = refused(tiny_model().requires_grad_(False), UnsupportedModel)
+    assert says(error, "no trainable parameter", "expected at least one requires_grad=True")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [
+        (torch.complex64, "pairs of real"),
+        (torch.float16, "use bfloat16"),
+        (torch.float8_e4m3fn, "requires_grad_(False)"),
+    ],
+    ids=str,
+)
+def test_a_trainable_parameter_of_a_dtype_that_cannot_be_averaged_is_named(
+    dtype: torch.dtype, remedy: str
+) -> None:
+    error = refused(holding(torch.ones(2).to(dtype)), UnsupportedModel)
+    assert says(error, "'odd'", str(dtype), "expected", "torch.float32", remedy)
+
+
+def test_a_frozen_integer_parameter_is_carried_along() -> None:
+    model = nn.Linear(2, 2)
+    # That a trainable one cannot exist is PyTorch's own rule.
+    model.steps = nn.Parameter(torch.tensor([3, 4]), requires_grad=False)
+    parallel = st.DataParallel(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), st.ZeRO1(), micro_batches=1
+    )
+    assert parallel.backward(model(torch.ones(1, 2)).sum()) is not None
+    assert model.steps.tolist() == [3, 4]
+
+
+def test_a_parameter_without_values_is_named() -> None:
+    assert says(
+        refused(nn.Linear(2, 2, device="meta"), UnsupportedModel), "'weight'", "no values", "meta device"
+    )
+    assert says(refused(nn.LazyLinear(2), UnsupportedModel), "'weight'", "run a forward pass")
+
+
+def test_a_sharded_or_already_wrapped_model_is_refused(group_of_one: None) -> None:
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh))
+    assert says(refused(model, UnsupportedModel), "'weight'", "DTensor", "do not shard")
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    assert says(refused(wrapped, UnsupportedModel), "DistributedDataParallel", ".module")
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+    "Muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]),
+    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
+    "SparseAdam": lambda model: torch.optim.SparseAdam(list(model.parameters())),
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_is_not_elementwise_is_refused_replicated_or_not(name: str, strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        st.DataParallel(model, OPTIMIZERS[name](model), STRATEGIES[strategy])
+    assert says(caught.value, name, "expected", "AdamW")
+
+
+@pytest.mark.parametrize(
+    "name", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop"]
+)
+def test_an_elementwise_optimizer_is_accepted(name: str) -> None:
+    model = tiny_model()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    parallel = st.DataParallel(model, optimizer, st.ZeRO1(), micro_batches=1)
+    assert parallel.backward(model(torch.ones(1, 4)).sum()) is not None
+
+
+def test_an_optimizer_over_other_parameters_than_the_models_is_refused() -> None:
+    model = tiny_model()
+    some = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        st.DataParallel(model, some)
+    assert says(
+        caught.value, "2 trainable parameters are in no group", "'2.weight'", "add them or freeze them"
+    )
+    more = torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1)
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        st.DataParallel(model, more)
+    assert says(caught.value, "2 parameters that the model does not have", "build it from model.parameters()")
+
+
+def test_an_optimizer_that_has_stepped_is_refused_since_its_state_would_be_lost() -> None:
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        st.DataParallel(model, optimizer)
+    assert says(caught.value, "has not stepped yet", "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micro_batches", "parts"),
+    [
+        (st.ZeRO1(), 0, ("micro_batches=0", "at least 1")),
+        (st.ZeRO1(), -3, ("micro_batches=-3", "at least 1")),
+        (st.ZeRO1(), 2.5, ("micro_batches=2.5", "expected an integer")),
+        (st.ACCO(), 1, ("acco needs at least 2 micro-batches", "got 1", "raise micro_batches")),
+        (st.ACCO(first=0), 4, ("ACCO(first=0) with 4", "at least 1")),
+        (st.ACCO(first=4), 4, ("ACCO(first=4) with 4", "at least one for the second half")),
+        (st.ACCO, 4, ("strategy", "an instance such as ACCO()")),
+        ("acco", 4, ("strategy", "an instance such as ACCO()", "'acco'")),
+    ],
+)
+def test_impossible_counts_and_strategies_are_refused(
+    strategy: st.Strategy, micro_batches: int, parts: tuple[str, ...]
+) -> None:
+    model = tiny_model()
+    with pytest.raises(ConfigError) as caught:
+        st.DataParallel(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, micro_batches=micro_batches
+        )
+    assert says(caught.value, *parts)
+
+
+@pytest.mark.parametrize(("minimum", "maximum"), [(3, 2), (0, 4), (-1, -1)])
+def test_a_clock_that_cannot_be_kept_is_refused(minimum: int, maximum: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        st.Clock(minimum=minimum, maximum=maximum)
+    assert says(caught.value, f"minimum={minimum}, maximum={maximum}", "expected 1 <= minimum <= maximum")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("wire", "fp8", "one of fp32, bf16"),
+        ("exchange", "ring", "one of auto, native, direct"),
+        ("nonfinite", "ignore", "one of raise, skip"),
+        ("accumulate", "fp64", "one of fp32, parameter"),
+        ("clip_norm", 0.0, "a positive norm or None"),
+        ("clip_norm", float("nan"), "a positive norm or None"),
+        ("bucket_bytes", 0, "a positive number of bytes"),
+        ("timeout_seconds", 0.0, "a positive, finite number of seconds"),
+        ("timeout_seconds", float("inf"), "a positive, finite number of seconds"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(field: str, value: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        st.Options(**{field: value})
+    assert says(caught.value, f"Options({field}={value!r})", f"expected {expected}")
+
+
+def test_an_unknown_strategy_is_answered_with_those_that_exist() -> None:
+    with pytest.raises(UnknownName) as caught:
+        strategy_by_name("hogwild")
+    assert says(caught.value, "'hogwild'", *STRATEGIES)
+
+
+def test_things_of_another_kind_are_refused() -> None:
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedModel) as caught:
+        st.DataParallel(model.forward, optimizer)
+    assert says(caught.value, "expected an nn.Module", "method")
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        st.DataParallel(model, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    assert says(caught.value, "expected a torch.optim.Optimizer", "ConstantLR")
+
+
+def test_a_refusal_leaves_model_and_optimizer_as_they_were() -> None:
+    model = tiny_model().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError):
+        st.DataParallel(model, optimizer, micro_batches=1)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    assert all(parameter.grad.dtype == torch.bfloat16 for parameter in model.parameters())
+    optimizer.step()

@@ -1,0 +1,78 @@
+"""A job so small that it can be built, trained and broken within milliseconds."""
+
+import torch
+from torch import Tensor, nn
+
+import stretto as st
+
+MICRO_BATCHES = 2
+STRATEGIES: dict[str, st.Strategy] = {
+    "ddp": st.DDP(),
+    "zero1": st.ZeRO1(),
+    "dpu": st.DPU(),
+    "wp": st.WeightPrediction(),
+    "acco": st.ACCO(),
+}
+BOTH_KINDS = ("zero1", "acco")
+"""A synchronous and an overlapping strategy: where a check sits in another place for each."""
+
+
+def tiny_model() -> nn.Sequential:
+    """A model of four parameters with the same values every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+class TinyJob:
+    """A wrapped model, its optimizer, and micro-batches to train it on."""
+
+    def __init__(
+        self,
+        strategy: str = "acco",
+        *,
+        model: nn.Module | None = None,
+        learning_rate: float = 0.01,
+        options: st.Options | None = None,
+    ) -> None:
+        self.model = tiny_model() if model is None else model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
+        self.parallel = st.DataParallel(
+            self.model, self.optimizer, STRATEGIES[strategy], micro_batches=MICRO_BATCHES, options=options
+        )
+        self._generator = torch.Generator().manual_seed(1)
+
+    def batch(self) -> Tensor:
+        """The next micro-batch, `(2, 4)`."""
+        return torch.randn(2, 4, generator=self._generator)
+
+    def loss(self) -> Tensor:
+        """A scalar loss of the next micro-batch, with its graph."""
+        output: Tensor = self.model(self.batch())
+        return output.square().mean()
+
+    def micro_batch(self) -> st.Update | None:
+        """Train on one micro-batch."""
+        return self.parallel.backward(self.loss())
+
+    def until_update(self) -> st.Update:
+        """Train until an update is committed; with an overlapping strategy the next round is closed already."""
+        while (update := self.micro_batch()) is None:
+            pass
+        return update
+
+    def until_in_flight(self) -> None:
+        """Train until a round of an overlapping strategy is under way."""
+        self.until_update()
+        self.loss()
+
+    def until_half_accumulated(self) -> None:
+        """Train until an update is committed and one micro-batch of the next round is accumulated."""
+        self.until_update()
+        self.micro_batch()
+
+
+def says(error: BaseException, *parts: str) -> bool:
+    """Whether the message holds every part; a failed assertion shows both."""
+    missing = [part for part in parts if part not in str(error)]
+    assert not missing, f"{missing} missing in: {error}"
+    return True
