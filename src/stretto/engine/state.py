@@ -59,20 +59,25 @@ class JobState:
         }
 
     def blank(self, stored: Collection[str]) -> State:
-        """Return what of `stored`, names in a checkpoint, can be read; all ranks must call."""
+        """Return the whole model, and what else of `stored`, the names in a checkpoint, has a place here.
+
+        All ranks must call.
+        """
         groups = [f"optimizer.param_groups.{names[0]}." for names in self._group_names() if names]
         settings = {
             name.removeprefix("optimizer."): None for name in stored if name.startswith(tuple(groups))
         }
         everything: State = {
-            "model": self._model(blank=True),
             "master": {slot.name: self.cut(slot, None) for slot in self.slots},
             "optimizer": {**self._states({}), **settings},
             "job": {"step": 0, "round_index": 0},
         }
         return {
-            part: {name: value for name, value in entries.items() if f"{part}.{name}" in stored}
-            for part, entries in everything.items()
+            "model": self._model(blank=True),
+            **{
+                part: {name: value for name, value in entries.items() if f"{part}.{name}" in stored}
+                for part, entries in everything.items()
+            },
         }
 
     def load(self, state: State) -> None:

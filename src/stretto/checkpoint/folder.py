@@ -1,0 +1,110 @@
+"""A folder of checkpoints: the names, the order, and how one comes and goes at a stroke.
+
+000007-step-350/            a checkpoint, complete from the moment it has this name; the serial number gives
+                            the order, also where a run has gone back to an earlier step
+.writing-000008-step-400/   one that is being written, or was when its job died
+.removing-000004-step-200/  one that is being removed
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from stretto.checkpoint.manifest import FILE, Manifest
+from stretto.errors import CheckpointError
+
+_NAME = re.compile(r"\d{6,}-step-\d+")
+_WRITING, _REMOVING = ".writing-", ".removing-"
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the checkpoint in `directory` that was written last, or None; incomplete ones are passed over.
+
+    Completeness means that every file is there in full length. Damage inside them shows when it is loaded.
+    """
+    return next(_complete(Path(directory)), None)
+
+
+def find(directory: Path) -> Path:
+    """Return the checkpoint that `directory` is, or the latest one in it; an incomplete one for want of another.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if (directory / FILE).is_file() or _NAME.fullmatch(directory.name):
+        candidates = [directory] if directory.is_dir() else []
+    else:
+        candidates = [*_complete(directory), *_newest_first(directory)]
+    if not candidates:
+        found = "holds no checkpoint" if directory.is_dir() else "does not exist"
+        raise CheckpointError(
+            f"{directory} {found}: expected a folder that stretto.checkpoint.save has written to"
+        )
+    return candidates[0]
+
+
+def begin(directory: Path, step: int) -> str:
+    """Make a folder to write into, clear away what dead jobs have left, and return the new checkpoint's name."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for pattern in (_WRITING, _REMOVING):
+        for leftover in directory.glob(f"{pattern}*"):
+            shutil.rmtree(leftover)
+    serial = 1 + max(map(_serial, _newest_first(directory)), default=0)
+    name = f"{serial:06d}-step-{step}"
+    writing(directory, name).mkdir()
+    return name
+
+
+def writing(directory: Path, name: str) -> Path:
+    """Return where a checkpoint lies until it is committed."""
+    return directory / f"{_WRITING}{name}"
+
+
+def commit(directory: Path, name: str) -> None:
+    """Give a written checkpoint its name: the one moment in which it comes to be."""
+    _sync(writing(directory, name))
+    writing(directory, name).rename(directory / name)
+    _sync(directory)
+
+
+def abandon(directory: Path, name: str) -> None:
+    """Remove a checkpoint that could not be written."""
+    shutil.rmtree(writing(directory, name), ignore_errors=True)
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove all complete checkpoints but the last `keep`."""
+    for old in list(_complete(directory))[keep:]:
+        removing = directory / f"{_REMOVING}{old.name}"
+        old.rename(removing)  # first, so that no half of it is ever taken for a checkpoint
+        shutil.rmtree(removing)
+
+
+def _complete(directory: Path) -> Iterator[Path]:
+    """Yield the complete checkpoints, the last one first."""
+    for path in _newest_first(directory):
+        try:
+            Manifest.read(path).check_files(path)
+        except CheckpointError:
+            continue
+        yield path
+
+
+def _newest_first(directory: Path) -> list[Path]:
+    paths = [path for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
+    return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_serial, reverse=True)
+
+
+def _serial(path: Path) -> int:
+    return int(path.name.partition("-")[0])
+
+
+def _sync(folder: Path) -> None:
+    """Bring the folder's own entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
