@@ -1,0 +1,228 @@
+"""Calls in an order that would corrupt the run, or after its end, are refused; what is allowed stays allowed."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stretto as st
+from stretto.errors import ConfigError, Finished, GradientsTouched, OutOfTurn
+from tests.errors.tiny import BOTH_KINDS, STRATEGIES, TinyJob, says
+
+WHERE = "rank 0, after step 1"
+
+
+def lane_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("stretto-lane")}
+
+
+def test_a_take_off_while_another_round_is_in_flight_is_out_of_turn() -> None:
+    job = TinyJob("acco")
+    job.until_in_flight()
+    job.parallel.compute.make_ready()
+    with pytest.raises(OutOfTurn) as caught:
+        job.parallel.compute.take_off_if_ready()
+    assert says(caught.value, WHERE, "take-off while another round is in flight")
+
+
+@pytest.mark.parametrize("strategy", BOTH_KINDS)
+def test_a_landing_without_take_off_is_out_of_turn(strategy: str) -> None:
+    job = TinyJob(strategy)
+    job.until_update()
+    with pytest.raises(OutOfTurn) as caught:
+        job.parallel.compute.land()
+    assert says(caught.value, WHERE, "landing without take-off")
+
+
+@pytest.mark.parametrize("strategy", ["dpu", "wp", "acco"])
+def test_settling_while_a_round_is_in_flight_is_out_of_turn(strategy: str) -> None:
+    job = TinyJob(strategy)
+    job.until_in_flight()
+    with pytest.raises(OutOfTurn) as caught, job.parallel.settled():
+        pass
+    assert says(
+        caught.value, WHERE, "settling while a round is in flight", "right after an Update was returned"
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_settling_before_training_after_updates_and_after_finish_is_in_turn(strategy: str) -> None:
+    job = TinyJob(strategy)
+    for prepare in (lambda: None, job.until_update, job.until_update, job.parallel.finish):
+        prepare()
+        with job.parallel.settled():
+            job.model.state_dict()
+
+
+def test_a_gradient_that_misses_the_take_off_is_out_of_turn() -> None:
+    job = TinyJob("acco")
+    job.until_update()
+    first, squash, last = job.model
+    loss = last(squash(first(job.batch()))).sum()  # not through the model, so no take-off
+    with pytest.raises(OutOfTurn) as caught:
+        loss.backward()
+    assert says(caught.value, WHERE, "a gradient arrived for a round that is closed", "parallel.backward")
+
+
+@pytest.mark.parametrize("strategy", BOTH_KINDS)
+def test_after_finish_every_use_is_refused_and_the_lane_is_joined(strategy: str) -> None:
+    before = lane_threads()
+    job = TinyJob(strategy)
+    job.until_half_accumulated()
+    assert len(lane_threads() - before) == (strategy == "acco")
+    job.parallel.finish()
+    assert lane_threads() <= before
+    loss = job.loss()
+    uses = {
+        "backward": lambda: job.parallel.backward(loss),
+        "step": lambda: job.parallel.step(),
+        "micro_batch": lambda: job.parallel.micro_batch(lambda batch: job.model(batch).sum(), job.batch()),
+        "feed": lambda: next(job.parallel.feed([job.batch()])),
+        "finish": lambda: job.parallel.finish(),
+    }
+    for name, use in uses.items():
+        with pytest.raises(Finished) as caught:
+            use()
+        assert says(caught.value, "rank 0, after step", "finish() was called", "make a new DataParallel"), (
+            name
+        )
+
+
+@pytest.mark.parametrize("strategy", BOTH_KINDS)
+def test_after_an_error_every_use_is_refused_and_names_it(strategy: str) -> None:
+    before = lane_threads()
+    job = TinyJob(strategy)
+    job.until_half_accumulated()
+    job.model.zero_grad()
+    with pytest.raises(GradientsTouched):
+        job.micro_batch()
+    loss = job.loss()
+    for use in (
+        lambda: job.parallel.backward(loss),
+        lambda: job.parallel.step(),
+        lambda: next(job.parallel.feed([job.batch()])),
+        lambda: job.parallel.settled().__enter__(),
+        lambda: job.parallel.finish(),
+    ):
+        with pytest.raises(Finished) as caught:
+            use()
+        assert says(caught.value, WHERE, "GradientsTouched", "make a new DataParallel")
+    for thread in lane_threads() - before:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("strategy", BOTH_KINDS)
+def test_after_an_error_the_model_can_be_wrapped_again(strategy: str) -> None:
+    job = TinyJob(strategy)
+    job.until_half_accumulated()
+    job.model.zero_grad()
+    with pytest.raises(GradientsTouched):
+        job.micro_batch()
+    again = TinyJob(strategy, model=job.model)
+    assert again.until_update().step == 1
+    again.parallel.finish()
+
+
+@pytest.mark.parametrize("strategy", BOTH_KINDS)
+def test_an_error_in_the_loop_ends_the_job(strategy: str) -> None:
+    job = TinyJob(strategy)
+
+    def fail_in_the_loop() -> None:
+        with job.parallel:
+            job.until_in_flight()
+            raise KeyError("column")
+
+    with pytest.raises(KeyError):
+        fail_in_the_loop()
+    with pytest.raises(Finished) as caught:
+        job.micro_batch()
+    assert says(caught.value, WHERE, "KeyError: 'column'")
+
+
+def test_an_empty_loader_is_refused() -> None:
+    job = TinyJob()
+    with pytest.raises(ConfigError) as caught:
+        next(job.parallel.feed([]))
+    assert says(caught.value, "rank 0, after step 0", "no batch", "at least one per rank")
+
+
+def test_an_unknown_end_of_data_is_refused() -> None:
+    job = TinyJob()
+    with pytest.raises(ConfigError) as caught:
+        next(job.parallel.feed([job.batch()], until="some"))
+    assert says(caught.value, "until='some'", "'any' or 'all'")
+
+
+def test_a_loop_that_skips_the_repeated_last_batch_ends_in_an_error_and_not_never() -> None:
+    job = TinyJob()
+
+    def train_on_two_of_three() -> None:
+        for number, batch in enumerate(job.parallel.feed([job.batch() for _ in range(3)])):
+            if number < 2:
+                job.parallel.backward(job.model(batch).sum())
+
+    with pytest.raises(OutOfTurn) as caught:
+        train_on_two_of_three()
+    assert says(caught.value, "the data have ended", "one backward or step for each")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loop_may_skip_batches_before_the_end_and_feed_again_for_the_next_epoch(strategy: str) -> None:
+    job = TinyJob(strategy)
+    data = [job.batch() for _ in range(9)]
+    steps = []
+    for _ in range(3):
+        for number, batch in enumerate(job.parallel.feed(data)):
+            if number != 4:
+                job.parallel.backward(job.model(batch).square().mean())
+        steps.append(job.parallel.steps)
+    job.parallel.finish()
+    # 8 micro-batches an epoch, 2 per update; the last ones may still be in flight when an epoch ends.
+    assert steps[0] >= 3
+    assert steps[1] >= steps[0] + 4
+    assert steps[2] >= steps[1] + 4
+
+
+def test_after_a_stop_no_further_epoch_is_fed() -> None:
+    job = TinyJob()
+    data = [job.batch() for _ in range(9)]
+    for batch in job.parallel.feed(data):
+        job.parallel.stop()
+        job.parallel.backward(job.model(batch).square().mean())
+    assert list(job.parallel.feed(data)) == []
+
+
+class Sometimes(nn.Module):
+    """Uses one of its two parameters only where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(4, 1, bias=False)
+        self.never = nn.Linear(4, 1, bias=False)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """Leave `never` out."""
+        output: Tensor = self.always(batch)
+        return output
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_parameter_that_is_never_used_is_named_at_the_first_update(strategy: str) -> None:
+    job = TinyJob(strategy, model=Sometimes())
+    with pytest.raises(st.errors.UnusedParameters) as caught:
+        job.until_update()
+    assert says(
+        caught.value, WHERE, "1 parameters", "'never.weight'", "on any rank", "Options(allow_unused=True)"
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_unused_parameter_that_is_allowed_stays_as_it_is(strategy: str) -> None:
+    job = TinyJob(strategy, model=Sometimes(), options=st.Options(allow_unused=True))
+    before = job.model.get_parameter("never.weight").detach().clone()
+    job.until_update()
+    job.until_update()
+    job.parallel.finish()
+    assert torch.equal(before, job.model.get_parameter("never.weight"))
