@@ -65,14 +65,15 @@ class Progress:
         """See `Observer.evaluated`."""
         self._heldout = f"{heldout_loss:.4f} after {step}"
         if self._live is None:
+            self._print_last_line()
             print(f"held-out loss {heldout_loss:.4f} after {step} updates", flush=True)
 
     def close(self) -> None:
         """Leave the last state on the screen."""
         if self._live is not None:
             self._live.stop()
-        elif self._recent and self._shown_step != self._recent[-1][0].step:
-            self._print_line()
+        else:
+            self._print_last_line()
 
     def __rich__(self) -> "RenderableType":
         """Draw the panel; called by rich several times a second."""
@@ -100,6 +101,10 @@ class Progress:
             ("exposed", f"{averages.exposed_share:.1%} of the time waits for communication"),
             ("lane", f"{averages.lane_share:.0%} busy, {averages.bytes_per_second / 1e6:,.1f} MB/s sent"),
         ]
+
+    def _print_last_line(self) -> None:
+        if self._recent and self._shown_step != self._recent[-1][0].step:
+            self._print_line()
 
     def _print_line(self) -> None:
         self._last_line = time.monotonic()

@@ -9,8 +9,6 @@ from stretto.train.rank import train_rank
 from stretto.train.seat import Seat, host_store
 from stretto.train.workers import run_workers
 
-PRELOAD = ("stretto.train.rank",)
-"""Imported once for all workers: most of what a worker needs to start."""
 
 
 class Ranks(Protocol):
@@ -69,7 +67,7 @@ class LocalRanks:
             )
             for rank in range(self.world_size)
         ]
-        return run_workers(train_rank, seats, run, warmup_updates, shows_progress, preload=PRELOAD)[0]
+        return run_workers(train_rank, seats, run, warmup_updates, shows_progress)[0]
 
 
 class JoinedRank:
@@ -99,4 +97,4 @@ class JoinedRank:
         """See `Ranks.train`."""
         self._runs += 1
         seats = [dataclasses.replace(self._seat, room=str(self._runs))]
-        return run_workers(train_rank, seats, run, warmup_updates, shows_progress, preload=PRELOAD)[0]
+        return run_workers(train_rank, seats, run, warmup_updates, shows_progress)[0]

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from stretto import checkpoint
 from stretto.parallel import DataParallel
-from stretto.recipes import Task
+from stretto.recipes import Task, reshard
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.handle import Handle
 
@@ -38,6 +38,10 @@ class Past:
         if not run.resume or checkpoint.latest(_folder(run)) is None:
             return cls()
         restored = checkpoint.load(_savable(parallel), _folder(run), loader=task.loader)
+        if len(restored.loader_states) != parallel.world_size:
+            task.loader.load_state_dict(
+                reshard(restored.loader_states, parallel.rank, parallel.world_size)
+            )
         extra: dict[str, Any] = dict(restored.extra)
         scheduler = extra.pop("scheduler")
         if task.scheduler is not None:

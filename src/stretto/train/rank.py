@@ -79,6 +79,8 @@ def _train(
     training_seconds = loop.stopwatch.seconds
     if not loop.evaluations or loop.evaluations[-1].step != handle.steps:
         loop.evaluate()
+    if loop.plan.checkpoint_every is not None:
+        save(loop)
     if handle.rank == 0 and run.run_dir is not None:
         torch.save(task.model.state_dict(), Path(run.run_dir, "model.pt"))
     with handle.settled():

@@ -18,6 +18,8 @@ from stretto.train.seat import Seat
 
 T = TypeVar("T")
 
+PRELOAD = ("stretto.train.rank", "torch._dynamo")
+"""Imported once, before workers are forked. Making an optimizer imports the second, which takes seconds."""
 GRACE_SECONDS = 10.0
 """How long the other workers may take to notice a failure and say what they saw; then they are killed."""
 
@@ -40,22 +42,19 @@ class _Worker:
     reports: Connection
 
 
-def run_workers(
-    function: Callable[..., T], seats: Sequence[Seat], *args: Any, preload: Sequence[str] = ()
-) -> list[T]:
+def run_workers(function: Callable[..., T], seats: Sequence[Seat], *args: Any) -> list[T]:
     """Call `function(seat, *args)` in one process per seat and return the results in the order of seats.
 
     Args:
         function: Importable, like its arguments and result picklable.
         seats: The ranks to start here; there may be others elsewhere.
         args: For every rank alike.
-        preload: Modules that are imported once, before the processes are forked.
 
     Raises:
         WorkerFailed: Names the rank whose failure came first, and its cause. The other workers have ended.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *preload])
+    context.set_forkserver_preload(list(PRELOAD))
     workers: list[_Worker] = []
     try:
         for seat in seats:
@@ -117,7 +116,7 @@ def _describe(failures: dict[int, _Failure], num_workers: int) -> str:
     text = f"rank {rank} of {num_workers} local workers failed: {cause.text}"
     for other in others:
         if other in causes:
-            text += f"\nrank {other} failed too: {causes[other].text}"
+            text += f"\nrank {other} failed too: {causes[other].text.splitlines()[-1]}"
     return text
 
 

@@ -1,0 +1,89 @@
+"""Runs of the tiny task in folders, and what is compared of them."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from stretto.observe import read_json_lines
+from stretto.train.configuration import RunConfig
+from stretto.train.outcome import Outcome
+from stretto.train.rank import train_rank
+from stretto.train.run_folder import prepare_run_folder
+from stretto.train.seat import Seat, host_store
+from stretto.train.workers import run_workers
+from tests.train.tiny import Tiny
+
+OWN = {"seconds", "lane_seconds", "exposed_seconds", "training_seconds", "sent_bytes"}
+"""Fields of a record that two equal runs do not share: what a rank measured. A checkpoint is traffic too."""
+
+
+def tiny_run(folder: str | None = None, **settings: Any) -> RunConfig[Tiny]:
+    """A run of the tiny task; without TensorBoard, whose import would take longer than the run."""
+    chosen = {"updates": 10, "micro_batches": 2, "evaluate_every": 4, "checkpoint_every": 3, **settings}
+    return RunConfig(task=Tiny(), run_dir=folder, tensorboard=False, timeout_seconds=30, **chosen)
+
+
+def train(run: RunConfig[Tiny], world_size: int = 2, function: Any = train_rank, *args: Any) -> list[Outcome]:
+    """Call `function(seat, run, 0, False, *args)` on local workers and return what every rank returned."""
+    prepare_run_folder(run)
+    store = host_store("127.0.0.1", 0)
+    seats = [
+        Seat(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            local_world_size=world_size,
+            host="127.0.0.1",
+            port=store.port,
+        )
+        for rank in range(world_size)
+    ]
+    return run_workers(function, seats, run, 0, False, *args)
+
+
+def train_until_killed(
+    seat: Seat, run: RunConfig[Tiny], warmup_updates: int, shows_progress: bool, victim: int, calls: int
+) -> int:
+    """Train; on rank `victim` the process kills itself at the `calls`-th function call or return.
+
+    Returns:
+        The calls and returns of this rank, if it lives.
+    """
+    seen = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == calls and seat.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(count)
+    train_rank(seat, run, warmup_updates, shows_progress)
+    sys.setprofile(None)
+    return seen
+
+
+def records(folder: str) -> list[dict[str, Any]]:
+    """The records of all updates, without times."""
+    return [
+        {name: value for name, value in record.items() if name not in OWN}
+        for record in read_json_lines(Path(folder, "updates.jsonl"))
+    ]
+
+
+def evaluations(folder: str) -> list[tuple[int, float]]:
+    """Step and loss of all evaluations."""
+    return [
+        (record["step"], record["heldout_loss"]) for record in read_json_lines(Path(folder, "evaluations.jsonl"))
+    ]
+
+
+def model_bits(folder: str) -> dict[str, bytes]:
+    """The trained model, tensor by tensor."""
+    state = torch.load(Path(folder, "model.pt"))
+    return {name: tensor.numpy().tobytes() for name, tensor in state.items()}

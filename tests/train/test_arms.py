@@ -1,0 +1,79 @@
+"""An arm is one line of text: a strategy, its options, settings of its own."""
+
+import pytest
+from tests.train.tiny import Tiny
+
+from stretto.engine import Clock
+from stretto.errors import ConfigError, UnknownName
+from stretto.strategies import ACCO
+from stretto.train.arms import parse_arm, parse_arms, parse_clock, parse_learning_rates, split_list
+from stretto.train.configuration import Job
+
+
+def test_a_comma_before_a_digit_belongs_to_a_clock() -> None:
+    arms = split_list("compute, acco:wire=bf16:clock=1,8,torch-ddp,wp:clock=2,16")
+    assert arms == ("compute", "acco:wire=bf16:clock=1,8", "torch-ddp", "wp:clock=2,16")
+
+
+def test_an_arm_carries_options_of_its_strategy_and_settings_of_its_run() -> None:
+    arm = parse_arm("acco:first=1:wire=bf16:lr=2e-3:micro_batches=6")
+    run = arm.configure(Job(task=Tiny()))
+    assert arm.strategy() == ACCO(first=1)
+    assert (run.wire, run.micro_batches, run.task.lr) == ("bf16", 6, 2e-3)
+    assert run.strategy == arm.text
+
+
+def test_an_arm_keeps_what_it_does_not_set() -> None:
+    job = Job(task=Tiny(lr=0.5), clock=Clock(minimum=2, maximum=4), seed=7, link="1gbit")
+    run = parse_arm("wp").configure(job)
+    assert (run.task, run.clock, run.seed, run.link) == (job.task, job.clock, 7, "1gbit")
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "compute", "torch-ddp"])
+def test_a_method_without_a_communication_lane_has_no_clock(name: str) -> None:
+    job = Job(task=Tiny(), clock=Clock(), micro_batches=3)
+    run = parse_arm(name).configure(job)
+    assert (run.clock, run.micro_batches) == (None, 3)
+
+
+def test_micro_batches_of_an_arm_replace_the_clock_of_the_job() -> None:
+    assert parse_arm("acco:micro_batches=2").configure(Job(task=Tiny(), clock=Clock())).clock is None
+
+
+def test_learning_rates_go_to_the_arm_or_to_all_arms_of_a_strategy_but_not_over_an_arms_own() -> None:
+    rates = parse_learning_rates("acco=2e-3,wp:clock=1,8=1e-3")
+    arms = parse_arms(["acco", "acco:lr=5e-3", "wp", "wp:clock=1,8"], rates)
+    assert [arm.settings.get("lr") for arm in arms] == [2e-3, 5e-3, None, 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "named"),
+    [
+        ("bogus", UnknownName, "zero1"),
+        ("acco:frist=1", UnknownName, "first"),
+        ("ddp:first=1", UnknownName, "wire"),
+        ("acco:first=one", ConfigError, "first='one'"),
+        ("acco:clock=8", ConfigError, "MIN,MAX"),
+        ("acco:lr=", ConfigError, "lr=''"),
+    ],
+)
+def test_an_arm_that_cannot_be_read_is_an_error_that_names_what_is_known(
+    text: str, error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        parse_arm(text)
+
+
+def test_arms_and_rates_that_make_no_sense_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        parse_arms(["ddp", "ddp"], {})
+    with pytest.raises(UnknownName, match="wp"):
+        parse_arms(["ddp"], {"wp": 0.1})
+    with pytest.raises(ConfigError, match="ARM=RATE"):
+        parse_learning_rates("0.1")
+
+
+def test_a_clock_is_two_numbers() -> None:
+    assert parse_clock("2,16") == Clock(minimum=2, maximum=16)
+    with pytest.raises(ConfigError, match="1 <= minimum <= maximum"):
+        parse_clock("4,2")
