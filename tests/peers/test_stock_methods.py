@@ -1,17 +1,19 @@
 """Every stock method trains what the plain loop trains, on two ranks of a counting group."""
 
 import functools
+import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stretto.groups import Link, register_throttled
 from tests.peers import training
 from tests.peers.training import MICRO_BATCHES, UPDATES, WORLD_SIZE
-from tests.processes import run_ranks
+from tests.processes import rank_outcomes, run_ranks
 
 NUM_PARAMETERS = 3 * (6 * 6 + 6) + 6
 
@@ -30,20 +32,21 @@ def run_counted(function: Any, *args: Any, link: str = "none") -> list[Any]:
         ("torch-ddp-zero", 1e-6),
         ("torch-fsdp2", 1e-6),
         # bf16 keeps 8 bits: a gradient is off by up to 2^-9 of itself, twice (narrowing, sum), a step of 1e-2 by
-        # about as much of itself, four steps by 4 · 1e-2 · 2^-8 = 1.6e-4.
+        # about as much of itself, four steps by 4 · 1e-2 · 2^-8 = 1.6e-4. A norm is off by up to 2^-8 = 25 · 1.6e-4.
         ("torch-ddp-bf16", 1.6e-4),
     ],
 )
 def test_a_stock_method_equals_the_plain_loop(name: str, tolerance: float) -> None:
     """With weights that differ, two parameter groups, clipping and a schedule."""
-    expected, losses = training.plain_loop(clip_norm=0.05)
+    expected, losses, norms = training.plain_loop(clip_norm=0.05)
     for parameters, updates in run_counted(training.train, name, 0.05):
         assert parameters.keys() == expected.keys()
         for key, value in expected.items():
             assert (parameters[key] - value).abs().max() < tolerance, key
         assert [update.step for update in updates] == [1, 2, 3, 4]
         assert [update.loss for update in updates] == pytest.approx(losses, abs=max(1e-6, tolerance))
-        assert all(update.gradient_norm > 0.05 for update in updates)  # before clipping
+        assert min(norms) > 0.05  # every update is clipped
+        assert [update.gradient_norm for update in updates] == pytest.approx(norms, rel=25 * tolerance)
         assert [update.learning_rates for update in updates] == [
             (1e-2 * 0.5**turn, 3e-3 * 0.5**turn) for turn in range(UPDATES)
         ]
@@ -112,6 +115,7 @@ def look_between_updates(rank: int) -> tuple[float, dict[str, Tensor]]:
                 assert losses[0] == losses[1]
                 seen += losses[0]
         assert peer.group.sent["all_gather"] - before["all_gather"] == gathered > 0
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())  # in shards again
     with peer.settled():
         parameters = {key: value.detach().clone() for key, value in model.named_parameters()}
     return seen, parameters
@@ -123,3 +127,20 @@ def test_looking_at_a_sharded_model_needs_one_rank_and_changes_nothing() -> None
     assert looked[0][0] > 0
     for _, parameters in looked:
         assert all(torch.equal(parameters[key], undisturbed[key]) for key in undisturbed)
+
+
+def outlive_a_rank(rank: int) -> str:
+    model = training.new_model()
+    peer = training.make_peer("torch-ddp", model, training.new_optimizer(model), 1)
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(RuntimeError) as caught:
+        peer.backward(training.loss_of(peer.model, training.micro_batch(0)[0]))
+    return str(caught.value)
+
+
+def test_ddp_behind_a_slow_link_reports_what_gloo_reports_of_a_dead_rank() -> None:
+    prepare = functools.partial(register_throttled, Link.parse("1mbit"))
+    alive, _ = rank_outcomes(WORLD_SIZE, outlive_a_rank, backend="throttled", prepare=prepare)
+    assert alive.error is None
+    assert "peer" in alive.value

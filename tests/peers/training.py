@@ -55,25 +55,24 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return (model(inputs) - inputs.roll(1, dims=1)).square().mean()
 
 
-def plain_loop(clip_norm: float | None) -> tuple[dict[str, Tensor], list[float]]:
-    """One process, all micro-batches, gradient  sum(w g) / sum(w); parameters and losses."""
+def plain_loop(clip_norm: float) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """One process, all micro-batches, gradient  sum(w g) / sum(w); parameters, losses and gradient norms."""
     model = new_model()
     optimizer = new_optimizer(model)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    losses = []
+    losses, norms = [], []
     per_update = WORLD_SIZE * MICRO_BATCHES
     for update in range(UPDATES):
         batches = [micro_batch(update * per_update + position) for position in range(per_update)]
         total = sum(weight for _, weight in batches)
         mean = sum(weight / total * loss_of(model, inputs) for inputs, weight in batches)
         mean.backward()
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip_norm)))
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         losses.append(float(mean.detach()))
-    return dict(model.state_dict()), losses
+    return dict(model.state_dict()), losses, norms
 
 
 def train(rank: int, name: str, clip_norm: float | None = None) -> tuple[dict[str, Tensor], list[Update]]:

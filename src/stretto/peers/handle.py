@@ -171,7 +171,7 @@ class Peer:
         """Commit unless all weights were zero, and report."""
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
         self.rounds += 1
-        self._tally = self._tally.following()
+        self._tally = Tally()
         self._ended = totals.ends(self._until)
         norm = math.nan
         if totals.weight > 0:

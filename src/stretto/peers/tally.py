@@ -39,10 +39,6 @@ class Tally:
         told = (self.counted, self.weight, self.loss_sum, self.samples, self.stop, self.exhausted)
         return torch.tensor(told, dtype=torch.float64)
 
-    def following(self) -> "Tally":
-        """An empty tally for the next update; wishes and ends stay."""
-        return Tally(stop=self.stop, exhausted=self.exhausted)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:

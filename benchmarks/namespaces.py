@@ -1,0 +1,209 @@
+"""Workers with a slow network of their own: one namespace per worker, joined by a bridge, behind token buckets.
+
+    worker 0 [eth0] == token bucket ==> [port0]        [port1] <== token bucket == [eth0] worker 1
+                    <== token bucket ==        [bridge]        == token bucket ==>
+
+Real sockets are slow here, in both directions, with real headers, acknowledgements and queues. Needs Linux, root and
+iproute2:
+
+    python benchmarks/namespaces.py --rate 100mbit --workers 2 -- python train.py
+
+The command runs once per worker with the environment that torchrun would give it. The bridge lives in a namespace
+too, so that nothing of the host changes and everything is gone with the namespaces.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from stretto.errors import ConfigError
+from stretto.groups import Link
+
+_NAME = re.compile(r"stretto-(\d+)-\w+")
+_INTERFACE = "eth0"
+_PORT = 29500  # every namespace has all ports to itself
+_QUEUE = "100ms"  # beyond which packets are dropped; a hundredfold of the round trip
+
+
+class Namespaces:
+    """A context in which workers have namespaces; leaving it removes them, whatever happened."""
+
+    def __init__(self, workers: int, rate: str) -> None:
+        """Describe the network.
+
+        Args:
+            workers: How many, one namespace each.
+            rate: Of every direction of every worker, as "100mbit"; "none" leaves the links as fast as they are.
+
+        Raises:
+            ConfigError: not root, no iproute2, or no such rate.
+        """
+        if os.geteuid() != 0:
+            raise ConfigError(
+                "network namespaces need root; without it, use a throttled process group (--link)"
+            )
+        if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+            raise ConfigError(f"{' and '.join(missing)} not found: install iproute2")
+        self.link = Link.parse(rate)
+        if self.link.latency_seconds:
+            raise ConfigError(f"the link {rate!r} has a latency; namespaces have a rate only")
+        self.workers = workers
+        self._hub = f"stretto-{os.getpid()}-hub"
+        self._spaces = [f"stretto-{os.getpid()}-{rank}" for rank in range(workers)]
+
+    def __enter__(self) -> Self:
+        remove_orphans()
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> list[int]:
+        """Run `command` once per worker and wait; when one fails, the others are killed.
+
+        Args:
+            command: Program and arguments.
+            environment: Added to this process's, below what names the worker's place.
+
+        Returns:
+            Exit codes by rank, as of `subprocess`.
+        """
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, space in enumerate(self._spaces):
+                place = {**os.environ, **(environment or {}), **self._place(rank)}
+                place.setdefault("OMP_NUM_THREADS", "1")
+                inside = ["ip", "netns", "exec", space, *command]
+                processes.append(subprocess.Popen(inside, env=place, start_new_session=True))
+            _wait_for_all_or_a_failure(processes)
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return [process.wait() for process in processes]
+
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each worker's interface has sent so far, headers and acknowledgements included."""
+        return [
+            json.loads(_output("ip", "-n", space, "-s", "-j", "link", "show", _INTERFACE))[0]["stats64"][
+                "tx"
+            ]["bytes"]
+            for space in self._spaces
+        ]
+
+    def _place(self, rank: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "ROLE_RANK": str(rank),
+            "WORLD_SIZE": str(self.workers),
+            "LOCAL_WORLD_SIZE": str(self.workers),
+            "MASTER_ADDR": _address(0),
+            "MASTER_PORT": str(_PORT),
+            "GLOO_SOCKET_IFNAME": _INTERFACE,
+            "NCCL_SOCKET_IFNAME": _INTERFACE,
+        }
+
+    def _build(self) -> None:
+        _run("ip", "netns", "add", self._hub)
+        _run("ip", "-n", self._hub, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", self._hub, "link", "set", "bridge", "up")
+        for rank, space in enumerate(self._spaces):
+            port = f"port{rank}"
+            _run("ip", "netns", "add", space)
+            _run(
+                "ip", "-n", self._hub, "link", "add", port, "type", "veth", "peer", _INTERFACE, "netns", space
+            )
+            _run("ip", "-n", self._hub, "link", "set", port, "master", "bridge", "up")
+            _run("ip", "-n", space, "address", "add", f"{_address(rank)}/16", "dev", _INTERFACE)
+            _run("ip", "-n", space, "link", "set", _INTERFACE, "up")
+            _run("ip", "-n", space, "link", "set", "lo", "up")
+            self._slow_down(space, _INTERFACE)
+            self._slow_down(self._hub, port)
+
+    def _slow_down(self, space: str, interface: str) -> None:
+        """Put a token bucket on what leaves `interface`; the bucket holds a millisecond or one large segment."""
+        bits = self.link.bits_per_second
+        if bits is not None:
+            burst = max(64 * 1024, int(bits / 8 / 1000))
+            bucket = ["tbf", "rate", f"{int(bits)}bit", "burst", f"{burst}b", "latency", _QUEUE]
+            _run("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *bucket)
+
+    def _remove(self) -> None:
+        for space in (*self._spaces, self._hub):
+            subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
+
+
+def remove_orphans() -> None:
+    """Remove the namespaces of processes that were killed before they could."""
+    for space in _output("ip", "netns", "list").split():
+        if (match := _NAME.fullmatch(space)) and not os.path.exists(f"/proc/{match[1]}"):
+            _run("ip", "netns", "delete", space)
+
+
+def _wait_for_all_or_a_failure(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    with selectors.DefaultSelector() as ends:
+        for process in processes:
+            ends.register(os.pidfd_open(process.pid), selectors.EVENT_READ, process)
+        while ends.get_map():
+            for key, _ in ends.select():
+                ends.unregister(key.fileobj)
+                os.close(key.fd)
+                if key.data.wait() != 0:
+                    return
+
+
+def _address(rank: int) -> str:
+    return f"10.77.{(rank + 1) // 256}.{(rank + 1) % 256}"
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ConfigError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def main() -> int:
+    """Run a command per worker from the command line; return the first failure's exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rate", default="100mbit", help="of every direction of every worker; 'none' for no limit"
+    )
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("command", nargs="+", help="after --")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that blocks are left
+    with Namespaces(options.workers, options.rate) as spaces:
+        before = spaces.sent_bytes()
+        codes = spaces.run(options.command)
+        for rank, (first, last) in enumerate(zip(before, spaces.sent_bytes(), strict=True)):
+            print(f"rank {rank}: exit code {codes[rank]}, {last - first:,} bytes sent", file=sys.stderr)
+    return next((code for code in codes if code > 0), next((128 - code for code in codes if code < 0), 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
