@@ -5,7 +5,7 @@ A runtime is the seam between the engine and the machine. The lane's code is the
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -47,16 +47,11 @@ class Runtime(Protocol):
 
 
 class InlineRuntime:
-    """Performs work at once, in the caller: the synchronous strategies."""
+    """Performs work in the caller, when it asks for the result: the synchronous strategies, which wait for it all."""
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
-        """See `Runtime.spawn`; an exception is raised by `result`, as on every runtime."""
-        future: Future[T] = Future()
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        """See `Runtime.spawn`."""
+        return _Deferred(work)
 
     def now(self) -> float:
         """Return seconds of the process's monotonic clock."""
@@ -67,6 +62,19 @@ class InlineRuntime:
 
     def leave(self) -> None:
         """Nothing is ever under way."""
+
+
+class _Deferred(Generic[T]):
+    """Work that nobody else performs."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        return False
+
+    def result(self) -> T:
+        return self._work()
 
 
 class ThreadRuntime:
