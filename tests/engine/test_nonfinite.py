@@ -1,0 +1,126 @@
+"""A loss or gradient that is not finite: named everywhere, or left out everywhere."""
+
+import functools
+
+import pytest
+import torch
+
+from stretto import DataParallel, Options, ZeRO1, errors
+from tests.exactness.checks import check
+from tests.exactness.jobs import (
+    STRATEGIES,
+    Case,
+    Observed,
+    build_model,
+    build_optimizer,
+    describe,
+    mean_loss,
+    stream,
+    train,
+    train_all,
+)
+from tests.exactness.reference import fixed_counts, trace
+from tests.processes import run_ranks
+
+POISONED = 5
+"""Lies in the second update: in its first half, where there are two of 2 or (1, 3)."""
+SKIP = [
+    Case(
+        strategy=strategy,
+        lengths=(15, 15),
+        poisoned=(POISONED,),
+        branch="first micro-batch",
+        options=Options(bucket_bytes=4096, nonfinite="skip"),
+    )
+    for strategy in STRATEGIES
+]
+RAISE = [Case(strategy=strategy, lengths=(15, 15), poisoned=(POISONED,)) for strategy in STRATEGIES]
+
+
+def scenarios(rank: int) -> tuple[list[Observed], list[str]]:
+    skipped = train_all(rank, SKIP)
+    return skipped, [message_of(rank, case) for case in RAISE]
+
+
+def message_of(rank: int, case: Case) -> str:
+    try:
+        train(rank, case)
+    except errors.NonFinite as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@functools.cache
+def observed() -> list[tuple[list[Observed], list[str]]]:
+    return run_ranks(2, scenarios)
+
+
+every_strategy = pytest.mark.parametrize("index", range(len(STRATEGIES)), ids=map(describe, RAISE))
+
+
+@every_strategy
+def test_every_rank_names_the_rank_and_the_step(index: int) -> None:
+    for rank, (_, messages) in enumerate(observed()):
+        assert messages[index].startswith(f"rank {rank}, step 2, round ")
+        assert "the loss is not finite on ranks [1]" in messages[index]
+
+
+@every_strategy
+def test_skipped_round_equals_the_equations_without_it(index: int) -> None:
+    case = SKIP[index]
+    ranks = [skipped[index] for skipped, _ in observed()]
+    rounds = len(ranks[0].updates[0].rounds)
+    counts = fixed_counts(
+        15, case.strategy.quotas(4, rounds), 2
+    )  # the reference leaves out what is not finite
+    expected = trace(case, 2, counts)
+    if rounds == 1:
+        del expected.committed[1]  # nothing was committed for that update
+    expected.shown = distinct(expected.shown)
+    check(ranks, expected)
+
+
+def distinct(states: list) -> list:
+    """Drop states that equal the one before."""
+    return [s for i, s in enumerate(states) if i == 0 or not all(map(torch.equal, s, states[i - 1]))]
+
+
+@every_strategy
+def test_skipped_rounds_are_counted(index: int) -> None:
+    for skipped, _ in observed():
+        updates = skipped[index].updates
+        assert [update.skipped_rounds for update in updates] == [0, 1, *[0] * (len(updates) - 2)]
+        assert all(torch.isfinite(torch.tensor(update.loss)) for update in updates)
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_finite_loss_with_infinite_gradient_is_noticed(nonfinite: str) -> None:
+    case = Case(strategy=ZeRO1())
+    model = build_model(case)
+    options = Options(nonfinite=nonfinite)
+    parallel = DataParallel(
+        model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=1, options=options
+    )
+    # The slope of a square root is infinite at zero.
+    loss = mean_loss(model, stream(case, 0)[0]) + (model.leave.bias - model.leave.bias.detach()).sqrt().sum()
+    assert torch.isfinite(loss)
+    if nonfinite == "raise":
+        with pytest.raises(
+            errors.NonFinite, match=r"step 1, round 0: the gradient is not finite on ranks \[0\]"
+        ):
+            parallel.backward(loss)
+        with pytest.raises(errors.Finished, match="NonFinite"):
+            parallel.backward(loss)
+    else:
+        assert parallel.backward(loss) is None
+        assert parallel.backward(mean_loss(model, stream(case, 0)[0])).skipped_rounds == 1
+
+
+def test_sum_that_overflows_is_noticed() -> None:
+    case = Case(strategy=ZeRO1())
+    model = build_model(case)
+    parallel = DataParallel(model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=1)
+    # Each gradient is finite, and so is their sum; the sum of their squares is not.
+    loss = sum((parameter * 1e30).sum() for parameter in model.parameters())
+    with pytest.raises(errors.NonFinite, match="overflows"):
+        parallel.backward(loss)

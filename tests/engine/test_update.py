@@ -1,0 +1,98 @@
+"""What an `Update` reports is what happened."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from stretto import DataParallel, WeightPrediction, ZeRO1
+from tests.exactness.jobs import Case, build_model, build_optimizer, describe, mean_loss, stream
+from tests.exactness.matrix import CASES, observed
+
+every_case = pytest.mark.parametrize("index", range(len(CASES)), ids=map(describe, CASES))
+
+
+@every_case
+def test_loss_is_the_weighted_mean_over_ranks(index: int) -> None:
+    case = CASES[index]
+    first = observed(2)[0][index].updates[0]
+    model = build_model(case)
+    batches = [batch for rank in range(2) for batch in stream(case, rank)[:4]]
+    weight = sum(batch[2] for batch in batches)
+    with torch.no_grad():
+        loss = sum(float(mean_loss(model, batch)) * batch[2] for batch in batches) / weight
+    # ACCO and the like have taken all of the first update's gradients at the start too. Sums of 8 float32 terms.
+    assert first.loss == pytest.approx(loss, rel=8 * 2.0**-24)
+    assert first.weight == pytest.approx(weight, rel=1e-15)
+    assert first.samples == sum(len(batch[0]) for batch in batches)
+    assert first.micro_batches == (4, 4)
+
+
+@every_case
+def test_gradient_norm_is_that_of_the_mean_before_clipping(index: int) -> None:
+    case = CASES[index]
+    first = observed(2)[0][index].updates[0]
+    model = build_model(case)
+    batches = [batch for rank in range(2) for batch in stream(case, rank)[:4]]
+    weight = sum(batch[2] for batch in batches)
+    total = sum(mean_loss(model, batch) * batch[2] for batch in batches) / weight
+    gradients = torch.autograd.grad(total, list(model.parameters()))
+    norm = float(torch.cat([g.flatten() for g in gradients]).double().norm())
+    assert first.gradient_norm == pytest.approx(norm, rel=1e-5)
+
+
+@every_case
+def test_steps_rounds_and_staleness_are_counted(index: int) -> None:
+    updates = observed(2)[0][index].updates
+    strategy = CASES[index].strategy
+    rounds = len(updates[0].rounds)
+    assert [u.step for u in updates] == list(range(1, len(updates) + 1))
+    assert [u.round_index for u in updates] == [rounds * (k + 1) - 1 for k in range(len(updates))]
+    # The first gradient of all cannot be stale.
+    assert [u.staleness for u in updates] == [0] + [strategy.staleness] * (len(updates) - 1)
+
+
+@every_case
+def test_times_add_up(index: int) -> None:
+    for update in observed(2)[0][index].updates:
+        assert 0 <= update.exposed_seconds <= update.seconds
+        assert update.lane_seconds > 0
+
+
+def test_synchronous_update_is_exposed_as_long_as_its_lane_works() -> None:
+    for case, found in zip(CASES, observed(2)[0], strict=True):
+        if not case.strategy.overlaps:
+            assert all(u.exposed_seconds >= u.lane_seconds for u in found.updates), describe(case)
+
+
+def test_step_without_a_loss_reports_nan_as_null() -> None:
+    case = Case(strategy=ZeRO1())
+    model = build_model(case)
+    parallel = DataParallel(model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=1)
+    mean_loss(model, stream(case, 0)[0]).backward()
+    update = parallel.step(samples=3)
+    assert update is not None
+    assert math.isnan(update.loss)
+    assert update.samples == 3
+    assert json.loads(json.dumps(update.as_json()))["loss"] is None
+
+
+def test_step_counts_a_backward_pass_of_the_caller_like_backward() -> None:
+    finals = []
+    for own_backward in (False, True):
+        case = Case(strategy=WeightPrediction(), tokens=True)
+        model = build_model(case)
+        parallel = DataParallel(
+            model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=2
+        )
+        for batch in stream(case, 0):
+            loss, weight = mean_loss(model, batch), batch[2]
+            if own_backward:
+                (loss * weight).backward()
+                parallel.step(weight, loss)
+            else:
+                parallel.backward(loss, weight)
+        parallel.finish()
+        finals.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*finals)
