@@ -62,6 +62,7 @@ def adopt_states(owner: Owner, states: Mapping[Piece, PieceState]) -> None:
         owner.pieces, key=lambda piece: (piece.bucket, piece.slot.group, _signature(states[piece]))
     )
     owner.segments = [segment_of(list(run), owner.masters) for _, run in runs]
+    owner.optimizer.state.clear()
     for index, group in enumerate(owner.optimizer.param_groups):
         group["params"] = [segment.master for segment in owner.segments if segment.group == index]
     packed = owner.optimizer.state_dict()

@@ -1,0 +1,137 @@
+"""A run that is saved, and one that is continued, are the run that never stopped, to the bit."""
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto import DPU, Options, WeightPrediction, ZeRO1
+from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, Case, Job, differing
+from tests.processes import run_ranks
+
+WIRE = Options(bucket_bytes=4096, wire="bf16", allow_unused=True)
+CASES = {
+    **{strategy.name: Case(strategy=strategy) for strategy in STRATEGIES},
+    "acco, sgd": Case(optimizer="sgd"),
+    "wp, bf16 wire": Case(strategy=WeightPrediction(), options=WIRE),
+    "dpu, bf16 model and wire": Case(strategy=DPU(), dtype=torch.bfloat16, options=WIRE),
+    "zero1, a branch that falls out of use": Case(strategy=ZeRO1(), optional=True),
+}
+Found = dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Three:
+    """One case, run three times."""
+
+    straight: Found
+    saved: Found
+    continued: Found
+    losses_before: int
+
+
+def three(case: Case, directory: Path, rank: int = 0, world_size: int = 1) -> Three:
+    straight = Job(case, rank, world_size).train().holds()
+    saving = Job(case, rank, world_size).train(SAVED_AT)
+    path = saving.save(directory)
+    saved = saving.train().holds()
+    continuing = Job(case, rank, world_size)
+    torch.manual_seed(7)  # whatever has happened to the random states before, they are the saved ones behind
+    restored = continuing.load(path)
+    assert (restored.step, restored.notes) == (SAVED_AT, ())
+    return Three(straight, saved, continuing.train().holds(), SAVED_AT)
+
+
+def three_of_all(rank: int, directory: str) -> list[Three]:
+    return [three(case, Path(directory, str(i)), rank, 2) for i, case in enumerate(CASES.values())]
+
+
+@cache
+def on_two_ranks() -> list[list[Three]]:
+    with TemporaryDirectory() as directory:
+        return run_ranks(2, three_of_all, directory)
+
+
+def check(found: Three) -> None:
+    assert differing(found.straight, found.saved) == []
+    continued = {**found.continued, "losses": found.straight["losses"]}
+    assert differing(found.straight, continued) == []
+    assert torch.equal(found.straight["losses"][found.losses_before :], found.continued["losses"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_lone_rank_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
+    check(three(CASES[name], tmp_path))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_go_on_to_the_bit(name: str) -> None:
+    for rank in on_two_ranks():
+        check(rank[list(CASES).index(name)])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+def test_a_start_can_be_saved(strategy: object, tmp_path: Path) -> None:
+    case = dataclasses.replace(Case(), strategy=strategy)
+    starting = Job(case)
+    starting.save(tmp_path)
+    straight = starting.train().holds()
+    continuing = Job(case).train(SAVED_AT)  # all of which the checkpoint has to undo
+    continuing.load(tmp_path)
+    continuing.losses.clear()
+    assert differing(straight, continuing.train().holds()) == []
+
+
+def test_a_first_round_can_be_saved_before_it_takes_off(tmp_path: Path) -> None:
+    job = Job(Case())
+    for _, (inputs, targets, used) in zip(range(2), job.batches, strict=False):  # half of ACCO's first update
+        job.parallel.backward((job.model(inputs, used) - targets).square().mean())
+    job.save(tmp_path)
+    continuing = Job(Case())
+    continuing.load(tmp_path)
+    assert differing(job.train().holds(), continuing.train().holds()) == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+def test_an_end_can_be_saved_and_continued(strategy: object, tmp_path: Path) -> None:
+    case = dataclasses.replace(Case(), strategy=strategy)
+    ending = Job(case).train(SAVED_AT)
+    ending.parallel.finish()
+    ending.save(tmp_path)
+    end = {name: value.clone() for name, value in ending.model.state_dict().items()}
+    continuing = Job(case)
+    restored = continuing.load(tmp_path)
+    assert restored.step == ending.parallel.steps
+    assert {n for n, v in continuing.model.state_dict().items() if not torch.equal(v, end[n])} == set()
+    continuing.train(restored.step + 2)
+
+
+def test_saving_twice_at_one_update_changes_nothing(tmp_path: Path) -> None:
+    straight = Job(Case()).train().holds()
+    saving = Job(Case()).train(SAVED_AT)
+    saving.save(tmp_path)
+    saving.save(tmp_path)
+    assert differing(straight, saving.train().holds()) == []
+
+
+def test_a_continued_run_can_be_saved_and_continued_again(tmp_path: Path) -> None:
+    straight = Job(Case(strategy=WeightPrediction())).train().holds()
+    Job(Case(strategy=WeightPrediction())).train(SAVED_AT).save(tmp_path)
+    for step in (SAVED_AT + 1, SAVED_AT + 2):
+        job = Job(Case(strategy=WeightPrediction()))
+        job.load(tmp_path)
+        job.train(step).save(tmp_path)
+    assert differing(straight, {**job.train().holds(), "losses": straight["losses"]}) == []
+
+
+def test_a_job_can_go_back_to_an_earlier_update_of_its_own(tmp_path: Path) -> None:
+    job = Job(Case()).train(SAVED_AT)
+    job.save(tmp_path)
+    first = job.train().holds()
+    job.load(tmp_path)
+    second = job.train().holds()
+    assert differing(first, {**second, "losses": first["losses"]}) == []

@@ -1,0 +1,158 @@
+"""Plain PyTorch reads a checkpoint with its own tools, and the job's state goes through them both ways."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from stretto import DPU, DataParallel, Options, WeightPrediction, ZeRO1
+from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, Case, Job, Network, optimizer_of
+from tests.processes import run_ranks
+
+# What PyTorch says of every save and load in a single process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable:UserWarning")
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def read_plainly(path: Path, case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Read into a bare model and a plain optimizer, as one would read any checkpoint of PyTorch's."""
+    torch.manual_seed(99)
+    model = Network(case).to(case.dtype)
+    optimizer = optimizer_of(case, model)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
+    }
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
+    return model, optimizer
+
+
+def saved(rank: int, directory: str, world_size: int, names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+    expected = {}
+    for strategy in STRATEGIES:
+        if strategy.name in names:
+            job = Job(Case(strategy=strategy), rank, world_size).train(SAVED_AT)
+            job.save(Path(directory, strategy.name))
+            with job.parallel.settled():
+                expected[strategy.name] = {k: v.clone() for k, v in job.model.state_dict().items()}
+    return expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_bare_model_and_a_plain_optimizer_read_every_strategy(world_size: int, tmp_path: Path) -> None:
+    expected = run_ranks(world_size, saved, str(tmp_path), world_size, NAMES)[0]
+    for strategy in STRATEGIES:
+        (path,) = (tmp_path / strategy.name).iterdir()
+        model, optimizer = read_plainly(path, Case())
+        found = model.state_dict()
+        assert {n for n, v in found.items() if not torch.equal(v, expected[strategy.name][n])} == set()
+        # What the owner holds in segments is what the plain optimizer holds by parameter.
+        continuing = Job(Case(strategy=strategy))
+        continuing.load(path)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        held = continuing.holds()
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                pieces = [
+                    (int(name.rpartition(" ")[2]), piece.reshape(-1))
+                    for name, piece in held.items()
+                    if name.startswith(f"{key} of {names[id(parameter)]} from ")
+                ]
+                whole = torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])])
+                assert torch.equal(value.reshape(-1), whole[: value.numel()]), key
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == [group["lr"] for group in continuing.optimizer.param_groups] != [0.01, 0.01]
+
+
+def test_a_plain_step_after_a_checkpoint_is_the_step_the_job_takes(tmp_path: Path) -> None:
+    case = Case(strategy=ZeRO1(), micro_batches=1, local=False, options=Options())
+    job = Job(case).train(SAVED_AT)
+    path = job.save(tmp_path)
+    model, optimizer = read_plainly(path, case)
+    inputs, targets, used = next(iter(job.batches))
+    job.batches.position -= 1
+    (model(inputs, used) - targets).float().square().mean().backward()
+    optimizer.step()
+    job.train(SAVED_AT + 1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), job.model.parameters(), strict=True))
+
+
+def test_a_bfloat16_model_is_saved_beside_its_masters(tmp_path: Path) -> None:
+    case = Case(strategy=DPU(), dtype=torch.bfloat16)
+    job = Job(case).train(SAVED_AT)
+    path = job.save(tmp_path)
+    model, _ = read_plainly(path, case)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), job.model.parameters(), strict=True))
+    masters = {f"master.{name}" for name, p in model.named_parameters() if p.requires_grad}
+    assert masters == {name for name in stored_names(path) if name.startswith("master.")}
+
+
+def test_values_that_installing_does_not_round_have_no_masters_beside_them(tmp_path: Path) -> None:
+    assert not any(name.startswith("master.") for name in stored_names(Job(Case()).save(tmp_path)))
+
+
+def test_the_estimate_is_never_taken_for_the_parameters(tmp_path: Path) -> None:
+    case = Case(strategy=WeightPrediction())
+    job = Job(case).train(SAVED_AT)
+    path = job.save(tmp_path)
+    model, _ = read_plainly(path, case)
+    shown = [p.detach().clone() for p in job.model.parameters()]
+    with job.parallel.settled():
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), job.model.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), shown, strict=True))
+    assert {f"shown.{name}" for name, p in model.named_parameters() if p.requires_grad} <= stored_names(path)
+
+
+def test_it_can_be_turned_into_one_file(tmp_path: Path) -> None:
+    job = Job(Case()).train(SAVED_AT)
+    dcp_to_torch_save(job.save(tmp_path), tmp_path / "all.pt")
+    found = torch.load(tmp_path / "all.pt", weights_only=False)["model"]
+    with job.parallel.settled():
+        assert all(torch.equal(value, found[name]) for name, value in job.model.state_dict().items())
+
+
+def through_plain_tools(rank: int, directory: str, world_size: int) -> None:
+    for strategy in STRATEGIES:
+        case = Case(strategy=strategy, local=False)
+        job = Job(case, rank, world_size).train(SAVED_AT)
+        path = Path(directory, strategy.name)
+        dcp.save(job.parallel.state_dict(), checkpoint_id=path, no_dist=world_size == 1)
+        with job.parallel.settled():
+            expected = {k: v for k, v in job.holds().items() if k != "losses"}
+        fresh = Job(case, rank, world_size)
+        state = fresh.parallel.state_dict()
+        dcp.load(state, checkpoint_id=path, no_dist=world_size == 1)
+        fresh.parallel.load_state_dict(state)
+        found = fresh.holds()
+        assert {name for name in expected if not torch.equal(expected[name], found[name])} == set()
+        assert fresh.parallel.steps == SAVED_AT
+        fresh.train(SAVED_AT + 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_dict_goes_through_plain_save_and_load(world_size: int, tmp_path: Path) -> None:
+    run_ranks(world_size, through_plain_tools, str(tmp_path), world_size)
+
+
+def test_a_job_is_a_stateful_of_its_own(tmp_path: Path) -> None:
+    job = Job(Case(local=False)).train(SAVED_AT)
+    dcp.save({"app": job.parallel}, checkpoint_id=tmp_path, no_dist=True)
+    fresh = Job(Case(local=False))
+    dcp.load({"app": fresh.parallel}, checkpoint_id=tmp_path, no_dist=True)
+    assert isinstance(fresh.parallel, DataParallel)
+    assert all(map(torch.equal, fresh.model.parameters(), job.model.parameters()))
+
+
+def stored_names(path: Path) -> set[str]:
+    return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
