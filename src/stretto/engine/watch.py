@@ -71,7 +71,7 @@ class Watch:
                 raise self._alarm(what, PeerFailed, str(error).splitlines()[0]) from error
             self._look(what)
             if time.monotonic() > deadline:
-                raise self._alarm(what, PeerSilent, f"no answer for {self.timeout_seconds:g} s")
+                raise self._alarm(what, PeerSilent, self._no_answer)
 
     def tell(self, error: BaseException) -> bool:
         """Tell the other ranks why this one leaves, and let this one's lane wait no longer.
@@ -90,17 +90,16 @@ class Watch:
         """Raise if another rank has told a failure or raised an alarm, or this one has left."""
         if self._left:
             raise PeerFailed(self._where(what) + "this rank has ended the job")
-        with contextlib.suppress(
-            RuntimeError
-        ):  # without a store the collective itself will fail, or time out
-            told = self._told(what)
-            if told is not None:
-                raise told
-            alarms = self._hear("alarm")
-            if any(alarm.startswith(PeerSilent.__name__) for alarm in alarms.values()):
-                raise self._alarm(what, PeerSilent, f"no answer for {self.timeout_seconds:g} s")
-            if alarms:
-                raise self._alarm(what, PeerFailed, "another rank's connection closed")
+        try:
+            told, alarms = self._told(what), self._hear("alarm").values()
+        except RuntimeError:  # without a store the collective itself will fail, or time out
+            return
+        if told is not None:
+            raise told
+        if any(alarm.startswith(PeerSilent.__name__) for alarm in alarms):
+            raise self._alarm(what, PeerSilent, self._no_answer)
+        if alarms:
+            raise self._alarm(what, PeerFailed, "another rank's connection closed")
 
     def _alarm(self, what: str, kind: type[CommunicationError], reason: str) -> CommunicationError:
         """Ask all ranks whether they are there, and return the error that names those who are not."""
@@ -132,6 +131,10 @@ class Watch:
             kind = PeerSilent if name == PeerSilent.__name__ else PeerFailed
             return kind(self._where(what) + verdict)
         return None
+
+    @property
+    def _no_answer(self) -> str:
+        return f"no answer for {self.timeout_seconds:g} s"
 
     @property
     def _others(self) -> list[int]:

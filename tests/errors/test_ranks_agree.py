@@ -1,0 +1,251 @@
+"""What differs between ranks, or is not finite on one of them, raises the same error on all of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stretto as st
+from stretto.errors import StrettoError
+from tests.errors.tiny import BOTH_KINDS, STRATEGIES, TinyJob, tiny_model
+from tests.processes import run_ranks
+
+WORLD_SIZE = 2
+
+
+class OnePath(nn.Module):
+    """Two layers of which one is used."""
+
+    def __init__(self, path: int) -> None:
+        super().__init__()
+        self.path = path
+        self.layers = nn.ModuleList(nn.Linear(4, 1, bias=False) for _ in range(2))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """Apply the layer."""
+        output: Tensor = self.layers[self.path](batch)
+        return output
+
+
+def wrap(
+    model: nn.Module,
+    strategy: st.Strategy | None = None,
+    learning_rate: float = 0.01,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings: Any,
+) -> None:
+    st.DataParallel(model, optimizer(model.parameters(), lr=learning_rate), strategy, **settings)
+
+
+def turned_otherwise(rank: int, strategy: str) -> None:
+    """After the first update, one rank's schedule goes its own way."""
+    job = TinyJob(strategy, learning_rate=0.1)
+    job.until_update()
+    job.optimizer.param_groups[0]["lr"] = [0.05, 0.02][rank]
+    for _ in range(3):
+        job.until_update()
+
+
+def trained_on(
+    rank: int, strategy: str, poison: Callable[[TinyJob], Tensor], policy: str = "raise"
+) -> dict[str, Any]:
+    """Train for five rounds or more; the third micro-batch of rank 1 is poisoned."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    job = TinyJob(strategy, model=model, options=st.Options(nonfinite=policy))
+    updates = []
+    for number in range(12):
+        loss = poison(job) if (rank, number) == (1, 2) else job.loss()
+        if update := job.parallel.backward(loss):
+            updates.append(update)
+    updates += job.parallel.finish()
+    state = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
+    return {
+        "steps": [update.step for update in updates],
+        "skipped": sum(update.skipped_rounds for update in updates),
+        "finite": all(bool(torch.isfinite(tensor).all()) for tensor in state),
+        "state": [tensor.tolist() for tensor in state],
+        "losses": [update.loss for update in updates],
+    }
+
+
+def infinite_loss(job: TinyJob) -> Tensor:
+    return job.loss() * float("inf")
+
+
+def nan_input(job: TinyJob) -> Tensor:
+    output: Tensor = job.model(job.batch() * float("nan"))
+    return output.square().mean()
+
+
+def infinite_slope(job: TinyJob) -> Tensor:
+    """A finite loss, at a root of zero."""
+    weight = job.model.get_parameter("0.weight")
+    return job.loss() + (weight * 0).sum().sqrt()
+
+
+DIFFERENCES: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
+    "strategy": (
+        lambda rank: wrap(tiny_model(), [st.ACCO(), st.WeightPrediction()][rank]),
+        ("strategy", "'ACCO(first=None)' as on rank 0", "'WeightPrediction()' on rank 1"),
+    ),
+    "strategy's option": (
+        lambda rank: wrap(tiny_model(), st.ACCO(first=1 + rank), micro_batches=4),
+        ("strategy", "'ACCO(first=1)'", "'ACCO(first=2)'"),
+    ),
+    "count": (
+        lambda rank: wrap(tiny_model(), micro_batches=2 + rank),
+        ("micro_batches", "expected '2'", "found '3'"),
+    ),
+    "clock": (
+        lambda rank: wrap(tiny_model(), micro_batches=st.Clock(maximum=8 + rank)),
+        ("micro_batches", "maximum=8", "maximum=9"),
+    ),
+    "option": (
+        lambda rank: wrap(tiny_model(), options=st.Options(clip_norm=[1.0, None][rank])),
+        ("options", "expected 'clip_norm=1.0'", "found 'clip_norm=None'"),
+    ),
+    "hyperparameter": (
+        lambda rank: wrap(tiny_model(), learning_rate=[0.1, 0.2][rank]),
+        ("optimizer settings", "expected 'group 0: lr=0.1'", "found 'group 0: lr=0.2'"),
+    ),
+    "optimizer": (
+        lambda rank: wrap(tiny_model(), optimizer=[torch.optim.Adam, torch.optim.NAdam][rank]),
+        ("optimizer: ", "expected 'Adam'", "found 'NAdam'"),
+    ),
+    "width": (
+        lambda rank: wrap(nn.Linear(4, 1 + rank)),
+        ("model", "parameter bias: (1,)", "parameter bias: (2,)"),
+    ),
+    "depth": (
+        lambda rank: wrap(nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + rank)))),
+        ("model", "parameter 0.bias", "parameter 1.bias"),
+    ),
+    "dtype": (
+        lambda rank: wrap(nn.Linear(4, 1, dtype=[torch.float32, torch.bfloat16][rank])),
+        ("model", "torch.float32", "torch.bfloat16"),
+    ),
+    "buffers": (
+        lambda rank: wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=rank == 0))),
+        ("buffers", "expected '1.running_mean: (4,) torch.float32'", "found 'nothing'"),
+    ),
+}
+SCENARIOS: dict[str, Callable[[int], Any]] = {
+    **{f"other {name}": scenario for name, (scenario, _) in DIFFERENCES.items()},
+    **{f"turned {name}": lambda rank, name=name: turned_otherwise(rank, name) for name in BOTH_KINDS},
+    **{
+        f"{poison.__name__} {name}": lambda rank, name=name, poison=poison: trained_on(rank, name, poison)
+        for name in STRATEGIES
+        for poison in (infinite_loss, infinite_slope)
+    },
+    **{
+        f"skip {name}": lambda rank, name=name: trained_on(rank, name, nan_input, "skip")
+        for name in STRATEGIES
+    },
+    "nothing to train on one rank": lambda rank: wrap(tiny_model().requires_grad_(rank == 0)),
+    "unused on all": lambda rank: TinyJob(model=OnePath(0)).until_update(),
+    "unused on one": lambda rank: TinyJob(model=OnePath(rank)).until_update().step,
+}
+
+
+def run_all(rank: int) -> dict[str, Any]:
+    """Run the scenarios one after the other: ranks whose job has failed are able to start another."""
+    results: dict[str, Any] = {}
+    for name, scenario in SCENARIOS.items():
+        try:
+            results[name] = scenario(rank)
+        except StrettoError as error:
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """Rank by rank, what became of every scenario."""
+    return run_ranks(WORLD_SIZE, run_all)
+
+
+def check_told(results: list[dict[str, Any]], name: str, *parts: str) -> None:
+    """Every rank has raised an error that starts with its class and names itself and holds all parts."""
+    for rank, result in enumerate(results):
+        for part in (f"rank {rank}, ", *parts):
+            assert part in str(result[name])
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_are_wrapped_differently_are_told_in_what(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    parts = DIFFERENCES[name][1]
+    check_told(results, f"other {name}", "RanksDisagree: ", "before step 1", "differ in", *parts, "the same")
+
+
+@pytest.mark.parametrize("strategy", BOTH_KINDS)
+def test_a_schedule_that_one_rank_turns_differently_is_told_with_both_rates(
+    results: list[dict[str, Any]], strategy: str
+) -> None:
+    check_told(
+        results,
+        f"turned {strategy}",
+        "RanksDisagree: ",
+        "after step",
+        "expected 'group 0: lr=0.05' as on rank 0, found 'group 0: lr=0.02' on rank 1",
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_that_is_not_finite_raises_everywhere_and_names_the_rank(
+    results: list[dict[str, Any]], strategy: str
+) -> None:
+    # Two micro-batches a round, or two rounds of one: the third belongs to the second update.
+    check_told(
+        results,
+        f"infinite_loss {strategy}",
+        "NonFinite: ",
+        "step 2",
+        "the loss is not finite on ranks [1]",
+        "nonfinite='skip'",
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gradient_that_is_not_finite_raises_everywhere_and_names_the_rank(
+    results: list[dict[str, Any]], strategy: str
+) -> None:
+    check_told(
+        results,
+        f"infinite_slope {strategy}",
+        "NonFinite: ",
+        "step 2",
+        "the gradient is not finite on ranks [1]",
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_round_that_is_not_finite_can_be_left_out_on_all_ranks(
+    results: list[dict[str, Any]], strategy: str
+) -> None:
+    first, second = (result[f"skip {strategy}"] for result in results)
+    assert first["skipped"] == 1
+    assert first["finite"], "parameters and running statistics"
+    assert first["state"] == second["state"]
+    assert first["losses"] == second["losses"]
+    # 6 rounds' worth of two micro-batches; ACCO has two rounds an update, so it commits with the other half.
+    assert first["steps"] == list(range(1, 7 if strategy == "acco" else 6))
+
+
+def test_what_only_one_rank_cannot_train_is_told_to_the_others(results: list[dict[str, Any]]) -> None:
+    cause = "no trainable parameter"
+    assert results[1]["nothing to train on one rank"].startswith("UnsupportedModel: ")
+    told = results[0]["nothing to train on one rank"]
+    assert told.startswith("PeerFailed: rank 0, after step 0, waiting for the roll call: rank 1, ")
+    assert cause in told
+    assert cause in results[1]["nothing to train on one rank"]
+
+
+def test_only_a_parameter_that_no_rank_uses_is_an_error(results: list[dict[str, Any]]) -> None:
+    check_told(
+        results, "unused on all", "UnusedParameters: ", "after step 1", "'layers.1.weight'", "on any rank"
+    )
+    assert [result["unused on one"] for result in results] == [1, 1]
