@@ -1,6 +1,7 @@
 """The pages that people read, taken apart: tables, code blocks and links."""
 
 import re
+import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,3 +43,13 @@ def links(page: Path) -> list[str]:
     """The relative links of a page."""
     targets = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8")))
     return [target for target in targets if "://" not in target]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words behind every `stretto` in the page's plain code blocks and `make train ARGS=...`, line by line."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    in_blocks = [line for language, block in blocks if not language for line in block.splitlines()]
+    direct = [shlex.split(line.partition("stretto ")[2]) for line in in_blocks if "stretto " in line]
+    through_make = [shlex.split(args) for args in re.findall(r'make train ARGS="([^"]*)"', text)]
+    return direct + [["train", "stdlib-gpt", *words] for words in through_make]

@@ -1,0 +1,26 @@
+"""Every command line that the pages print can be read."""
+
+import pytest
+
+from stretto.cli.options import parse_options
+from stretto.train.arms import parse_arms
+from stretto.train.configuration import CompareConfig, RunConfig
+from tests.docs.pages import commands, pages
+
+COMMANDS = [words for page in pages() for words in commands(page)]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> None:
+    command, *rest = words
+    if command == "train":
+        _, run = parse_options("train", rest, lambda task: RunConfig(task=task))
+        parse_arms([run.strategy], {})
+    else:
+        assert command == "compare"
+        _, comparison = parse_options("compare", rest, lambda task: CompareConfig(task=task))
+        parse_arms(comparison.strategies, comparison.learning_rates)
+
+
+def test_the_pages_print_commands() -> None:
+    assert {words[0] for words in COMMANDS} == {"train", "compare"}
