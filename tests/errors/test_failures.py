@@ -1,0 +1,142 @@
+"""A rank that dies, raises or stops answering ends the job on every other rank, which names it and the cause.
+
+Nobody sleeps: who must act later waits for a key in the store, and the default timeout of ten minutes makes a rank
+that notices by anything but the failure itself overrun the test's.
+"""
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import stretto as st
+from tests.errors.tiny import BOTH_KINDS, TinyJob
+from tests.processes import Outcome, rank_outcomes
+
+SECONDS_TO_NOTICE = 15.0
+"""A look into the store, the answers to an alarm, and room for a busy machine; the timeout is 600 s."""
+TIMEOUT_SECONDS = 3.0
+LONG = timedelta(seconds=60)
+
+
+def default_store() -> dist.Store:
+    """The store that all ranks share."""
+    store: dist.Store = dist.group.WORLD.get_group_store()
+    return store
+
+
+def train_until_failure(job: TinyJob, first: st.Update) -> str:
+    """Train on and return the error that ends the job; more updates than anybody commits alone."""
+    try:
+        for _ in range(100):
+            job.until_update()
+    except st.StrettoError as error:
+        for thread in threading.enumerate():
+            if thread.name.startswith("stretto-lane"):
+                thread.join(timeout=20)
+        alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("stretto-lane")]
+        return f"{type(error).__name__}: {error} {alive or 'and no lane is left'}"
+    return f"nothing happened after {first}"
+
+
+def last_rank_is_killed(rank: int, world_size: int, strategy: str) -> str:
+    job = TinyJob(strategy)
+    first = job.until_update()
+    if rank == world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_until_failure(job, first)
+
+
+def last_rank_raises(rank: int, world_size: int, strategy: str) -> str:
+    job = TinyJob(strategy)
+    with job.parallel:
+        first = job.until_update()
+        if rank == world_size - 1:
+            job.loss()  # takes off, so that a lane is in flight where there is one
+            raise ValueError("column 'text' is missing")
+        return train_until_failure(job, first)
+
+
+def last_rank_falls_silent(rank: int, world_size: int, strategy: str) -> str:
+    job = TinyJob(strategy, options=st.Options(timeout_seconds=TIMEOUT_SECONDS))
+    first = job.until_update()
+    others = [f"over/{other}" for other in range(world_size - 1)]
+    if rank == world_size - 1:
+        default_store().wait(others, LONG)
+        return train_until_failure(job, first)
+    told = train_until_failure(job, first)
+    default_store().set(f"over/{rank}", "")
+    return told
+
+
+def only_rank_0_settles(rank: int, world_size: int) -> str:
+    """A prediction is shown, so settling needs all ranks; the others go on training."""
+    job = TinyJob("wp", options=st.Options(timeout_seconds=TIMEOUT_SECONDS))
+    first = job.until_update()
+    if rank == 0:
+        try:
+            with job.parallel.settled():
+                return "settled"
+        except st.StrettoError as error:
+            return f"{type(error).__name__}: {error}"
+    return train_until_failure(job, first)
+
+
+def check_others(outcomes: list[Outcome], *parts: str) -> None:
+    """Every rank but the last has raised in time, ended its lane, and says all parts."""
+    *others, last = outcomes
+    for outcome in others:
+        assert outcome.error is None, outcome.error
+        for part in (f"rank {outcome.rank}, after step", "and no lane is left", *parts):
+            assert part in outcome.value
+        assert outcome.finished - last.finished < SECONDS_TO_NOTICE
+
+
+@pytest.mark.parametrize("strategy", BOTH_KINDS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_killed_rank_is_named_by_all_others(world_size: int, strategy: str) -> None:
+    outcomes = rank_outcomes(world_size, last_rank_is_killed, world_size, strategy)
+    assert f"exit code -{signal.SIGKILL.value}" in str(outcomes[-1].error)
+    check_others(outcomes, "PeerFailed: ", f"rank {world_size - 1} died or closed its connection")
+
+
+@pytest.mark.parametrize("strategy", BOTH_KINDS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_whose_loop_raises_tells_the_others_why(world_size: int, strategy: str) -> None:
+    outcomes = rank_outcomes(world_size, last_rank_raises, world_size, strategy)
+    assert "ValueError: column 'text' is missing" in str(outcomes[-1].error)
+    cause = f"rank {world_size - 1}, after step 1: ValueError: column 'text' is missing"
+    check_others(outcomes, "PeerFailed: ", cause)
+
+
+@pytest.fixture(scope="module")
+def silences() -> dict[tuple[int, str], list[Outcome]]:
+    """The outcomes of silent ranks by world size and strategy; side by side, as all they do is wait."""
+    cases = [(world_size, strategy) for world_size in (2, 3) for strategy in BOTH_KINDS]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        runs = [pool.submit(rank_outcomes, size, last_rank_falls_silent, size, name) for size, name in cases]
+        return {case: run.result() for case, run in zip(cases, runs, strict=True)}
+
+
+@pytest.mark.parametrize("strategy", BOTH_KINDS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_silent_rank_is_named_by_all_others_after_the_timeout(
+    silences: dict[tuple[int, str], list[Outcome]], world_size: int, strategy: str
+) -> None:
+    outcomes = silences[world_size, strategy]
+    verdict = f"no answer for {TIMEOUT_SECONDS:g} s from ranks [{world_size - 1}]"
+    check_others(outcomes, "PeerSilent: ", verdict, "raise Options(timeout_seconds=...)")
+    # It comes back to a job that has ended, and is told that it was waited for.
+    assert outcomes[-1].error is None, outcomes[-1].error
+    assert verdict in outcomes[-1].value
+
+
+def test_ranks_that_wait_for_different_things_are_told_what() -> None:
+    for outcome in rank_outcomes(2, only_rank_0_settles, 2):
+        assert outcome.error is None, outcome.error
+        for part in ("PeerSilent: ", "every rank is there", "rank 0 for the gather of bucket 0", "settled()"):
+            assert part in outcome.value
