@@ -79,7 +79,8 @@ def records(folder: str) -> list[dict[str, Any]]:
 def evaluations(folder: str) -> list[tuple[int, float]]:
     """Step and loss of all evaluations."""
     return [
-        (record["step"], record["heldout_loss"]) for record in read_json_lines(Path(folder, "evaluations.jsonl"))
+        (record["step"], record["heldout_loss"])
+        for record in read_json_lines(Path(folder, "evaluations.jsonl"))
     ]
 
 

@@ -1,13 +1,13 @@
 """An arm is one line of text: a strategy, its options, settings of its own."""
 
 import pytest
-from tests.train.tiny import Tiny
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
 from stretto.strategies import ACCO
 from stretto.train.arms import parse_arm, parse_arms, parse_clock, parse_learning_rates, split_list
 from stretto.train.configuration import Job
+from tests.train.tiny import Tiny
 
 
 def test_a_comma_before_a_digit_belongs_to_a_clock() -> None:

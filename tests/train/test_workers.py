@@ -41,7 +41,8 @@ def fail_on_rank_1(seat: Seat, how: str) -> None:
 
 
 def print_and_wait(seat: Seat) -> None:
-    print(f"rank {seat.rank} runs", flush=True)
+    sys.stdout.write(f"rank {seat.rank} runs\n")
+    sys.stdout.flush()
     threading.Event().wait()
 
 

@@ -1,4 +1,4 @@
-"""A task that trains in milliseconds, with everything that a resume could lose: momentum, schedule, dropout, BatchNorm."""
+"""A task that trains in milliseconds, with all that a resume could lose: momentum, schedule, dropout, BatchNorm."""
 
 import dataclasses
 from functools import partial

@@ -10,7 +10,6 @@ from stretto.train.seat import Seat, host_store
 from stretto.train.workers import run_workers
 
 
-
 class Ranks(Protocol):
     """Ranks that can run, again and again; each time in fresh processes, so that memory is measured apart."""
 

@@ -70,7 +70,6 @@ class Loop:
         self.plan = plan
         self.stopwatch = stopwatch
         self.tally = tally
-        self.evaluations: list[Evaluation] = []
         self.batches_handed_out = 0
         self._observers = observers
         self._save = save
@@ -88,18 +87,23 @@ class Loop:
         for update in self.handle.finish():
             self._count(update)
 
-    def evaluate(self) -> Evaluation:
-        """Take the held-out loss at the committed parameters; all ranks must call, right after an update."""
+    def evaluate(self) -> None:
+        """Take the held-out loss at the committed parameters, unless these have been looked at already.
+
+        All ranks must call, before training, right after an update, or at the end.
+        """
+        step = self.handle.steps
+        if self.tally.evaluations and self.tally.evaluations[-1].step == step:
+            return
         with self.stopwatch.held(), torch.random.fork_rng(devices=[]), self.handle.settled():
             evaluation = Evaluation(
-                step=self.handle.steps,
+                step=step,
                 training_seconds=self.stopwatch.seconds,
                 heldout_loss=self.task.evaluate(self.task.model),
             )
-            self.evaluations.append(evaluation)
+            self.tally.evaluations.append(evaluation)
             for observer in self._observers:
-                observer.evaluated(evaluation.step, evaluation.heldout_loss, evaluation.training_seconds)
-        return evaluation
+                observer.evaluated(step, evaluation.heldout_loss, evaluation.training_seconds)
 
     def _committed(self, update: Update) -> None:
         """Everything that happens between an update and the next micro-batch."""
@@ -126,7 +130,7 @@ class Loop:
         if self.plan.seconds is not None and self.stopwatch.seconds >= self.plan.seconds:
             return True
         target = -math.inf if self.plan.to_loss is None else self.plan.to_loss
-        return seconds_to_loss(self.evaluations, target) is not None
+        return seconds_to_loss(self.tally.evaluations, target) is not None
 
 
 def _is_due(step: int, every: int | None) -> bool:

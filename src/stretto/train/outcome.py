@@ -58,7 +58,7 @@ class Outcome:
 
 
 class Tally:
-    """Adds up the updates made here.
+    """Adds up the updates made here, and keeps all looks at the held-out samples.
 
     Args:
         warmup_updates: First updates that the rate leaves out.
@@ -67,6 +67,7 @@ class Tally:
 
     def __init__(self, warmup_updates: int, baseline_bytes: int) -> None:
         self.baseline_bytes = baseline_bytes
+        self.evaluations: list[Evaluation] = []
         self.samples = 0
         self.sent_bytes = 0
         self.exposed_seconds = 0.0

@@ -9,6 +9,7 @@ from stretto.parallel import DataParallel
 from stretto.recipes import Task, reshard
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.handle import Handle
+from stretto.train.outcome import Evaluation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +22,8 @@ class Past:
     """Micro-batches that all ranks together have handed out."""
     training_seconds: float = 0.0
     """Training time."""
-    heldout_before: float | None = None
-    """Held-out loss before the first update."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """All looks at the held-out samples, the one before the first update among them."""
 
     def save(self, run: RunConfig[TaskT], task: Task, parallel: Handle) -> None:
         """Write a checkpoint; all ranks must call, right after an update, with the past that it is then."""
@@ -39,14 +40,13 @@ class Past:
             return cls()
         restored = checkpoint.load(_savable(parallel), _folder(run), loader=task.loader)
         if len(restored.loader_states) != parallel.world_size:
-            task.loader.load_state_dict(
-                reshard(restored.loader_states, parallel.rank, parallel.world_size)
-            )
+            task.loader.load_state_dict(reshard(restored.loader_states, parallel.rank, parallel.world_size))
         extra: dict[str, Any] = dict(restored.extra)
         scheduler = extra.pop("scheduler")
         if task.scheduler is not None:
             task.scheduler.load_state_dict(scheduler)
-        return cls(**{**extra, "step": restored.step})
+        evaluations = tuple(Evaluation(**one) for one in extra.pop("evaluations"))
+        return cls(**{**extra, "step": restored.step, "evaluations": evaluations})
 
 
 def _folder(run: RunConfig[TaskT]) -> Path:

@@ -55,13 +55,14 @@ def _train(
     run: RunConfig[TaskT], task: Task, handle: Handle, past: Past, tally: Tally, observers: Sequence[Observer]
 ) -> Outcome:
     """Train with what is ready, from the first look at the held-out samples to the last."""
+    tally.evaluations.extend(past.evaluations)
 
     def save(loop: Loop) -> None:
         now = Past(
             step=handle.steps,
             batches=past.batches + loop.batches_handed_out * handle.world_size,
             training_seconds=loop.stopwatch.seconds,
-            heldout_before=heldout_before,
+            evaluations=tuple(tally.evaluations),
         )
         now.save(run, task, handle)
 
@@ -74,11 +75,11 @@ def _train(
         stopwatch=Stopwatch(past.training_seconds),
         tally=tally,
     )
-    heldout_before = loop.evaluate().heldout_loss if past.heldout_before is None else past.heldout_before
+    if not tally.evaluations:
+        loop.evaluate()
     loop.run()
     training_seconds = loop.stopwatch.seconds
-    if not loop.evaluations or loop.evaluations[-1].step != handle.steps:
-        loop.evaluate()
+    loop.evaluate()
     if loop.plan.checkpoint_every is not None:
         save(loop)
     if handle.rank == 0 and run.run_dir is not None:
@@ -96,10 +97,10 @@ def _train(
         sent_bytes=tally.sent_bytes,
         baseline_bytes=tally.baseline_bytes,
         peak_bytes=peak_resident_bytes(),
-        heldout_before=heldout_before,
-        heldout_loss=loop.evaluations[-1].heldout_loss,
-        seconds_to_loss=None if run.to_loss is None else seconds_to_loss(loop.evaluations, run.to_loss),
-        evaluations=tuple(loop.evaluations),
+        heldout_before=tally.evaluations[0].heldout_loss,
+        heldout_loss=tally.evaluations[-1].heldout_loss,
+        seconds_to_loss=None if run.to_loss is None else seconds_to_loss(tally.evaluations, run.to_loss),
+        evaluations=tuple(tally.evaluations),
         accuracy=accuracy,
         sample=sample,
     )
@@ -107,14 +108,15 @@ def _train(
 
 def _plan(run: RunConfig[TaskT], past: Past, world_size: int) -> Plan:
     updates = run.planned_updates
-    fixed = updates is not None and run.clock is None
-    # With a clock, an overlapping strategy commits its last update while it drains.
-    drained = 1 if parse_arm(run.strategy).overlaps else 0
+    batches = last_step = None
+    if updates is not None and run.clock is None:
+        batches = max(0, updates * run.micro_batches - past.batches // world_size)
+    elif updates is not None:
+        # With a clock, an overlapping strategy commits its last update while it drains.
+        last_step = updates - 1 if parse_arm(run.strategy).overlaps else updates
     return Plan(
-        batches=max(0, updates * run.micro_batches - past.batches // world_size)
-        if updates is not None and fixed
-        else None,
-        last_step=updates - drained if updates is not None and not fixed else None,
+        batches=batches,
+        last_step=last_step,
         seconds=run.seconds,
         to_loss=run.to_loss,
         evaluate_every=run.evaluate_every,
@@ -132,10 +134,8 @@ def _observers(run: RunConfig[TaskT], past: Past, seat: Seat, shows_progress: bo
         if run.tensorboard:
             observers.append(TensorBoard(Path(run.run_dir, "tensorboard"), past.step))
     if shows_progress:
-        where = f"{seat.world_size} workers, link {run.link}"
-        title = f"{type(run.task).__name__}, {run.strategy}, {where}" + (
-            f", {run.run_dir}" if run.run_dir else ""
-        )
+        workers = "1 worker" if seat.world_size == 1 else f"{seat.world_size} workers"
+        title = f"{run.strategy} on {workers}, link {run.link}" + (f", {run.run_dir}" if run.run_dir else "")
         observers.append(Progress(Header(title=title, updates=run.planned_updates, seconds=run.seconds)))
     return observers
 
