@@ -72,7 +72,8 @@ def plan_layout(
                 )
             )
             stop = _round_up(stop + parameter.numel(), ALIGNMENT)
-        cuts = _cut(stop, bucket_bytes // accumulation_dtype.itemsize, world_size * ALIGNMENT)
+        # At least one element: where all parameters are empty there is still something to send.
+        cuts = _cut(max(stop, 1), bucket_bytes // accumulation_dtype.itemsize, world_size * ALIGNMENT)
         buckets.extend(Bucket(set_index, start, numel) for start, numel in cuts)
         sets.append(FlatSet(first.dtype, accumulation_dtype, first.device, buckets[-1].stop))
     layout = Layout(world_size, tuple(sets), tuple(slots), tuple(buckets))
