@@ -154,6 +154,7 @@ def _rank_main(sender: Connection, rank: int, job: _Job) -> None:
         if job.backend is not None:
             store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=60))
             dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world_size)
+            dist.barrier()  # a rank that is done at once must not close before the others have connected
         result = (None, job.function(rank, *job.args))
     except BaseException:
         result = (traceback.format_exc(), None)
