@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto import DPU, Options, WeightPrediction, ZeRO1
+from stretto import DPU, Options, WeightPrediction, ZeRO1, checkpoint
 from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, Case, Job, differing
 from tests.processes import run_ranks
 
@@ -109,6 +109,23 @@ def test_an_end_can_be_saved_and_continued(strategy: object, tmp_path: Path) -> 
     assert restored.step == ending.parallel.steps
     assert {n for n, v in continuing.model.state_dict().items() if not torch.equal(v, end[n])} == set()
     continuing.train(restored.step + 2)
+
+
+def test_hyperparameters_come_back_with_what_a_scheduler_has_added(tmp_path: Path) -> None:
+    job = Job(Case()).train(SAVED_AT)
+    job.save(tmp_path)
+    fresh = Job(Case())
+    for group in fresh.optimizer.param_groups:
+        del group["initial_lr"]
+        group["betas"] = (0.5, 0.5)
+    checkpoint.load(fresh.parallel, tmp_path)
+    settings = [
+        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        for optimizer in (job.optimizer, fresh.optimizer)
+    ]
+    assert settings[0] == settings[1]
+    assert settings[0][0]["lr"] == 0.01 * (1 / (1 + SAVED_AT))
+    assert settings[0][0]["initial_lr"] == 0.01
 
 
 def test_saving_twice_at_one_update_changes_nothing(tmp_path: Path) -> None:

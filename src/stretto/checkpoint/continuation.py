@@ -113,8 +113,8 @@ class Continuation:
         if "carry" in state:
             self._compute.adopt(self._reduction(state))
         if "shown" in state:
-            values = [state["shown"][slot.name].content().view(slot.shape) for slot in self._job.slots]
-            self._compute.show_estimate(values)
+            shown = [(state["shown"][slot.name].content(), slot.shape) for slot in self._job.slots]
+            self._compute.show_estimate([values.view(shape).to(self._device) for values, shape in shown])
         if mine is not None:
             _restore_random_states(mine["random"], self._device)
 

@@ -42,9 +42,11 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the file, down to the disk."""
-        content = dataclasses.asdict(self)
+        content = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         content["format"] = FORMAT
-        content["stored"] = [[s.name, *dataclasses.astuple(s.extent), s.digest] for s in self.stored]
+        content["stored"] = [
+            [s.name, s.extent.file, s.extent.offset, s.extent.length, s.digest] for s in self.stored
+        ]
         content["digest"] = _digest(content)
         with (folder / FILE).open("w", encoding="utf-8") as stream:
             json.dump(content, stream)

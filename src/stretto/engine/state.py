@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.engine.compute_lane import ComputeLane
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
@@ -135,14 +135,12 @@ class JobState:
                 if not isinstance(value, Tensor):
                     entries[name] = value
                 elif slot is None:
-                    entries[name] = self._shares.uncut(
-                        value.shape, value.dtype, None if blank else value.detach().clone()
-                    )
+                    fixed = isinstance(value, nn.Parameter)
+                    kept = value if fixed or blank else value.clone()  # what is shown comes back into buffers
+                    entries[name] = self._shares.uncut(kept, blank=blank, alike=fixed)
                 else:
-                    leaves = held.parameters is not None
-                    entries[name] = self.spread(
-                        slot, None if blank else value.detach().clone() if leaves else value
-                    )
+                    kept = value if held.parameters is None or blank else value.detach().clone()
+                    entries[name] = self.spread(slot, None if blank else kept)
             return entries
         finally:
             self.compute.show_again(held)

@@ -18,7 +18,7 @@ class Part:
     value: Tensor | None
     """`(box.numel,)`; None where nothing exists yet: never written, allocated when read."""
     is_written_here: bool
-    """Exactly one rank writes each part."""
+    """Of several ranks that would write the same part, the planner chooses one."""
 
 
 class PartedTensor(Tensor):

@@ -52,10 +52,18 @@ class Shares:
         ]
         return PartedTensor(slot.shape, dtype, parts)
 
-    def uncut(self, shape: Sequence[int], dtype: torch.dtype, value: Tensor | None) -> PartedTensor:
-        """Return something that all ranks hold alike and rank 0 writes."""
-        flat = None if value is None else value.detach().reshape(-1)
-        return PartedTensor(shape, dtype, [Part(whole(shape), flat, self.rank == 0)])
+    def uncut(self, value: Tensor, *, blank: bool, alike: bool) -> PartedTensor:
+        """Return something that is not cut.
+
+        Args:
+            value: Its shape, its dtype and, unless blank, its values.
+            blank: Leave the values out.
+            alike: Whether all ranks hold the same values, so that any may write them; otherwise rank 0 does.
+        """
+        flat = None if blank else value.detach().reshape(-1)
+        return PartedTensor(
+            value.shape, value.dtype, [Part(whole(value.shape), flat, alike or self.rank == 0)]
+        )
 
     def number(self, slot: Slot, dtype: torch.dtype, value: Tensor | None) -> PartedTensor:
         """Return a number that belongs to a parameter; whoever writes its first element writes it."""
