@@ -1,7 +1,7 @@
 """All that a strategy may ask for.
 
 A strategy is a generator that yields effects; whoever runs it answers each. `Reduce` and `AllReduce` answer
-with a `Gradient`, the others with None. See `docs/strategies.md` for how to write one.
+with a `Gradient`, the others with None. See `docs/adding-a-strategy.md`.
 """
 
 import dataclasses

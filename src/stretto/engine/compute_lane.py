@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from stretto.engine.accounts import Accounts
 from stretto.engine.guarded_model import GuardedModel
 from stretto.engine.job import Contribution, Job, Landing, Reduction, Shown
 from stretto.engine.lane import Lane
@@ -83,9 +84,7 @@ class ComputeLane:
         self._accumulating_round = 0
         """Position, in its update, of the round that accumulates: one ahead of the one in flight."""
         self._hyperparameters: Hyperparameters = []
-        self._skipped_rounds = 0
-        self._exposed_seconds = 0.0
-        self._last_update = runtime.now()
+        self._accounts = Accounts(strategy.staleness, runtime.now())
         self._arrived = False
         guarded.hook(
             on_gradient=self._note_gradient,
@@ -204,7 +203,7 @@ class ComputeLane:
         self._job = None
         self._contribution = self._empty_contribution()
         self._accumulating_round = 0
-        self._skipped_rounds = 0
+        self._accounts = Accounts(self._strategy.staleness, self._runtime.now())
         self._filling.attach(self._guarded.parameters)
         self._guarded.remember()
         self.statistics.agree()
@@ -253,7 +252,7 @@ class ComputeLane:
         pending, self._in_flight = self._in_flight, None
         started = self._runtime.now()
         landing = pending.result()
-        self._exposed_seconds += self._runtime.now() - started
+        self._accounts.exposed_seconds += self._runtime.now() - started
         self._guarded.check_untouched(self.where)
         self._install(landing.buffer.views)
         if landing.reduction.skipped:
@@ -265,7 +264,7 @@ class ComputeLane:
         else:
             self._filling.attach(self._guarded.parameters)
         self.votes = landing.reduction.call.votes
-        self._skipped_rounds += landing.reduction.skipped
+        self._accounts.skipped_rounds += landing.reduction.skipped
         self.at_boundary = landing.at_boundary
         return self._update(landing)
 
@@ -370,36 +369,12 @@ class ComputeLane:
         self._filling.check_attached(self._guarded.parameters, self.where)
 
     def _update(self, landing: Landing) -> Update | None:
-        commit = landing.commit
-        if commit is None:
+        if landing.commit is None:
             return None
-        calls = [reduction.call for reduction in commit.reductions if not reduction.skipped]
         self.steps += 1
-        self._check_used(commit.reductions)
-        now = self._runtime.now()
-        loss_weight = sum(call.loss_weight for call in calls)
-        update = Update(
-            step=self.steps,
-            round_index=commit.round_index,
-            samples=sum(call.samples for call in calls),
-            weight=sum(call.weight for call in calls),
-            loss=sum(call.loss_sum for call in calls) / loss_weight if loss_weight else float("nan"),
-            gradient_norm=commit.gradient_norm,
-            staleness=min(self._strategy.staleness, self.steps - 1),
-            micro_batches=tuple(
-                sum(counts) for counts in zip(*(call.micro_batches for call in calls), strict=True)
-            ),
-            rounds=tuple(call.micro_batches for call in calls),
-            seconds=now - self._last_update,
-            lane_seconds=commit.lane_seconds,
-            exposed_seconds=self._exposed_seconds,
-            sent_bytes=commit.sent_bytes,
-            learning_rates=commit.learning_rates,
-            skipped_rounds=self._skipped_rounds,
-        )
+        self._check_used(landing.commit.reductions)
         self._guarded.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
-        self._last_update, self._exposed_seconds, self._skipped_rounds = now, 0.0, 0
-        return update
+        return self._accounts.close(landing.commit, self.steps, self._runtime.now())
 
     def _check_used(self, reductions: tuple[Reduction, ...]) -> None:
         if self.steps > 1 or self._allow_unused:

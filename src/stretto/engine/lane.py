@@ -189,6 +189,7 @@ class Lane:
         self.owner.publish(job.buffer.flats)
 
     def _preview(self, gradient: ReducedGradient, job: Job) -> Shown:
+        gradient.merge()
         if gradient.weight == 0:
             self.owner.publish(job.buffer.flats)
             return "committed"

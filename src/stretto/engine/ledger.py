@@ -71,6 +71,13 @@ def ledger_of(strategy: Strategy) -> Ledger:
     count = Counter(kinds)
     if count[Reduce] and count[AllReduce]:
         raise ConfigError(f"strategy {strategy.name}: Reduce and AllReduce cannot be mixed")
+    for number, kind in enumerate(kinds):
+        ends_round = number + 1 == len(kinds) or kinds[number + 1] in (Reduce, AllReduce)
+        if ends_round and kind not in ((Gather,) if count[Reduce] else (Step, Preview)):
+            raise ConfigError(
+                f"strategy {strategy.name}: every round must end with what its landing shows, a Gather after Reduce, "
+                f"a Step or Preview after AllReduce; found {kind.__name__} as effect {number + 1} of {len(kinds)}"
+            )
     if count[Step] != 1:
         raise ConfigError(
             f"strategy {strategy.name}: an update must step exactly once, found {count[Step]} steps"

@@ -60,23 +60,8 @@ def start_lanes(
     # A replicated optimizer, too, sees flat slices and not the parameters' shapes.
     check_shardable(optimizer)
     exchange = _exchange(options, group, layout, watch)
-    agree(
-        exchange,
-        {
-            "strategy": repr(strategy),
-            "micro_batches": repr(micro_batches),
-            "options": "\n".join(
-                f"{f.name}={getattr(options, f.name)!r}" for f in dataclasses.fields(options)
-            ),
-            "optimizer": type(optimizer).__name__,
-            "optimizer settings": settings_text(read_hyperparameters(optimizer)),
-            "model": layout.text(),
-            "frozen parameters and buffers": "\n".join(
-                f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in untrained(model)
-            ),
-        },
-        f"rank {group.rank()}, before step 1",
-    )
+    settings = _settings(model, optimizer, strategy, micro_batches, options)
+    agree(exchange, {**settings, "model": layout.text()}, f"rank {group.rank()}, before step 1")
     for flat, parameter in ((layout.sets[s.set_index], parameters[s.index]) for s in layout.slots):
         if flat.accumulation_dtype != flat.dtype:
             parameter.grad_dtype = flat.accumulation_dtype
@@ -126,6 +111,26 @@ def _check_kinds(model: object, optimizer: object, strategy: object) -> None:
         )
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy: expected an instance such as ACCO(), found {strategy!r}")
+
+
+def _settings(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    micro_batches: int | Clock,
+    options: Options,
+) -> dict[str, str]:
+    """Return what ranks must hold alike, beside the layout, as text by name."""
+    chosen = [f"{field.name}={getattr(options, field.name)!r}" for field in dataclasses.fields(options)]
+    fixed = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in untrained(model)]
+    return {
+        "strategy": repr(strategy),
+        "micro_batches": repr(micro_batches),
+        "options": "\n".join(chosen),
+        "optimizer": type(optimizer).__name__,
+        "optimizer settings": settings_text(read_hyperparameters(optimizer)),
+        "frozen parameters and buffers": "\n".join(fixed),
+    }
 
 
 def _exchange(options: Options, group: dist.ProcessGroup, layout: Layout, watch: Watch) -> Exchange:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from stretto.errors import ConfigError
+
 
 class ReducedGradient:
     """The sum over ranks of weighted gradients, on the slices this rank owns.
@@ -23,7 +25,8 @@ class ReducedGradient:
         """Squared 2-norm of the whole sum; None until measured."""
         self.used = used
         """One byte per parameter slot: did any rank's micro-batch use it?"""
-        self._pending: ReducedGradient | None = None
+        self._parts: tuple[ReducedGradient, ReducedGradient] | None = None
+        self._spent = False
         self._scale: float | None = None
 
     def __add__(self, other: "ReducedGradient") -> "ReducedGradient":
@@ -31,15 +34,32 @@ class ReducedGradient:
         used = bytes(a | b for a, b in zip(self.used, other.used, strict=True))
         total = ReducedGradient(other.sums, self.weight + other.weight, 0.0, used)
         total.norm_squared = None
-        total._pending = self
+        total._parts = (self, other)
         return total
 
     def merge(self) -> None:
-        """Perform a pending addition, in place: a third buffer would cost four bytes per owned element."""
-        if self._pending is not None:
-            for into, part in zip(self.sums, self._pending.sums, strict=True):
-                into.add_(part)
-            self._pending = None
+        """Perform pending additions, in place: a third buffer would cost four bytes per owned element.
+
+        Raises:
+            ConfigError: The strategy uses a gradient again whose storage has gone into a sum, or been divided.
+        """
+        if self._spent:
+            raise ConfigError(
+                "a strategy used a gradient again that it had added to another: pass on the sum itself"
+            )
+        if self._parts is None:
+            return
+        for part in self._parts:
+            part.merge()
+            if part._scale is not None:
+                raise ConfigError(
+                    "a strategy added a gradient that it had stepped with: add first, then step"
+                )
+            part._spent = True
+        addend, into = self._parts
+        for total, piece in zip(into.sums, addend.sums, strict=True):
+            total.add_(piece)
+        self._parts = None
 
     def become_mean(self, clip: float) -> None:
         """Divide the sums by the weight and multiply by `clip`, in place, once."""
