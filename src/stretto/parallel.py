@@ -20,7 +20,7 @@ from stretto.strategies import ACCO, Strategy
 
 Batch = TypeVar("Batch")
 
-_BACKEND_MARGIN_SECONDS = 10.0
+_BACKEND_MARGIN_SECONDS = 5.0
 """The backend's timeout comes after the library's, which names the silent rank, and not long after: a process
 cannot end while the backend waits."""
 

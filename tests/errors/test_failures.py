@@ -29,17 +29,21 @@ def default_store() -> dist.Store:
     return store
 
 
+def lanes_left() -> list[str]:
+    """The communication lanes that have not ended within a look into the store and more."""
+    lanes = [thread for thread in threading.enumerate() if thread.name.startswith("stretto-lane")]
+    for lane in lanes:
+        lane.join(timeout=SECONDS_TO_NOTICE)
+    return [lane.name for lane in lanes if lane.is_alive()]
+
+
 def train_until_failure(job: TinyJob, first: st.Update) -> str:
     """Train on and return the error that ends the job; more updates than anybody commits alone."""
     try:
         for _ in range(100):
             job.until_update()
     except st.StrettoError as error:
-        for thread in threading.enumerate():
-            if thread.name.startswith("stretto-lane"):
-                thread.join(timeout=20)
-        alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("stretto-lane")]
-        return f"{type(error).__name__}: {error} {alive or 'and no lane is left'}"
+        return f"{type(error).__name__}: {error} lanes left: {lanes_left()}"
     return f"nothing happened after {first}"
 
 
@@ -53,12 +57,17 @@ def last_rank_is_killed(rank: int, world_size: int, strategy: str) -> str:
 
 def last_rank_raises(rank: int, world_size: int, strategy: str) -> str:
     job = TinyJob(strategy)
-    with job.parallel:
-        first = job.until_update()
-        if rank == world_size - 1:
-            job.loss()  # takes off, so that a lane is in flight where there is one
-            raise ValueError("column 'text' is missing")
-        return train_until_failure(job, first)
+    first = job.until_update()
+    if rank == world_size - 1:
+        try:
+            with job.parallel:
+                job.loss()  # takes off, so that a lane is in flight where there is one
+                raise ValueError("column 'text' is missing")
+        finally:
+            default_store().set("left", str(lanes_left()))
+    # Nobody helps the lane of the last rank to complete its round.
+    assert default_store().get("left") == b"[]"
+    return train_until_failure(job, first)
 
 
 def last_rank_falls_silent(rank: int, world_size: int, strategy: str) -> str:
@@ -71,6 +80,37 @@ def last_rank_falls_silent(rank: int, world_size: int, strategy: str) -> str:
     told = train_until_failure(job, first)
     default_store().set(f"over/{rank}", "")
     return told
+
+
+def move_store_to_rank_0(rank: int, world_size: int) -> None:
+    """Start the default group anew over a store that ends with rank 0, as without a launcher."""
+    shared = default_store()
+    if rank == 0:
+        own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared.set("port", str(own.port))
+    else:
+        own = dist.TCPStore("127.0.0.1", int(shared.get("port")), is_master=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
+
+
+def keeper_of_the_store_is_killed(rank: int, world_size: int) -> str:
+    move_store_to_rank_0(rank, world_size)
+    job = TinyJob("acco")
+    first = job.until_update()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_until_failure(job, first)
+
+
+def keeper_of_the_store_raises(rank: int, world_size: int) -> str:
+    move_store_to_rank_0(rank, world_size)
+    job = TinyJob("acco")
+    with job.parallel:
+        first = job.until_update()
+        if rank == 0:
+            raise ValueError("column 'text' is missing")
+        return train_until_failure(job, first)
 
 
 def only_rank_0_settles(rank: int, world_size: int) -> str:
@@ -91,7 +131,7 @@ def check_others(outcomes: list[Outcome], *parts: str) -> None:
     *others, last = outcomes
     for outcome in others:
         assert outcome.error is None, outcome.error
-        for part in (f"rank {outcome.rank}, after step", "and no lane is left", *parts):
+        for part in (f"rank {outcome.rank}, after step", "lanes left: []", *parts):
             assert part in outcome.value
         assert outcome.finished - last.finished < SECONDS_TO_NOTICE
 
@@ -133,6 +173,19 @@ def test_a_silent_rank_is_named_by_all_others_after_the_timeout(
     # It comes back to a job that has ended, and is told that it was waited for.
     assert outcomes[-1].error is None, outcomes[-1].error
     assert verdict in outcomes[-1].value
+
+
+def test_a_rank_that_keeps_the_store_is_named_when_it_dies() -> None:
+    for outcome in rank_outcomes(3, keeper_of_the_store_is_killed, 3)[1:]:
+        assert outcome.error is None, outcome.error
+        assert "PeerFailed: " in outcome.value
+        assert "the rank that keeps the store, usually rank 0, died" in outcome.value
+
+
+def test_a_rank_that_keeps_the_store_stays_until_its_cause_was_heard() -> None:
+    for outcome in rank_outcomes(3, keeper_of_the_store_raises, 3)[1:]:
+        assert outcome.error is None, outcome.error
+        assert "rank 0, after step 1: ValueError: column 'text' is missing" in outcome.value
 
 
 def test_ranks_that_wait_for_different_things_are_told_what() -> None:

@@ -15,6 +15,7 @@ Note [Who is to blame]
 
 import contextlib
 import datetime
+import re
 import time
 
 from torch import distributed as dist
@@ -32,9 +33,9 @@ from stretto.errors import (
 _LOOK_SECONDS = 1.0
 """How often a waiting lane looks into the store: a raising rank is noticed within this time."""
 _ANSWER_SECONDS = 2.5
-"""How long an alarm waits for the answers of ranks that still wait; two looks and a margin."""
+"""How long to wait for ranks that still wait themselves to answer; two looks and a margin."""
 _POLL_SECONDS = 0.05
-"""How often an alarm counts the answers."""
+"""How often the answers are counted."""
 _SEEN_BY_ALL = (NonFinite, RanksDisagree, UnusedParameters)
 """Errors that every rank raises by itself, from the same roll call."""
 
@@ -68,7 +69,7 @@ class Watch:
                 if _completes(work, look_seconds):
                     return
             except RuntimeError as error:
-                raise self._alarm(what, PeerFailed, str(error).splitlines()[0]) from error
+                raise self._alarm(what, PeerFailed, _reason(error)) from error
             self._look(what)
             if time.monotonic() > deadline:
                 raise self._alarm(what, PeerSilent, self._no_answer)
@@ -84,7 +85,17 @@ class Watch:
             return False
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to tell
             self._say("failure", f"rank {self.rank}, after step {self.step}: {type(error).__name__}: {error}")
+            if self.rank == 0:
+                self._await_hearing()
         return True
+
+    def _await_hearing(self) -> None:
+        """Stay until the others have heard, or leave too: rank 0 often keeps the store, which ends with it."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            if not set(self._others) - self._hear("heard").keys() - self._hear("failure").keys():
+                return
+            time.sleep(_POLL_SECONDS)
 
     def _look(self, what: str) -> None:
         """Raise if another rank has told a failure or raised an alarm, or this one has left."""
@@ -125,6 +136,7 @@ class Watch:
         """Return the error that another rank's failure or verdict calls for."""
         failures = self._hear("failure")
         if failures:
+            self._say("heard", "")
             return PeerFailed(self._where(what) + "; ".join(failures.values()))
         for told in self._hear("verdict").values():
             name, _, verdict = told.partition(" ")
@@ -165,6 +177,11 @@ def _completes(work: dist.Work, seconds: float) -> bool:
             return False
         work.wait()  # over by now: it raises its own error, or it has come in at the last moment
     return True
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return the first sentence of a backend's message, without the place in its source."""
+    return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
 def _verdict(kind: type[CommunicationError], reason: str, missing: list[int], answers: dict[int, str]) -> str:
