@@ -76,7 +76,7 @@ def _fields_rule(info: "StructTypeInfo") -> "StructConstructorSpec | None":
     if not dataclasses.is_dataclass(info.default) or isinstance(info.default, type):
         return None
     kind = type(info.default)
-    hints, docs = get_type_hints(kind), _field_docs(kind)
+    hints, docs = get_type_hints(kind), field_docs(kind)
     fields = []
     for field in dataclasses.fields(kind):
         value = getattr(info.default, field.name)
@@ -86,7 +86,7 @@ def _fields_rule(info: "StructTypeInfo") -> "StructConstructorSpec | None":
     return StructConstructorSpec(instantiate=kind, fields=tuple(fields))
 
 
-def _field_docs(kind: type) -> dict[str, str]:
+def field_docs(kind: type) -> dict[str, str]:
     """Return the string under each field of a dataclass and of those it inherits from, as one line each."""
     docs: dict[str, str] = {}
     for parent in reversed([parent for parent in kind.__mro__ if dataclasses.is_dataclass(parent)]):

@@ -112,10 +112,9 @@ def _describe(failures: dict[int, _Failure], num_workers: int) -> str:
     """Say what came first: a failure that is not the consequence of another one."""
     causes = {rank: failure for rank, failure in failures.items() if not failure.is_consequence} or failures
     rank, cause = next(iter(causes.items()))
-    others = sorted(set(failures) - {rank})
     text = f"rank {rank} of {num_workers} local workers failed: {cause.text}"
-    for other in others:
-        if other in causes:
+    for other in sorted(set(causes) - {rank}):
+        if causes[other].text != cause.text:
             text += f"\nrank {other} failed too: {causes[other].text.splitlines()[-1]}"
     return text
 

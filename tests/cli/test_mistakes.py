@@ -1,0 +1,108 @@
+"""What cannot be is said in one line, with exit code 2, before any worker starts."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.cli import main
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("tarin stdlib-gpt", "no command is called 'tarin'; there are train, compare"),
+        ("train", "train needs a recipe first: stdlib-gpt, digits-resnet"),
+        ("train --updates 3", "train needs a recipe first"),
+        ("train stdlib", "no recipe is called 'stdlib'; there are stdlib-gpt, digits-resnet"),
+        (
+            "train digits-resnet --strategy aco",
+            "no strategy is called 'aco'; there are ddp, zero1, dpu, wp, acco",
+        ),
+        ("train digits-resnet --strategy acco:frist=1", "acco has no setting 'frist'; there are first"),
+        ("train digits-resnet --strategy torch-ddp", "torch-ddp is there to compare with"),
+        ("train digits-resnet --upadtes 3", "has no option '--upadtes'"),
+        ("train digits-resnet --task.wdith 3", "has no option '--task.wdith'"),
+        ("compare digits-resnet --strategies ddp,bogus", "no strategy is called 'bogus'"),
+        ("compare digits-resnet --strategies ddp --learning-rates acco=1", "learning rates for acco"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
+    words: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("stretto: ")
+    assert named in line
+    assert captured.out == ""
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--updates three", "three"),
+        ("--updates 0", "at least 1, found 0"),
+        ("--clock 8", "MIN,MAX"),
+        ("--clock 8,2", "1 <= minimum <= maximum"),
+        ("--link fast", "cannot read the link"),
+        ("--wire fp8", "bf16"),
+        ("--task.batch 1", "at least 2, found 1"),
+        ("--seconds -1", "positive"),
+        ("--resume", "set run_dir"),
+        ("--to-loss 1.0 --evaluate-every None", "set evaluate_every"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_with_exit_code_2(
+    words: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "digits-resnet", *words.split()])
+    assert end.value.code == 2
+    captured = capsys.readouterr()
+    # The message stands in a frame and is folded to its width.
+    shown = " ".join((captured.out + captured.err).replace("│", " ").split())
+    assert named in shown
+    assert "Traceback" not in shown
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    Path("run", "updates.jsonl").write_text("")
+    assert main(["train", "digits-resnet", "--run-dir", "run"]) == 2
+    assert "run holds a run already: continue it with --resume" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_an_install_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["train", "digits-resnet"]) == 2
+    assert "pip install 'stretto[cli]'" in capsys.readouterr().err
+
+
+def test_a_launcher_with_half_its_variables_is_told_which_are_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "digits-resnet", "--run-dir", "run"]) == 2
+    assert "expected MASTER_ADDR and MASTER_PORT" in capsys.readouterr().err
+
+
+def test_ranks_of_a_launcher_need_a_folder_to_agree_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "digits-resnet"]) == 2
+    assert "--run-dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "code"), [("", 2), ("--help", 0), ("-h", 0)])
+def test_the_program_alone_says_what_it_can_do(
+    words: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == code
+    assert "train" in capsys.readouterr().out

@@ -1,0 +1,84 @@
+"""`stretto train`, as a user starts it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.cli import main
+from stretto.observe import read_json_lines
+from stretto.records import Update
+
+QUICK = ["digits-resnet", "--task.width", "4", "--task.batch", "8", "--evaluate-every", "3"]
+
+
+def stretto(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "stretto", *words], capture_output=True, text=True)
+
+
+def test_one_command_trains_and_leaves_a_whole_folder() -> None:
+    ended = stretto("train", *QUICK, "--updates", "4", "--run-dir", "run", "--checkpoint-every", "2")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "acco on 2 workers, link none, run"
+    assert lines[-4].startswith("4 updates in ")
+    assert lines[-3].startswith("held-out loss 2.")
+    assert lines[-2].startswith("held-out accuracy ")
+    assert lines[-1] == "records, checkpoints and the model are in run"
+    records = read_json_lines(Path("run/updates.jsonl"))
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert all(set(Update.__slots__) <= set(record) for record in records)
+    assert [record["step"] for record in read_json_lines(Path("run/evaluations.jsonl"))] == [0, 3, 4]
+    config = json.loads(Path("run/config.json").read_text())
+    assert (config["strategy"], config["task"]["width"], config["updates"]) == ("acco", 4, 4)
+    found = {path.name for path in Path("run").iterdir()}
+    assert found == {
+        "checkpoints", "config.json", "evaluations.jsonl", "model.pt", "tensorboard", "updates.jsonl"
+    }  # fmt: skip
+
+
+def test_a_launcher_of_torch_starts_the_same_run() -> None:
+    words = ["train", *QUICK, "--updates", "3", "--micro-batches", "2", "--no-tensorboard"]
+    assert main([*words, "--run-dir", "local"]) == 0
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launched = subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", "stretto", *words, "--run-dir", "launched"],
+        capture_output=True,
+        text=True,
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stdout.splitlines()[0] == "acco on 2 workers, link none, launched"
+    losses = [
+        [record["loss"] for record in read_json_lines(Path(folder, "updates.jsonl"))]
+        for folder in ("local", "launched")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_run_goes_on_where_it_was_left(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", *QUICK, "--micro-batches", "2", "--no-tensorboard", "--run-dir", "run"]
+    assert main([*words, "--updates", "2"]) == 0
+    assert main([*words, "--updates", "5", "--resume"]) == 0
+    assert [record["step"] for record in read_json_lines(Path("run/updates.jsonl"))] == [1, 2, 3, 4, 5]
+    assert capsys.readouterr().out.count("records, checkpoints and the model are in run") == 2
+
+
+def test_a_worker_that_fails_is_named_in_one_line_with_exit_code_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # ACCO has two rounds per update, which one micro-batch cannot fill: found by every worker alike.
+    assert main(["train", *QUICK, "--run-dir", "run", "--micro-batches", "1"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match("stretto: rank [01] of 2 local workers failed: ConfigError: acco needs at least 2", line)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_rank_and_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["train", *QUICK, "--run-dir", "run", "--task.lr", "1e30", "--strategy", "zero1"]
+    assert main(words) == 1
+    first = capsys.readouterr().err.splitlines()[0]
+    assert re.search("rank ([01]) of 2 local workers failed: NonFinite: rank \\1, step", first)

@@ -1,0 +1,81 @@
+"""Records in a file that a resumed run continues consistently."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from stretto.observe import JsonLines, Recorder, read_json_lines
+from tests.observe.updates import update
+
+FILE = Path("records.jsonl")
+
+
+def write(steps: range, keep_until: int | None) -> None:
+    lines = JsonLines(FILE, keep_until)
+    for step in steps:
+        lines.write({"step": step})
+    lines.close()
+
+
+def steps() -> list[int]:
+    return [record["step"] for record in read_json_lines(FILE)]
+
+
+def test_a_new_run_begins_the_file() -> None:
+    write(range(1, 4), keep_until=None)
+    write(range(1, 3), keep_until=None)
+    assert steps() == [1, 2]
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint() -> None:
+    write(range(1, 8), keep_until=None)
+    write(range(5, 7), keep_until=4)
+    assert steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_record_that_was_being_written_at_the_end_is_no_record() -> None:
+    write(range(1, 4), keep_until=None)
+    with FILE.open("ab") as file:
+        file.write(b'{"step": 4, "lo')
+    assert steps() == [1, 2, 3]
+    write(range(4, 6), keep_until=10)
+    assert steps() == [1, 2, 3, 4, 5]
+
+
+def test_a_resumed_run_without_a_file_begins_it() -> None:
+    write(range(3, 5), keep_until=2)
+    assert steps() == [3, 4]
+
+
+def test_a_record_is_in_the_file_at_once() -> None:
+    lines = JsonLines(FILE, keep_until=None)
+    lines.write({"step": 1})
+    assert steps() == [1]
+    lines.close()
+
+
+def test_a_number_that_json_does_not_know_is_refused() -> None:
+    lines = JsonLines(FILE, keep_until=None)
+    with pytest.raises(ValueError, match="JSON"):
+        lines.write({"step": 1, "loss": math.nan})
+    lines.close()
+
+
+def test_a_recorder_writes_updates_with_all_their_fields_and_evaluations_beside_them() -> None:
+    recorder = Recorder(Path(), resumed_from=None)
+    recorder.updated(update(1, loss=math.nan), training_seconds=1.5)
+    recorder.evaluated(1, 2.5, training_seconds=1.5)
+    recorder.close()
+    (record,) = read_json_lines(Path("updates.jsonl"))
+    assert record == {
+        **update(1).as_json(),
+        "micro_batches": [4, 4],
+        "rounds": [[4, 4]],
+        "learning_rates": [0.1, 0.2],
+        "loss": None,
+        "training_seconds": 1.5,
+    }
+    assert read_json_lines(Path("evaluations.jsonl")) == [
+        {"step": 1, "heldout_loss": 2.5, "training_seconds": 1.5}
+    ]

@@ -1,0 +1,55 @@
+"""The live display: plain lines where there is no terminal, a panel where there is."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from stretto.observe import Header, Progress
+from tests.observe.updates import update
+
+HEADER = Header(title="acco on 2 workers", updates=10, seconds=None)
+
+
+def test_without_a_terminal_it_prints_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(HEADER)
+    progress.evaluated(0, 5.5, 0.0)
+    for step in range(1, 6):
+        progress.updated(update(step, loss=float(step)), training_seconds=2.0 * step)
+    progress.close()
+    first, evaluation, begin, end = capsys.readouterr().out.splitlines()
+    assert first == "acco on 2 workers"
+    assert evaluation == "held-out loss 5.5000 after 0 updates"
+    assert begin == "update 1/10  loss 1.0000"
+    # Over the four updates after the first, of two seconds of training each; five updates are left.
+    assert end == ("update 5/10  loss 3.5000  50 samples/s  exposed 12.5%  lane 25%  1.5 MB/s  0:10 left")
+
+
+def test_an_evaluation_stands_behind_its_update(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(HEADER)
+    progress.updated(update(1), 1.0)
+    progress.updated(update(2), 2.0)
+    progress.evaluated(2, 1.5, 2.0)
+    progress.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("update 2/10")
+    assert lines[-1] == "held-out loss 1.5000 after 2 updates"
+
+
+def test_a_run_that_time_ends_shows_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(Header(title="", updates=None, seconds=90.0))
+    progress.updated(update(1), 10.0)
+    progress.updated(update(2), 20.0)
+    progress.close()
+    assert capsys.readouterr().out.splitlines()[-1].endswith("1:10 left")
+
+
+def test_the_panel_shows_loss_speed_exposure_the_lane_and_the_time_left() -> None:
+    progress = Progress(HEADER)
+    for step in range(1, 4):
+        progress.updated(update(step), training_seconds=2.0 * step)
+    console = Console(file=io.StringIO(), width=90)
+    console.print(progress)
+    shown = console.file.getvalue()
+    for part in ("3/10, 0:14 left", "2.0000", "50 samples/s", "12.5% of the time", "25% busy, 1.5 MB/s"):
+        assert part in shown
