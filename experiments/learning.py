@@ -36,7 +36,7 @@ class Run:
     lr: float
     seed: int
     updates: int
-    micro_batches: int = 4
+    micro_batches: int = 2
     layers: int = 2
     width: int = 88
     heads: int = 4
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for learning.json")
     parser.add_argument("--updates", type=int, default=1500, help="committed updates per run")
     parser.add_argument("--seeds", type=int, default=5, help="paired seeds")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 3e-3, 4e-3])
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
