@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from stretto import ACCO, DDP, DPU, WeightPrediction, ZeRO1
+from stretto import ACCO, DDP, DPU, WeightPrediction, ZeRO1, checkpoint
 from stretto.strategies import Strategy
 from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, UPDATES, Case, Job
 from tests.processes import run_ranks
@@ -72,6 +73,33 @@ def test_another_world_size_goes_on_within_rounding(
             assert [note.partition(":")[0] for note in notes] == [
                 f"saved by {before} ranks, continued by {after}"
             ]
+
+
+def passed_on(rank: int, world_size: int, source: str, target: str) -> None:
+    job = Job(Case(optimizer="adamw"), rank, world_size)
+    if source:
+        checkpoint.load(job.parallel, source)
+    else:
+        job.train(SAVED_AT)
+    job.save(Path(target))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable:UserWarning")
+def test_every_entry_passes_through_other_world_sizes_to_the_bit(tmp_path: Path) -> None:
+    found, source = [], ""
+    for world_size in (3, 2, 1):
+        target = str(tmp_path / str(world_size))
+        run_ranks(world_size, passed_on, world_size, source, target)
+        source = target
+        dcp_to_torch_save(checkpoint.latest(target), tmp_path / "all.pt")
+        found.append(torch.load(tmp_path / "all.pt", weights_only=False))
+    for entries in found[1:]:
+        for part in ("model", "carry", "optimizer"):
+            assert entries[part].keys() == found[0][part].keys()
+            for name, value in found[0][part].items():
+                other = entries[part][name]
+                assert torch.equal(other, value) if isinstance(value, Tensor) else other == value, name
+    assert len(list((tmp_path / "3").glob("*/__*.distcp"))) == 3
 
 
 @pytest.mark.parametrize(

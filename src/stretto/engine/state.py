@@ -101,9 +101,8 @@ class JobState:
         for group, names in zip(
             self.compute.guarded.optimizer.param_groups, self._group_names(), strict=True
         ):
-            prefix = f"param_groups.{names[0]}." if names else None
-            settings = {k: v for k, v in state["optimizer"].items() if prefix and k.startswith(prefix)}
-            group.update({key.removeprefix(prefix): value for key, value in settings.items()})
+            for name in names[:1]:
+                group.update(_under(state["optimizer"], f"param_groups.{name}."))
         self.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
 
     def cut(self, slot: Slot, buckets: Sequence[Tensor] | None) -> PartedTensor:
@@ -136,11 +135,13 @@ class JobState:
                     entries[name] = value
                 elif slot is None:
                     fixed = isinstance(value, nn.Parameter)
-                    kept = value if fixed or blank else value.clone()  # what is shown comes back into buffers
+                    kept = value if fixed or blank else value.clone()  # what is live comes back into buffers
                     entries[name] = self._shares.uncut(kept, blank=blank, alike=fixed)
+                elif blank:
+                    entries[name] = self.spread(slot, None)
                 else:
-                    kept = value if held.parameters is None or blank else value.detach().clone()
-                    entries[name] = self.spread(slot, None if blank else kept)
+                    kept = value if held.parameters is None else value.detach().clone()
+                    entries[name] = self.spread(slot, kept)
             return entries
         finally:
             self.compute.show_again(held)
@@ -216,6 +217,10 @@ class JobState:
         """Return how wide the values are that the model shows."""
         dtype = self.owner.layout.sets[slot.set_index].dtype
         return dtype if self.compute.lane.replicated else narrower(self.compute.lane.exchange.wire, dtype)
+
+
+def _under(entries: Mapping[str, Any], prefix: str) -> State:
+    return {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}
 
 
 def _run(entry: Tensor | None, piece: Piece) -> Tensor | None:
