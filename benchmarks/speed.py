@@ -1,0 +1,127 @@
+"""Throughput of every strategy and every stock method over real sockets that are slow, against the time model.
+
+    python benchmarks/speed.py --out benchmarks/results/DATE-speed
+
+Needs root for the namespaces. Two workers, one thread each, in turns; ratios are taken within a repeat. For every
+rate the folder gets compare.json and a table; `time-model.json` holds measured and predicted seconds per update.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from namespaces import Namespaces
+
+from stretto.recipes import StdlibGPT
+
+STOCK = "torch-ddp,torch-ddp-bf16,torch-ddp-zero,torch-fsdp2"
+FIXED = "ddp,zero1,dpu,wp,acco"
+CLOCK = "wp:clock=1,32,acco:clock=1,32"
+FAST = ("1gbit", "none")
+"""Rates at which a 16-bit wire has nothing to save."""
+NARROW = "ddp:wire=bf16,wp:wire=bf16,acco:wire=bf16,wp:wire=bf16:clock=1,32,acco:wire=bf16:clock=1,32"
+
+
+def measure(rate: str, seconds: float, repeats: int, out: Path) -> dict:
+    """Run all arms in turns behind links of `rate`; return compare.json."""
+    narrow = [] if rate in FAST else [NARROW]
+    arms = ",".join(["compute", STOCK, FIXED, CLOCK, *narrow])
+    command = [sys.executable, "-m", "stretto", "compare", "stdlib-gpt", "--strategies", arms]
+    command += ["--seconds", str(seconds), "--repeats", str(repeats), "--out", str(out)]
+    command += ["--evaluate-every", "None", "--task.evaluation-windows", "16"]
+    with Namespaces(2, rate) as network:
+        codes = network.run(command)
+    if any(codes):
+        raise SystemExit(f"a worker failed: exit codes {codes}")
+    return json.loads((out / "compare.json").read_text())
+
+
+def shares(comparison: dict) -> dict[str, list[float]]:
+    """Return every arm's samples per second as a share of `compute` in the same repeat."""
+    runs = comparison["runs"]
+    limit = {run["repeat"]: run["samples_per_second"] for run in runs if run["strategy"] == "compute"}
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        share = (run["samples_per_second"] or 0.0) / limit[run["repeat"]]
+        found.setdefault(run["strategy"], []).append(share)
+    return found
+
+
+def seconds_per_update(comparison: dict, strategy: str) -> float:
+    """Return the median steady time of an update of a strategy with fixed counts."""
+    samples_per_update = next(
+        run["samples"] / run["updates"] for run in comparison["runs"] if run["strategy"] == strategy
+    )
+    rates = [run["samples_per_second"] for run in comparison["runs"] if run["strategy"] == strategy]
+    return samples_per_update / statistics.median(rates)
+
+
+def step_seconds(repeats: int = 20) -> float:
+    """Return the median time of the recipe's optimizer step over one rank's shard, half the parameters."""
+    torch.set_num_threads(1)
+    task = StdlibGPT().build(0, 1, 0, None)
+    for parameter in task.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        task.optimizer.step()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) / 2
+
+
+def time_model(comparison: dict) -> dict[str, dict[str, float]]:
+    """Predict every fixed-count strategy from n·t and C; see docs/time-model.md.
+
+    n·t is `compute`'s update. C is the time of ZeRO-1's communication lane, where nothing runs beside it. O, the
+    preview that prediction makes beside it, is taken to cost what the same shard's step does.
+    """
+
+    def lane_seconds(strategy: str) -> float:
+        runs = [run for run in comparison["runs"] if run["strategy"] == strategy]
+        return statistics.median(run["lane_seconds"] / run["updates"] for run in runs)
+
+    compute = seconds_per_update(comparison, "compute")
+    exchange = lane_seconds("zero1")
+    predicted = {
+        "ddp": compute + lane_seconds("ddp"),
+        "zero1": compute + exchange,
+        "dpu": max(compute, exchange),
+        "wp": max(compute, exchange + step_seconds()),
+        "acco": 2 * max(compute / 2, exchange),
+    }
+    return {
+        strategy: {"predicted": seconds, "measured": (measured := seconds_per_update(comparison, strategy)),
+                   "ratio": measured / seconds}
+        for strategy, seconds in predicted.items()
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure at every rate and print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
+    parser.add_argument("--seconds", type=float, default=15.0, help="training time of a run")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    for rate in options.rates:
+        out = options.out / rate
+        comparison = measure(rate, options.seconds, options.repeats, out)
+        models = time_model(comparison)
+        (out / "time-model.json").write_text(json.dumps(models, indent=1))
+        for strategy, found in shares(comparison).items():
+            median, low, high = statistics.median(found), min(found), max(found)
+            print(f"{rate:8} {strategy:30} {median:6.1%} of compute ({low:.1%} to {high:.1%})")
+        for strategy, seconds in models.items():
+            print(f"{rate:8} {strategy:30} measured / model {seconds['ratio']:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

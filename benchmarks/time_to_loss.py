@@ -1,0 +1,96 @@
+"""Time to a fixed held-out loss over a slow network, learning rate tuned per arm.
+
+    python benchmarks/time_to_loss.py --out benchmarks/results/DATE-time-to-loss
+
+Needs root for the namespaces. Tuning runs without a slow link: with fixed counts the updates do not depend on it.
+All synchronous arms, ours and the stock ones, make the same updates and share one tuned rate. The measured runs
+then stop at the target, with the clock held during evaluations.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from namespaces import Namespaces
+
+TUNED = ("ddp", "wp:wire=bf16", "acco:wire=bf16")
+STOCK = ("torch-ddp", "torch-ddp-bf16", "torch-ddp-zero", "torch-fsdp2")
+EVALUATION = ["--evaluate-every", "4", "--task.evaluation-windows", "64"]
+
+
+def compare(rate: str, arms: list[str], out: Path, limits: list[str]) -> list[dict]:
+    """Run the arms in turns behind links of `rate`; return their records."""
+    command = [sys.executable, "-m", "stretto", "compare", "stdlib-gpt", "--strategies", ",".join(arms)]
+    with Namespaces(2, rate) as network:
+        codes = network.run([*command, "--out", str(out), *EVALUATION, *limits])
+    if any(codes):
+        raise SystemExit(f"a worker failed: exit codes {codes}")
+    return json.loads((out / "compare.json").read_text())["runs"]
+
+
+def updates_to_target(run: dict) -> float:
+    """Return the updates a run made until it reached the target and stopped, or infinity."""
+    return float("inf") if run["seconds_to_loss"] is None else run["updates"]
+
+
+def tune(rates: list[float], target: float, updates: int, out: Path) -> dict[str, float]:
+    """Return the rate at which each tuned arm needs the fewest updates; ties go to the lower final loss."""
+    arms = [f"{arm}:lr={rate:g}" for arm in TUNED for rate in rates]
+    limits = ["--updates", str(updates), "--to-loss", str(target), "--seed", "1000"]
+    runs = compare("none", arms, out, limits)
+    best = {}
+    for arm in TUNED:
+        candidates = [run for run in runs if run["strategy"].startswith(f"{arm}:lr=")]
+        chosen = min(candidates, key=lambda run: (updates_to_target(run), run["heldout_loss"]))
+        best[arm] = chosen["learning_rate"]
+        for run in candidates:
+            print(
+                f"{run['strategy']:28} {updates_to_target(run):5g} updates, {run['heldout_loss']:.4f}",
+                flush=True,
+            )
+    return best
+
+
+def main() -> None:
+    """Tune, measure, print the ranking."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--target", type=float, default=2.6, help="held-out loss, nats per byte")
+    parser.add_argument(
+        "--cap", type=float, default=120.0, help="training seconds after which a run gives up"
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3])
+    parser.add_argument("--tuning-updates", type=int, default=120)
+    options = parser.parse_args()
+    best = tune(options.rates, options.target, options.tuning_updates, options.out / "tuning")
+    arms = [f"{arm}:lr={best['ddp']:g}" for arm in (*STOCK, "ddp:wire=bf16", "zero1:wire=bf16")]
+    arms += [f"{arm}:lr={best[arm]:g}" for arm in TUNED[1:]]
+    arms += [f"{arm}:clock=1,32:lr={best[arm]:g}" for arm in TUNED[1:]]
+    limits = [
+        "--seconds",
+        str(options.cap),
+        "--to-loss",
+        str(options.target),
+        "--repeats",
+        str(options.repeats),
+    ]
+    runs = compare(options.rate, arms, options.out / options.rate, limits)
+    for arm in arms:
+        found = [run["seconds_to_loss"] for run in runs if run["strategy"] == arm]
+        reached = [seconds for seconds in found if seconds is not None]
+        told = (
+            f"{statistics.median(reached):6.1f} s ({min(reached):.1f} to {max(reached):.1f})"
+            if reached
+            else ""
+        )
+        print(f"{arm:40} reached {len(reached)} of {len(found)} {told}")
+
+
+if __name__ == "__main__":
+    main()
