@@ -85,3 +85,10 @@ def test_ranks_draw_from_states_of_their_own_and_runs_repeat() -> None:
 def test_one_worker_is_enough() -> None:
     (outcome,) = train(tiny_run(updates=3), world_size=1)
     assert (outcome.updates, outcome.sent_bytes) == (3, 0)
+
+
+@pytest.mark.parametrize("strategy", OURS)
+def test_an_evaluation_sees_what_a_run_that_ends_there_leaves(strategy: str) -> None:
+    train(tiny_run("long", strategy=strategy, updates=6, evaluate_every=3))
+    train(tiny_run("short", strategy=strategy, updates=3, evaluate_every=None))
+    assert evaluations("long")[1] == evaluations("short")[1]
