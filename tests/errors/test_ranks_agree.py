@@ -70,6 +70,21 @@ def trained_on(
     }
 
 
+def started_from_other_values(rank: int) -> list[Any]:
+    """Wrap a model whose values, trained and frozen and of odd kinds, are the rank's number; return them."""
+    model = nn.Linear(2, 2).requires_grad_(True)
+    model.frozen = nn.Parameter(torch.empty(2, 3).t(), requires_grad=False)
+    model.register_buffer("sixteen_bits", torch.empty(3, dtype=torch.bfloat16))
+    model.register_buffer("mask", torch.empty(3, dtype=torch.bool))
+    model.register_buffer("count", torch.empty((), dtype=torch.int64))
+    model.register_buffer("nothing", torch.empty(0))
+    values = [*model.parameters(), *model.buffers()]
+    for value in values:
+        value.detach().fill_(rank)
+    wrap(model)
+    return [value.tolist() for value in values]
+
+
 def infinite_loss(job: TinyJob) -> Tensor:
     return job.loss() * float("inf")
 
@@ -144,6 +159,7 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
         for name in STRATEGIES
     },
     "nothing to train on one rank": lambda rank: wrap(tiny_model().requires_grad_(rank == 0)),
+    "other values": started_from_other_values,
     "unused on all": lambda rank: TinyJob(model=OnePath(0)).until_update(),
     "unused on one": lambda rank: TinyJob(model=OnePath(rank)).until_update().step,
 }
@@ -242,6 +258,11 @@ def test_what_only_one_rank_cannot_train_is_told_to_the_others(results: list[dic
     assert told.startswith("PeerFailed: rank 0, after step 0, waiting for the roll call: rank 1, ")
     assert cause in told
     assert cause in results[1]["nothing to train on one rank"]
+
+
+def test_ranks_that_start_from_other_values_take_those_of_rank_0(results: list[dict[str, Any]]) -> None:
+    zero, one = (result["other values"] for result in results)
+    assert zero == one == [[[0, 0], [0, 0]], [0, 0], [[0, 0]] * 3, [0] * 3, [False] * 3, 0, []]
 
 
 def test_only_a_parameter_that_no_rank_uses_is_an_error(results: list[dict[str, Any]]) -> None:

@@ -172,10 +172,11 @@ def _completes(work: dist.Work, seconds: float) -> bool:
     """Return whether `work` completes within `seconds`; raise its error if it fails."""
     try:
         work.wait(datetime.timedelta(seconds=seconds))
+        return True
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # over by now: it raises its own error, or it has come in at the last moment
+    work.wait()  # over by now: it raises its own error, or it has come in at the last moment
     return True
 
 
