@@ -54,7 +54,7 @@ class Tiny:
         return Task(
             model=model,
             optimizer=optimizer,
-            scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.97),
+            scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.97**done),
             loader=MicroBatches(Plane(512, seed=0), 8, rank=rank, world_size=world_size, seed=seed),
             loss=quadrant_loss,
             evaluate=partial(heldout_loss, points=Points(everywhere.places, everywhere.quadrants)),

@@ -10,7 +10,7 @@ from stretto.recipes import TaskConfig
 
 TaskT = TypeVar("TaskT", bound=TaskConfig)
 
-DEFAULT_UPDATES = 300
+DEFAULT_UPDATES = 240
 """Length of a run whose end nobody chose."""
 
 
@@ -29,7 +29,7 @@ class Job(Options, Generic[TaskT]):
     seed: int = 0
     """Decides initial parameters, order of the data and random draws; not negative."""
     updates: int | None = None
-    """Committed updates after which the run ends; learning-rate schedules stretch over them. None is 300 where
+    """Committed updates after which the run ends; learning-rate schedules stretch over them. None is 240 where
     nothing else ends the run."""
     seconds: float | None = None
     """Training time after which the run ends; evaluations and checkpoints do not count."""
