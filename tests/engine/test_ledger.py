@@ -69,8 +69,11 @@ class Odd(Strategy):
         ((), "begin with"),
         (("gather", "reduce", "step"), "begin with"),
         (("reduce", "gather"), "exactly once, found 0"),
-        (("reduce", "step", "step"), "exactly once, found 2"),
+        (("reduce", "step", "step", "gather"), "exactly once, found 2"),
         (("reduce", "all-reduce", "step"), "cannot be mixed"),
+        (("reduce", "step"), "found Step as effect 2 of 2"),
+        (("reduce", "reduce", "step", "gather"), "found Reduce as effect 1 of 4"),
+        (("all-reduce", "step", "gather"), "found Gather as effect 3 of 3"),
     ],
 )
 def test_strategy_that_could_not_be_planned_is_refused(effects: tuple[str, ...], reason: str) -> None:
@@ -87,7 +90,8 @@ class Moody(Odd):
         self.asked.append(0)
         for _ in self.asked:
             gradient = yield Reduce()
-        yield Step(gradient)
+            yield Step(gradient)
+            yield Gather()
 
 
 def test_strategy_whose_updates_differ_is_refused() -> None:

@@ -79,16 +79,20 @@ def acco(reference: "Reference", updates: Sequence[Counts]) -> Iterator[tuple[li
         yield [estimate, committed], committed
 
 
-EQUATIONS: dict[str, Callable[..., Iterator[tuple[list[State], State]]]] = {
+Equations = Callable[["Reference", Sequence[Counts]], Iterator[tuple[list[State], State]]]
+"""Yields, for every update, the states that are shown and the one that is committed."""
+EQUATIONS: dict[str, Equations] = {
     "ddp": ddp, "zero1": ddp, "dpu": dpu, "wp": wp, "acco": acco,
 }  # fmt: skip
 
 
-def trace(case: Case, world_size: int, updates: Sequence[Counts]) -> Trace:
+def trace(
+    case: Case, world_size: int, updates: Sequence[Counts], equations: Equations | None = None
+) -> Trace:
     """Return what the case must show when its updates use these micro-batches."""
     reference = Reference(case, world_size)
     result = Trace([reference.start], [])
-    for shown, committed in EQUATIONS[case.strategy.name](reference, updates):
+    for shown, committed in (equations or EQUATIONS[case.strategy.name])(reference, updates):
         result.shown.extend(shown)
         result.committed.append(committed)
     return result
