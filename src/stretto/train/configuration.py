@@ -12,6 +12,8 @@ TaskT = TypeVar("TaskT", bound=TaskConfig)
 
 DEFAULT_UPDATES = 240
 """Length of a run whose end nobody chose."""
+DEFAULT_PATIENCE = 600.0
+"""Seconds after which a run that only a loss would end gives up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +36,8 @@ class Job(Options, Generic[TaskT]):
     seconds: float | None = None
     """Training time after which the run ends; evaluations and checkpoints do not count."""
     to_loss: float | None = None
-    """Held-out loss that ends the run, once two evaluations in a row are at or below it."""
+    """Held-out loss that ends the run, once two evaluations in a row are at or below it. Where neither updates nor
+    seconds are set, the run gives up after 600 s of training."""
     micro_batches: int = 4
     """Micro-batches per rank and update: the batch is this times the ranks times the recipe's own batch."""
     clock: Clock | None = None
@@ -70,6 +73,13 @@ class Job(Options, Generic[TaskT]):
         if self.updates is None and self.seconds is None and self.to_loss is None:
             return DEFAULT_UPDATES
         return self.updates
+
+    @property
+    def planned_seconds(self) -> float | None:
+        """Training time after which the run ends, or None where time does not end it."""
+        if self.updates is None and self.seconds is None and self.to_loss is not None:
+            return DEFAULT_PATIENCE
+        return self.seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -117,7 +117,7 @@ def _plan(run: RunConfig[TaskT], past: Past, world_size: int) -> Plan:
     return Plan(
         batches=batches,
         last_step=last_step,
-        seconds=run.seconds,
+        seconds=run.planned_seconds,
         to_loss=run.to_loss,
         evaluate_every=run.evaluate_every,
         checkpoint_every=run.checkpoint_every if run.run_dir is not None else None,
@@ -136,7 +136,7 @@ def _observers(run: RunConfig[TaskT], past: Past, seat: Seat, shows_progress: bo
     if shows_progress:
         workers = "1 worker" if seat.world_size == 1 else f"{seat.world_size} workers"
         title = f"{run.strategy} on {workers}, link {run.link}" + (f", {run.run_dir}" if run.run_dir else "")
-        observers.append(Progress(Header(title=title, updates=run.planned_updates, seconds=run.seconds)))
+        observers.append(Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds)))
     return observers
 
 

@@ -1,0 +1,57 @@
+"""What ends a run, and settings that cannot be."""
+
+from typing import Any
+
+import pytest
+
+from stretto.engine import Clock, Options
+from stretto.errors import ConfigError
+from stretto.train.configuration import CompareConfig, Job, RunConfig
+from tests.train.tiny import Tiny
+
+
+@pytest.mark.parametrize(
+    ("settings", "updates", "seconds"),
+    [
+        ({}, 240, None),
+        ({"updates": 5}, 5, None),
+        ({"seconds": 9.0}, None, 9.0),
+        ({"updates": 5, "seconds": 9.0}, 5, 9.0),
+        ({"to_loss": 1.0}, None, 600.0),
+        ({"to_loss": 1.0, "updates": 5}, 5, None),
+        ({"to_loss": 1.0, "seconds": 9.0}, None, 9.0),
+    ],
+)
+def test_every_run_has_an_end(settings: dict[str, Any], updates: int | None, seconds: float | None) -> None:
+    job = Job(task=Tiny(), **settings)
+    assert (job.planned_updates, job.planned_seconds) == (updates, seconds)
+
+
+def test_the_options_of_the_job_are_those_of_the_run() -> None:
+    run = RunConfig(task=Tiny(), wire="bf16", clip_norm=0.5, timeout_seconds=7)
+    assert run.options == Options(wire="bf16", clip_norm=0.5, timeout_seconds=7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "named"),
+    [
+        (Job, {"workers": 0}, "workers must be at least 1, found 0"),
+        (Job, {"seed": -1}, "seed must be at least 0, found -1"),
+        (Job, {"seconds": 0.0}, "seconds must be positive"),
+        (Job, {"link": "fast"}, "fast"),
+        (Job, {"wire": "fp8"}, "bf16"),
+        (Job, {"to_loss": 1.0, "evaluate_every": None}, "set evaluate_every"),
+        (RunConfig, {"checkpoint_every": 0}, "checkpoint_every"),
+        (RunConfig, {"checkpoints_kept": 0}, "checkpoints_kept"),
+        (RunConfig, {"resume": True}, "set run_dir"),
+        (CompareConfig, {"repeats": 0}, "repeats"),
+        (CompareConfig, {"strategies": ()}, "at least one strategy"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(kind: Any, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        kind(task=Tiny(), **settings)
+
+
+def test_a_clock_is_a_setting_like_any_other() -> None:
+    assert Job(task=Tiny(), clock=Clock(minimum=2, maximum=3)).clock == Clock(minimum=2, maximum=3)
