@@ -6,9 +6,19 @@ import math
 import pytest
 import torch
 
-from stretto import DataParallel, WeightPrediction, ZeRO1
-from tests.exactness.jobs import Case, build_model, build_optimizer, describe, mean_loss, stream
+from stretto import ACCO, DataParallel, Options, WeightPrediction, ZeRO1
+from tests.exactness.jobs import (
+    Case,
+    build_model,
+    build_optimizer,
+    describe,
+    mean_loss,
+    parameters_of,
+    same,
+    stream,
+)
 from tests.exactness.matrix import CASES, observed
+from tests.exactness.reference import trace
 
 every_case = pytest.mark.parametrize("index", range(len(CASES)), ids=map(describe, CASES))
 
@@ -64,6 +74,27 @@ def test_synchronous_update_is_exposed_as_long_as_its_lane_works() -> None:
     for case, found in zip(CASES, observed(2)[0], strict=True):
         if not case.strategy.overlaps:
             assert all(u.exposed_seconds >= u.lane_seconds for u in found.updates), describe(case)
+
+
+def test_rates_hold_from_the_first_take_off_of_an_update_to_its_commit() -> None:
+    # An estimate and the update that it anticipates must use the same rate, whoever turns it in between.
+    case = Case(strategy=ACCO(), scheduled=False, lengths=(16,))
+    model = build_model(case)
+    optimizer = build_optimizer(case, model.parameters())
+    parallel = DataParallel(
+        model, optimizer, case.strategy, micro_batches=4, options=Options(bucket_bytes=4096)
+    )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for index, batch in enumerate(stream(case, 0)):
+        # First halves take off before micro-batches 2, 6, 10, second halves before 4, 8, 12.
+        for group, lr in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = 1e3 if index % 4 in (3, 0) else lr
+        parallel.backward(mean_loss(model, batch))
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
+    parallel.finish()
+    assert parallel.steps == 4
+    assert same(parameters_of(model), trace(case, 1, [[[2], [2]]] * 4).committed[-1])
 
 
 def test_step_without_a_loss_reports_nan_as_null() -> None:
