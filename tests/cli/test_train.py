@@ -1,7 +1,9 @@
 """`stretto train`, as a user starts it."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +84,15 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_rank_and_step(
     assert main(words) == 1
     first = capsys.readouterr().err.splitlines()[0]
     assert re.search("rank ([01]) of 2 local workers failed: NonFinite: rank \\1, step", first)
+
+
+def test_ctrl_c_ends_the_run_and_all_its_workers() -> None:
+    words = [sys.executable, "-m", "stretto", "train", *QUICK, "--updates", "100000", "--run-dir", "run"]
+    run = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    next(line for line in run.stdout if line.startswith("update 1/"))
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: the launcher and every worker
+    # The workers write to the same pipe, so it ends when the last of them has.
+    _, complaint = run.communicate()
+    assert (run.returncode, complaint) == (130, "interrupted\n")

@@ -1,12 +1,14 @@
 """An arm is one line of text: a strategy, its options, settings of its own."""
 
+import dataclasses
+
 import pytest
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
 from stretto.strategies import ACCO
 from stretto.train.arms import parse_arm, parse_arms, parse_clock, parse_learning_rates, split_list
-from stretto.train.configuration import Job
+from stretto.train.configuration import Job, RunConfig
 from tests.train.tiny import Tiny
 
 
@@ -77,3 +79,9 @@ def test_a_clock_is_two_numbers() -> None:
     assert parse_clock("2,16") == Clock(minimum=2, maximum=16)
     with pytest.raises(ConfigError, match="1 <= minimum <= maximum"):
         parse_clock("4,2")
+
+
+def test_a_run_stays_in_its_folder_whatever_its_arm_sets() -> None:
+    run = RunConfig(task=Tiny(), strategy="wp:wire=bf16", run_dir="run", resume=True, checkpoint_every=7)
+    configured = parse_arm(run.strategy).configure(run)
+    assert configured == dataclasses.replace(run, wire="bf16")

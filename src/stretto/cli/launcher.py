@@ -15,7 +15,7 @@ def find_ranks(workers: int) -> Ranks:
     Raises:
         ConfigError: A launcher's variables are incomplete.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_joined():
         # torchrun's agent may host the store itself; otherwise rank 0 does.
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         seat = _seat(os.environ)

@@ -46,12 +46,7 @@ def _complete(recipe: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
                 "ranks of a launcher need --run-dir: they cannot agree on the name of a new folder"
             )
         run = dataclasses.replace(run, run_dir=new_run_folder(recipe))
-    folder = {
-        field.name: getattr(run, field.name)
-        for field in dataclasses.fields(RunConfig)
-        if field.name in RunConfig.__slots__ and field.name != "strategy"
-    }
-    return arm.configure(run, **folder)
+    return arm.configure(run)
 
 
 def _print_outcome(outcome: Outcome, run: RunConfig[TaskConfig]) -> None:

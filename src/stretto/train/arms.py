@@ -78,14 +78,12 @@ class Arm:
         """The strategy with its options; only where `is_ours`."""
         return STRATEGIES[self.name](**self.options)
 
-    def configure(self, job: Job[TaskT], **folder: Any) -> RunConfig[TaskT]:
-        """Return the run of this arm: the job with the arm's settings.
-
-        Args:
-            job: What all arms have in common.
-            folder: Fields of `RunConfig` that a job does not have.
-        """
-        shared = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
+    def configure(self, job: Job[TaskT]) -> RunConfig[TaskT]:
+        """Return the run of this arm: all that `job` says of a run, but for what the arm sets itself."""
+        names = {field.name for field in dataclasses.fields(RunConfig)} - {"strategy"}
+        shared = {
+            field.name: getattr(job, field.name) for field in dataclasses.fields(job) if field.name in names
+        }
         changes = dict(self.settings)
         if "lr" in changes:
             changes["task"] = _with_rate(job.task, changes.pop("lr"))
@@ -93,7 +91,7 @@ class Arm:
             changes.setdefault("clock", None)
         if not self.overlaps:
             changes["clock"] = None
-        return RunConfig(**{**shared, **changes}, strategy=self.text, **folder)
+        return RunConfig(**{**shared, **changes}, strategy=self.text)
 
 
 def parse_arm(text: str) -> Arm:

@@ -50,7 +50,7 @@ def compare(
 def _run_of(arm: Arm, comparison: CompareConfig[TaskT], repeat: int) -> RunConfig[TaskT]:
     """Return the run of an arm; the arms of a repeat have one seed, so that they can be compared in pairs."""
     job = dataclasses.replace(comparison, seed=comparison.seed + repeat)
-    return arm.configure(job, checkpoint_every=None)
+    return arm.configure(job)
 
 
 def _record(arm: Arm, run: RunConfig[TaskT], repeat: int, outcome: Outcome) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from stretto.train.rank import train_rank
 from stretto.train.seat import Seat, host_store
 from stretto.train.workers import run_workers
 
+STEADY_AFTER = 3
+"""First updates that the rate of a run leaves out: memory is new to them, and overlapping begins."""
+
 
 class Ranks(Protocol):
     """Ranks that can run, again and again; each time in fresh processes, so that memory is measured apart."""
@@ -51,7 +54,9 @@ class LocalRanks:
         self._store = host_store("127.0.0.1", 0)
         self._runs = 0
 
-    def train(self, run: RunConfig[TaskT], warmup_updates: int = 3, *, shows_progress: bool) -> Outcome:
+    def train(
+        self, run: RunConfig[TaskT], warmup_updates: int = STEADY_AFTER, *, shows_progress: bool
+    ) -> Outcome:
         """See `Ranks.train`."""
         self._runs += 1
         seats = [
@@ -92,7 +97,9 @@ class JoinedRank:
         """See `Ranks.is_first`."""
         return self._seat.rank == 0
 
-    def train(self, run: RunConfig[TaskT], warmup_updates: int = 3, *, shows_progress: bool) -> Outcome:
+    def train(
+        self, run: RunConfig[TaskT], warmup_updates: int = STEADY_AFTER, *, shows_progress: bool
+    ) -> Outcome:
         """See `Ranks.train`."""
         self._runs += 1
         seats = [dataclasses.replace(self._seat, room=str(self._runs))]

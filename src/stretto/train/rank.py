@@ -136,7 +136,9 @@ def _observers(run: RunConfig[TaskT], past: Past, seat: Seat, shows_progress: bo
     if shows_progress:
         workers = "1 worker" if seat.world_size == 1 else f"{seat.world_size} workers"
         title = f"{run.strategy} on {workers}, link {run.link}" + (f", {run.run_dir}" if run.run_dir else "")
-        observers.append(Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds)))
+        observers.append(
+            Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
+        )
     return observers
 
 
