@@ -1,0 +1,83 @@
+"""What a watch makes of one collective, where real ranks would need luck to show it."""
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from stretto.engine.watch import Watch
+from stretto.errors import NonFinite, ParametersTouched, PeerFailed, RanksDisagree, UnusedParameters
+from tests.errors.tiny import says
+
+
+class OnlyAStore(dist.ProcessGroup):
+    """A rank of a group whose ranks share nothing but a store."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self._shared = store
+
+    def get_group_store(self) -> dist.Store:
+        """The store."""
+        return self._shared
+
+
+class LastMoment(dist.Work):
+    """Complete right after the first wait has given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waits = 0
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Time out once."""
+        self.num_waits += 1
+        if self.num_waits == 1:
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        """Always, once asked."""
+        return True
+
+
+class Broken(dist.Work):
+    """A collective whose connection has closed."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Raise as Gloo does."""
+        raise RuntimeError(
+            "[/somewhere/pair.cc:553] Connection closed by peer [10.0.0.2]:1234. This is typical"
+        )
+
+    def is_completed(self) -> bool:
+        """With an error."""
+        return True
+
+
+def test_work_that_completes_when_the_wait_gives_up_is_no_failure() -> None:
+    work = LastMoment()
+    Watch(OnlyAStore(dist.HashStore(), 0, 2), timeout_seconds=600.0).wait(work, "roll call")
+    assert work.num_waits == 2
+
+
+def test_only_what_others_cannot_know_is_told() -> None:
+    store = dist.HashStore()
+    watches = [Watch(OnlyAStore(store, rank, 2), timeout_seconds=600.0) for rank in range(2)]
+    for kind in (NonFinite, RanksDisagree, UnusedParameters, PeerFailed):
+        assert not watches[1].tell(kind("known to all"))
+    watches[0].wait(LastMoment(), "roll call")
+    assert watches[1].tell(ParametersTouched("'weight' was written"))
+    with pytest.raises(PeerFailed) as caught:
+        watches[0].wait(Broken(), "roll call")
+    assert says(
+        caught.value, "rank 0, after step 0, waiting for the roll call: rank 1, ", "'weight' was written"
+    )
+
+
+def test_all_who_do_not_answer_are_suspects() -> None:
+    with pytest.raises(PeerFailed) as caught:
+        Watch(OnlyAStore(dist.HashStore(), 1, 3), timeout_seconds=600.0).wait(Broken(), "roll call")
+    assert says(
+        caught.value, "rank 1, ", "one of ranks [0, 2], which do not answer", "(Connection closed by peer"
+    )
