@@ -23,7 +23,7 @@ FIXED = "ddp,zero1,dpu,wp,acco"
 CLOCK = "wp:clock=1,32,acco:clock=1,32"
 FAST = ("1gbit", "none")
 """Rates at which a 16-bit wire has nothing to save."""
-NARROW = "ddp:wire=bf16,wp:wire=bf16,acco:wire=bf16,wp:wire=bf16:clock=1,32,acco:wire=bf16:clock=1,32"
+NARROW = "wp:wire=bf16:clock=1,32,acco:wire=bf16:clock=1,32"
 
 
 def measure(rate: str, seconds: float, repeats: int, out: Path) -> dict:
