@@ -21,6 +21,7 @@ from scipy import stats
 
 import stretto as st
 from stretto.recipes import StdlibGPT
+from stretto.recipes.schedule import Schedule
 from stretto.strategies import strategy_by_name
 
 SYNCHRONOUS = "zero1"
@@ -38,10 +39,12 @@ class Run:
     updates: int
     micro_batches: int = 2
     layers: int = 2
-    width: int = 88
+    width: int = 64
     heads: int = 4
     context: int = 64
-    batch: int = 4
+    batch: int = 8
+    warmup: int = 100
+    clip_norm: float = 1.0
 
 
 def train(run: Run) -> dict[str, float | int | str]:
@@ -55,11 +58,16 @@ def train(run: Run) -> dict[str, float | int | str]:
         context=run.context,
         batch=run.batch,
         lr=run.lr,
+        schedule=Schedule(warmup=run.warmup),
         evaluation_windows=1024,
     )
     task = config.build(0, 1, run.seed, run.updates)
     parallel = st.DataParallel(
-        task.model, task.optimizer, strategy_by_name(run.strategy), micro_batches=run.micro_batches
+        task.model,
+        task.optimizer,
+        strategy_by_name(run.strategy),
+        micro_batches=run.micro_batches,
+        options=st.Options(clip_norm=run.clip_norm),
     )
     batches = iter(task.loader)
     committed = 0
@@ -112,7 +120,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for learning.json")
     parser.add_argument("--updates", type=int, default=1500, help="committed updates per run")
     parser.add_argument("--seeds", type=int, default=5, help="paired seeds")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 3e-3, 4e-3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[4e-3, 8e-3, 1.6e-2])
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
