@@ -79,7 +79,9 @@ def constant_bytes(setting: Setting) -> dict[str, int]:
     else:
         constants["a slice sent"] = owned * itemsize
     if ledger.previews:
-        constants["a segment of masters, two moments and the mean, for a preview"] = 4 * owned * 4
+        # A preview before the step divides a copy of the sums; after the step they are a mean already.
+        copies = 4 if ledger.rounds > 1 else 3
+        constants["a segment's masters, two moments and mean, for a preview"] = copies * owned * 4
     return constants
 
 
