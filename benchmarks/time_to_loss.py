@@ -67,8 +67,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3])
     parser.add_argument("--tuning-updates", type=int, default=120)
+    parser.add_argument("--only-tune", action="store_true", help="stop before the measured runs")
     options = parser.parse_args()
-    best = tune(options.rates, options.target, options.tuning_updates, options.out / "tuning")
+    tuned = options.out / "tuned.json"
+    if not tuned.exists():  # timing does not matter for tuning, so it may have been done apart
+        tuned.parent.mkdir(parents=True, exist_ok=True)
+        found = tune(options.rates, options.target, options.tuning_updates, options.out / "tuning")
+        tuned.write_text(json.dumps(found))
+    if options.only_tune:
+        return
+    best = json.loads(tuned.read_text())
     arms = [f"{arm}:lr={best['ddp']:g}" for arm in (*STOCK, "ddp:wire=bf16", "zero1:wire=bf16")]
     arms += [f"{arm}:lr={best[arm]:g}" for arm in TUNED[1:]]
     arms += [f"{arm}:clock=1,32:lr={best[arm]:g}" for arm in TUNED[1:]]
