@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 .PHONY: train test format clean
 
 train: $(READY)
-	$(BIN)/stretto train stdlib-gpt --workers 2 --updates 300 $(ARGS)
+	$(BIN)/stretto train stdlib-gpt $(ARGS)
 
 test: $(READY)
 	$(BIN)/ruff check .

@@ -116,7 +116,9 @@ def compare(runs: list[dict], arm: str) -> dict[str, float | list[float]]:
 
 def main() -> None:
     """Tune, run all arms on all seeds, write `learning.json` and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for learning.json")
     parser.add_argument("--updates", type=int, default=1500, help="committed updates per run")
     parser.add_argument("--seeds", type=int, default=5, help="paired seeds")
@@ -138,7 +140,9 @@ def main() -> None:
               "torch": torch.__version__}  # fmt: skip
     (options.out / "learning.json").write_text(json.dumps(report, indent=1))
     for arm, difference in differences.items():
-        print(f"{arm:6} {difference['mean']:+.4f} nats, 95 % [{difference['low']:+.4f}, {difference['high']:+.4f}]")
+        print(
+            f"{arm:6} {difference['mean']:+.4f} nats, 95 % [{difference['low']:+.4f}, {difference['high']:+.4f}]"
+        )
 
 
 if __name__ == "__main__":
