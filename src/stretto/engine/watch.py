@@ -36,6 +36,8 @@ _ANSWER_SECONDS = 2.5
 """How long to wait for ranks that still wait themselves to answer; two looks and a margin."""
 _POLL_SECONDS = 0.05
 """How often the answers are counted."""
+_TROUBLE = "trouble"
+"""The one key that a look reads while nobody has said anything, however many ranks there are."""
 _SEEN_BY_ALL = (NonFinite, RanksDisagree, UnusedParameters)
 """Errors that every rank raises by itself, from the same roll call."""
 
@@ -102,6 +104,8 @@ class Watch:
         if self._left:
             raise PeerFailed(self._where(what) + "this rank has ended the job")
         try:
+            if self._store is None or not self._store.check([_TROUBLE]):
+                return
             told, alarms = self._told(what), self._hear("alarm").values()
         except RuntimeError:  # without a store the collective itself will fail, or time out
             return
@@ -155,6 +159,7 @@ class Watch:
     def _say(self, topic: str, text: str) -> None:
         if self._store is not None:
             self._store.set(f"{topic}/{self.rank}", text)
+            self._store.set(_TROUBLE, "")
 
     def _hear(self, topic: str) -> dict[int, str]:
         """Return what other ranks have said about `topic`, by rank."""
