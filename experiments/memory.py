@@ -23,6 +23,7 @@ from torch import nn
 
 import stretto as st
 from stretto.engine import ledger_of
+from stretto.exchange.exchange import IN_FLIGHT
 from stretto.strategies import STRATEGIES, strategy_by_name
 
 UPDATES = 2
@@ -68,16 +69,17 @@ def constant_bytes(setting: Setting) -> dict[str, int]:
     itemsize = setting.torch_dtype.itemsize
     bucket = min(setting.bucket_bytes // itemsize, setting.num_parameters)
     owned = bucket // setting.world_size
+    flying = min(IN_FLIGHT, -(-setting.num_parameters // bucket))
     constants = {
-        "a bucket received": bucket * itemsize,
+        "buckets received": flying * bucket * itemsize,
         "the gradient of one layer, before it is added": setting.width**2 * itemsize,
     }
     if ledger.replicated:
-        constants["a slice summed"] = owned * 4
+        constants["slices summed"] = flying * owned * 4
         if itemsize < 4:
-            constants["a slice and a bucket of sums on the wire"] = (owned + bucket) * itemsize
+            constants["slices and buckets of sums on the wire"] = flying * (owned + bucket) * itemsize
     else:
-        constants["a slice sent"] = owned * itemsize
+        constants["slices sent"] = flying * owned * itemsize
     if ledger.previews:
         # A preview before the step divides a copy of the sums; after the step they are a mean already.
         copies = 4 if ledger.rounds > 1 else 3

@@ -169,7 +169,7 @@ class Lane:
             return {}
         own = torch.cat([job.statistics[index].flatten().float() for index in indices])
         whole = torch.empty(len(counts) * own.numel(), dtype=own.dtype, device=own.device)
-        self.exchange.gather_bucket(own, whole, "average of the model's buffers")
+        self.exchange.perform([self.exchange.gather(own, whole, 0, "average of the model's buffers")])
         mean = torch.zeros_like(own)
         for count, part in zip(counts, whole.view(len(counts), -1), strict=True):
             if count:

@@ -26,8 +26,9 @@ class Options:
     accumulate: Literal["fp32", "parameter"] = "fp32"
     """Dtype in which 16-bit parameters' gradients accumulate; their own saves 2 to 4 bytes per parameter and
     loses low bits with every micro-batch."""
-    bucket_bytes: int = 25 * 2**20
-    """Largest collective, in bytes of the gradient buffer; also the scratch memory of an exchange. As DDP's."""
+    bucket_bytes: int = 2**20
+    """Largest collective, in bytes of the gradient buffer. Four travel at a time, and a rank holds scratch memory for
+    those; larger ones cost fewer calls, and one alone fills the queue of a slow link and waits for itself."""
     timeout_seconds: float = 600.0
     """How long a collective may wait for a rank that neither answers nor dies."""
 

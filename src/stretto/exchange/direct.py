@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from stretto.exchange.exchange import Exchange
+from stretto.exchange.exchange import Exchange, Transfer
 from stretto.exchange.wire import narrower
 from stretto.flat import Bucket
 
@@ -19,28 +19,33 @@ class DirectExchange(Exchange):
 
     def reduce_scatter(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """See `Exchange.reduce_scatter`."""
-        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
-            self._sum_bucket(index, bucket, flats[bucket.set_index], total)
+        self.perform(
+            self._sum(index, bucket, flats[bucket.set_index], total)
+            for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True))
+        )
 
     def all_reduce(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """See `Exchange.all_reduce`; a direct reduce-scatter, and a gather of the sums rounded to the wire."""
-        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
-            flat = flats[bucket.set_index]
-            shard = self.scratch("shard", bucket.numel // self.world_size, total.dtype, flat.device)
-            self._sum_bucket(index, bucket, flat, shard)
-            dtype = narrower(self.wire, flat.dtype)
-            own = (
-                shard
-                if shard.dtype == dtype
-                else self.scratch("own", shard.numel(), dtype, flat.device).copy_(shard)
-            )
-            self.gather_bucket(own, total, f"gather of summed bucket {index}")
+        self.perform(
+            self._sum_and_gather(index, bucket, flats[bucket.set_index], total)
+            for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True))
+        )
 
-    def _sum_bucket(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> None:
-        outgoing = self.outgoing(flat, bucket, narrower(self.wire, flat.dtype))
-        received = self.scratch("received", bucket.numel, outgoing.dtype, flat.device)
-        self.wait(self.group.alltoall_base(received, outgoing, [], []), f"reduction of bucket {index}")
+    def _sum_and_gather(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+        numel = bucket.numel // self.world_size
+        shard = self.scratch("shard", index, numel, total.dtype, flat.device)
+        yield from self._sum(index, bucket, flat, shard)
+        dtype = narrower(self.wire, flat.dtype)
+        own = shard
+        if shard.dtype != dtype:
+            own = self.scratch("own", index, numel, dtype, flat.device).copy_(shard)
+        yield from self.gather(own, total, index, f"gather of summed bucket {index}")
+
+    def _sum(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+        outgoing = self.outgoing(flat, bucket, index, narrower(self.wire, flat.dtype))
+        received = self.scratch("received", index, bucket.numel, outgoing.dtype, flat.device)
         self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
+        yield self.group.alltoall_base(received, outgoing, [], []), f"reduction of bucket {index}"
         contributions = received.view(self.world_size, -1)
         # Rank order, one addition at a time: `sum(0)` may pair terms differently and would tie the result
         # to the number of ranks and the vector width.

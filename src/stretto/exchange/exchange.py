@@ -1,7 +1,8 @@
 """The contract of an exchange, and what all exchanges share: gathering parameters and small records."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,12 +15,24 @@ Wait = Callable[[dist.Work, str], None]
 """Waits for a collective; the text says what is waited for. Raises the job's error if it cannot complete."""
 
 
+Transfer = Generator[tuple[dist.Work, str], None, None]
+"""One bucket's way: yields every collective it has started, with what is waited for, and goes on when it is done."""
+
+IN_FLIGHT = 4
+"""Buckets that travel at a time: enough to keep a link busy while one is summed."""
+
+
 class Exchange(ABC):
     """Performs the collectives of one job on one process group that nobody else uses.
 
     Buffers are one tensor per flat set, padded as the layout says. Reductions end in float32 sums, whatever
-    the wire; the division by the total weight is the owner's. One bucket travels per collective, so that one
-    bucket of scratch memory per direction is all an exchange holds.
+    the wire; the division by the total weight is the owner's. One bucket travels per collective, and at most
+    `IN_FLIGHT` buckets travel at a time, so that their scratch memory is all an exchange holds.
+
+    Note [In flight]
+        One large transfer fills the queue of a slow link and then waits for itself; a few smaller ones at a time
+        keep the link busy while others are summed or copied. Collectives are started and finished in one order
+        that depends on the layout only, so it is every rank's order.
 
     Note [Wire rounding]
         Whatever comes back over the wire is what every rank installs, the owner and a lone rank included:
@@ -35,7 +48,7 @@ class Exchange(ABC):
         self.world_size = group.size()
         self.sent_bytes = 0
         """Bytes this rank has sent to others since construction."""
-        self._scratch: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
     @abstractmethod
     def reduce_scatter(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
@@ -61,20 +74,34 @@ class Exchange(ABC):
         Args:
             flats: One tensor per flat set, `(flat.numel,)`, holding this rank's own slices; overwritten whole.
         """
-        for index, bucket in enumerate(self.layout.buckets):
-            start, stop = bucket.owned_range(self.rank, self.world_size)
-            flat = flats[bucket.set_index]
-            dtype = narrower(self.wire, self.layout.sets[bucket.set_index].dtype)
-            own = self.scratch("own", stop - start, dtype, flat.device)
-            own.copy_(flat[start:stop])
-            self.gather_bucket(own, flat[bucket.start : bucket.stop], f"gather of bucket {index}")
+        self.perform(
+            self._gather_slices(index, bucket, flats) for index, bucket in enumerate(self.layout.buckets)
+        )
 
-    def gather_bucket(self, own: Tensor, out: Tensor, what: str) -> None:
-        """Gather `own`, `(numel / world_size,)` in its wire dtype, into `out`, `(numel,)` in any dtype."""
-        whole = out if out.dtype == own.dtype else self.scratch("whole", out.numel(), own.dtype, out.device)
-        self.wait(self.group.all_gather_single(whole, own), what)
+    def perform(self, transfers: Iterable[Transfer]) -> None:
+        """Run transfers, at most `IN_FLIGHT` at a time; see Note [In flight]."""
+        under_way: deque[tuple[Transfer, tuple[dist.Work, str]]] = deque()
+        for transfer in transfers:
+            under_way.append((transfer, next(transfer)))
+            while len(under_way) == IN_FLIGHT:
+                self._advance(under_way)
+        while under_way:
+            self._advance(under_way)
+
+    def gather(self, own: Tensor, out: Tensor, index: int, what: str) -> Transfer:
+        """Gather `own`, `(numel / world_size,)` in its wire dtype, into `out`, `(numel,)` in any dtype.
+
+        Args:
+            own: This rank's slice; not to be written before the transfer ends.
+            out: Overwritten.
+            index: Of the transfer: those in flight have scratch memory of their own.
+            what: What is waited for, in messages.
+        """
+        same = out.dtype == own.dtype
+        whole = out if same else self.scratch("whole", index, out.numel(), own.dtype, out.device)
         self.sent_bytes += (self.world_size - 1) * own.nbytes
-        if whole is not out:
+        yield self.group.all_gather_single(whole, own), what
+        if not same:
             out.copy_(whole)
 
     def gather_bytes(self, record: bytes) -> list[bytes]:
@@ -87,16 +114,32 @@ class Exchange(ABC):
         content = whole.cpu().numpy().tobytes()
         return [content[i * len(record) : (i + 1) * len(record)] for i in range(self.world_size)]
 
-    def scratch(self, role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return `numel` reusable elements; valid until the same role is asked for again."""
-        held = self._scratch.get((role, dtype, device))
+    def scratch(self, role: str, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return `numel` reusable elements for a role in the `index`-th transfer, valid until that one ends."""
+        key = (role, index % IN_FLIGHT, dtype, device)
+        held = self._scratch.get(key)
         if held is None or held.numel() < numel:
-            held = self._scratch[role, dtype, device] = torch.empty(numel, dtype=dtype, device=device)
+            held = self._scratch[key] = torch.empty(numel, dtype=dtype, device=device)
         return held[:numel]
 
-    def outgoing(self, flat: Tensor, bucket: Bucket, dtype: torch.dtype) -> Tensor:
-        """Return the bucket of `flat` in `dtype`: the buffer itself where it already has it."""
+    def outgoing(self, flat: Tensor, bucket: Bucket, index: int, dtype: torch.dtype) -> Tensor:
+        """Return the `index`-th bucket of `flat` in `dtype`: the buffer itself where it already has it."""
         content = flat[bucket.start : bucket.stop]
         if content.dtype == dtype:
             return content
-        return self.scratch("outgoing", bucket.numel, dtype, flat.device).copy_(content)
+        return self.scratch("outgoing", index, bucket.numel, dtype, flat.device).copy_(content)
+
+    def _gather_slices(self, index: int, bucket: Bucket, flats: Sequence[Tensor]) -> Transfer:
+        start, stop = bucket.owned_range(self.rank, self.world_size)
+        flat = flats[bucket.set_index]
+        dtype = narrower(self.wire, self.layout.sets[bucket.set_index].dtype)
+        own = self.scratch("own", index, stop - start, dtype, flat.device).copy_(flat[start:stop])
+        yield from self.gather(own, flat[bucket.start : bucket.stop], index, f"gather of bucket {index}")
+
+    def _advance(self, under_way: "deque[tuple[Transfer, tuple[dist.Work, str]]]") -> None:
+        """Finish the oldest collective; a transfer that goes on with another takes its place at the end."""
+        transfer, started = under_way.popleft()
+        self.wait(*started)
+        following = next(transfer, None)
+        if following is not None:
+            under_way.append((transfer, following))

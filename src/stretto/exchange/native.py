@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.exchange.exchange import Exchange
+from stretto.exchange.exchange import Exchange, Transfer
+from stretto.flat import Bucket
 
 
 class NativeExchange(Exchange):
@@ -17,22 +18,30 @@ class NativeExchange(Exchange):
 
     def reduce_scatter(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """See `Exchange.reduce_scatter`."""
-        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
-            outgoing = self.outgoing(flats[bucket.set_index], bucket, self.wire)
-            same = total.dtype == self.wire
-            out = total if same else self.scratch("own", total.numel(), self.wire, total.device)
-            self.wait(
-                self.group.reduce_scatter_single(out, outgoing, dist.ReduceScatterOptions()),
-                f"reduction of bucket {index}",
-            )
-            self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
-            if not same:
-                total.copy_(out)
+        self.perform(
+            self._sum(index, bucket, flats[bucket.set_index], total)
+            for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True))
+        )
 
     def all_reduce(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """See `Exchange.all_reduce`."""
-        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
-            outgoing = self.outgoing(flats[bucket.set_index], bucket, self.wire)
-            self.wait(self.group.allreduce([outgoing]), f"reduction of bucket {index}")
-            self.sent_bytes += 2 * (outgoing.nbytes // self.world_size) * (self.world_size - 1)
-            total.copy_(outgoing)
+        self.perform(
+            self._sum_everywhere(index, bucket, flats[bucket.set_index], total)
+            for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True))
+        )
+
+    def _sum(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+        outgoing = self.outgoing(flat, bucket, index, self.wire)
+        same = total.dtype == self.wire
+        out = total if same else self.scratch("own", index, total.numel(), self.wire, total.device)
+        self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
+        work = self.group.reduce_scatter_single(out, outgoing, dist.ReduceScatterOptions())
+        yield work, f"reduction of bucket {index}"
+        if not same:
+            total.copy_(out)
+
+    def _sum_everywhere(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+        outgoing = self.outgoing(flat, bucket, index, self.wire)
+        self.sent_bytes += 2 * (outgoing.nbytes // self.world_size) * (self.world_size - 1)
+        yield self.group.allreduce([outgoing]), f"reduction of bucket {index}"
+        total.copy_(outgoing)
