@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ class Exchange(ABC):
         self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
     @abstractmethod
+    def sum_slice(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+        """Sum the `index`-th bucket of `flat` over ranks; `total` takes this rank's slice."""
+
+    @abstractmethod
+    def sum_bucket(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+        """Sum the `index`-th bucket of `flat` over ranks; `total` takes all of it, equal on all ranks."""
+
     def reduce_scatter(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """Sum `flats` over ranks.
 
@@ -58,8 +65,8 @@ class Exchange(ABC):
             flats: One gradient tensor per flat set, `(flat.numel,)`; left undefined.
             sums: One float32 tensor per bucket, `(bucket.numel / world_size,)`, overwritten with this rank's slice.
         """
+        self.perform(self._by_bucket(self.sum_slice, flats, sums))
 
-    @abstractmethod
     def all_reduce(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """Sum `flats` over ranks.
 
@@ -67,6 +74,7 @@ class Exchange(ABC):
             flats: One gradient tensor per flat set, `(flat.numel,)`; left undefined.
             sums: One float32 tensor per bucket, `(bucket.numel,)`, overwritten with the whole sum, equal on all ranks.
         """
+        self.perform(self._by_bucket(self.sum_bucket, flats, sums))
 
     def all_gather(self, flats: Sequence[Tensor]) -> None:
         """Replace every bucket of `flats` by the owners' slices, rounded to the wire.
@@ -128,6 +136,15 @@ class Exchange(ABC):
         if content.dtype == dtype:
             return content
         return self.scratch("outgoing", index, bucket.numel, dtype, flat.device).copy_(content)
+
+    def _by_bucket(
+        self,
+        summed: Callable[[int, Bucket, Tensor, Tensor], Transfer],
+        flats: Sequence[Tensor],
+        sums: Sequence[Tensor],
+    ) -> Iterator[Transfer]:
+        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
+            yield summed(index, bucket, flats[bucket.set_index], total)
 
     def _gather_slices(self, index: int, bucket: Bucket, flats: Sequence[Tensor]) -> Transfer:
         start, stop = bucket.owned_range(self.rank, self.world_size)

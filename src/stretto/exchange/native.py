@@ -1,7 +1,5 @@
 """The native exchange: the backend's own reduce-scatter and all-reduce."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 from torch import distributed as dist
 
@@ -16,21 +14,8 @@ class NativeExchange(Exchange):
     gain from the extra bits.
     """
 
-    def reduce_scatter(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        """See `Exchange.reduce_scatter`."""
-        self.perform(
-            self._sum(index, bucket, flats[bucket.set_index], total)
-            for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True))
-        )
-
-    def all_reduce(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        """See `Exchange.all_reduce`."""
-        self.perform(
-            self._sum_everywhere(index, bucket, flats[bucket.set_index], total)
-            for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True))
-        )
-
-    def _sum(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+    def sum_slice(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+        """See `Exchange.sum_slice`."""
         outgoing = self.outgoing(flat, bucket, index, self.wire)
         same = total.dtype == self.wire
         out = total if same else self.scratch("own", index, total.numel(), self.wire, total.device)
@@ -40,7 +25,8 @@ class NativeExchange(Exchange):
         if not same:
             total.copy_(out)
 
-    def _sum_everywhere(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+    def sum_bucket(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+        """See `Exchange.sum_bucket`."""
         outgoing = self.outgoing(flat, bucket, index, self.wire)
         self.sent_bytes += 2 * (outgoing.nbytes // self.world_size) * (self.world_size - 1)
         yield self.group.allreduce([outgoing]), f"reduction of bucket {index}"
