@@ -143,7 +143,7 @@ class Namespaces:
         """Put a token bucket on what leaves `interface`; the bucket holds a millisecond or one large segment."""
         bits = self.link.bits_per_second
         if bits is not None:
-            burst = max(64 * 1024, int(bits / 8 / 1000))
+            burst = max(96 * 1024, int(bits / 8 / 1000))
             bucket = ["tbf", "rate", f"{int(bits)}bit", "burst", f"{burst}b", "latency", _QUEUE]
             _run("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *bucket)
 
