@@ -1,5 +1,6 @@
 """The direct exchange: all contributions travel to their owner, who adds them in rank order in float32."""
 
+import torch
 from torch import Tensor
 
 from stretto.exchange.exchange import Exchange, Transfer
@@ -35,6 +36,9 @@ class DirectExchange(Exchange):
         contributions = received.view(self.world_size, -1)
         # Rank order, one addition at a time: `sum(0)` may pair terms differently and would tie the result
         # to the number of ranks and the vector width.
-        total.copy_(contributions[0])
-        for contribution in contributions[1:]:
-            total.add_(contribution)
+        first, *others = contributions
+        running = first.to(total.dtype)  # no copy where it has it
+        for contribution in others:
+            running = torch.add(running, contribution, out=total)
+        if not others:
+            total.copy_(running)

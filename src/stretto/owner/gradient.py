@@ -65,13 +65,18 @@ class ReducedGradient:
         """Divide the sums by the weight and multiply by `clip`, in place, once."""
         if self._scale is None:
             for total in self.sums:
-                total.div_(self.weight).mul_(clip)
+                _scaled(total.div_(self.weight), clip)
             self._scale = clip
 
     def mean_of(self, piece: Tensor, clip: float) -> Tensor:
         """Return the mean of one `piece` of the sums; a copy unless `become_mean` has been there already."""
-        return piece if self._scale is not None else piece.div(self.weight).mul_(clip)
+        return piece if self._scale is not None else _scaled(piece.div(self.weight), clip)
 
     def measure(self) -> float:
         """Return the squared 2-norm of the sums on this rank's slices."""
         return sum(float(total.norm()) ** 2 for total in self.sums)
+
+
+def _scaled(mean: Tensor, clip: float) -> Tensor:
+    """Multiply in place, unless nothing is clipped: one pass over memory less, beside a busy compute lane."""
+    return mean if clip == 1.0 else mean.mul_(clip)

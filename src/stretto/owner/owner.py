@@ -84,11 +84,16 @@ class Owner:
         self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
         for segment in self.segments:
-            value = segment.master
-            if _is_used(segment, gradient):
-                value = self._ghost_step(segment, gradient.mean_of(self._slice(gradient, segment), clip))
             low = self.ranges[segment.bucket][0]
-            self._flat(flats, segment.bucket)[low + segment.start : low + segment.stop].copy_(value)
+            published = self._flat(flats, segment.bucket)[low + segment.start : low + segment.stop]
+            # The copy that is stepped may be what is sent, unless that is narrower.
+            fits = published.dtype == segment.master.dtype
+            ghost = (published if fits else torch.empty_like(segment.master)).copy_(segment.master)
+            if _is_used(segment, gradient):
+                mean = gradient.mean_of(self._slice(gradient, segment), clip)
+                self._step_ghost(ghost, segment, mean)
+            if not fits:
+                published.copy_(ghost)
 
     def publish(self, flats: Sequence[Tensor]) -> None:
         """Write the masters into this rank's slices of `flats`, one tensor per flat set."""
@@ -116,16 +121,15 @@ class Owner:
         for group, settings in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(settings)
 
-    def _ghost_step(self, segment: Segment, mean: Tensor) -> Tensor:
-        """Step a copy of one segment with a copy of its state."""
-        ghost = segment.master.clone()
+    def _step_ghost(self, ghost: Tensor, segment: Segment, mean: Tensor) -> None:
+        """Step `ghost`, a copy of one segment's master, with a copy of its state."""
         ghost.grad = mean
         state = self.optimizer.state.get(segment.master, {})
         self._ghost.param_groups = [{**self.optimizer.param_groups[segment.group], "params": [ghost]}]
         self._ghost.state = defaultdict(dict, {ghost: {key: _copied(value) for key, value in state.items()}})
         self._ghost.step()
         self._ghost.state = defaultdict(dict)
-        return ghost
+        ghost.grad = None
 
     def _isolate_unused(self, used: bytes) -> None:
         """Cut segments in which some parameters were used and some were not."""
