@@ -20,10 +20,11 @@ from stretto.recipes import StdlibGPT
 
 STOCK = "torch-ddp,torch-ddp-bf16,torch-ddp-zero,torch-fsdp2"
 FIXED = "ddp,zero1,dpu,wp,acco"
-CLOCK = "wp:clock=1,32,acco:clock=1,32"
+CLOCK = "wp:clock=8,32,acco:clock=4,32"
+"""At least eight micro-batches per update, so that a fast link does not make an exchange of every single one."""
 FAST = ("1gbit", "none")
 """Rates at which a 16-bit wire has nothing to save."""
-NARROW = "wp:wire=bf16:clock=1,32,acco:wire=bf16:clock=1,32"
+NARROW = "wp:wire=bf16:clock=8,32,acco:wire=bf16:clock=4,32"
 
 
 def measure(rate: str, seconds: float, repeats: int, out: Path) -> dict:
@@ -75,30 +76,46 @@ def step_seconds(repeats: int = 20) -> float:
 
 
 def time_model(comparison: dict) -> dict[str, dict[str, float]]:
-    """Predict every fixed-count strategy from n·t and C; see docs/time-model.md.
+    """Predict every fixed-count strategy from n·t, C and B; see docs/time-model.md.
 
     n·t is `compute`'s update. C is the time of ZeRO-1's communication lane, where nothing runs beside it. O, the
-    preview that prediction makes beside it, is taken to cost what the same shard's step does.
+    preview that prediction makes beside it, is taken to cost what the same shard's step does. B is what an
+    exchange takes of a processor, ZeRO-1's processor time less `compute`'s: a worker has one core here, so what
+    its lane and its sockets take is missing beside them. `ratio` compares with the times for B = 0, a lane that
+    costs nothing; `ratio_one_core` with those for the measured B.
     """
 
-    def lane_seconds(strategy: str) -> float:
+    def per_update(strategy: str, field: str) -> float:
         runs = [run for run in comparison["runs"] if run["strategy"] == strategy]
-        return statistics.median(run["lane_seconds"] / run["updates"] for run in runs)
+        return statistics.median(run[field] / run["updates"] for run in runs)
 
     compute = seconds_per_update(comparison, "compute")
-    exchange = lane_seconds("zero1")
-    predicted = {
-        "ddp": compute + lane_seconds("ddp"),
-        "zero1": compute + exchange,
-        "dpu": max(compute, exchange),
-        "wp": max(compute, exchange + step_seconds()),
-        "acco": 2 * max(compute / 2, exchange),
-    }
-    return {
-        strategy: {"predicted": seconds, "measured": (measured := seconds_per_update(comparison, strategy)),
-                   "ratio": measured / seconds}
-        for strategy, seconds in predicted.items()
-    }  # fmt: skip
+    step = step_seconds()
+    exchanges = {"ddp": per_update("ddp", "lane_seconds"), "zero1": per_update("zero1", "lane_seconds")}
+    busy = max(0.0, per_update("zero1", "cpu_seconds") - per_update("compute", "cpu_seconds"))
+
+    def predicted(busy: float) -> dict[str, float]:
+        exchange = exchanges["zero1"]
+        return {
+            "ddp": compute + exchanges["ddp"],
+            "zero1": compute + exchange,
+            "dpu": max(compute + busy, exchange),
+            "wp": max(compute + busy, exchange + step),
+            "acco": 2 * max(compute / 2 + busy, exchange),
+        }
+
+    free, one_core = predicted(0.0), predicted(busy)
+    models = {"inputs": {"n_t": compute, "C": exchanges["zero1"], "O": step, "B": busy}}
+    for strategy in free:
+        measured = seconds_per_update(comparison, strategy)
+        models[strategy] = {
+            "predicted": free[strategy],
+            "predicted_one_core": one_core[strategy],
+            "measured": measured,
+            "ratio": measured / free[strategy],
+            "ratio_one_core": measured / one_core[strategy],
+        }
+    return models
 
 
 def main() -> None:
@@ -119,8 +136,10 @@ def main() -> None:
         for strategy, found in shares(comparison).items():
             median, low, high = statistics.median(found), min(found), max(found)
             print(f"{rate:8} {strategy:30} {median:6.1%} of compute ({low:.1%} to {high:.1%})")
-        for strategy, seconds in models.items():
-            print(f"{rate:8} {strategy:30} measured / model {seconds['ratio']:.3f}", flush=True)
+        for strategy in FIXED.split(","):
+            ratios = models[strategy]
+            told = f"{ratios['ratio']:.3f}, with B {ratios['ratio_one_core']:.3f}"
+            print(f"{rate:8} {strategy:30} measured / model {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ class Outcome:
     """Samples behind the updates made here, over all ranks."""
     training_seconds: float
     """Training time, draining included, evaluations and checkpoints not."""
+    cpu_seconds: float
+    """Processor time of all threads of the process, in the training time of the updates made here."""
     samples_per_second: float | None
     """Over all ranks, from the end of the warm-up to the last update before draining; None for fewer than one
     update in between."""

@@ -78,7 +78,7 @@ def _train(
     if not tally.evaluations:
         loop.evaluate()
     loop.run()
-    training_seconds = loop.stopwatch.seconds
+    training_seconds, cpu_seconds = loop.stopwatch.seconds, loop.stopwatch.cpu_seconds
     loop.evaluate()
     if loop.plan.checkpoint_every is not None:
         save(loop)
@@ -91,6 +91,7 @@ def _train(
         updates=handle.steps,
         samples=tally.samples,
         training_seconds=training_seconds,
+        cpu_seconds=cpu_seconds,
         samples_per_second=tally.samples_per_second,
         exposed_seconds=_known(tally.exposed_seconds),
         lane_seconds=_known(tally.lane_seconds),
