@@ -18,20 +18,28 @@ from namespaces import Namespaces
 
 from stretto.recipes import StdlibGPT
 
-STOCK = "torch-ddp,torch-ddp-bf16,torch-ddp-zero,torch-fsdp2"
-FIXED = "ddp,zero1,dpu,wp,acco"
-CLOCK = "wp:clock=8,32,acco:clock=4,32"
-"""At least eight micro-batches per update, so that a fast link does not make an exchange of every single one."""
+STOCK = ("torch-ddp", "torch-ddp-bf16", "torch-ddp-zero", "torch-fsdp2")
+FIXED = ("ddp", "zero1", "dpu", "wp", "acco")
+NARROW = ("zero1:wire=bf16", "wp:wire=bf16", "acco:wire=bf16")
+"""A 16-bit wire, for rates at which it has something to save."""
 FAST = ("1gbit", "none")
-"""Rates at which a 16-bit wire has nothing to save."""
-NARROW = "wp:wire=bf16:clock=8,32,acco:wire=bf16:clock=4,32"
+"""Rates at which it has not."""
 
 
-def measure(rate: str, seconds: float, repeats: int, out: Path) -> dict:
-    """Run all arms in turns behind links of `rate`; return compare.json."""
-    narrow = [] if rate in FAST else [NARROW]
-    arms = ",".join(["compute", STOCK, FIXED, CLOCK, *narrow])
-    command = [sys.executable, "-m", "stretto", "compare", "stdlib-gpt", "--strategies", arms]
+def all_arms(rate: str) -> list[str]:
+    """Return what is measured behind links of `rate`.
+
+    The clock's minimum keeps what an exchange takes of a processor under a few percent of the round.
+    """
+    if rate in FAST:
+        return ["compute", *STOCK, *FIXED, "wp:clock=16,64", "acco:clock=16,64"]
+    clock = ("wp:clock=8,32", "acco:clock=4,32", "wp:wire=bf16:clock=8,32", "acco:wire=bf16:clock=4,32")
+    return ["compute", *STOCK, *FIXED, *NARROW, *clock]
+
+
+def measure(rate: str, arms: list[str], seconds: float, repeats: int, out: Path) -> dict:
+    """Run the arms in turns behind links of `rate`; return compare.json."""
+    command = [sys.executable, "-m", "stretto", "compare", "stdlib-gpt", "--strategies", ",".join(arms)]
     command += ["--seconds", str(seconds), "--repeats", str(repeats), "--out", str(out)]
     command += ["--evaluate-every", "None", "--task.evaluation-windows", "16"]
     with Namespaces(2, rate) as network:
@@ -47,7 +55,9 @@ def shares(comparison: dict) -> dict[str, list[float]]:
     limit = {run["repeat"]: run["samples_per_second"] for run in runs if run["strategy"] == "compute"}
     found: dict[str, list[float]] = {}
     for run in runs:
-        share = (run["samples_per_second"] or 0.0) / limit[run["repeat"]]
+        if run["samples_per_second"] is None:
+            raise SystemExit(f"{run['strategy']} made too few updates for a steady rate: raise --seconds")
+        share = run["samples_per_second"] / limit[run["repeat"]]
         found.setdefault(run["strategy"], []).append(share)
     return found
 
@@ -125,21 +135,27 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
-    parser.add_argument("--seconds", type=float, default=15.0, help="training time of a run")
+    parser.add_argument("--arms", nargs="+", help="only these, `compute` among them; no time model then")
+    parser.add_argument("--seconds", type=float, default=20.0, help="training time of a run")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     for rate in options.rates:
         out = options.out / rate
-        comparison = measure(rate, options.seconds, options.repeats, out)
-        models = time_model(comparison)
-        (out / "time-model.json").write_text(json.dumps(models, indent=1))
+        comparison = measure(rate, options.arms or all_arms(rate), options.seconds, options.repeats, out)
         for strategy, found in shares(comparison).items():
             median, low, high = statistics.median(found), min(found), max(found)
-            print(f"{rate:8} {strategy:30} {median:6.1%} of compute ({low:.1%} to {high:.1%})")
-        for strategy in FIXED.split(","):
-            ratios = models[strategy]
-            told = f"{ratios['ratio']:.3f}, with B {ratios['ratio_one_core']:.3f}"
-            print(f"{rate:8} {strategy:30} measured / model {told}", flush=True)
+            print(f"{rate:8} {strategy:30} {median:6.1%} of compute ({low:.1%} to {high:.1%})", flush=True)
+        if options.arms is None:
+            report_time_model(rate, time_model(comparison), out)
+
+
+def report_time_model(rate: str, models: dict[str, dict[str, float]], out: Path) -> None:
+    """Write and print how the measured times compare with the predicted ones."""
+    (out / "time-model.json").write_text(json.dumps(models, indent=1) + "\n")
+    for strategy in FIXED:
+        ratios = models[strategy]
+        told = f"{ratios['ratio']:.3f}, with B {ratios['ratio_one_core']:.3f}"
+        print(f"{rate:8} {strategy:30} measured / model {told}", flush=True)
 
 
 if __name__ == "__main__":
