@@ -149,10 +149,11 @@ def test_an_optimizer_that_has_stepped_is_refused_since_its_state_would_be_lost(
         (st.ACCO(first=4), 4, ("ACCO(first=4) with 4", "at least one for the second half")),
         (st.ACCO, 4, ("strategy", "an instance such as ACCO()")),
         ("acco", 4, ("strategy", "an instance such as ACCO()", "'acco'")),
+        (st.ACCO(first=1), st.Clock(), ("ACCO(first=1)", "Clock", "leave out one")),
     ],
 )
 def test_impossible_counts_and_strategies_are_refused(
-    strategy: st.Strategy, micro_batches: int, parts: tuple[str, ...]
+    strategy: st.Strategy, micro_batches: int | st.Clock, parts: tuple[str, ...]
 ) -> None:
     model = tiny_model()
     with pytest.raises(ConfigError) as caught:

@@ -61,6 +61,11 @@ def plan_quota(strategy: Strategy, micro_batches: int | Clock, rounds: int) -> Q
             f"micro_batches={micro_batches!r}: expected an integer of at least 1 per rank and update, or a Clock"
         )
     if isinstance(micro_batches, Clock):
+        if strategy.fixes_split:
+            raise ConfigError(
+                f"{strategy} fixes its micro-batches per round, and a Clock decides them by the time: "
+                "leave out one of the two"
+            )
         return Quota((micro_batches.minimum,) * rounds, (micro_batches.maximum,) * rounds)
     if micro_batches < rounds:
         raise ConfigError(

@@ -32,6 +32,11 @@ class ACCO(Strategy):
     overlaps = True
     staleness = 0
 
+    @property
+    def fixes_split(self) -> bool:
+        """See `Strategy.fixes_split`."""
+        return self.first is not None
+
     def update(self) -> Script:
         """Two rounds: estimate with A, commit with A and B."""
         at_estimate = yield Reduce()

@@ -21,6 +21,11 @@ class Strategy(ABC):
     staleness: ClassVar[int]
     """Committed updates between the parameters a gradient is taken at and those it is applied to."""
 
+    @property
+    def fixes_split(self) -> bool:
+        """Whether the options fix how micro-batches are split over rounds, which a clock could not keep."""
+        return False
+
     @abstractmethod
     def update(self) -> Script:
         """Yield the effects of one update, from its first `Reduce` to its last publication."""
