@@ -3,20 +3,25 @@
 from stretto import errors
 from stretto.engine import Clock, Options
 from stretto.errors import StrettoError
+from stretto.guards import AtRest, Guard, ReplicaGuard
 from stretto.parallel import DataParallel
-from stretto.records import Update
+from stretto.records import Update, Verdict
 from stretto.strategies import ACCO, DDP, DPU, Strategy, WeightPrediction, ZeRO1
 
 __all__ = [
     "ACCO",
     "DDP",
     "DPU",
+    "AtRest",
     "Clock",
     "DataParallel",
+    "Guard",
     "Options",
+    "ReplicaGuard",
     "Strategy",
     "StrettoError",
     "Update",
+    "Verdict",
     "WeightPrediction",
     "ZeRO1",
     "errors",

@@ -21,6 +21,10 @@
       CommunicationError (RuntimeError)
         PeerFailed                          another rank died or raised
         PeerSilent (TimeoutError)           another rank stopped answering
+      CorruptionError (RuntimeError)        values changed where nothing may change them, and cannot be repaired
+        TransferCorrupt                     sent again as often as allowed, and never arrived as it was sent
+        StateCorrupt                        masters or optimizer state damaged beyond repair
+        ReplicasDiverged                    replicas differ, and no majority says who is right
       CheckpointError (RuntimeError)
         TornCheckpoint                      incomplete or damaged
         ForeignCheckpoint                   of another model, layout or format version
@@ -115,6 +119,22 @@ class PeerFailed(CommunicationError):
 
 class PeerSilent(CommunicationError, TimeoutError):
     """Another rank stopped answering within the timeout."""
+
+
+class CorruptionError(StrettoError, RuntimeError):
+    """Values changed where nothing may change them, and the damage cannot be repaired."""
+
+
+class TransferCorrupt(CorruptionError):
+    """Something was sent as often as allowed and never arrived as it was sent; names sender and link."""
+
+
+class StateCorrupt(CorruptionError):
+    """Masters or optimizer state are damaged beyond repair; names rank and tensor."""
+
+
+class ReplicasDiverged(CorruptionError):
+    """Replicas differ and no majority of ranks says who is right."""
 
 
 class CheckpointError(StrettoError, RuntimeError):

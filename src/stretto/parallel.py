@@ -15,6 +15,7 @@ from stretto.engine.state import JobState, State
 from stretto.engine.watch import Watch
 from stretto.errors import ConfigError, LossNotScalar, OutOfTurn, UsageError
 from stretto.groups.private import private_group
+from stretto.guards import Guard
 from stretto.records import Update
 from stretto.strategies import ACCO, Strategy
 
@@ -39,7 +40,7 @@ class DataParallel:
     cause named. Parameters change only inside `backward`, `step` and `finish`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what the whole job is made of, each by its own name
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -48,6 +49,7 @@ class DataParallel:
         micro_batches: int | Clock = 2,
         group: dist.ProcessGroup | None = None,
         ranks: Sequence[int] | None = None,
+        guards: Sequence[Guard] = (),
         options: Options | None = None,
     ) -> None:
         """Wrap `model`; all ranks of the group must call, with equal settings.
@@ -61,6 +63,7 @@ class DataParallel:
             group: Whose ranks train; None is the default group, or this process alone without one. The job
                 makes a group of its own over these ranks.
             ranks: Ranks of the default group, instead of `group`.
+            guards: What watches over the job's values, in the order in which they are asked; see docs/guards.md.
             options: Everything else.
 
         Raises:
@@ -69,6 +72,7 @@ class DataParallel:
         self.model = model
         self.optimizer = optimizer
         self.strategy = ACCO() if strategy is None else strategy
+        self.guards = tuple(guards)
         self.options = Options() if options is None else options
         self._group = private_group(
             group, ranks, timeout_seconds=self.options.timeout_seconds + _BACKEND_MARGIN_SECONDS
@@ -79,7 +83,7 @@ class DataParallel:
         watch = Watch(self._group, self.options.timeout_seconds)
         try:
             self.compute = start_lanes(
-                model, optimizer, self.strategy, micro_batches, self.options, self._group, watch
+                model, optimizer, self.strategy, micro_batches, self.guards, self.options, watch
             )
         except BaseException as error:
             watch.tell(error)

@@ -1,8 +1,53 @@
-"""What a run reports: one record per committed update."""
+"""What a run reports: one record per committed update, and one per corruption that was found."""
 
 import dataclasses
 import math
 from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """One corruption that was found, whom it is laid to, and what was done about it; the same on every rank."""
+
+    step: int
+    """The update it was found in, counted from 1."""
+    guard: str
+    """Who found it: a guard's name, or "verified" for the exchange."""
+    site: str
+    """Where the damage was: "contribution", "sum", "gathered values", "masters", "optimizer state", ..."""
+    part: str
+    """Which tensor, bucket or slice of that site, and where in it if that is known."""
+    ranks: tuple[int, ...]
+    """Ranks that hold or sent the damaged values; empty where nobody can be named."""
+    link: tuple[int, int] | None = None
+    """Sender and receiver, for damage on a link."""
+    action: str
+    """What became of it: "sent again", "summed again", "mended", "copied from rank 2", "left out", ..."""
+    expected: str | None = None
+    """Digest of the healthy values, hexadecimal, where it is known."""
+    found: str | None = None
+    """Digest of the damaged values."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Verdict":
+        """Return the verdict that `as_json` wrote, also after a way through text."""
+        link = fields["link"]
+        return cls(
+            **{
+                **fields,
+                "ranks": tuple(fields["ranks"]),
+                "link": None if link is None else (link[0], link[1]),
+            }
+        )
+
+    def __str__(self) -> str:
+        whom = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "nobody can be named"
+        way = "" if self.link is None else f", on the way from rank {self.link[0]} to rank {self.link[1]}"
+        return f"update {self.step}: {self.site} damaged ({self.part}; {whom}{way}): {self.action}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +84,13 @@ class Update:
     """Learning rate of each parameter group, as this update used it."""
     skipped_rounds: int
     """Rounds left out since the previous update because a loss or gradient was not finite."""
+    verdicts: tuple[Verdict, ...] = ()
+    """What guards and the verified exchange have found since the previous update, on any rank."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; a number that is not finite becomes None."""
         fields = {name: getattr(self, name) for name in self.__slots__}
+        fields["verdicts"] = [verdict.as_json() for verdict in self.verdicts]
         return {name: None if _is_lost(value) else value for name, value in fields.items()}
 
 

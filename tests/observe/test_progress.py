@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from stretto.observe import Header, Progress
+from stretto.records import Verdict
 from tests.observe.updates import update
 
 HEADER = Header(title="acco on 2 workers", updates=10, seconds=None)
@@ -23,6 +24,23 @@ def test_without_a_terminal_it_prints_plain_lines(capsys: pytest.CaptureFixture[
     assert begin == "update 1/10  loss 1.0000"
     # Over the four updates after the first, of two seconds of training each; five updates are left.
     assert end == ("update 5/10  loss 3.5000  50 samples/s  exposed 12.5%  lane 25%  1.5 MB/s  0:10 left")
+
+
+def test_a_verdict_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = Verdict(
+        step=2,
+        guard="verified",
+        site="contribution",
+        part="bucket 0",
+        ranks=(1,),
+        link=(1, 0),
+        action="sent again",
+    )
+    progress = Progress(HEADER)
+    progress.updated(update(2, verdicts=(verdict,)), 1.0)
+    assert capsys.readouterr().out.splitlines()[1] == (
+        "update 2: contribution damaged (bucket 0; rank 1, on the way from rank 1 to rank 0): sent again"
+    )
 
 
 def test_an_evaluation_stands_behind_its_update(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,7 @@ class Accounts:
             sent_bytes=commit.sent_bytes,
             learning_rates=commit.learning_rates,
             skipped_rounds=self.skipped_rounds,
+            verdicts=commit.verdicts,
         )
         self._opened, self.exposed_seconds, self.skipped_rounds = now, 0.0, 0
         return update

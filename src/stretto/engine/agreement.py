@@ -32,7 +32,7 @@ def agree(exchange: Exchange, settings: Mapping[str, str], where: str) -> None:
     if len(set(exchange.gather_bytes(own))) == 1:
         return
     # All ranks know that some differ, and all pay for the texts.
-    columns = [_gather_text(exchange, text) for text in settings.values()]
+    columns = [gather_text(exchange, text) for text in settings.values()]
     found = [
         f"{name}: {_difference(texts)}"
         for name, texts in zip(settings, columns, strict=True)
@@ -80,11 +80,13 @@ def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:
         tensor.copy_(contiguous)
 
 
-def _gather_text(exchange: Exchange, text: str) -> list[str]:
-    """Return every rank's text, of any length."""
+def gather_text(exchange: Exchange, text: str) -> list[str]:
+    """Return every rank's text, of any length; where nobody has any, only the lengths travel."""
     content = text.encode()
     lengths = [int.from_bytes(part) for part in exchange.gather_bytes(len(content).to_bytes(_LENGTH_BYTES))]
-    parts = exchange.gather_bytes(content.ljust(max(1, *lengths)))
+    if not any(lengths):
+        return [""] * len(lengths)
+    parts = exchange.gather_bytes(content.ljust(max(lengths)))
     return [part[:length].decode() for part, length in zip(parts, lengths, strict=True)]
 
 

@@ -9,7 +9,6 @@ Note [Landing and take-off]
     anticipates use the same. Parameters change at landings and at no other moment.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from stretto.engine.accounts import Accounts
 from stretto.engine.guarded_model import GuardedModel
-from stretto.engine.job import Contribution, Job, Landing, Reduction, Shown
+from stretto.engine.job import Contribution, Held, Job, Landing, Reduction, Shown
 from stretto.engine.lane import Lane
 from stretto.engine.options import Options
 from stretto.engine.quota import Quota
@@ -28,18 +27,8 @@ from stretto.engine.statistics import Statistics
 from stretto.errors import Finished, OutOfTurn, StepWithoutBackward, UnusedParameters
 from stretto.flat import GradientBuffer, Layout
 from stretto.owner import Hyperparameters, read_hyperparameters
-from stretto.records import Update
+from stretto.records import Update, Verdict
 from stretto.strategies import Strategy
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Held:
-    """What the model showed before the committed parameters took its place."""
-
-    shown: Shown
-    parameters: list[Tensor] | None
-    """None where the committed parameters were shown already."""
-    statistics: list[Tensor]
 
 
 class ComputeLane:
@@ -86,6 +75,8 @@ class ComputeLane:
         self._hyperparameters: Hyperparameters = []
         self._accounts = Accounts(strategy.staleness, runtime.now())
         self._arrived = False
+        self._verdicts: list[Verdict] = []
+        """Found in the model's parameters, for the next job."""
         guarded.hook(
             on_gradient=self._note_gradient,
             on_forward=self._before_forward,
@@ -159,6 +150,7 @@ class ComputeLane:
         lane_is_free = self._in_flight is None or self._in_flight.done()
         if not self._quota.is_met(self._accumulating_round, contribution.count, lane_is_free=lane_is_free):
             return None
+        self._inspect_shown()
         update = self.land() if self._in_flight is not None else None
         self.make_ready()
         if not self._strategy.overlaps:
@@ -177,6 +169,7 @@ class ComputeLane:
         if self._job is None:
             snapshot, changed = self.statistics.snapshot()
             self._job = Job(self._filling, self._contribution, snapshot, changed, self.vote, [])
+            self._job.verdicts, self._verdicts = self._verdicts, []
         return self._job
 
     def reduce_ahead(self) -> Reduction:
@@ -205,7 +198,8 @@ class ComputeLane:
         self._accumulating_round = 0
         self._accounts = Accounts(self._strategy.staleness, self._runtime.now())
         self._filling.attach(self._guarded.parameters)
-        self._guarded.remember()
+        self._guarded.remember(self._guarded.parameters)
+        self.lane.sentry.forget()
         self.statistics.agree()
         self.steps = self.lane.watch.step = steps
         self.lane.round_index = round_index
@@ -270,6 +264,8 @@ class ComputeLane:
 
     def hand_over(self) -> Update | None:
         """Land what is in flight; if nothing was, take off with whatever there is."""
+        if self._contribution.count:
+            self._inspect_shown()
         if self._in_flight is not None:
             return self.land()
         self.make_ready()
@@ -338,7 +334,16 @@ class ComputeLane:
         """Copy `values`, one per parameter, into the model."""
         with torch.no_grad():
             torch._foreach_copy_(list(self._guarded.parameters), values)
-        self._guarded.remember()
+        self._guarded.remember(values)
+
+    def _inspect_shown(self) -> None:
+        """Leave out the gradients of this round if parameters were damaged while they were taken."""
+        self._guarded.check_unwritten(self.where)
+        if found := self._guarded.mend_damaged(self.lane.exchange.rank, self.steps + 1):
+            self._verdicts += found
+            count, self._contribution = self._contribution.count, self._empty_contribution()
+            self._contribution.count = count
+            self._filling.attach(self._guarded.parameters)
 
     def _before_forward(self) -> None:
         with self.running():

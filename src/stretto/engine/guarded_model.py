@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from stretto.digests import Imprint, digest, hexadecimal
 from stretto.errors import EstimateShown, OptimizerStepped, ParametersTouched
 from stretto.flat import Layout
+from stretto.records import Verdict
 
 
 class GuardedModel:
@@ -23,6 +25,8 @@ class GuardedModel:
         parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         layout: Layout,
+        *,
+        is_sealed: bool = False,
     ) -> None:
         self.model = model
         self.parameters = parameters
@@ -31,7 +35,9 @@ class GuardedModel:
         self._ids = {id(parameter) for parameter in parameters}
         self._num_groups = len(optimizer.param_groups)
         self._handles: list[Any] = []
-        self.remember()
+        self._is_sealed = is_sealed
+        self._imprints: list[Imprint] = []
+        self.remember(parameters)
 
     def hook(
         self,
@@ -84,9 +90,42 @@ class GuardedModel:
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
 
-    def remember(self) -> None:
-        """Take note of the parameters as they are now."""
+    def remember(self, installed: Sequence[Tensor]) -> None:
+        """Take note of the parameters, which have been given the values `installed`."""
         self._noted = self._state()
+        if self._is_sealed:
+            # Of the values, not of the parameters: what went wrong on the way in is then seen too.
+            pairs = zip(installed, self.parameters, strict=True)
+            self._imprints = [Imprint.of(value.detach().to(parameter.dtype)) for value, parameter in pairs]
+
+    def mend_damaged(self, rank: int, step: int) -> list[Verdict]:
+        """Mend parameters whose bits are not those that were installed; the rest is up to the next landing.
+
+        Args:
+            rank: Whose model this is.
+            step: The update that is under way.
+        """
+        verdicts = []
+        for name, parameter, imprint in zip(self._names, self.parameters, self._imprints, strict=False):
+            found = digest(parameter)
+            if found == imprint.digest:
+                continue
+            repair = "mended" if imprint.mends(parameter) else "installed anew"
+            verdicts.append(
+                Verdict(
+                    step=step,
+                    guard="rest",
+                    site="shown parameters",
+                    part=name,
+                    ranks=(rank,),
+                    action=f"{repair}, this rank's gradients of the round left out",
+                    expected=hexadecimal(imprint.digest),
+                    found=hexadecimal(found),
+                )
+            )
+        if verdicts:
+            self._noted = self._state()
+        return verdicts
 
     def check_untouched(self, where: str) -> None:
         """Raise if a parameter was replaced, rebound or written since `remember`, or a group was added.

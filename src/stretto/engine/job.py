@@ -1,6 +1,7 @@
 """What crosses between the compute lane and the communication lane: jobs one way, landings the other."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from stretto.engine.roll_call import RollCall, Vote
 from stretto.flat import GradientBuffer
 from stretto.owner import Hyperparameters, ReducedGradient
+from stretto.records import Verdict
 
 Shown = Literal["committed", "estimate"]
 """Which parameters the model holds."""
@@ -44,6 +46,8 @@ class Job:
     hyperparameters: Hyperparameters
     reduction: "Reduction | None" = None
     """The outcome of a reduction performed ahead of take-off, for a checkpoint."""
+    verdicts: Sequence[Verdict] = ()
+    """What the compute lane has found damaged since the last take-off."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,6 +72,8 @@ class Commit:
     round_index: int
     lane_seconds: float
     sent_bytes: int
+    verdicts: tuple[Verdict, ...]
+    """What guards have found since the previous commit, on any rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,3 +90,13 @@ class Landing:
     """Whether this round ended an update."""
     commit: Commit | None
     """Set where this round ended an update that stepped; None at a boundary without any weight."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What the model showed before the committed parameters took its place."""
+
+    shown: Shown
+    parameters: list[Tensor] | None
+    """None where the committed parameters were shown already."""
+    statistics: list[Tensor]

@@ -2,20 +2,25 @@
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any
 
 import numpy as np
 import torch
 
-from stretto.effects import AllReduce, Boundary, Gather, Preview, Reduce, Script, Step
+from stretto.effects import AllReduce, Boundary, Effect, Gather, Preview, Reduce, Step
 from stretto.engine.agreement import agree
 from stretto.engine.job import Commit, Job, Landing, Reduction, Shown
+from stretto.engine.ledger import ledger_of
 from stretto.engine.options import Options
 from stretto.engine.roll_call import Attendance, RollCall, settings_text
+from stretto.engine.sentry import Sentry
 from stretto.engine.watch import Watch
 from stretto.errors import NonFinite
 from stretto.exchange import Exchange
+from stretto.guards.effects import GuardEffect
 from stretto.owner import Hyperparameters, Owner, ReducedGradient
+from stretto.records import Verdict
 from stretto.strategies import Strategy
 
 CLIP_EPSILON = 1e-6
@@ -35,22 +40,25 @@ class Lane:
         exchange: Exchange,
         owner: Owner,
         watch: Watch,
+        sentry: Sentry,
         *,
         options: Options,
-        replicated: bool,
         now: Callable[[], float],
     ) -> None:
         self.exchange = exchange
         self.owner = owner
         self.watch = watch
+        self.sentry = sentry
         self.round_index = 0
-        self.replicated = replicated
+        self.replicated = ledger_of(strategy).replicated
         self._options = options
         self._now = now
-        self._script = _updates(strategy)
+        self._script = _updates(strategy, sentry)
         self._waiting = next(self._script)
         # Sums of finished updates, for the next ones: fresh pages would cost more than the arithmetic.
         self._spare_sums: list[list[torch.Tensor]] = []
+        self._verdicts: tuple[Verdict, ...] = ()
+        """Found, and not yet reported: an update that does not step reports nothing."""
         self._begin_update([])
 
     def advance(self, job: Job) -> Landing:
@@ -59,7 +67,9 @@ class Lane:
         reduction = job.reduction or self.reduce(job)
         self._reductions.append(reduction)
         self._hyperparameters = job.hyperparameters
-        reply: ReducedGradient | None = reduction.gradient
+        self.sentry.note(job.verdicts)
+        self.sentry.reduced(reduction.gradient, job, self.watch.step + 1)
+        reply: Any = reduction.gradient
         shown: Shown = "committed"
         at_boundary = False
         while True:
@@ -78,6 +88,8 @@ class Lane:
                     self.exchange.all_gather(job.buffer.flats)
                 case Boundary():
                     at_boundary = True
+                case _:
+                    reply = self.sentry.perform(effect, job)
         self._lane_seconds += self._now() - started
         commit = self._commit() if at_boundary else None
         return Landing(job.buffer, job.statistics, shown, reduction, at_boundary, commit)
@@ -169,7 +181,7 @@ class Lane:
             return {}
         own = torch.cat([job.statistics[index].flatten().float() for index in indices])
         whole = torch.empty(len(counts) * own.numel(), dtype=own.dtype, device=own.device)
-        self.exchange.perform([self.exchange.gather(own, whole, 0, "average of the model's buffers")])
+        self.exchange.gather_values(own, whole, "average of the model's buffers")
         mean = torch.zeros_like(own)
         for count, part in zip(counts, whole.view(len(counts), -1), strict=True):
             if count:
@@ -181,6 +193,8 @@ class Lane:
         }
 
     def _step(self, gradient: ReducedGradient, job: Job) -> None:
+        self.sentry.run("before_step", job, self.watch.step + 1)
+        self.sentry.forget()  # what is sealed is about to change
         gradient.merge()
         if gradient.weight > 0:
             self._gradient_norm = self._norm(gradient)
@@ -189,6 +203,7 @@ class Lane:
         self.owner.publish(job.buffer.flats)
 
     def _preview(self, gradient: ReducedGradient, job: Job) -> Shown:
+        self.sentry.run("before_step", job, self.watch.step + 1)
         gradient.merge()
         if gradient.weight == 0:
             self.owner.publish(job.buffer.flats)
@@ -222,6 +237,7 @@ class Lane:
     def _commit(self) -> Commit | None:
         """Close the update: return what is known of it, and reuse the storage of its gradients."""
         commit = None
+        self._verdicts += self.sentry.conclude(self.watch.step + 1)
         if self._stepped:
             self.watch.step += 1
             commit = Commit(
@@ -231,16 +247,19 @@ class Lane:
                 round_index=self.round_index - 1,
                 lane_seconds=self._lane_seconds,
                 sent_bytes=self.exchange.sent_bytes - self._bytes_before,
+                verdicts=self._verdicts,
             )
+            self._verdicts = ()
         self._spare_sums.extend([list(reduction.gradient.sums) for reduction in self._reductions])
         self._begin_update(self._hyperparameters)
         return commit
 
 
-def _updates(strategy: Strategy) -> Script:
+def _updates(strategy: Strategy, sentry: Sentry) -> Generator[Effect | GuardEffect, Any, None]:
     while True:
         yield from strategy.update()
         yield Boundary()
+        yield from sentry.ask("after_update")
 
 
 def _reduced(gradient: object) -> ReducedGradient:

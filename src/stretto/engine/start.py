@@ -1,10 +1,11 @@
 """Starts a job: plans the layout, settles it among ranks, and sets up both lanes."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.compute_lane import ComputeLane
@@ -15,10 +16,12 @@ from stretto.engine.options import Options
 from stretto.engine.quota import Clock, plan_quota
 from stretto.engine.roll_call import settings_text
 from stretto.engine.runtime import InlineRuntime, Runtime, ThreadRuntime
+from stretto.engine.sentry import Sentry
 from stretto.engine.watch import Watch
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
-from stretto.exchange import DirectExchange, Exchange, NativeExchange, wire_dtype
+from stretto.exchange import DirectExchange, Exchange, NativeExchange, VerifiedExchange, wire_dtype
 from stretto.flat import GradientBuffer, Layout, plan_layout
+from stretto.guards import Guard
 from stretto.owner import Owner, check_shardable, read_hyperparameters
 from stretto.strategies import Strategy
 
@@ -28,20 +31,20 @@ def start_lanes(
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
     micro_batches: int | Clock,
+    guards: Sequence[Guard],
     options: Options,
-    group: dist.ProcessGroup,
     watch: Watch,
 ) -> ComputeLane:
-    """Set up both lanes of one rank; all ranks of `group` must call.
+    """Set up both lanes of one rank; all ranks of the watch's group must call.
 
     Args:
         model: Trained in place; takes rank 0's values.
         optimizer: The user's; read, never stepped.
         strategy: What the communication lane runs.
         micro_batches: Per rank and update, or by the clock.
+        guards: What watches over the job's values.
         options: Everything else.
-        group: Used by this job and nobody else.
-        watch: Of that group.
+        watch: Of a group that is used by this job and nobody else.
 
     Raises:
         ConfigError: Model, optimizer or settings cannot be trained, or differ between ranks. Raised before
@@ -49,6 +52,8 @@ def start_lanes(
     """
     _check_kinds(model, optimizer, strategy)
     ledger = ledger_of(strategy)
+    _check_guards(guards, strategy, replicated=ledger.replicated)
+    group = watch.group
     quota = plan_quota(strategy, micro_batches, ledger.rounds)
     layout, parameters = plan_layout(
         model,
@@ -61,7 +66,12 @@ def start_lanes(
     check_shardable(optimizer)
     exchange = _exchange(options, group, layout, watch)
     settings = _settings(model, optimizer, strategy, micro_batches, options)
-    agree(exchange, {**settings, "model": layout.text()}, f"rank {group.rank()}, before step 1")
+    watched = "\n".join(map(repr, guards))
+    agree(
+        exchange,
+        {**settings, "guards": watched, "model": layout.text()},
+        f"rank {group.rank()}, before step 1",
+    )
     for flat, parameter in ((layout.sets[s.set_index], parameters[s.index]) for s in layout.slots):
         if flat.accumulation_dtype != flat.dtype:
             parameter.grad_dtype = flat.accumulation_dtype
@@ -69,16 +79,17 @@ def start_lanes(
     rank, num_owners = (0, 1) if ledger.replicated else (group.rank(), group.size())
     owner = Owner(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
     runtime: Runtime = ThreadRuntime(layout.sets[0].device) if strategy.overlaps else InlineRuntime()
+    sentry = Sentry(guards, exchange, owner, _fixed(model), replicated=ledger.replicated)
     lane = Lane(
         strategy,
         exchange,
         owner,
         watch,
-        replicated=ledger.replicated,
+        sentry,
         options=options,
         now=runtime.now,
     )
-    guarded = GuardedModel(model, parameters, optimizer, layout)
+    guarded = GuardedModel(model, parameters, optimizer, layout, is_sealed=sentry.watches_shown)
     return ComputeLane(
         guarded,
         layout,
@@ -113,6 +124,32 @@ def _check_kinds(model: object, optimizer: object, strategy: object) -> None:
         raise ConfigError(f"strategy: expected an instance such as ACCO(), found {strategy!r}")
 
 
+def _check_guards(guards: Sequence[Guard], strategy: Strategy, *, replicated: bool) -> None:
+    for guard in guards:
+        if not isinstance(guard, Guard):
+            raise ConfigError(f"guards: expected instances such as ReplicaGuard(), found {guard!r}")
+        if guard.needs_replicas and not replicated:
+            raise ConfigError(
+                f"guard {guard.name} compares replicas with each other, and strategy {strategy.name} shards the "
+                "optimizer, so that every rank holds another part; see the table in docs/guards.md"
+            )
+        if guard.overlaps and not strategy.overlaps:
+            raise ConfigError(
+                f"guard {guard.name} runs beside the next update's gradients, and strategy {strategy.name} waits for "
+                "its lane; take a strategy that overlaps"
+            )
+
+
+def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.statistics`)."""
+    is_buffer = {name for name, _ in model.named_buffers()}
+    return [
+        (name, tensor)
+        for name, tensor in untrained(model)
+        if not (name in is_buffer and tensor.is_floating_point())
+    ]
+
+
 def _settings(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -134,6 +171,8 @@ def _settings(
 
 
 def _exchange(options: Options, group: dist.ProcessGroup, layout: Layout, watch: Watch) -> Exchange:
+    if options.verified:
+        return VerifiedExchange(group, layout, wire_dtype(options.wire), watch.wait)
     native = options.exchange == "native" or (
         options.exchange == "auto" and layout.sets[0].device.type == "cuda"
     )

@@ -49,6 +49,7 @@ class Watch:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+        self.group = group
         self.rank = group.rank()
         self.world_size = group.size()
         self.timeout_seconds = timeout_seconds

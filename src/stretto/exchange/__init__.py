@@ -3,6 +3,15 @@
 from stretto.exchange.direct import DirectExchange
 from stretto.exchange.exchange import Exchange
 from stretto.exchange.native import NativeExchange
+from stretto.exchange.verified import VerifiedExchange
 from stretto.exchange.wire import WireFormat, narrower, wire_dtype
 
-__all__ = ["DirectExchange", "Exchange", "NativeExchange", "WireFormat", "narrower", "wire_dtype"]
+__all__ = [
+    "DirectExchange",
+    "Exchange",
+    "NativeExchange",
+    "VerifiedExchange",
+    "WireFormat",
+    "narrower",
+    "wire_dtype",
+]

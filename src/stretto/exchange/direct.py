@@ -1,5 +1,7 @@
 """The direct exchange: all contributions travel to their owner, who adds them in rank order in float32."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,10 @@ class DirectExchange(Exchange):
         received = self.scratch("received", index, bucket.numel, outgoing.dtype, flat.device)
         self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
         yield self.group.alltoall_base(received, outgoing, [], []), f"reduction of bucket {index}"
-        contributions = received.view(self.world_size, -1)
+        self.add_up(received.view(self.world_size, -1).unbind(), total)
+
+    def add_up(self, contributions: Sequence[Tensor], total: Tensor) -> None:
+        """Write the sum of `contributions`, one per rank, into `total`, in its dtype."""
         # Rank order, one addition at a time: `sum(0)` may pair terms differently and would tie the result
         # to the number of ranks and the vector width.
         first, *others = contributions

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import distributed as dist
 
 from stretto.exchange.wire import narrower
 from stretto.flat import Bucket, Layout
+from stretto.records import Verdict
 
 Wait = Callable[[dist.Work, str], None]
 """Waits for a collective; the text says what is waited for. Raises the job's error if it cannot complete."""
@@ -39,6 +41,9 @@ class Exchange(ABC):
         an owner that kept its own wider values would differ from everybody else in every element.
     """
 
+    is_verified: ClassVar[bool] = False
+    """Whether what arrives is checked against what was sent."""
+
     def __init__(self, group: dist.ProcessGroup, layout: Layout, wire: torch.dtype, wait: Wait) -> None:
         self.group = group
         self.layout = layout
@@ -48,6 +53,8 @@ class Exchange(ABC):
         self.world_size = group.size()
         self.sent_bytes = 0
         """Bytes this rank has sent to others since construction."""
+        self.verdicts: list[Verdict] = []
+        """What a verified exchange has found and repaired; whoever reports it takes it out."""
         self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
     @abstractmethod
@@ -111,6 +118,10 @@ class Exchange(ABC):
         yield self.group.all_gather_single(whole, own), what
         if not same:
             out.copy_(whole)
+
+    def gather_values(self, own: Tensor, whole: Tensor, what: str) -> None:
+        """Gather every rank's `own`, `(numel,)`, into `whole`, `(world_size * numel,)` of the same dtype."""
+        self.perform([self.gather(own, whole, 0, what)])
 
     def gather_bytes(self, record: bytes) -> list[bytes]:
         """Return every rank's `record`, in rank order; all records must have one length."""

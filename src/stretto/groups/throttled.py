@@ -19,14 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.distributed_c10d import GroupName
 
 from stretto.errors import ConfigError
 from stretto.groups import traffic
 from stretto.groups.link import Link
-from stretto.groups.names import OlderNames
 from stretto.groups.wire import Wire
 from stretto.groups.work import LateWork
+from stretto.groups.wrapped import WrappedGroup
 
 
 def register_throttled(link: Link, name: str = "throttled") -> None:
@@ -59,17 +58,12 @@ def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta) -> 
     return group
 
 
-class ThrottledGroup(OlderNames, dist.ProcessGroup):
+class ThrottledGroup(WrappedGroup):
     """A process group over an inner one that delays completions by a wire's model and counts what is sent."""
 
     def __init__(self, inner: dist.ProcessGroup, store: Store, wire: Wire, backend_name: str) -> None:
-        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # missing in torch's stub
-        self._inner = inner
-        self._store = store
+        super().__init__(inner, store, backend_name)
         self._wire = wire
-        self._backend_name = backend_name
-        self._name = GroupName("")
-        self._description = ""
         self._sent: collections.Counter[str] = collections.Counter()
         self._counting = threading.Lock()
 
@@ -206,44 +200,6 @@ class ThrottledGroup(OlderNames, dist.ProcessGroup):
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         """Refused, see `send`."""
         return self.send(tensors, rank, tag)
-
-    # What torch asks of a group
-
-    @property
-    def group_name(self) -> GroupName:
-        """The name by which torch's registry knows this group."""
-        return self._name
-
-    def _set_group_name(self, name: GroupName) -> None:
-        self._name = name
-
-    @property
-    def group_desc(self) -> str:
-        """What whoever made the group said it is for."""
-        return self._description
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    def getBackendName(self) -> str:
-        """The name this group's backend is registered by."""
-        return self._backend_name
-
-    def get_group_store(self) -> Store:
-        """The store of this group, with a prefix of its own."""
-        return self._store
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of later collectives."""
-        self._inner.set_timeout(timeout)
-
-    def abort(self) -> None:
-        """Abort the inner group."""
-        self._inner.abort()
-
-    def shutdown(self) -> None:
-        """Shut the inner group down."""
-        self._inner.shutdown()
 
 
 def _bytes(tensors: Any) -> int:

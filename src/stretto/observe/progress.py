@@ -58,6 +58,8 @@ class Progress:
     def updated(self, update: Update, training_seconds: float) -> None:
         """See `Observer.updated`."""
         self._recent.append((update, training_seconds))
+        for verdict in update.verdicts:
+            self._say(str(verdict))
         if self._live is None and time.monotonic() - self._last_line > LINE_SECONDS:
             self._print_line()
 
@@ -105,6 +107,13 @@ class Progress:
     def _print_last_line(self) -> None:
         if self._recent and self._shown_step != self._recent[-1][0].step:
             self._print_line()
+
+    def _say(self, line: str) -> None:
+        """Leave a line on the screen, above the panel where there is one."""
+        if self._live is None:
+            print(line, flush=True)
+        else:
+            self._live.console.print(line)
 
     def _print_line(self) -> None:
         self._last_line = time.monotonic()

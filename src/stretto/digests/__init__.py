@@ -1,0 +1,7 @@
+"""Fingerprints of tensors: one that tells whether they changed, one that also says where."""
+
+from stretto.digests.digest import digest, hexadecimal
+from stretto.digests.imprint import Imprint
+from stretto.digests.locate import Damage, Located, locate, mend
+
+__all__ = ["Damage", "Imprint", "Located", "digest", "hexadecimal", "locate", "mend"]

@@ -1,0 +1,235 @@
+"""The sentry: performs what guards ask for, and holds what was found until an update reports it."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from stretto.digests import Imprint, digest
+from stretto.engine.agreement import gather_text
+from stretto.engine.job import Job
+from stretto.errors import StateCorrupt
+from stretto.exchange import Exchange
+from stretto.guards import Guard
+from stretto.guards.effects import (
+    Copy,
+    Difference,
+    Fingerprint,
+    GuardEffect,
+    GuardScript,
+    Inspect,
+    Mend,
+    Part,
+    Replace,
+    Report,
+    Seal,
+    Share,
+    Where,
+)
+from stretto.owner import Owner, ReducedGradient
+from stretto.records import Verdict
+
+Moment = Literal["after_reduce", "before_step", "after_update"]
+
+
+class Sentry:
+    """Answers the guards of one rank, on its communication lane.
+
+    Args:
+        guards: Of the job; without any, nothing is computed and nothing travels.
+        exchange: Whose ranks.
+        owner: Whose masters and optimizer state are watched.
+        fixed: By name, what the model holds that nobody is to write.
+        replicated: Whether every rank owns everything.
+    """
+
+    def __init__(
+        self,
+        guards: Sequence[Guard],
+        exchange: Exchange,
+        owner: Owner,
+        fixed: Sequence[tuple[str, Tensor]],
+        *,
+        replicated: bool,
+    ) -> None:
+        self.guards = tuple(guards)
+        self._exchange = exchange
+        self._owner = owner
+        self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
+        self._versions = {part: tensor._version for part, tensor in self._fixed.items()}
+        self._replicated = replicated
+        self._step = 1
+        self._verdicts: list[Verdict] = []
+        self._gradients: list[ReducedGradient] = []
+        """Reduced and not yet stepped with."""
+        self._imprints: dict[Part, Imprint] = {}
+        self._sealed: dict[Part, Tensor] = {}
+        """The tensors that were sealed: others may have taken their place."""
+
+    @property
+    def watches_shown(self) -> bool:
+        """Whether the compute lane is to watch the model's parameters."""
+        return any(guard.watches_shown for guard in self.guards)
+
+    def ask(self, moment: Moment) -> GuardScript:
+        """Yield what all guards ask for at a moment."""
+        for guard in self.guards:
+            yield from getattr(guard, moment)()
+
+    def run(self, moment: Moment, job: Job, step: int) -> None:
+        """Perform what all guards ask for at a moment of the `step`-th update."""
+        self._step = step
+        script = self.ask(moment)
+        answer = None
+        while True:
+            try:
+                effect = script.send(answer)
+            except StopIteration:
+                return
+            answer = self.perform(effect, job)
+
+    def reduced(self, gradient: ReducedGradient, job: Job, step: int) -> None:
+        """Take note of a gradient that waits for its step."""
+        if self.guards:
+            self._gradients.append(gradient)
+            self.run("after_reduce", job, step)
+
+    def forget(self) -> None:
+        """Let go of everything that is sealed: it is about to change, or has been put in its place from outside."""
+        self._gradients.clear()
+        self._imprints.clear()
+        self._sealed.clear()
+
+    def note(self, verdicts: Sequence[Verdict]) -> None:
+        """Take over what the compute lane has found."""
+        self._verdicts.extend(verdicts)
+
+    def perform(self, effect: GuardEffect, job: Job) -> Any:
+        """Perform one effect and return its answer."""
+        match effect:
+            case Fingerprint():
+                return {part: self._fingerprint(part, tensor) for part, tensor in self._parts(job)}
+            case Share(record):
+                return self._exchange.gather_bytes(record)
+            case Copy(part, source, onto):
+                self._copy(part, dict(self._parts(job))[part], source, onto)
+            case Seal(what):
+                self._seal(what)
+            case Inspect():
+                return list(self._differences())
+            case Mend(part):
+                return self._imprints[part].mends(self._sealed[part])
+            case Replace(parts):
+                return self._replace(parts)
+            case Where():
+                return self._where
+            case Report():
+                fields = dataclasses.asdict(effect)
+                ranks = (self._exchange.rank,) if effect.ranks is None else effect.ranks
+                self._verdicts.append(Verdict(**{**fields, "ranks": ranks, "step": self._step}))
+        return None
+
+    def conclude(self, step: int) -> tuple[Verdict, ...]:
+        """Return what was found on any rank since the last call, at the end of the `step`-th update.
+
+        All ranks must call; without guards and without a verified exchange nothing travels.
+        """
+        if not self.guards and not self._exchange.is_verified:
+            return ()
+        arrivals = [dataclasses.replace(verdict, step=step) for verdict in self._exchange.verdicts]
+        held = [*arrivals, *self._verdicts]
+        self._exchange.verdicts, self._verdicts = [], []
+        own = json.dumps([verdict.as_json() for verdict in held]) if held else ""
+        texts = [text for text in gather_text(self._exchange, own) if text]
+        found = [Verdict.from_json(fields) for text in texts for fields in json.loads(text)]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self._exchange.rank}, update {self._step}"
+
+    def _parts(self, job: Job) -> Iterator[tuple[Part, Tensor]]:
+        """Yield everything that ranks of a replicated strategy hold alike, in an order that all share."""
+        yield from self._state()
+        for index, flat in enumerate(job.buffer.flats):
+            yield Part("values to be shown", f"set {index}"), flat
+        yield from self._fixed.items()
+
+    def _state(self) -> Iterator[tuple[Part, Tensor]]:
+        for index, master in enumerate(self._owner.masters):
+            yield Part("masters", f"bucket {index}"), master
+        for index, segment in enumerate(self._owner.segments):
+            state = self._owner.optimizer.state.get(segment.master, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield Part("optimizer state", f"{key} of segment {index}"), value
+
+    def _sums(self) -> Iterator[tuple[Part, Tensor]]:
+        for number, gradient in enumerate(self._gradients):
+            for index, total in enumerate(gradient.sums):
+                yield Part("reduced gradient", f"bucket {index} of round {number}"), total
+
+    def _fingerprint(self, part: Part, tensor: Tensor) -> int:
+        is_written = part in self._versions and self._versions[part] != tensor._version
+        return 0 if is_written else digest(tensor)
+
+    def _seal(self, what: str) -> None:
+        for part, tensor in self._state() if what == "state" else self._sums():
+            if part not in self._sealed:
+                self._sealed[part], self._imprints[part] = tensor, Imprint.of(tensor)
+
+    def _differences(self) -> Iterator[Difference]:
+        """Yield what is not as it was sealed; parts that have been cut anew since are not compared."""
+        present = {part: tensor for parts in (self._state(), self._sums()) for part, tensor in parts}
+        for part, tensor in self._sealed.items():
+            if present.get(part) is tensor:
+                expected, found = self._imprints[part].digest, digest(tensor)
+                if expected != found:
+                    yield Difference(part, expected, found)
+
+    def _replace(self, parts: Sequence[Part]) -> dict[Part, int]:
+        """Take this rank's damaged parts from others, and lend others theirs."""
+        if not self._replicated:
+            self._give_up(parts)
+            return {}
+        names = json.dumps([dataclasses.astuple(part) for part in parts]) if parts else ""
+        damaged = [
+            {Part(*fields) for fields in json.loads(text)} if text else set()
+            for text in gather_text(self._exchange, names)
+        ]
+        wanted = sorted(set().union(*damaged), key=str)
+        sources = {}
+        for part in wanted:
+            healthy = [rank for rank, of_rank in enumerate(damaged) if part not in of_rank]
+            if not healthy:
+                self._give_up([part])
+            onto = tuple(rank for rank, of_rank in enumerate(damaged) if part in of_rank)
+            sources[part] = healthy[0]
+            self._copy(part, self._sealed[part], healthy[0], onto)
+        self._give_up([difference.part for difference in self._differences()])
+        return sources
+
+    def _give_up(self, parts: Sequence[Part]) -> None:
+        if parts:
+            raise StateCorrupt(
+                f"{self._where}: damaged beyond mending: {'; '.join(map(str, parts))}; expected what the last update "
+                "left there, and no other rank holds it undamaged; go on from the last checkpoint"
+            )
+
+    def _copy(self, part: Part, own: Tensor, source: int, onto: tuple[int, ...]) -> None:
+        """Broadcast a part as bytes, and keep it where asked."""
+        device = self._exchange.layout.sets[0].device
+        content = own.detach().contiguous().view(-1).view(torch.uint8).clone().to(device)
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self._exchange.wait(self._exchange.group.broadcast([content], options), f"copy of {part}")
+        if self._exchange.rank not in onto:
+            return
+        with torch.no_grad():
+            own.copy_(content.to(own.device).view(own.dtype).view(own.shape))
+        if part in self._versions:
+            self._versions[part] = own._version

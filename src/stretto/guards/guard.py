@@ -1,0 +1,53 @@
+"""The contract of a guard: coroutines over effects, and its options."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from stretto.guards.effects import GuardScript
+
+
+class Guard(ABC):
+    """What is checked between updates, and what is done about damage.
+
+    A subclass is a frozen dataclass of options with a generator, `after_update`, and where needed further ones. They
+    run on the communication lane and yield the effects of `stretto.guards.effects`, which the lane performs and
+    answers. A guard holds no state between calls and touches no tensor: what is to be remembered is held by the lane
+    (`Seal`).
+
+    Note [One path]
+        Collective effects must be asked for by all ranks alike. A guard may branch on its options and on the answers of
+        collective effects, which are the same on every rank; on a local answer it may branch only around effects that
+        are not collective.
+
+    Note [When]
+        after_reduce    once per round, when the round's gradient has been summed;
+        before_step     ahead of every `Step` and every `Preview`, before the reduced gradient, masters and optimizer
+                        state are read again;
+        after_update    once per update, when its last values have been published or gathered and before the model
+                        shows them; also where the update had no weight and nothing was stepped.
+
+        Within each moment guards run in the order in which the user gave them.
+    """
+
+    name: ClassVar[str]
+    """The one spelling: row in the tables, `Verdict.guard`."""
+    overlaps: ClassVar[bool] = False
+    """Whether the guard may run beside the gradients of the next update. One that must speak before values are shown
+    says False: it waits where its strategy waits, and is hidden where its strategy is."""
+    needs_replicas: ClassVar[bool] = False
+    """Whether it compares ranks with each other, so that only strategies with a replicated optimizer may have it."""
+    watches_shown: ClassVar[bool] = False
+    """Whether the compute lane is to compare, at the end of every round's micro-batches, the model's parameters with
+    what was installed, and to leave gradients out that were taken at damaged ones."""
+
+    @abstractmethod
+    def after_update(self) -> GuardScript:
+        """Yield what is to be done at the end of an update."""
+
+    def after_reduce(self) -> GuardScript:
+        """Yield what is to be done when a gradient has been summed; nothing, unless overridden."""
+        yield from ()
+
+    def before_step(self) -> GuardScript:
+        """Yield what is to be done before gradient, masters and state are read; nothing, unless overridden."""
+        yield from ()
