@@ -1,6 +1,7 @@
 """Stretto: data-parallel training that keeps every device busy and every replica honest."""
 
-from stretto import errors
+from stretto import echo, errors
+from stretto.echo import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready
 from stretto.engine import Clock, Options
 from stretto.errors import StrettoError
 from stretto.guards import AtRest, Guard, ReplicaGuard
@@ -13,10 +14,16 @@ __all__ = [
     "DDP",
     "DPU",
     "AtRest",
+    "Auto",
+    "Bernoulli",
     "Clock",
     "DataParallel",
+    "EchoLoader",
+    "EchoOptions",
+    "Even",
     "Guard",
     "Options",
+    "Ready",
     "ReplicaGuard",
     "Strategy",
     "StrettoError",
@@ -24,5 +31,6 @@ __all__ = [
     "Verdict",
     "WeightPrediction",
     "ZeRO1",
+    "echo",
     "errors",
 ]

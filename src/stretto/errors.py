@@ -16,6 +16,7 @@
         EstimateShown                       committed parameters were asked for while an estimate is shown
         Finished                            use after `finish` or after an error
         OutOfTurn                           a take-off, landing, save or settling at the wrong moment
+        BatchChanged                        a batch that is used again was written in place
         UnusedParameters                    parameters that no rank has used
       NonFinite (ArithmeticError)           a loss or gradient is not finite
       CommunicationError (RuntimeError)
@@ -99,6 +100,10 @@ class Finished(UsageError):
 
 class OutOfTurn(UsageError):
     """A take-off, landing, save or settling was asked for at the wrong moment."""
+
+
+class BatchChanged(UsageError):
+    """A batch that is to be used again was written in place."""
 
 
 class UnusedParameters(UsageError):

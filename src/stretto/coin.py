@@ -1,0 +1,29 @@
+"""Random decisions as a function of a seed and a counter: nothing to save, nothing that ranks could draw apart.
+
+    coin(step) = [ hash(seed, stream, step) < 2^64 p ]
+
+A generator would have to be kept in step on every rank and saved with every checkpoint. A hash needs only the
+counter, which every rank and every checkpoint has anyway.
+"""
+
+import struct
+
+import xxhash
+
+_RANGE = 1 << 64
+
+
+def draw(seed: int, stream: str, counter: int) -> int:
+    """Return the `counter`-th of the stream's independent uniform integers, from 0 to 2^64 - 1.
+
+    Args:
+        seed: Of the run.
+        stream: What is decided; streams are independent of each other.
+        counter: Step or round index, not negative.
+    """
+    return xxhash.xxh3_64_intdigest(stream.encode() + struct.pack("<qq", seed, counter))
+
+
+def coin(seed: int, stream: str, counter: int, probability: float) -> bool:
+    """Return True with `probability`, always the same for the same arguments, which are those of `draw`."""
+    return draw(seed, stream, counter) < int(probability * _RANGE)

@@ -1,0 +1,93 @@
+"""The batches in hand: the last few fresh ones, unchanged however often they are used.
+
+A loop that writes into its batch (mixes it up, normalises it in place) would train its second use on something else.
+PyTorch counts the writes to every tensor, views and `detach()` included; a count that has moved between two uses is
+an error. Writes through `.data` and NumPy are not counted, and inference tensors have no count.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from stretto.echo.chooser import Held
+from stretto.echo.containers import rebuilt, tensors
+from stretto.errors import BatchChanged
+
+Copy = Literal["containers", "tensors"]
+
+
+@dataclass(kw_only=True, slots=True)
+class HeldBatch(Held):
+    """A batch in hand, with where the loader stood."""
+
+    batch: Any
+    """As it came, placed where it is used."""
+    state_before: Any
+    """The loader's state before it was fetched; None for a loader without one."""
+    state_after: Any
+    """The loader's state after it was fetched."""
+    writes: tuple[int, ...]
+    """Of each of its tensors, when it came."""
+
+
+class Hand:
+    """Holds the last `size` fresh batches.
+
+    Args:
+        size: How many.
+        copy: What each use is given new.
+    """
+
+    def __init__(self, size: int, copy: Copy) -> None:
+        self.held: list[HeldBatch] = []
+        """Oldest first."""
+        self._size = size
+        self._copy = copy
+
+    def add(self, batch: Any, number: int, state_before: Any, state_after: Any, uses: int = 0) -> HeldBatch:
+        """Take a fresh batch, and let go of the oldest where there are too many."""
+        writes = tuple(_writes(batch))
+        held = HeldBatch(
+            number=number,
+            uses=uses,
+            batch=batch,
+            state_before=state_before,
+            state_after=state_after,
+            writes=writes,
+        )
+        self.held = [*self.held, held][-self._size :]
+        return held
+
+    def use(self, held: HeldBatch, step: int) -> Any:
+        """Count a use and return what to hand out.
+
+        Raises:
+            BatchChanged: The batch was written in place since its last use.
+        """
+        if held.uses:
+            _check(held, step)
+        held.uses += 1
+        return rebuilt(held.batch, Tensor.clone if self._copy == "tensors" else _same)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _writes(batch: Any) -> Iterator[int]:
+    for _, tensor in tensors(batch):
+        yield 0 if tensor.is_inference() else tensor._version
+
+
+def _check(held: HeldBatch, step: int) -> None:
+    for (path, tensor), before, now in zip(
+        tensors(held.batch), held.writes, _writes(held.batch), strict=True
+    ):
+        if before != now:
+            raise BatchChanged(
+                f"step {step}: fresh batch {held.number} is to be used again, but {path} of "
+                f"shape {tuple(tensor.shape)} was written in place {now - before} times since it came: expected an "
+                "unchanged one; write into a copy, or let every use have its own with EchoOptions(copy='tensors')"
+            )

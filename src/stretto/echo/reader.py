@@ -1,0 +1,140 @@
+"""Fetches fresh batches ahead, on a thread of its own, while batches in hand are used.
+
+The iterator is made on the caller's thread, because a loader's workers should be forked there; the thread only calls
+`next`. Whatever the loader raises is raised again where the batch is asked for, with its own traceback.
+"""
+
+import collections
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from stretto.errors import OutOfTurn
+
+CLOSING_SECONDS = 10.0
+"""How long closing waits for a read under way. A store that never answers must not keep the process."""
+
+WAKE_SECONDS = 0.1
+"""How often a wait lets pending signals in: the death of a loader's worker is told by one, which may reach the process
+on the reader's thread while it must be answered on the main one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fetched:
+    """What one call of `next` gave."""
+
+    batch: Any
+    """The batch; None at the end."""
+    has_ended: bool
+    """Whether there was none."""
+    seconds: float
+    """Duration of the call."""
+    state: Any
+    """The loader's state after it."""
+
+
+class Reader:
+    """Reads one pass of a loader.
+
+    Args:
+        iterator: Of the pass.
+        capture: Returns the loader's state.
+        ahead: Batches to have ready; with 0 they are read when asked for, on the asking thread.
+    """
+
+    def __init__(self, iterator: Iterator[Any], capture: Callable[[], Any], ahead: int) -> None:
+        self._iterator = iterator
+        self._capture = capture
+        self._ahead = ahead
+        self._ready: collections.deque[Fetched | BaseException] = collections.deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        if ahead > 0:
+            self._thread = threading.Thread(target=self._run, name="stretto-reader", daemon=True)
+            self._thread.start()
+
+    def is_ready(self) -> bool:
+        """Whether `take` would return at once."""
+        return bool(self._ready)
+
+    def take(self) -> Fetched:
+        """Return the next batch, waiting for it if need be; after the end, the end again.
+
+        Raises:
+            OutOfTurn: The reader was closed.
+            Exception: Whatever the loader raised.
+        """
+        if self._is_closed:
+            raise OutOfTurn(
+                "this pass over the loader has been closed: another iterator was begun, or close() called"
+            )
+        outcome = self._fetch() if self._thread is None else self._wait()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def close(self, *, waits: bool = True) -> None:
+        """End the thread, after the read under way; again has no effect.
+
+        Args:
+            waits: Whether to return only when it has ended.
+        """
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if waits and self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CLOSING_SECONDS)
+            if self._thread.is_alive():
+                warnings.warn(
+                    f"the loader has not returned from a read for {CLOSING_SECONDS:g} s while it was being closed; "
+                    "its thread is left behind",
+                    ResourceWarning,
+                    stacklevel=2,
+                )
+
+    def _wait(self) -> Fetched | BaseException:
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._ready or self._is_closed, WAKE_SECONDS):
+                pass
+            if not self._ready:
+                return OutOfTurn("this pass over the loader was closed while a batch was waited for")
+            outcome = self._ready[0]
+            # The end and an error stay: they are the answer to every later call too.
+            if isinstance(outcome, Fetched) and not outcome.has_ended:
+                self._ready.popleft()
+                self._changed.notify_all()
+            return outcome
+
+    def _run(self) -> None:
+        """Fill the shelf; the body of the thread."""
+        is_over = False
+        while not is_over:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._ready) < self._ahead or self._is_closed)
+                if self._is_closed:
+                    return
+            outcome = self._fetch()
+            is_over = isinstance(outcome, BaseException) or outcome.has_ended
+            with self._changed:
+                self._ready.append(outcome)
+                self._changed.notify_all()
+
+    def _fetch(self) -> Fetched | BaseException:
+        started = time.perf_counter()
+        try:
+            batch = next(self._iterator, self)  # itself stands for "none", since None may be a batch
+            seconds = time.perf_counter() - started
+            has_ended = batch is self
+            return Fetched(
+                batch=None if has_ended else batch,
+                has_ended=has_ended,
+                seconds=seconds,
+                state=self._capture(),
+            )
+        except BaseException as error:
+            # Raised again by `take`, on the thread that asks.
+            return error

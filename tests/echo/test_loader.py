@@ -1,0 +1,272 @@
+"""What an echoed loader is to the loop around it: the same batches, errors that surface, nothing left behind."""
+
+import gc
+import itertools
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from stretto import Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
+from tests.echo.sources import Numbers, Squares, Stream, Tap
+
+INLINE = EchoOptions(ahead=0)
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "stretto-reader"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left_behind() -> Iterator[None]:
+    yield
+    if readers():
+        gc.collect()  # a pass that an exception has left lives as long as its traceback
+    for thread in readers():
+        thread.join(10)
+    assert readers() == []
+
+
+def loaders() -> dict[str, Callable[[], Any]]:
+    return {
+        "map": lambda: DataLoader(Squares(23), batch_size=4, shuffle=True),
+        "map, workers": lambda: DataLoader(Squares(23), batch_size=4, shuffle=True, num_workers=2),
+        "iterable": lambda: DataLoader(Stream(23), batch_size=4),
+        "iterable, worker": lambda: DataLoader(Stream(23), batch_size=4, num_workers=1),
+        "list": lambda: list(torch.arange(23).split(4)),
+        "generator": lambda: (torch.tensor([number]) for number in range(6)),
+    }
+
+
+@pytest.mark.parametrize(("plan", "ahead"), [(Even(1), 0), (Even(1), 1), (Bernoulli(1.0), 3)])
+@pytest.mark.parametrize("name", loaders())
+def test_one_use_is_the_bare_loader_to_the_bit(name: str, plan: Any, ahead: int) -> None:
+    make = loaders()[name]
+
+    def passes(wrap: Callable[[Any], Any]) -> list[list[int]]:
+        torch.manual_seed(7)
+        loader = wrap(make())
+        return [batch.tolist() for _ in range(2) for batch in loader]
+
+    bare = passes(lambda loader: loader)
+    assert bare == passes(lambda loader: EchoLoader(loader, plan, options=EchoOptions(ahead=ahead)))
+
+
+@pytest.mark.parametrize("name", loaders())
+def test_two_uses_are_every_batch_of_the_bare_loader_twice(name: str) -> None:
+    torch.manual_seed(7)
+    bare = [batch.tolist() for batch in loaders()[name]()]
+    torch.manual_seed(7)
+    echoed = [batch.tolist() for batch in EchoLoader(loaders()[name](), Even(2))]
+    assert echoed == [batch for batch in bare for _ in range(2)]
+
+
+def test_streaming_data_sets_are_echoed() -> None:
+    from datasets import Dataset
+
+    stream = Dataset.from_dict({"number": list(range(6))}).to_iterable_dataset()
+    loader = EchoLoader(stream.batch(2), Even(1.5))
+    assert [row["number"] for row in loader] == [[0, 1], [2, 3], [2, 3], [4, 5]]
+
+
+def test_one_use_trains_a_model_with_dropout_to_the_bit() -> None:
+    class Noisy(Squares):
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.rand(3) + index  # an augmentation drawn where the model draws too
+
+    def train(wrap: Callable[[Any], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for batch in wrap(DataLoader(Noisy(24), batch_size=4, shuffle=True)):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    bare = train(lambda loader: loader)
+    echoed = train(lambda loader: EchoLoader(loader, Even(1), options=INLINE))
+    assert all(map(torch.equal, bare, echoed))
+
+
+# Errors
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_error_of_the_data_set_surfaces_with_its_traceback(ahead: int) -> None:
+    data = DataLoader(Squares(20, fails_at=9), batch_size=4)
+    loader = EchoLoader(data, Even(2), options=EchoOptions(ahead=ahead))
+    batches = iter(loader)
+    assert len(list(itertools.islice(batches, 4))) == 4
+    with pytest.raises(OSError, match="sample 9 cannot be read") as caught:
+        next(batches)
+    assert "__getitem__" in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_worker_that_is_killed_surfaces_at_once() -> None:
+    # At its first sample: later, the pipe may break while a batch travels, and PyTorch names that instead.
+    data = DataLoader(Squares(20, dies_at=0), batch_size=4, num_workers=1)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* (killed|exited)"):
+        next(iter(EchoLoader(data, Even(2))))
+    # PyTorch's own polling, which answers where the signal does not, takes 5 s.
+    assert time.monotonic() - started < 4
+
+
+def test_an_error_under_ready_surfaces_before_another_echo() -> None:
+    tap = Tap()
+    loader = EchoLoader(tap, Ready(max_uses=1))
+    tap.pour("a", OSError("the store is gone"))
+    batches = iter(loader)
+    assert next(batches) == "a"
+    with pytest.raises(OSError, match="the store is gone"):
+        next(batches)
+
+
+# In-place writes
+
+
+class Pair(NamedTuple):
+    inputs: Tensor
+    targets: Tensor
+
+
+def write_view(batch: dict[str, Any]) -> None:
+    batch["pair"].inputs.detach()[0].mul_(2)
+
+
+def write_item(batch: dict[str, Any]) -> None:
+    batch["list"][1][0] = 5.0
+
+
+@pytest.mark.parametrize(
+    ("write", "named"), [(write_view, r"batch\['pair'\]\[0\]"), (write_item, r"batch\['list'\]\[1\]")]
+)
+def test_a_batch_that_is_written_in_place_is_not_used_again(write: Callable[[Any], None], named: str) -> None:
+    data = [{"pair": Pair(torch.ones(2), torch.zeros(2)), "list": [torch.ones(1), torch.ones(1)], "id": "x"}]
+    batches = iter(EchoLoader(data, Even(3)))
+    next(batches)
+    write(next(batches))
+    with pytest.raises(errors.BatchChanged, match=f"step 2: .*{named}.* written in place 1 times"):
+        next(batches)
+
+
+def test_uses_with_tensors_of_their_own_may_be_written() -> None:
+    data = [Pair(torch.ones(2), torch.zeros(2))]
+    for batch in EchoLoader(data, Even(3), options=EchoOptions(copy="tensors")):
+        assert type(batch) is Pair
+        assert torch.equal(batch.inputs, torch.ones(2))
+        batch.inputs.mul_(2)
+
+
+def test_keys_taken_out_of_a_batch_are_there_again_at_its_next_use() -> None:
+    data = [{"inputs": torch.ones(1), "lengths": [1, 2]}]
+    for batch in EchoLoader(data, Even(2)):
+        assert batch.pop("lengths").pop() == 2
+        assert batch["inputs"].data_ptr() == data[0]["inputs"].data_ptr()
+
+
+# Placing and transforming
+
+
+def test_batches_are_placed_once_and_transformed_at_every_use() -> None:
+    placed: list[int] = []
+
+    def place(batch: Tensor) -> Tensor:
+        placed.append(int(batch))
+        return batch.double()
+
+    def augment(batch: Tensor) -> Tensor:
+        return batch + torch.rand(1, dtype=torch.float64)
+
+    uses = list(EchoLoader(Numbers(3), Even(2), place=place, transform=augment))
+    assert placed == [0, 1, 2]
+    assert [int(use) for use in uses] == [0, 0, 1, 1, 2, 2]
+    assert len({float(use) for use in uses}) == 6
+    assert {use.dtype for use in uses} == {torch.float64}
+
+
+def test_a_transform_that_writes_into_its_argument_is_caught() -> None:
+    with pytest.raises(errors.BatchChanged):
+        list(EchoLoader([torch.ones(2)], Even(2), transform=lambda batch: batch.mul_(2)))
+
+
+# The loader behind it
+
+
+def test_attributes_are_those_of_the_loader() -> None:
+    data = DataLoader(Squares(8), batch_size=4, shuffle=True)
+    loader = EchoLoader(data)
+    assert (loader.batch_size, loader.dataset, loader.sampler) == (4, data.dataset, data.sampler)
+    with pytest.raises(AttributeError):
+        _ = loader.nothing
+
+
+def test_the_epoch_is_told_to_whoever_wants_to_know_once() -> None:
+    class Told(Squares):
+        epochs: list[int]
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    dataset = Told(8)
+    dataset.epochs = []
+    sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=2, rank=0)
+    loader = EchoLoader(DataLoader(dataset, batch_size=2, sampler=sampler))
+    loader.set_epoch(3)
+    assert (dataset.epochs, sampler.epoch) == ([3], 3)
+
+
+def test_fresh_batches_uses_and_waits_are_counted() -> None:
+    loader = EchoLoader(Numbers(4), Even(2.5))
+    uses = [loader.use_index for _ in loader]
+    assert uses == [1, 2, 1, 2, 3, 1, 2, 1, 2, 3]
+    assert (loader.steps, loader.fresh_batches) == (10, 4)
+    assert loader.load_seconds > 0
+    assert loader.wait_seconds > 0
+
+
+# Ends
+
+
+def test_a_pass_that_is_left_ends_its_reader() -> None:
+    tap = Tap()
+    loader = EchoLoader(tap, Even(2))
+    tap.pour("a", "b")
+    for _ in loader:
+        tap.close()
+        break
+    gc.collect()
+    assert readers() == []
+
+
+def test_a_second_iterator_ends_the_first() -> None:
+    loader = EchoLoader(Numbers(4, remembers=False), Even(1))
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    next(second)
+    with pytest.raises(errors.OutOfTurn, match="closed"):
+        next(first)
+    second.close()
+
+
+def test_closing_is_possible_at_any_time_and_again() -> None:
+    loader = EchoLoader(Numbers(4), Even(2))
+    loader.close()
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    loader.close()
+    assert readers() == []
+
+
+def test_no_data_is_an_empty_epoch() -> None:
+    assert list(EchoLoader([], Even(2))) == []
+    assert list(EchoLoader([], Even(2), options=EchoOptions(steps_per_epoch=3))) == []

@@ -1,0 +1,200 @@
+"""How often batches are used: counts, bounds, means and lengths of every plan."""
+
+import itertools
+import math
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+import torch
+
+from stretto import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
+from stretto.echo import Cosine, Linear, MultiStep, Plan
+from stretto.echo.auto import free_uses
+from stretto.echo.text import parse_plan
+from tests.echo.sources import Numbers
+
+
+def numbers(loader: EchoLoader[torch.Tensor]) -> list[int]:
+    return [int(batch) for batch in loader]
+
+
+@pytest.mark.parametrize("uses", [1, 1.25, 1.5, 1.82, 2, 2.5, math.e, 3, 7.3])
+@pytest.mark.parametrize("length", [1, 2, 7, 60])
+def test_even_uses_every_batch_the_floor_or_the_ceiling_of_uses_and_the_length_is_exact(
+    uses: float, length: int
+) -> None:
+    loader = EchoLoader(Numbers(length), Even(uses))
+    expected = len(loader)
+    handed_out = numbers(loader)
+    counts = Counter(handed_out)
+    assert len(handed_out) == expected == math.floor(length * Fraction(uses))
+    assert handed_out == sorted(handed_out)
+    assert sorted(counts) == list(range(length))
+    # A batch is a run between two loads; only the last may be cut, by the end of the data.
+    assert set(counts.values()) <= {math.floor(uses), math.ceil(uses)}
+
+
+@pytest.mark.parametrize("uses", [1.25, 1.82, 2.5])
+def test_even_carries_its_fraction_over_epochs(uses: float) -> None:
+    loader = EchoLoader(Numbers(3), Even(uses))
+    lengths = []
+    for _ in range(40):
+        lengths.append(len(loader))
+        assert len(numbers(loader)) == lengths[-1]
+    assert sum(lengths) == math.floor(3 * 40 * Fraction(uses))
+    assert len(set(lengths)) > 1
+
+
+@pytest.mark.parametrize("p", [1.0, 0.5, 0.2])
+def test_bernoulli_uses_are_geometric_and_the_length_is_exact(p: float) -> None:
+    loader = EchoLoader(Numbers(4000), Bernoulli(p), options=EchoOptions(seed=3))
+    expected = len(loader)
+    handed_out = numbers(loader)
+    counts = Counter(handed_out).values()
+    assert len(handed_out) == expected
+    assert min(counts) >= 1
+    # Mean of 4000 geometric counts: standard error sqrt(1 - p) / p / sqrt(4000); five of them. Shares of batches used
+    # once: p, with standard error below 0.008.
+    assert len(handed_out) / 4000 == pytest.approx(
+        1 / p, abs=5 * math.sqrt(1 - p) / p / math.sqrt(4000) + 1e-12
+    )
+    assert sum(count == 1 for count in counts) / 4000 == pytest.approx(p, abs=5 * 0.008)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_cap_bounds_the_tail_of_bernoulli(seed: int) -> None:
+    loader = EchoLoader(Numbers(300), Bernoulli(0.2, max_uses=6), options=EchoOptions(seed=seed))
+    expected = len(loader)
+    handed_out = numbers(loader)
+    assert len(handed_out) == expected
+    assert max(Counter(handed_out).values()) == 6
+
+
+def test_coins_are_those_of_the_seed_and_the_step() -> None:
+    def fresh_steps(seed: int) -> list[bool]:
+        loader = EchoLoader(Numbers(100), Bernoulli(0.5), options=EchoOptions(seed=seed))
+        return [loader.is_fresh for _ in loader]
+
+    assert fresh_steps(1) == fresh_steps(1)
+    assert fresh_steps(1) != fresh_steps(2)
+
+
+SCHEDULES: list[Plan] = [
+    Even(Cosine(1, 4, 100)),
+    Even(Linear(4, 1, 100)),
+    Even(MultiStep((1, 3, 2), (20, 70))),
+    Even(lambda step: 1 + step % 3),
+    Bernoulli(Cosine(1, 0.25, 100)),
+    Bernoulli(Linear(0.25, 1, 100)),
+]
+
+
+@pytest.mark.parametrize("plan", SCHEDULES, ids=repr)
+def test_lengths_under_schedules_are_exact_and_no_batch_is_left_out(plan: Plan) -> None:
+    loader = EchoLoader(Numbers(50), plan)
+    for epoch in range(3):
+        expected = len(loader)
+        handed_out = numbers(loader)
+        assert len(handed_out) == expected
+        assert sorted(set(handed_out)) == [1000 * epoch + position for position in range(50)]
+
+
+def test_a_rising_schedule_echoes_late_and_a_falling_one_early() -> None:
+    def fresh(plan: Plan) -> list[bool]:
+        loader = EchoLoader(Numbers(1000), plan)
+        return list(itertools.islice((loader.is_fresh for _ in loader), 200))
+
+    rising, falling = fresh(Even(Linear(1, 4, 200))), fresh(Even(Linear(4, 1, 200)))
+    # Loads are the sum of 1 / uses: over a half of the line, 200 / 3 ln(2.5 / 1) = 61 and 200 / 3 ln(4 / 2.5) = 31.
+    assert (sum(rising[:100]), sum(rising[100:])) == (pytest.approx(61, abs=2), pytest.approx(31, abs=2))
+    assert (sum(falling[:100]), sum(falling[100:])) == (pytest.approx(31, abs=2), pytest.approx(61, abs=2))
+
+
+def test_schedules_start_and_end_where_they_say() -> None:
+    for kind in (Cosine, Linear):
+        schedule = kind(1.0, 0.2, 10)
+        assert (schedule(0), schedule(10), schedule(99)) == (1.0, 0.2, 0.2)
+        assert schedule(5) == pytest.approx(0.6, rel=1e-12)
+    steps = MultiStep((1.0, 0.5, 0.2), (3, 6))
+    assert [steps(step) for step in (0, 2, 3, 5, 6, 99)] == [1.0, 1.0, 0.5, 0.5, 0.2, 0.2]
+
+
+def test_the_free_number_of_uses_is_what_loads_take_of_a_use() -> None:
+    nan = math.nan
+    assert free_uses([0.03] * 8, [nan] + [0.01] * 7, 4) == pytest.approx(3.0, abs=0.011)
+    assert free_uses([0.0, 0.0, 0.0, 0.1], [0.01] * 4, 4) == 2.5  # a burst counts by its mean
+    assert (
+        free_uses([0.025] * 4, [0.01, 0.01, 0.01, 5.0], 4) == 2.5
+    )  # an evaluation in between does not count
+    assert free_uses([0.001] * 4, [0.01] * 4, 4) == 1.0
+    assert free_uses([1.0] * 4, [0.01] * 4, 3.5) == 3.5
+    assert free_uses([nan], [nan], 4) == 1.0
+
+
+def test_auto_measures_without_echo_freezes_and_is_even_from_there() -> None:
+    plan = Auto(window=10, skip=2, max_uses=3)
+    chooser = plan.chooser(0)
+    from stretto.echo.chooser import Held, Taken
+
+    held, uses = [Held(number=0)], []
+    for step in range(100):
+        is_fresh = step == 0 or chooser.choose(step, held, lambda: False) is None
+        uses.append(is_fresh)
+        chooser.took(
+            Taken(
+                step=step,
+                is_fresh=is_fresh,
+                load_seconds=0.025 if is_fresh else math.nan,
+                use_seconds=0.01 if step else math.nan,
+            )
+        )
+    assert all(uses[:10])
+    assert chooser.state_dict()["frozen"] == 2.5
+    assert sum(uses[10:]) == 90 / 2.5
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Even(0.5), "uses >= 1, found 0.5"),
+        (lambda: Even(math.inf), "uses >= 1"),
+        (lambda: Bernoulli(0), "0 < p <= 1, found 0"),
+        (lambda: Bernoulli(1.5), "0 < p <= 1, found 1.5"),
+        (lambda: Ready(pool=0), "at least 1"),
+        (lambda: Auto(window=3, skip=3), "skip < window"),
+        (lambda: Cosine(1, 2, 0), "at least 1 step"),
+        (lambda: MultiStep((1.0,), (3,)), "one value more"),
+        (lambda: EchoOptions(ahead=-1), "at least 0"),
+        (lambda: EchoOptions(steps_per_epoch=0), "at least 1"),
+        (lambda: EchoLoader([1], Ready(), options=EchoOptions(ahead=0)), "ahead >= 1"),
+        (lambda: list(EchoLoader([1, 2, 3], Even(lambda step: 1 - step))), "step 1: .* found 0"),
+        (lambda: parse_plan("evne"), "no echo plan is called 'evne'; there are even, bernoulli, ready, auto"),
+        (lambda: parse_plan("even:p=2"), "even has no setting 'p'; there are uses"),
+        (lambda: parse_plan("even:uses=two"), "cannot read uses='two'"),
+        (lambda: parse_plan("even:uses=sine(1,2)"), "cannot read the schedule"),
+        (lambda: parse_plan("even:uses=cosine(1,2)"), "third value"),
+    ],
+)
+def test_what_cannot_be_is_named(make: object, named: str) -> None:
+    with pytest.raises(errors.ConfigError, match=named):
+        make()
+
+
+def test_plans_are_read_from_one_line() -> None:
+    assert parse_plan("even") == Even(2)
+    assert parse_plan("even:uses=2.5") == Even(2.5)
+    assert parse_plan("bernoulli:p=cosine(1,0.25)", steps=70) == Bernoulli(Cosine(1, 0.25, 70))
+    assert parse_plan("bernoulli:p=0.5:max_uses=6") == Bernoulli(0.5, 6)
+    assert parse_plan("even:uses=multistep(1,20,3,70,2)") == Even(MultiStep((1, 3, 2), (20, 70)))
+    assert parse_plan("even:uses=linear(4,1,9)") == Even(Linear(4, 1, 9))
+    assert parse_plan("ready:pool=4:max_uses=3") == Ready(4, 3)
+    assert parse_plan("auto:window=9") == Auto(window=9)
+
+
+def test_a_plan_that_goes_by_time_has_no_length_of_its_own() -> None:
+    with pytest.raises(TypeError, match="set steps_per_epoch"):
+        len(EchoLoader(Numbers(3), Ready()))
+    with pytest.raises(TypeError):
+        len(EchoLoader((n for n in range(3)), Even(2)))
+    assert len(EchoLoader(Numbers(3), Ready(), options=EchoOptions(steps_per_epoch=9))) == 9

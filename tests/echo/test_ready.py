@@ -1,0 +1,105 @@
+"""Reactive reuse, driven by a loader whose every batch the test releases: no clock decides anything here."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from stretto import EchoLoader, EchoOptions, Ready, errors
+from stretto.echo import Replay
+from tests.echo.sources import Tap
+
+
+def until_ready(loader: EchoLoader[str]) -> None:
+    """Wait until the reader has what was poured: the only thing its thread does."""
+    reader = loader._reader
+    with reader._changed:
+        assert reader._changed.wait_for(reader.is_ready, timeout=30)
+
+
+def begun(plan: Ready, **options: object) -> tuple[Tap, EchoLoader[str], Iterator[str]]:
+    tap = Tap()
+    loader = EchoLoader(tap, plan, options=EchoOptions(**options))
+    return tap, loader, iter(loader)
+
+
+def test_the_device_never_waits_and_a_ready_batch_is_taken_at_once() -> None:
+    tap, loader, batches = begun(Ready(pool=4, max_uses=9))
+    tap.pour("a")
+    assert [next(batches) for _ in range(3)] == ["a", "a", "a"]
+    tap.pour("b")
+    until_ready(loader)
+    assert next(batches) == "b"
+    waited = loader.wait_seconds
+    # b catches up with a's uses first, then both take turns, the older first.
+    assert [next(batches) for _ in range(6)] == ["b", "b", "a", "b", "a", "b"]
+    assert loader.wait_seconds == waited
+    tap.close()
+
+
+def test_a_fast_loader_is_never_echoed() -> None:
+    tap, loader, batches = begun(Ready())
+    for letter in "abcdef":
+        tap.pour(letter)
+        if letter != "a":
+            until_ready(loader)
+        assert (next(batches), loader.use_index) == (letter, 1)
+    tap.close()
+    until_ready(loader)
+    assert list(batches) == []
+
+
+def test_uses_stay_within_the_bound_and_then_a_fresh_batch_is_waited_for() -> None:
+    tap, _, batches = begun(Ready(pool=2, max_uses=2))
+    tap.pour("a")
+    assert [next(batches), next(batches)] == ["a", "a"]
+    tap.pour("b")  # nobody waits until it is ready: a has had its uses, so the next step does
+    assert [next(batches), next(batches)] == ["b", "b"]
+    tap.close()
+    assert list(batches) == []
+
+
+def test_the_pool_keeps_only_the_last_few() -> None:
+    tap, loader, batches = begun(Ready(pool=2, max_uses=100))
+    for letter in "abc":
+        tap.pour(letter)
+        if letter != "a":
+            until_ready(loader)
+        next(batches)
+    later = list(itertools.islice(batches, 20))
+    assert Counter(later) == {"b": 10, "c": 10}
+    tap.close()
+
+
+def test_an_epoch_of_agreed_length_goes_on_with_what_is_in_hand_when_the_data_end() -> None:
+    tap, loader, batches = begun(Ready(pool=2, max_uses=1), steps_per_epoch=7)
+    tap.pour("a", "b", "c")
+    tap.close()
+    assert list(batches) == ["a", "b", "c", "b", "c", "b", "c"]
+    assert loader.fresh_batches == 3
+
+
+def test_a_trace_replays_the_decisions_without_the_clock() -> None:
+    tap, loader, batches = begun(Ready(pool=3, max_uses=9), keeps_decisions=True)
+    seen = []
+    for letters, steps in (("a", 3), ("b", 1), ("c", 5), ("d", 4)):
+        tap.pour(letters)
+        if letters != "a":
+            until_ready(loader)
+        seen += list(itertools.islice(batches, steps))
+    tap.close()
+    until_ready(loader)
+    seen += list(batches)
+    again = EchoLoader(list("abcd"), Replay(loader.decisions))
+    assert list(itertools.islice(again, len(seen))) == seen
+    assert again.fresh_batches == 4
+
+
+def test_a_trace_that_is_over_or_torn_says_so() -> None:
+    batches = iter(EchoLoader(["a", "b"], Replay((0, 0))))
+    assert [next(batches), next(batches)] == ["a", "a"]
+    with pytest.raises(errors.OutOfTurn, match="ends after 2 decisions"):
+        next(batches)
+    with pytest.raises(errors.ConfigError, match="batch 2 cannot follow batch 0"):
+        Replay((0, 2))

@@ -1,0 +1,191 @@
+"""A state saved anywhere, also between two uses of a batch, continues the run that was left."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
+from stretto.echo import Cosine, Plan, Replay
+from tests.echo.sources import Numbers
+
+PLANS: list[Plan] = [
+    Even(1),
+    Even(2),
+    Even(2.5),
+    Even(Cosine(1, 4, 30)),
+    Bernoulli(0.4),
+    Bernoulli(0.3, max_uses=3),
+]
+EPOCHS = 2
+
+
+class Noisy(Numbers):
+    """Adds noise that no state restores, as a random augmentation in the loader does."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch + torch.rand(1)
+
+
+def used(loader: EchoLoader[Tensor], batch: Tensor) -> tuple[float, int, int]:
+    return float(batch), loader.use_index, loader.steps
+
+
+def run(loader: EchoLoader[Tensor], epochs: int, cut: int | None = None) -> tuple[list[Any], Any]:
+    """Hand out `epochs` epochs; with `cut`, stop after so many steps and return the state there."""
+    seen: list[Any] = []
+    if cut == 0:
+        return seen, copy.deepcopy(loader.state_dict())
+    for _ in range(epochs):
+        for batch in loader:
+            seen.append(used(loader, batch))
+            if len(seen) == cut:
+                return seen, copy.deepcopy(loader.state_dict())
+    return seen, None
+
+
+TRACE = (0, 0, 1, 0, 2, 1, 3, 3, 4, 2, 5, 6, 6, 7, 5)
+"""Of a plan with several batches in hand."""
+
+
+def epochs_left(state: dict[str, Any], length: int) -> int:
+    """Epochs to go, the one under way included."""
+    passed = state["position"]["epoch_fresh"] // length
+    return EPOCHS - passed if state["position"]["in_epoch"] else EPOCHS - state["position"]["fresh"] // length
+
+
+@pytest.mark.filterwarnings("ignore:.*are read and thrown away")
+@pytest.mark.parametrize("resume", ["refetch", "store"])
+@pytest.mark.parametrize("remembers", [True, False])
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_a_run_goes_on_with_the_same_batches_and_decisions_at_every_cut(
+    plan: Plan, remembers: bool, resume: Any
+) -> None:
+    length, options = 8, EchoOptions(seed=5, resume=resume)
+
+    def fresh_loader() -> EchoLoader[Tensor]:
+        return EchoLoader(Numbers(length, remembers=remembers), plan, options=options)
+
+    whole, _ = run(fresh_loader(), EPOCHS)
+    for cut in range(len(whole)):
+        before, state = run(fresh_loader(), EPOCHS, cut)
+        loader = fresh_loader()
+        if not remembers:
+            loader.loader.passes = (
+                state["position"]["epoch_fresh"] // length
+            )  # the pass a new process would make
+        loader.load_state_dict(state)
+        after, _ = run(loader, epochs_left(state, length))
+        assert before + after == whole, cut
+
+
+@pytest.mark.parametrize("resume", ["refetch", "store"])
+@pytest.mark.parametrize("cut", range(len(TRACE)))
+def test_several_batches_in_hand_are_taken_up_again(cut: int, resume: Any) -> None:
+    options = EchoOptions(resume=resume, steps_per_epoch=len(TRACE))
+    whole, _ = run(EchoLoader(Numbers(8), Replay(TRACE), options=options), 1)
+    before, state = run(EchoLoader(Numbers(8), Replay(TRACE), options=options), 1, cut)
+    loader = EchoLoader(Numbers(8), Replay(TRACE), options=options)
+    loader.load_state_dict(state)
+    assert [int(batch) for batch, _, _ in whole] == list(TRACE)
+    assert before + run(loader, 1)[0] == whole
+
+
+@pytest.mark.parametrize("cut", range(1, 20))
+def test_dropping_leaves_out_the_uses_that_were_left_and_nothing_else(cut: int) -> None:
+    options = EchoOptions(resume="drop")
+    before, state = run(EchoLoader(Numbers(8), Even(2.5), options=options), 1, cut)
+    loader = EchoLoader(Numbers(8), Even(2.5), options=options)
+    loader.load_state_dict(state)
+    after, _ = run(loader, 1)
+    batches = [batch for batch, _, _ in before]
+    remaining = [batch for batch, _, _ in after]
+    assert remaining == sorted(remaining)
+    assert set(remaining) == set(range(8)) - set(batches) or not remaining
+    if after:
+        assert after[0][1:] == (1, cut + 1)
+
+
+def test_storing_is_exact_where_the_loader_augments_at_random() -> None:
+    options = EchoOptions(resume="store")
+    loader = EchoLoader(Noisy(3), Even(4), options=options)
+    batches = iter(loader)
+    first = float(next(batches))
+    state = copy.deepcopy(loader.state_dict())
+    resumed = EchoLoader(Noisy(3), Even(4), options=options)
+    resumed.load_state_dict(state)
+    uses = [float(batch) for batch in resumed]
+    assert uses[:3] == [first] * 3
+    assert [int(use) for use in uses] == [0] * 3 + [1] * 4 + [2] * 4
+
+
+def test_a_state_that_was_loaded_is_the_state_until_the_run_goes_on() -> None:
+    loader = EchoLoader(Numbers(5), Even(2.5))
+    _, state = run(loader, 1, 4)
+    resumed = EchoLoader(Numbers(5), Even(2.5))
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    next(iter(resumed))
+    assert resumed.state_dict() != state
+
+
+def test_a_frozen_measurement_is_kept() -> None:
+    loader = EchoLoader(Numbers(100), Auto(window=3, skip=0))
+    _, state = run(loader, 1, 10)
+    frozen = state["chooser"]["frozen"]
+    assert frozen >= 1
+    resumed = EchoLoader(Numbers(100), Auto(window=3, skip=0))
+    resumed.load_state_dict(state)
+    assert resumed._chooser.frozen == frozen
+
+
+def test_another_plan_goes_on_with_the_counts() -> None:
+    _, state = run(EchoLoader(Numbers(6), Even(2)), 1, 3)
+    loader = EchoLoader(Numbers(6), Ready(max_uses=1))
+    loader.load_state_dict(state)
+    assert [int(batch) for batch in loader] == [2, 3, 4, 5]
+    assert loader.steps == 3 + 4
+
+
+def test_decisions_of_a_resumed_run_are_those_of_the_whole() -> None:
+    options = EchoOptions(keeps_decisions=True)
+    loader = EchoLoader(Numbers(6), Bernoulli(0.5), options=options)
+    run(loader, 1)
+    cut = EchoLoader(Numbers(6), Bernoulli(0.5), options=options)
+    _, state = run(cut, 1, 4)
+    resumed = EchoLoader(Numbers(6), Bernoulli(0.5), options=options)
+    resumed.load_state_dict(state)
+    run(resumed, 1)
+    assert resumed.decisions == loader.decisions
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 1}, "the echo seed 1, here it is 0"),
+        ({"version": 7}, "found version 7"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], named: str) -> None:
+    loader = EchoLoader(Numbers(3))
+    with pytest.raises(errors.ConfigError, match=named):
+        loader.load_state_dict({**loader.state_dict(), **change})
+
+
+def test_batches_that_were_not_stored_cannot_be_taken_up() -> None:
+    _, state = run(EchoLoader(Numbers(3), Even(2)), 1, 1)
+    loader = EchoLoader(Numbers(3), Even(2), options=EchoOptions(resume="store"))
+    with pytest.raises(errors.ConfigError, match="holds no batches"):
+        loader.load_state_dict(state)
+
+
+def test_data_that_end_before_the_saved_place_are_named() -> None:
+    _, state = run(EchoLoader(Numbers(9, remembers=False), Even(2)), 1, 15)
+    loader = EchoLoader(Numbers(3, remembers=False), Even(2))
+    with pytest.warns(RuntimeWarning, match="7 batches are read and thrown away"):
+        loader.load_state_dict(state)
+    with pytest.raises(errors.ConfigError, match="ended before the place"):
+        next(iter(loader))
