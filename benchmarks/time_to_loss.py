@@ -17,7 +17,7 @@ from namespaces import Namespaces
 
 TUNED = ("ddp", "wp:wire=bf16", "acco:wire=bf16")
 STOCK = ("torch-ddp", "torch-ddp-bf16", "torch-ddp-zero", "torch-fsdp2")
-EVALUATION = ["--evaluate-every", "4", "--task.evaluation-windows", "64"]
+EVALUATION = ["--evaluate-every", "4", "--task.evaluation-windows", "32"]
 
 
 def compare(rate: str, arms: list[str], out: Path, limits: list[str]) -> list[dict]:
@@ -53,6 +53,29 @@ def tune(rates: list[float], target: float, updates: int, out: Path) -> dict[str
     return best
 
 
+def measured_arms(best: dict[str, float]) -> list[str]:
+    """Return what is measured, each arm at its tuned rate; the synchronous ones share one."""
+    arms = [f"{arm}:lr={best['ddp']:g}" for arm in (*STOCK, "zero1:wire=bf16")]
+    arms += [f"{arm}:lr={best[arm]:g}" for arm in TUNED[1:]]
+    return [*arms, f"{TUNED[1]}:clock=2,32:lr={best[TUNED[1]]:g}"]
+
+
+def report(out: Path, rate: str) -> None:
+    """Print every arm's time to the target over all repeats measured so far."""
+    runs = [
+        run
+        for path in sorted(out.glob(f"{rate}-seed*/compare.json"))
+        for run in json.loads(path.read_text())["runs"]
+    ]
+    for arm in dict.fromkeys(run["strategy"] for run in runs):
+        found = [run["seconds_to_loss"] for run in runs if run["strategy"] == arm]
+        reached = [seconds for seconds in found if seconds is not None]
+        told = f"reached {len(reached)} of {len(found)}"
+        if reached:
+            told += f", {statistics.median(reached):6.1f} s ({min(reached):.1f} to {max(reached):.1f})"
+        print(f"{arm:40} {told}")
+
+
 def main() -> None:
     """Tune, measure, print the ranking."""
     parser = argparse.ArgumentParser(
@@ -60,13 +83,11 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--target", type=float, default=2.6, help="held-out loss, nats per byte")
-    parser.add_argument(
-        "--cap", type=float, default=120.0, help="training seconds after which a run gives up"
-    )
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--target", type=float, default=2.75, help="held-out loss, nats per byte")
+    parser.add_argument("--cap", type=float, default=75.0, help="training seconds after which a run gives up")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one repeat each, in turns")
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3])
-    parser.add_argument("--tuning-updates", type=int, default=120)
+    parser.add_argument("--tuning-updates", type=int, default=90)
     parser.add_argument("--only-tune", action="store_true", help="stop before the measured runs")
     options = parser.parse_args()
     tuned = options.out / "tuned.json"
@@ -76,28 +97,12 @@ def main() -> None:
         tuned.write_text(json.dumps(found))
     if options.only_tune:
         return
-    best = json.loads(tuned.read_text())
-    arms = [f"{arm}:lr={best['ddp']:g}" for arm in (*STOCK, "ddp:wire=bf16", "zero1:wire=bf16")]
-    arms += [f"{arm}:lr={best[arm]:g}" for arm in TUNED[1:]]
-    arms += [f"{arm}:clock=1,32:lr={best[arm]:g}" for arm in TUNED[1:]]
-    limits = [
-        "--seconds",
-        str(options.cap),
-        "--to-loss",
-        str(options.target),
-        "--repeats",
-        str(options.repeats),
-    ]
-    runs = compare(options.rate, arms, options.out / options.rate, limits)
-    for arm in arms:
-        found = [run["seconds_to_loss"] for run in runs if run["strategy"] == arm]
-        reached = [seconds for seconds in found if seconds is not None]
-        told = (
-            f"{statistics.median(reached):6.1f} s ({min(reached):.1f} to {max(reached):.1f})"
-            if reached
-            else ""
-        )
-        print(f"{arm:40} reached {len(reached)} of {len(found)} {told}")
+    arms = measured_arms(json.loads(tuned.read_text()))
+    limits = ["--seconds", str(options.cap), "--to-loss", str(options.target)]
+    for seed in options.seeds:
+        out = options.out / f"{options.rate}-seed{seed}"
+        compare(options.rate, arms, out, [*limits, "--seed", str(seed)])
+    report(options.out, options.rate)
 
 
 if __name__ == "__main__":
