@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto import DPU, Options, WeightPrediction, ZeRO1, checkpoint
+from stretto import ACCO, DPU, Options, WeightPrediction, ZeRO1, checkpoint
 from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, Case, Job, differing
 from tests.processes import run_ranks
 
@@ -17,6 +17,7 @@ WIRE = Options(bucket_bytes=4096, wire="bf16", allow_unused=True)
 CASES = {
     **{strategy.name: Case(strategy=strategy) for strategy in STRATEGIES},
     "acco, sgd": Case(optimizer="sgd"),
+    "acco, int8 wire": Case(strategy=ACCO(), options=dataclasses.replace(WIRE, wire="int8")),
     "wp, bf16 wire": Case(strategy=WeightPrediction(), options=WIRE),
     "dpu, bf16 model and wire": Case(strategy=DPU(), dtype=torch.bfloat16, options=WIRE),
     "zero1, a branch that falls out of use": Case(strategy=ZeRO1(), optional=True),

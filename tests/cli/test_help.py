@@ -36,6 +36,6 @@ def test_the_help_lists_every_option_with_its_explanation(
         main([command, "digits-resnet", "--help"])
     assert end.value.code == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for option in ("--clock MIN,MAX", "--wire {fp32,bf16}", "--task.sgd.momentum FLOAT", "--link STR"):
+    for option in ("--clock MIN,MAX", "--wire {fp32,bf16,int8}", "--task.sgd.momentum FLOAT", "--link STR"):
         assert option in shown
     assert "gradients and parameters travel; bf16 halves the bytes" in shown

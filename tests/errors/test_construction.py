@@ -1,6 +1,7 @@
 """What cannot be trained is refused when it is wrapped, with one clear error and nothing left behind."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -173,7 +174,7 @@ def test_a_clock_that_cannot_be_kept_is_refused(minimum: int, maximum: int) -> N
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("wire", "fp8", "one of fp32, bf16"),
+        ("wire", "fp8", "one of fp32, bf16, int8"),
         ("exchange", "ring", "one of auto, native, direct"),
         ("nonfinite", "ignore", "one of raise, skip"),
         ("accumulate", "fp64", "one of fp32, parameter"),
@@ -188,6 +189,13 @@ def test_an_option_out_of_range_is_refused(field: str, value: object, expected: 
     with pytest.raises(ConfigError) as caught:
         st.Options(**{field: value})
     assert says(caught.value, f"Options({field}={value!r})", f"expected {expected}")
+
+
+@pytest.mark.parametrize("other", [{"exchange": "native"}, {"verified": True}])
+def test_an_8_bit_wire_is_refused_where_nobody_unpacks_it(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        st.Options(wire="int8", **other)
+    assert says(caught.value, "wire='int8'", "expected exchange='direct' or 'auto'", "verified=False")
 
 
 def test_an_unknown_strategy_is_answered_with_those_that_exist() -> None:

@@ -3,7 +3,7 @@
     carry.<name>         the carry: sums of the gradients that were accumulated for the next round, reduced now
     job.roll_call        its weights, losses and counts by rank
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
-    rank.<rank>          random states, and buffers as this rank has them
+    rank.<rank>          random states, buffers as this rank has them, and what its wire still owes
     loader.<rank>        state of this rank's loader
     extra                whatever the user gave
 
@@ -71,7 +71,11 @@ class Continuation:
 
     def write_own(self, state: State, loader: Loader | None, extra: Any) -> State:
         """Return what is this rank's alone, beside the `state` that `write` has returned."""
-        mine = {"random": _random_states(self._device), "buffers": self._buffers(state["model"])}
+        mine = {
+            "random": _random_states(self._device),
+            "buffers": self._buffers(state["model"]),
+            "owed": self._compute.lane.exchange.owed,
+        }
         own: State = {"rank": {str(self._rank): pack(mine)}}
         if loader is not None:
             own["loader"] = {str(self._rank): pack(loader.state_dict())}
@@ -110,6 +114,7 @@ class Continuation:
             buffers = dict(self._compute.guarded.model.named_buffers())
             for name, value in mine["buffers"].items():
                 buffers[name].copy_(value)
+        self._compute.lane.exchange.owe([] if mine is None else mine.get("owed", []))
         if "carry" in state:
             self._compute.adopt(self._reduction(state))
         if "shown" in state:

@@ -12,7 +12,9 @@ class Options:
     """Options of `DataParallel`; equal on all ranks."""
 
     wire: WireFormat = "fp32"
-    """Dtype in which gradients and parameters travel; bf16 halves the bytes, masters stay fp32."""
+    """How gradients and parameters travel; bf16 halves the bytes, masters stay fp32. int8 sends gradients in blocks of
+    8-bit integers with error feedback, and parameters as bf16: three quarters of bf16's bytes, for 4 bytes of memory
+    per parameter and some arithmetic."""
     exchange: Literal["auto", "native", "direct"] = "auto"
     """How gradients are summed: by the backend, or by their owner in rank order (reproducible, fp32 sums of any
     wire). auto: native on NCCL, direct elsewhere, because Gloo's reduce-scatter costs a whole all-reduce."""
@@ -52,6 +54,11 @@ class Options:
                 "Options(verified=True, exchange='native'): a backend's own sum shows no contribution that could be "
                 "checked; expected exchange='direct' or 'auto'"
             )
+        if self.wire == "int8" and (self.verified or self.exchange == "native"):
+            raise ConfigError(
+                "Options(wire='int8') packs contributions for the direct exchange: expected exchange='direct' or "
+                f"'auto' and verified=False, found exchange={self.exchange!r} and verified={self.verified}"
+            )
         for field, known in _CHOICES.items():
             if getattr(self, field) not in known:
                 raise ConfigError(
@@ -60,7 +67,7 @@ class Options:
 
 
 _CHOICES = {
-    "wire": ("fp32", "bf16"),
+    "wire": ("fp32", "bf16", "int8"),
     "exchange": ("auto", "native", "direct"),
     "nonfinite": ("raise", "skip"),
     "accumulate": ("fp32", "parameter"),

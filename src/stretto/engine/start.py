@@ -19,7 +19,14 @@ from stretto.engine.runtime import InlineRuntime, Runtime, ThreadRuntime
 from stretto.engine.sentry import Sentry
 from stretto.engine.watch import Watch
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
-from stretto.exchange import DirectExchange, Exchange, NativeExchange, VerifiedExchange, wire_dtype
+from stretto.exchange import (
+    DirectExchange,
+    Exchange,
+    Int8Exchange,
+    NativeExchange,
+    VerifiedExchange,
+    wire_dtype,
+)
 from stretto.flat import GradientBuffer, Layout, plan_layout
 from stretto.guards import Guard
 from stretto.owner import Owner, check_shardable, read_hyperparameters
@@ -173,6 +180,8 @@ def _settings(
 def _exchange(options: Options, group: dist.ProcessGroup, layout: Layout, watch: Watch) -> Exchange:
     if options.verified:
         return VerifiedExchange(group, layout, wire_dtype(options.wire), watch.wait)
+    if options.wire == "int8":
+        return Int8Exchange(group, layout, watch.wait)
     native = options.exchange == "native" or (
         options.exchange == "auto" and layout.sets[0].device.type == "cuda"
     )

@@ -53,9 +53,17 @@ class Exchange(ABC):
         self.world_size = group.size()
         self.sent_bytes = 0
         """Bytes this rank has sent to others since construction."""
+        self.owed: list[Tensor] = []
+        """What a coarse wire has kept from this rank's contributions and sends with the next, one tensor per flat set;
+        a continuation to the bit needs it."""
         self.verdicts: list[Verdict] = []
         """What a verified exchange has found and repaired; whoever reports it takes it out."""
         self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
+
+    def owe(self, errors: Sequence[Tensor]) -> None:
+        """Go on with `owed` as a checkpoint has it; with nothing owed where it has none."""
+        for index, owed in enumerate(self.owed):
+            owed.copy_(errors[index]) if errors else owed.zero_()
 
     @abstractmethod
     def sum_slice(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
