@@ -15,16 +15,27 @@ from pathlib import Path
 
 from namespaces import Namespaces
 
-TUNED = ("ddp", "wp:wire=bf16", "acco:wire=bf16")
+TUNED = ("ddp", "wp:wire=int8", "acco:wire=int8")
+"""One arm per way of updating; the wire and the clock take its rate."""
 STOCK = ("torch-ddp", "torch-ddp-bf16", "torch-ddp-zero", "torch-fsdp2")
+OWN = (
+    "zero1:wire=bf16",
+    "zero1:wire=int8",
+    "wp:wire=int8",
+    "acco:wire=bf16",
+    "acco:wire=int8",
+    "acco:wire=int8:clock=2,32",
+)
 EVALUATION = ["--evaluate-every", "4", "--task.evaluation-windows", "32"]
+# A run that only time ends keeps its rate; the tuned ones, which a count may end, must do as they do.
+SCHEDULE = ["--task.schedule.warmup", "10", "--task.schedule.floor", "1"]
 
 
 def compare(rate: str, arms: list[str], out: Path, limits: list[str]) -> list[dict]:
     """Run the arms in turns behind links of `rate`; return their records."""
     command = [sys.executable, "-m", "stretto", "compare", "stdlib-gpt", "--strategies", ",".join(arms)]
     with Namespaces(2, rate) as network:
-        codes = network.run([*command, "--out", str(out), *EVALUATION, *limits])
+        codes = network.run([*command, "--out", str(out), *EVALUATION, *SCHEDULE, *limits])
     if any(codes):
         raise SystemExit(f"a worker failed: exit codes {codes}")
     return json.loads((out / "compare.json").read_text())["runs"]
@@ -44,7 +55,7 @@ def tune(rates: list[float], target: float, updates: int, out: Path) -> dict[str
     for arm in TUNED:
         candidates = [run for run in runs if run["strategy"].startswith(f"{arm}:lr=")]
         chosen = min(candidates, key=lambda run: (updates_to_target(run), run["heldout_loss"]))
-        best[arm] = chosen["learning_rate"]
+        best[method_of(arm)] = chosen["learning_rate"]
         for run in candidates:
             print(
                 f"{run['strategy']:28} {updates_to_target(run):5g} updates, {run['heldout_loss']:.4f}",
@@ -53,11 +64,10 @@ def tune(rates: list[float], target: float, updates: int, out: Path) -> dict[str
     return best
 
 
-def measured_arms(best: dict[str, float]) -> list[str]:
-    """Return what is measured, each arm at its tuned rate; the synchronous ones share one."""
-    arms = [f"{arm}:lr={best['ddp']:g}" for arm in (*STOCK, "zero1:wire=bf16")]
-    arms += [f"{arm}:lr={best[arm]:g}" for arm in TUNED[1:]]
-    return [*arms, f"{TUNED[1]}:clock=2,32:lr={best[TUNED[1]]:g}"]
+def method_of(arm: str) -> str:
+    """Return the key of an arm's tuned rate: all synchronous arms make the same updates."""
+    name = arm.partition(":")[0]
+    return name if name in ("wp", "acco") else "synchronous"
 
 
 def report(out: Path, rate: str) -> None:
@@ -86,8 +96,9 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=2.75, help="held-out loss, nats per byte")
     parser.add_argument("--cap", type=float, default=75.0, help="training seconds after which a run gives up")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one repeat each, in turns")
-    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[7e-4, 1e-3, 1.5e-3])
     parser.add_argument("--tuning-updates", type=int, default=90)
+    parser.add_argument("--arms", nargs="+", default=[*STOCK, *OWN])
     parser.add_argument("--only-tune", action="store_true", help="stop before the measured runs")
     options = parser.parse_args()
     tuned = options.out / "tuned.json"
@@ -97,7 +108,8 @@ def main() -> None:
         tuned.write_text(json.dumps(found))
     if options.only_tune:
         return
-    arms = measured_arms(json.loads(tuned.read_text()))
+    best = json.loads(tuned.read_text())
+    arms = [f"{arm}:lr={best[method_of(arm)]:g}" for arm in options.arms]
     limits = ["--seconds", str(options.cap), "--to-loss", str(options.target)]
     for seed in options.seeds:
         out = options.out / f"{options.rate}-seed{seed}"
