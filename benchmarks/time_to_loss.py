@@ -15,13 +15,12 @@ from pathlib import Path
 
 from namespaces import Namespaces
 
-TUNED = ("ddp", "wp:wire=int8", "acco:wire=int8")
+TUNED = ("ddp", "acco:wire=int8")
 """One arm per way of updating; the wire and the clock take its rate."""
 STOCK = ("torch-ddp", "torch-ddp-bf16", "torch-ddp-zero", "torch-fsdp2")
 OWN = (
     "zero1:wire=bf16",
     "zero1:wire=int8",
-    "wp:wire=int8",
     "acco:wire=bf16",
     "acco:wire=int8",
     "acco:wire=int8:clock=2,32",
@@ -67,7 +66,7 @@ def tune(rates: list[float], target: float, updates: int, out: Path) -> dict[str
 def method_of(arm: str) -> str:
     """Return the key of an arm's tuned rate: all synchronous arms make the same updates."""
     name = arm.partition(":")[0]
-    return name if name in ("wp", "acco") else "synchronous"
+    return name if name == "acco" else "synchronous"
 
 
 def report(out: Path, rate: str) -> None:
