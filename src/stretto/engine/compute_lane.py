@@ -137,6 +137,7 @@ class ComputeLane:
         """Count one micro-batch whose gradients have been accumulated; land if its round's quota is met."""
         self.take_off_if_ready()
         self._check_micro_batch(weight)
+        self._runtime.charge("micro-batch")
         self.num_contributions += 1
         contribution = self._contribution
         contribution.count += 1
