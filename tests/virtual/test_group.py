@@ -24,7 +24,11 @@ def collectives(rank: int, group: dist.ProcessGroup) -> dict[str, list[Tensor]]:
         work.wait()
         found[name] = list(outputs)
 
-    for name, reduction in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX), ("min", dist.ReduceOp.MIN)):
+    for name, reduction in (
+        ("sum", dist.ReduceOp.SUM),
+        ("max", dist.ReduceOp.MAX),
+        ("min", dist.ReduceOp.MIN),
+    ):
         options = dist.AllreduceOptions()
         options.reduceOp = reduction
         total = own(rank)
