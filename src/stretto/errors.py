@@ -33,6 +33,7 @@
         TornCheckpoint                      incomplete or damaged
         ForeignCheckpoint                   of another model, layout or format version
       WorkerFailed (RuntimeError)           a local worker process ended with an error
+      ConformanceFailed (AssertionError)    something did not pass a check of `stretto.testing`
 
 A message says where (rank, step), what was expected, what was found and what to do.
 """
@@ -178,3 +179,7 @@ class ForeignCheckpoint(CheckpointError):
 
 class WorkerFailed(StrettoError, RuntimeError):
     """A local worker process ended with an error; the message carries its rank and cause."""
+
+
+class ConformanceFailed(StrettoError, AssertionError):
+    """Something did not pass a check of `stretto.testing`; the message says what was expected and found."""
