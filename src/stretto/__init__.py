@@ -7,7 +7,7 @@ from stretto.errors import StrettoError
 from stretto.guards import AtRest, Guard, ReplicaGuard
 from stretto.parallel import DataParallel
 from stretto.records import Update, Verdict
-from stretto.strategies import ACCO, DDP, DPU, Strategy, WeightPrediction, ZeRO1
+from stretto.strategies import ACCO, DDP, DPU, LocalSGD, Strategy, WeightPrediction, ZeRO1
 
 __all__ = [
     "ACCO",
@@ -22,6 +22,7 @@ __all__ = [
     "EchoOptions",
     "Even",
     "Guard",
+    "LocalSGD",
     "Options",
     "Ready",
     "ReplicaGuard",

@@ -84,6 +84,9 @@ class Update:
     """Learning rate of each parameter group, as this update used it."""
     skipped_rounds: int
     """Rounds left out since the previous update because a loss or gradient was not finite."""
+    gap: int = 0
+    """Updates since all ranks' replicas were last the same: 0 but for strategies that step alone between averages.
+    There this rank's own samples, weight and loss stand here; the update with gap 0 brings those of the others."""
     verdicts: tuple[Verdict, ...] = ()
     """What guards and the verified exchange have found since the previous update, on any rank."""
 

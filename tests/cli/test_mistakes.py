@@ -17,7 +17,7 @@ from stretto.cli import main
         ("train stdlib", "no recipe is called 'stdlib'; there are stdlib-gpt, digits-resnet"),
         (
             "train digits-resnet --strategy aco",
-            "no strategy is called 'aco'; there are ddp, zero1, dpu, wp, acco",
+            "no strategy is called 'aco'; there are ddp, zero1, dpu, wp, acco, local",
         ),
         ("train digits-resnet --strategy acco:frist=1", "acco has no setting 'frist'; there are first"),
         ("train digits-resnet --strategy torch-ddp", "torch-ddp is there to compare with"),

@@ -6,7 +6,7 @@ import pytest
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
-from stretto.strategies import ACCO
+from stretto.strategies import ACCO, LocalSGD
 from stretto.train.arms import parse_arm, parse_arms, parse_clock, parse_learning_rates, split_list
 from stretto.train.configuration import Job, RunConfig
 from tests.train.tiny import Tiny
@@ -23,6 +23,11 @@ def test_an_arm_carries_options_of_its_strategy_and_settings_of_its_run() -> Non
     assert arm.strategy() == ACCO(first=1)
     assert (run.wire, run.micro_batches, run.task.lr) == ("bf16", 6, 2e-3)
     assert run.strategy == arm.text
+
+
+def test_options_are_read_by_the_kind_of_their_defaults() -> None:
+    arm = parse_arm("local:rate=0.25:plan=bernoulli:max_gap=50:state=on:seed=3")
+    assert arm.strategy() == LocalSGD(rate=0.25, plan="bernoulli", max_gap=50, state=True, seed=3)
 
 
 def test_an_arm_keeps_what_it_does_not_set() -> None:
@@ -57,6 +62,8 @@ def test_learning_rates_go_to_the_arm_or_to_all_arms_of_a_strategy_but_not_over_
         ("acco:first=one", ConfigError, "first='one'"),
         ("acco:clock=8", ConfigError, "MIN,MAX"),
         ("acco:lr=", ConfigError, "lr=''"),
+        ("local:state=yes", ConfigError, "expected on or off"),
+        ("local:_pace=1", UnknownName, "max_gap"),
     ],
 )
 def test_an_arm_that_cannot_be_read_is_an_error_that_names_what_is_known(

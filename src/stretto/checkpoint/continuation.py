@@ -4,10 +4,12 @@
     job.roll_call        its weights, losses and counts by rank
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
     rank.<rank>          random states, buffers as this rank has them, and what its wire still owes
+    replica.<rank>       parameters, optimizer state and weights of this rank, where ranks step alone and differ
     loader.<rank>        state of this rank's loader
     extra                whatever the user gave
 
-The carry and the prediction mean the same to any number of ranks, and nothing to another strategy.
+The carry and the prediction mean the same to any number of ranks, and nothing to another strategy. A replica means
+something to the same rank of the same layout only; the others begin with the mean of all.
 """
 
 import io
@@ -21,8 +23,10 @@ from torch import Tensor
 
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.job import Reduction
+from stretto.engine.replicas import Replica
 from stretto.engine.roll_call import Attendance, RollCall, Vote
 from stretto.engine.state import JobState, State
+from stretto.flat import GradientBuffer
 
 _ADDED = ("weight", "samples", "micro_batches", "loss_sum", "loss_weight", "norm_squared")
 """Fields of a roll call that are sums over what a rank has contributed or owns."""
@@ -77,19 +81,26 @@ class Continuation:
             "owed": self._compute.lane.exchange.owed,
         }
         own: State = {"rank": {str(self._rank): pack(mine)}}
+        replicas = self._compute.lane.replicas
+        if replicas is not None and not replicas.are_equal:
+            agreed = self._compute.statistics.agreed
+            own["replica"] = {str(self._rank): pack({"replica": replicas.write(), "agreed": agreed})}
         if loader is not None:
             own["loader"] = {str(self._rank): pack(loader.state_dict())}
         if self._rank == 0:
             own["extra"] = pack(extra)
         return own
 
-    def blank(self, stored: Collection[str], world_size: int, *, same_strategy: bool) -> State:
+    def blank(
+        self, stored: Collection[str], world_size: int, *, same_strategy: bool, same_layout: bool
+    ) -> State:
         """Return what this rank can read of a checkpoint; all ranks must call.
 
         Args:
             stored: The names in it.
             world_size: How many ranks wrote it.
             same_strategy: Whether the carry and the prediction mean anything here.
+            same_layout: Whether a rank's replica does, too.
         """
         state = self._job.blank(stored)
         slots = self._job.slots
@@ -100,6 +111,8 @@ class Continuation:
             state["shown"] = {slot.name: self._job.spread(slot, None) for slot in slots}
         if world_size == self._world_size:
             state["rank"] = {str(self._rank): b""}
+        if same_strategy and same_layout and f"replica.{self._rank}" in stored:
+            state["replica"] = {str(self._rank): b""}
         loaders = {str(rank): b"" for rank in range(world_size) if f"loader.{rank}" in stored}
         if loaders:
             state["loader"] = loaders
@@ -115,13 +128,26 @@ class Continuation:
             for name, value in mine["buffers"].items():
                 buffers[name].copy_(value)
         self._compute.lane.exchange.owe([] if mine is None else mine.get("owed", []))
+        if "replica" in state:
+            self._adopt_replica(**unpack(state["replica"][str(self._rank)]))
         if "carry" in state:
             self._compute.adopt(self._reduction(state))
         if "shown" in state:
             shown = [(state["shown"][slot.name].content(), slot.shape) for slot in self._job.slots]
-            self._compute.show_estimate([values.view(shape).to(self._device) for values, shape in shown])
+            values = [content.view(shape).to(self._device) for content, shape in shown]
+            self._compute.show(values, "estimate")
         if mine is not None:
             _restore_random_states(mine["random"], self._device)
+
+    def _adopt_replica(self, replica: Replica, agreed: list[Tensor]) -> None:
+        lane = self._compute.lane
+        if lane.replicas is None:
+            raise TypeError("a replica of its own belongs to a strategy with Local")
+        lane.replicas.adopt(replica)
+        values = GradientBuffer(lane.owner.layout)
+        lane.owner.publish(values.flats)
+        self._compute.show(values.views, "committed")
+        self._compute.statistics.agreed = [value.to(self._device) for value in agreed]
 
     def _describe(self, reduction: Reduction) -> dict[str, Any]:
         names = [slot.name for slot in self._job.slots]

@@ -72,7 +72,12 @@ def load(
     with parallel.compute.running():
         continuation = Continuation(parallel.compute)
         same = manifest.strategy == parallel.strategy.name
-        state = continuation.blank(reading.names, manifest.world_size, same_strategy=same)
+        state = continuation.blank(
+            reading.names,
+            manifest.world_size,
+            same_strategy=same,
+            same_layout=manifest.layout == parallel.compute.lane.owner.layout.digest(),
+        )
     optimizer = type(parallel.optimizer).__name__
     ranks.agree("checking a checkpoint", lambda: reading.check(state, optimizer))
     ranks.agree("reading a checkpoint", reading.read)
@@ -148,9 +153,13 @@ def _notes(parallel: DataParallel, manifest: Manifest, names: set[str], state: S
         why = (
             f"saved under {manifest.strategy}, continued under {parallel.strategy.name}"
             if manifest.strategy != parallel.strategy.name
-            else "other parameters are trained"
+            else "other parameters are trained, or on other ranks, or in other buckets"
         )
         yield f"{why}: {' and '.join(dropped)} dropped"
 
 
-_AHEAD = {"carry": "gradients accumulated ahead", "shown": "the prediction that was shown"}
+_AHEAD = {
+    "carry": "gradients accumulated ahead",
+    "shown": "the prediction that was shown",
+    "replica": "what each rank has stepped alone since the last average",
+}

@@ -22,8 +22,9 @@ class Accounts:
 
     def close(self, commit: Commit, step: int, now: float) -> Update:
         """Return the record of the update that `commit` made the `step`-th, and open the next accounts."""
-        calls = [reduction.call for reduction in commit.reductions if not reduction.skipped]
-        rounds = tuple(call.micro_batches for call in calls)
+        calls = [
+            reduction.call for reduction in commit.reductions if reduction.alone or not reduction.skipped
+        ]
         loss_weight = sum(call.loss_weight for call in calls)
         update = Update(
             step=step,
@@ -33,8 +34,10 @@ class Accounts:
             loss=sum(call.loss_sum for call in calls) / loss_weight if loss_weight else float("nan"),
             gradient_norm=commit.gradient_norm,
             staleness=min(self._staleness, step - 1),
-            micro_batches=tuple(map(sum, zip(*rounds, strict=True))),
-            rounds=rounds,
+            micro_batches=tuple(
+                sum(counts) for counts in zip(*(call.micro_batches for call in calls), strict=True)
+            ),
+            rounds=tuple(call.micro_batches for call in calls),
             seconds=now - self._opened,
             lane_seconds=commit.lane_seconds,
             exposed_seconds=self.exposed_seconds,
@@ -42,6 +45,7 @@ class Accounts:
             learning_rates=commit.learning_rates,
             skipped_rounds=self.skipped_rounds,
             verdicts=commit.verdicts,
+            gap=commit.gap,
         )
         self._opened, self.exposed_seconds, self.skipped_rounds = now, 0.0, 0
         return update

@@ -77,6 +77,7 @@ class ComputeLane:
         self._arrived = False
         self._verdicts: list[Verdict] = []
         """Found in the model's parameters, for the next job."""
+        self._use_is_known = False
         guarded.hook(
             on_gradient=self._note_gradient,
             on_forward=self._before_forward,
@@ -137,7 +138,6 @@ class ComputeLane:
         """Count one micro-batch whose gradients have been accumulated; land if its round's quota is met."""
         self.take_off_if_ready()
         self._check_micro_batch(weight)
-        self._runtime.charge("micro-batch")
         self.num_contributions += 1
         contribution = self._contribution
         contribution.count += 1
@@ -168,8 +168,8 @@ class ComputeLane:
     def make_ready(self) -> Job:
         """Close the accumulating round: its job takes off next."""
         if self._job is None:
-            snapshot, changed = self.statistics.snapshot()
-            self._job = Job(self._filling, self._contribution, snapshot, changed, self.vote, [])
+            kept = (*self.statistics.snapshot(), self.statistics.agreed, self.vote)
+            self._job = Job(self._filling, self._contribution, *kept, [])
             self._job.verdicts, self._verdicts = self._verdicts, []
         return self._job
 
@@ -203,7 +203,8 @@ class ComputeLane:
         self.lane.sentry.forget()
         self.statistics.agree()
         self.steps = self.lane.watch.step = steps
-        self.lane.round_index = round_index
+        self.lane.begin_again(round_index)
+        self._use_is_known = steps > 0
         self.shown = "committed"
         self.votes = []
 
@@ -211,10 +212,10 @@ class ComputeLane:
         """Let `reduction`, from a checkpoint, be the round that takes off next."""
         self.make_ready().reduction = reduction
 
-    def show_estimate(self, values: list[Tensor]) -> None:
+    def show(self, values: list[Tensor], shown: Shown) -> None:
         """Show `values`, one per parameter, as a checkpoint's job did."""
         self._install(values)
-        self.shown = "estimate"
+        self.shown = shown
 
     def take_off_if_ready(self) -> None:
         """Hand the round over, if one is ready, and begin the next."""
@@ -258,9 +259,11 @@ class ComputeLane:
             self._idle = landing.buffer
         else:
             self._filling.attach(self._guarded.parameters)
-        self.votes = landing.reduction.call.votes
+        if landing.reduction.met:
+            self.votes = landing.reduction.call.votes
         self._accounts.skipped_rounds += landing.reduction.skipped
         self.at_boundary = landing.at_boundary
+        self.steps = self.lane.watch.step
         return self._update(landing)
 
     def hand_over(self) -> Update | None:
@@ -306,14 +309,16 @@ class ComputeLane:
             What was there, for `show_again`.
         """
         self.check_settled("settling")
-        parameters = None
-        if self.shown == "estimate":
+        parameters, statistics = None, self.statistics.agreed
+        if self.shown == "estimate" or self.lane.has_drifted:
             parameters = [parameter.detach().clone() for parameter in self._guarded.parameters]
             # The idle buffer: gathered values may lie in it until the next take-off zeroes it.
             buffer = self._idle if self._idle is not None else GradientBuffer(self._layout)
-            self._runtime.spawn(lambda: self.lane.gather_committed(buffer.flats)).result()
+            statistics = self._runtime.spawn(
+                lambda: self.lane.gather_committed(buffer.flats, self.statistics)
+            ).result()
             self._install(buffer.views)
-        held = Held(self.shown, parameters, self.statistics.exchange_live(self.statistics.agreed))
+        held = Held(self.shown, parameters, self.statistics.exchange_live(statistics))
         self.shown = "committed"
         return held
 
@@ -377,14 +382,15 @@ class ComputeLane:
     def _update(self, landing: Landing) -> Update | None:
         if landing.commit is None:
             return None
-        self.steps += 1
         self._check_used(landing.commit.reductions)
         self._guarded.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         return self._accounts.close(landing.commit, self.steps, self._runtime.now())
 
     def _check_used(self, reductions: tuple[Reduction, ...]) -> None:
-        if self.steps > 1 or self._allow_unused:
+        """Look once, at the first update of which it is known what all ranks have used."""
+        if self._use_is_known or self._allow_unused or not reductions[-1].met:
             return
+        self._use_is_known = True
         used = [any(flags) for flags in zip(*(r.call.used for r in reductions), strict=True)]
         unused = [slot.name for slot in self._layout.slots if not used[slot.index]]
         if unused:

@@ -42,6 +42,8 @@ class Job:
     """Snapshot of the model's floating-point buffers, taken with the gradient."""
     changed: bytes
     """One byte per entry of `statistics`: changed on this rank since it was last averaged?"""
+    agreed: list[Tensor]
+    """The same buffers as ranks last agreed on them; not to be written."""
     vote: Vote
     hyperparameters: Hyperparameters
     reduction: "Reduction | None" = None
@@ -60,6 +62,10 @@ class Reduction:
     """Averages over ranks of those buffers that changed anywhere, by index."""
     skipped: bool
     """Left out of the update because a loss or gradient was not finite."""
+    alone: bool = False
+    """Whether this rank took its own gradients; where its round was left out, the call counts nothing of it."""
+    met: bool = True
+    """Whether all ranks took part; otherwise the call holds this rank alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +80,8 @@ class Commit:
     sent_bytes: int
     verdicts: tuple[Verdict, ...]
     """What guards have found since the previous commit, on any rank."""
+    gap: int
+    """Updates since replicas were last averaged; 0 where they do not differ."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,23 +1,37 @@
 """The communication lane: runs the strategy's coroutine and performs what it asks for."""
 
+import dataclasses
 import math
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
 import torch
 
-from stretto.effects import AllReduce, Boundary, Effect, Gather, Preview, Reduce, Step
+from stretto.effects import (
+    AllReduce,
+    Average,
+    Boundary,
+    Effect,
+    Gather,
+    Local,
+    Look,
+    Moment,
+    Preview,
+    Reduce,
+    Step,
+)
 from stretto.engine.agreement import agree
 from stretto.engine.job import Commit, Job, Landing, Reduction, Shown
 from stretto.engine.ledger import ledger_of
 from stretto.engine.options import Options
-from stretto.engine.roll_call import Attendance, RollCall, settings_text
-from stretto.engine.runtime import Runtime
+from stretto.engine.replicas import Replicas
+from stretto.engine.roll_call import Attendance, RollCall, Vote, settings_text
 from stretto.engine.sentry import Sentry
+from stretto.engine.statistics import Statistics, average_statistics
 from stretto.engine.watch import Watch
-from stretto.errors import NonFinite
+from stretto.errors import NonFinite, ReplicaNonFinite
 from stretto.exchange import Exchange
 from stretto.guards.effects import GuardEffect
 from stretto.owner import Hyperparameters, Owner, ReducedGradient
@@ -44,18 +58,21 @@ class Lane:
         sentry: Sentry,
         *,
         options: Options,
-        runtime: Runtime,
+        now: Callable[[], float],
     ) -> None:
         self.exchange = exchange
         self.owner = owner
         self.watch = watch
+        self._stepped = False
         self.sentry = sentry
         self.round_index = 0
         self.replicated = ledger_of(strategy).replicated
         self._options = options
-        self._runtime = runtime
+        self._now = now
         self._script = _updates(strategy, sentry)
         self._waiting = next(self._script)
+        self.replicas = Replicas(exchange, owner) if isinstance(self._waiting, Local) else None
+        """What this rank does alone, for strategies with `Local`."""
         # Sums of finished updates, for the next ones: fresh pages would cost more than the arithmetic.
         self._spare_sums: list[list[torch.Tensor]] = []
         self._verdicts: tuple[Verdict, ...] = ()
@@ -64,7 +81,7 @@ class Lane:
 
     def advance(self, job: Job) -> Landing:
         """Hand `job` to the waiting `Reduce` and perform effects until the next one waits."""
-        started = self._runtime.now()
+        started = self._now()
         reduction = job.reduction or self.reduce(job)
         self._reductions.append(reduction)
         self._hyperparameters = job.hyperparameters
@@ -77,7 +94,7 @@ class Lane:
             effect = self._script.send(reply)
             reply = None
             match effect:
-                case Reduce() | AllReduce():
+                case Reduce() | AllReduce() | Local():
                     self.round_index += 1
                     break
                 case Step(gradient):
@@ -87,26 +104,34 @@ class Lane:
                     shown = self._preview(_reduced(gradient), job)
                 case Gather():
                     self.exchange.all_gather(job.buffer.flats)
+                case Look():
+                    reply = Moment(self.round_index, self._gap, drains=job.vote == Vote.DRAIN)
+                case Average(state):
+                    self._average(job, reduction, state=state)
                 case Boundary():
                     at_boundary = True
                 case _:
                     reply = self.sentry.perform(effect, job)
-        self._lane_seconds += self._runtime.now() - started
+        self._lane_seconds += self._now() - started
         commit = self._commit() if at_boundary else None
         return Landing(job.buffer, job.statistics, shown, reduction, at_boundary, commit)
 
     def reduce(self, job: Job) -> Reduction:
         """Exchange the gradients of `job` and hold the roll call."""
-        finite = all(bool(torch.isfinite(flat.sum())) for flat in job.buffer.flats)
+        if self.replicas is not None:
+            return self._keep(job, self.replicas)
+        finite = _is_finite(job)
         sums = self._spare_sums.pop() if self._spare_sums else self.owner.new_sums()
         if isinstance(self._waiting, AllReduce):
             self.exchange.all_reduce(job.buffer.flats, sums)
         else:
             self.exchange.reduce_scatter(job.buffer.flats, sums)
         gradient = ReducedGradient(sums, 0.0, 0.0, b"")
-        call = self._hold_roll_call(job, finite, gradient.measure())
+        attendance = self._attendance(job, finite, gradient.measure())
+        records = self.exchange.gather_bytes(RollCall.pack(attendance))
+        call = RollCall.unpack(records, len(attendance.used), len(attendance.changed))
         self._check_settings(job, call)
-        skipped = self._leave_out(call)
+        skipped = self._leave_out(call, call.norm_squared(replicated=self.replicated), NonFinite)
         statistics = {} if skipped else self._average_statistics(job, call)
         return self.reduction(sums, call, statistics, skipped=skipped)
 
@@ -128,15 +153,94 @@ class Lane:
                 total.zero_()
         return Reduction(gradient, call, statistics, skipped)
 
-    def gather_committed(self, job_buffer: list[torch.Tensor]) -> None:
-        """Fill `job_buffer`, one tensor per flat set, with the committed parameters; all ranks must call."""
-        self.owner.publish(job_buffer)
-        if not self.replicated:
-            self.exchange.all_gather(job_buffer)
+    def gather_committed(self, flats: list[torch.Tensor], statistics: Statistics) -> list[torch.Tensor]:
+        """Fill `flats`, one tensor per flat set, with the committed parameters; all ranks must call.
 
-    def _hold_roll_call(self, job: Job, finite: bool, norm_squared: float) -> RollCall:
+        Where replicas have drifted apart, these are the mean of all, and the replicas stay as they are.
+
+        Returns:
+            The model's floating-point buffers that go with them.
+        """
+        if self.replicas is None or not self.has_drifted:
+            self.owner.publish(flats)
+            if not self.replicated:
+                self.exchange.all_gather(flats)
+            return statistics.agreed
+        own, changed = statistics.snapshot()
+        call = self.consult(self.replicas, changed)
+        self.replicas.show_mean(call, flats)
+        means = average_statistics(self.exchange, own, call.changed, call.micro_batches)
+        return [means.get(index, value) for index, value in enumerate(statistics.agreed)]
+
+    def consult(self, replicas: Replicas, changed: bytes) -> RollCall:
+        """Hold the roll call of an average that leaves no trace; all ranks must call."""
+        # Below zero: it must not be taken for the average of a rank that is somewhere else.
+        return replicas.meet(dataclasses.replace(self._nothing(changed), round_index=~self.round_index))
+
+    def agreed_owner(self, changed: bytes) -> Owner:
+        """Return the owner, or where replicas differ a copy that holds their mean; all ranks must call."""
+        if self.replicas is None or self.replicas.are_equal:
+            return self.owner
+        return self.replicas.consensus(self.consult(self.replicas, changed))
+
+    def begin_again(self, round_index: int) -> None:
+        """Go on at `round_index` from what a checkpoint has put into the owner."""
+        self.round_index = round_index
+        if self.replicas is not None:
+            self.replicas.begin_again()
+
+    @property
+    def has_drifted(self) -> bool:
+        """Whether ranks have stepped alone since their replicas were last the same."""
+        return self._gap > 0
+
+    def _keep(self, job: Job, replicas: Replicas) -> Reduction:
+        """Take this rank's own gradients; nobody is asked."""
+        sums = replicas.own_gradient(job.buffer.flats)
+        gradient = ReducedGradient(sums, job.contribution.weight, 0.0, bytes(job.contribution.used))
+        gradient.norm_squared = norm_squared = gradient.measure()
+        attendance = self._attendance(job, _is_finite(job), norm_squared)
+        call = RollCall.alone(attendance, self.exchange.rank, self.exchange.world_size)
+        skipped = self._leave_out(call, norm_squared, ReplicaNonFinite)
+        if skipped:
+            gradient.weight, gradient.used = 0.0, bytes(len(gradient.used))
+            job.statistics = [buffer.clone() for buffer in job.agreed]
+            nothing = self._nothing(job.changed)
+            call = RollCall.alone(nothing, self.exchange.rank, self.exchange.world_size)
+        else:
+            replicas.window.add(job.contribution)
+        replicas.window.rounds += 1
+        return Reduction(gradient, call, {}, skipped, alone=True, met=False)
+
+    def _average(self, job: Job, reduction: Reduction, *, state: bool) -> None:
+        """Bring the replicas together, and let the round end as if all ranks had taken part in it."""
+        if self.replicas is None:
+            raise TypeError("a strategy must step with Local before it averages")
+        attendance = self._attendance(job, True, 0.0)
+        attendance = dataclasses.replace(
+            attendance, round_index=self.round_index, step=self.watch.step, stepped=self._stepped
+        )
+        call = self.replicas.meet(attendance)
+        self._check_settings(job, call)
+        reduction.statistics = self._average_statistics(job, call)
+        self.replicas.average(call, job.buffer.flats, state=state)
+        self.owner.publish(job.buffer.flats)
+        reduction.call, reduction.met = call.learned(reduction.call, self.exchange.rank), True
+        # A rank that came early to drain takes over where the others are.
+        self.round_index = int(call.records["round_index"].max())
+        self.watch.step = int(call.records["step"].max())
+        # What the others have done is news, and reported; at the very end a step that nobody took is none.
+        is_over = all(vote == Vote.DRAIN for vote in call.votes)
+        self._stepped = call.stepped or (call.weight > 0 and not is_over)
+
+    @property
+    def _gap(self) -> int:
+        """Rounds since replicas were last the same."""
+        return 0 if self.replicas is None else self.replicas.window.rounds
+
+    def _attendance(self, job: Job, finite: bool, norm_squared: float) -> Attendance:
         contribution = job.contribution
-        attendance = Attendance(
+        return Attendance(
             weight=contribution.weight,
             samples=contribution.samples,
             micro_batches=contribution.micro_batches,
@@ -149,18 +253,33 @@ class Lane:
             used=bytes(contribution.used),
             changed=job.changed,
         )
-        records = self.exchange.gather_bytes(RollCall.pack(attendance))
-        return RollCall.unpack(records, len(contribution.used), len(job.changed))
+
+    def _nothing(self, changed: bytes) -> Attendance:
+        """Return the record of a rank that contributes nothing."""
+        return Attendance(
+            weight=0.0,
+            samples=0,
+            micro_batches=0,
+            loss_sum=0.0,
+            loss_weight=0.0,
+            gradient_is_finite=True,
+            norm_squared=0.0,
+            vote=Vote.GO_ON,
+            settings=0,
+            used=bytes(len(self.owner.layout.slots)),
+            changed=changed,
+            step=self.watch.step,
+        )
 
     def _check_settings(self, job: Job, call: RollCall) -> None:
         if not call.settings_agree:
             where = f"rank {self.exchange.rank}, after step {self.watch.step}"
             agree(self.exchange, {"optimizer settings": settings_text(job.hyperparameters)}, where)
 
-    def _leave_out(self, call: RollCall) -> bool:
-        """Return whether this round is to be left out; the same answer on every rank."""
+    def _leave_out(self, call: RollCall, norm_squared: float, kind: type[NonFinite]) -> bool:
+        """Return whether this round is to be left out; the same answer on every rank that took part."""
         losses, gradients = call.ranks_with_bad_loss(), call.ranks_with_bad_gradient()
-        if not losses and not gradients and math.isfinite(call.norm_squared(replicated=self.replicated)):
+        if not losses and not gradients and math.isfinite(norm_squared):
             return False
         if self._options.nonfinite == "raise":
             found = (
@@ -168,30 +287,14 @@ class Lane:
                 f"the gradient is not finite on ranks {gradients}" if gradients else
                 "the sum of the ranks' gradients overflows"
             )  # fmt: skip
-            raise NonFinite(
+            raise kind(
                 f"rank {self.exchange.rank}, step {self.watch.step + 1}, round {self.round_index}: {found}; "
                 "lower the learning rate, or leave such rounds out with Options(nonfinite='skip')"
             )
         return True
 
     def _average_statistics(self, job: Job, call: RollCall) -> dict[int, torch.Tensor]:
-        """Average over ranks, weighted by micro-batches, the buffers that changed on any rank."""
-        counts = call.micro_batches
-        indices = [index for index, changed in enumerate(call.changed) if changed]
-        if not indices or sum(counts) == 0:
-            return {}
-        own = torch.cat([job.statistics[index].flatten().float() for index in indices])
-        whole = torch.empty(len(counts) * own.numel(), dtype=own.dtype, device=own.device)
-        self.exchange.gather_values(own, whole, "average of the model's buffers")
-        mean = torch.zeros_like(own)
-        for count, part in zip(counts, whole.view(len(counts), -1), strict=True):
-            if count:
-                mean.add_(part, alpha=count / sum(counts))
-        parts = torch.split(mean, [job.statistics[index].numel() for index in indices])
-        return {
-            index: part.view_as(job.statistics[index]).to(job.statistics[index].dtype)
-            for index, part in zip(indices, parts, strict=True)
-        }
+        return average_statistics(self.exchange, job.statistics, call.changed, call.micro_batches)
 
     def _step(self, gradient: ReducedGradient, job: Job) -> None:
         self.sentry.run("before_step", job, self.watch.step + 1)
@@ -200,7 +303,6 @@ class Lane:
         if gradient.weight > 0:
             self._gradient_norm = self._norm(gradient)
             self.owner.step(gradient, self._hyperparameters, self._clip(self._gradient_norm))
-            self._runtime.charge("step", self.owner.numel)
             self._stepped = True
         self.owner.publish(job.buffer.flats)
 
@@ -212,7 +314,6 @@ class Lane:
             return "committed"
         clip = self._clip(self._norm(gradient))
         self.owner.preview(gradient, self._hyperparameters, clip, job.buffer.flats)
-        self._runtime.charge("preview", self.owner.numel)
         return "estimate"
 
     def _norm(self, gradient: ReducedGradient) -> float:
@@ -240,8 +341,10 @@ class Lane:
     def _commit(self) -> Commit | None:
         """Close the update: return what is known of it, and reuse the storage of its gradients."""
         commit = None
-        self._verdicts += self.sentry.conclude(self.watch.step + 1)
-        if self._stepped:
+        if self._reductions[-1].met:
+            self._verdicts += self.sentry.conclude(self.watch.step + 1)
+        # Nobody asks the others after a step alone: it counts on every rank, whatever this one contributed.
+        if self._stepped or not self._reductions[-1].met:
             self.watch.step += 1
             commit = Commit(
                 reductions=tuple(self._reductions),
@@ -251,11 +354,17 @@ class Lane:
                 lane_seconds=self._lane_seconds,
                 sent_bytes=self.exchange.sent_bytes - self._bytes_before,
                 verdicts=self._verdicts,
+                gap=self._gap,
             )
             self._verdicts = ()
-        self._spare_sums.extend([list(reduction.gradient.sums) for reduction in self._reductions])
+        if self.replicas is None:
+            self._spare_sums.extend([list(reduction.gradient.sums) for reduction in self._reductions])
         self._begin_update(self._hyperparameters)
         return commit
+
+
+def _is_finite(job: Job) -> bool:
+    return all(bool(torch.isfinite(flat.sum())) for flat in job.buffer.flats)
 
 
 def _updates(strategy: Strategy, sentry: Sentry) -> Generator[Effect | GuardEffect, Any, None]:

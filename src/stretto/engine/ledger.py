@@ -2,12 +2,20 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
-from stretto.effects import AllReduce, Effect, Gather, Preview, Reduce, Step
+from stretto.effects import AllReduce, Average, Effect, Gather, Local, Look, Moment, Preview, Reduce, Step
 from stretto.errors import ConfigError
 from stretto.strategies import Strategy
 
 _DRY_UPDATES = 3
+_DRY_UPDATES_THAT_LOOK = 1000
+"""Where averages come and go: over so many they are counted."""
+_ACCUMULATIONS = (Reduce, AllReduce, Local)
+"""Effects that wait for the compute lane's gradients: each begins a round."""
+_ASIDES = (Look, Average)
+"""Effects that an update may ask for or not."""
 
 
 class _StandIn:
@@ -25,16 +33,28 @@ class Ledger:
     """Exchanges that need a gradient from the compute lane."""
     replicated: bool
     """Whether every rank holds the whole optimizer."""
+    local: bool
+    """Whether every rank steps with gradients of its own, so that replicas differ between averages."""
     steps: int
     previews: int
     gradient_transfers: int
     """Gradients sent, in buffers' worth: a reduce-scatter or half an all-reduce is one."""
     parameter_transfers: int
     """Parameters (or, for an all-reduce, sums) gathered, in buffers' worth."""
+    averages: float
+    """Averages of the parameters, all-reduces each; a mean over many updates."""
+    state_averages: float
+    """Averages of the optimizer's state; likewise."""
 
-    def wire_bytes(self, bytes_per_element: float) -> float:
-        """Return bytes per parameter and update that cross the wire, before the factor (N - 1) / N."""
-        return (self.gradient_transfers + self.parameter_transfers) * bytes_per_element
+    def wire_bytes(self, bytes_per_element: float, moments: int = 2) -> float:
+        """Return bytes per parameter and update that cross the wire, before the factor (N - 1) / N.
+
+        Args:
+            bytes_per_element: Of the wire.
+            moments: What the optimizer keeps per element; averaged in float32, if at all.
+        """
+        transfers = self.gradient_transfers + self.parameter_transfers + 2 * self.averages
+        return transfers * bytes_per_element + 2 * self.state_averages * moments * 4
 
     def memory_bytes(
         self, strategy: Strategy, *, parameter: int, accumulation: int, world_size: int
@@ -49,7 +69,9 @@ class Ledger:
         """
         owners = 1 if self.replicated else world_size
         buffers = 2 if strategy.overlaps else 1
-        master, moments, sums = 4, 8, 4 * self.rounds
+        # A rank that steps alone needs no sums beside its buffer, where that is wide enough to step with.
+        sums = 0 if self.local and accumulation >= 4 else 4 * self.rounds
+        master, moments = 4, 8
         return parameter + buffers * accumulation + (master + moments + sums) / owners
 
 
@@ -60,45 +82,87 @@ def ledger_of(strategy: Strategy) -> Ledger:
         ConfigError: Updates differ from each other, do not start with a reduction, or mix sharded and
             replicated reductions, so that quotas and ownership would be undefined.
     """
-    runs = [_dry_run(strategy) for _ in range(_DRY_UPDATES)]
-    if any(run != runs[0] for run in runs):
+    runs = [_dry_run(strategy, Moment(0, 1, drains=True))]
+    if Average not in map(type, runs[0]) and Local in map(type, runs[0]):
         raise ConfigError(
-            f"strategy {strategy.name}: every update must ask for the same effects, found {runs}"
+            f"strategy {strategy.name}: an update of a rank that drains must end with an Average, so that ranks "
+            "that step alone can agree on an end"
         )
-    kinds = runs[0]
-    if not kinds or kinds[0] not in (Reduce, AllReduce):
-        raise ConfigError(f"strategy {strategy.name}: an update must begin with Reduce or AllReduce")
+    num_updates = _DRY_UPDATES_THAT_LOOK if Look in map(type, runs[0]) else _DRY_UPDATES
+    averages: list[Average] = []
+    gap = 0
+    for index in range(num_updates):
+        gap += 1
+        runs.append(_dry_run(strategy, Moment(index, gap, drains=False)))
+        found = [effect for effect in runs[-1] if isinstance(effect, Average)]
+        averages += found
+        gap = 0 if found else gap
+    kinds = _check_rounds(strategy, runs)
     count = Counter(kinds)
-    if count[Reduce] and count[AllReduce]:
-        raise ConfigError(f"strategy {strategy.name}: Reduce and AllReduce cannot be mixed")
+    return Ledger(
+        rounds=sum(count[kind] for kind in _ACCUMULATIONS),
+        replicated=count[AllReduce] + count[Local] > 0,
+        local=count[Local] > 0,
+        steps=count[Step],
+        previews=count[Preview],
+        gradient_transfers=count[Reduce] + count[AllReduce],
+        parameter_transfers=count[Gather] + count[AllReduce],
+        averages=len(averages) / num_updates,
+        state_averages=sum(effect.state for effect in averages) / num_updates,
+    )
+
+
+def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[type[Effect]]:
+    """Return the effects that every update asks for, once all is well with them."""
+    distinct = {tuple(type(e) for e in run if not isinstance(e, _ASIDES)) for run in runs}
+    if len(distinct) > 1:
+        raise ConfigError(
+            f"strategy {strategy.name}: every update must ask for the same effects, found {sorted(map(str, distinct))}"
+        )
+    kinds: list[type[Effect]] = list(distinct.pop())
+    if not kinds or kinds[0] not in _ACCUMULATIONS:
+        raise ConfigError(f"strategy {strategy.name}: an update must begin with Reduce, AllReduce or Local")
+    count = Counter(kinds)
+    if sum(count[kind] > 0 for kind in _ACCUMULATIONS) > 1:
+        raise ConfigError(f"strategy {strategy.name}: Reduce, AllReduce and Local cannot be mixed")
+    if not count[Local] and any(isinstance(effect, Average) for run in runs for effect in run):
+        raise ConfigError(
+            f"strategy {strategy.name}: Average needs replicas that step alone, after Local; there is nothing to "
+            "average after Reduce or AllReduce"
+        )
     for number, kind in enumerate(kinds):
-        ends_round = number + 1 == len(kinds) or kinds[number + 1] in (Reduce, AllReduce)
+        ends_round = number + 1 == len(kinds) or kinds[number + 1] in _ACCUMULATIONS
         if ends_round and kind not in ((Gather,) if count[Reduce] else (Step, Preview)):
             raise ConfigError(
                 f"strategy {strategy.name}: every round must end with what its landing shows, a Gather after Reduce, "
-                f"a Step or Preview after AllReduce; found {kind.__name__} as effect {number + 1} of {len(kinds)}"
+                f"a Step or Preview after AllReduce or Local; found {kind.__name__} as effect {number + 1} of "
+                f"{len(kinds)}"
             )
     if count[Step] != 1:
         raise ConfigError(
             f"strategy {strategy.name}: an update must step exactly once, found {count[Step]} steps"
         )
-    return Ledger(
-        rounds=count[Reduce] + count[AllReduce],
-        replicated=count[AllReduce] > 0,
-        steps=count[Step],
-        previews=count[Preview],
-        gradient_transfers=count[Reduce] + count[AllReduce],
-        parameter_transfers=count[Gather] + count[AllReduce],
-    )
+    if count[Local] > 1:
+        raise ConfigError(
+            f"strategy {strategy.name}: expected one Local per update, found {count[Local]}: raise "
+            "micro_batches instead"
+        )
+    return kinds
 
 
-def _dry_run(strategy: Strategy) -> list[type[Effect]]:
-    kinds: list[type[Effect]] = []
+def _dry_run(strategy: Strategy, moment: Moment) -> list[Effect]:
+    effects: list[Effect] = []
     script = strategy.update()
     try:
         effect = next(script)
         while True:
-            kinds.append(type(effect))
-            effect = script.send(_StandIn() if isinstance(effect, Reduce | AllReduce) else None)
+            effects.append(effect)
+            effect = script.send(_answer(effect, moment))
     except StopIteration:
-        return kinds
+        return effects
+
+
+def _answer(effect: Effect, moment: Moment) -> Any:
+    if isinstance(effect, Look):
+        return moment
+    return _StandIn() if isinstance(effect, _ACCUMULATIONS) else None

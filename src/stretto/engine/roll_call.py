@@ -28,13 +28,9 @@ class Vote(IntEnum):
     """It has left its loop and only hands over what is left."""
 
 
-_VOTES = tuple(Vote)
-"""By number; making a vote of a number by `Vote(...)` takes as long as all else of reading it."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attendance:
-    """What one rank says in one round."""
+    """What one rank says in one round; at an average, of all rounds since the last one."""
 
     weight: float
     samples: int
@@ -53,6 +49,12 @@ class Attendance:
     """One byte per parameter slot: used by a micro-batch of this rank?"""
     changed: bytes
     """One byte per floating-point buffer: changed on this rank since it was last averaged?"""
+    round_index: int = 0
+    """The round in which this rank averages; unused where every round is one of all ranks."""
+    step: int = 0
+    """Updates that this rank has committed before it, likewise."""
+    stepped: bool = False
+    """Whether this rank has stepped in that very round, likewise."""
 
 
 class RollCall:
@@ -77,6 +79,9 @@ class RollCall:
                 ("settings", "<u4"),
                 ("used", "u1", (num_slots,)),
                 ("changed", "u1", (num_buffers,)),
+                ("round_index", "<i8"),
+                ("step", "<i8"),
+                ("stepped", "?"),
             ]
         )
 
@@ -94,6 +99,32 @@ class RollCall:
         """Read gathered records."""
         return cls(np.frombuffer(b"".join(records), cls.record_dtype(num_slots, num_buffers)))
 
+    @classmethod
+    def alone(cls, attendance: Attendance, rank: int, world_size: int) -> "RollCall":
+        """Return the call of a round in which only `rank` was asked: empty records for the others."""
+        own = np.frombuffer(
+            cls.pack(attendance), cls.record_dtype(len(attendance.used), len(attendance.changed))
+        )
+        records = np.zeros(world_size, own.dtype)
+        records["gradient_is_finite"] = True
+        records[rank] = own[0]
+        return cls(records)
+
+    def learned(self, last: "RollCall", rank: int) -> "RollCall":
+        """Return what an average's call tells `rank` that its earlier rounds have not, its `last` one excepted.
+
+        The others contribute all that they have done since the last average, so that every contribution is
+        counted once; losses are those of all ranks since then.
+        """
+        records = self.records.copy()
+        for field in ("weight", "samples", "micro_batches"):
+            records[field][rank] = last.records[field][rank]
+        return RollCall(records)
+
+    def share(self, rank: int) -> float | None:
+        """Return what part of the weight is `rank`'s; None where there is none at all."""
+        return float(self.records["weight"][rank]) / self.weight if self.weight else None
+
     @property
     def weight(self) -> float:
         """Σ w over ranks, in rank order."""
@@ -107,7 +138,7 @@ class RollCall:
     @property
     def micro_batches(self) -> tuple[int, ...]:
         """Contributing micro-batches by rank."""
-        return tuple(self.records["micro_batches"].tolist())
+        return tuple(int(count) for count in self.records["micro_batches"])
 
     @property
     def loss_sum(self) -> float:
@@ -132,7 +163,7 @@ class RollCall:
     @property
     def votes(self) -> list[Vote]:
         """What each rank wants, by rank."""
-        return [_VOTES[vote] for vote in self.records["vote"].tolist()]
+        return [Vote(int(vote)) for vote in self.records["vote"]]
 
     def norm_squared(self, *, replicated: bool) -> float:
         """Return the squared norm of the whole sum; where every rank owns everything, any rank's own."""
@@ -146,6 +177,11 @@ class RollCall:
     def ranks_with_bad_gradient(self) -> list[int]:
         """Return the ranks whose accumulated gradient is not finite."""
         return np.flatnonzero(~self.records["gradient_is_finite"]).tolist()
+
+    @property
+    def stepped(self) -> bool:
+        """Whether any rank has stepped in the round of this average."""
+        return bool(self.records["stepped"].any())
 
     @property
     def settings_agree(self) -> bool:
@@ -165,4 +201,7 @@ def settings_text(hyperparameters: Hyperparameters) -> str:
 
 def _in_order(values: NDArray[np.float64]) -> float:
     """Add in rank order: the same bits on every rank, and in a replay."""
-    return float(np.add.accumulate(values)[-1])
+    total = 0.0
+    for value in values:
+        total += float(value)
+    return total

@@ -11,11 +11,11 @@ from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.guarded_model import GuardedModel
 from stretto.engine.lane import Lane
-from stretto.engine.ledger import ledger_of
+from stretto.engine.ledger import Ledger, ledger_of
 from stretto.engine.options import Options
 from stretto.engine.quota import Clock, plan_quota
 from stretto.engine.roll_call import settings_text
-from stretto.engine.runtime import choose_runtime
+from stretto.engine.runtime import InlineRuntime, Runtime, ThreadRuntime
 from stretto.engine.sentry import Sentry
 from stretto.engine.watch import Watch
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
@@ -59,7 +59,8 @@ def start_lanes(
     """
     _check_kinds(model, optimizer, strategy)
     ledger = ledger_of(strategy)
-    _check_guards(guards, strategy, replicated=ledger.replicated)
+    _check_guards(guards, strategy, ledger)
+    _check_wire(options, strategy, ledger)
     group = watch.group
     quota = plan_quota(strategy, micro_batches, ledger.rounds)
     layout, parameters = plan_layout(
@@ -85,7 +86,7 @@ def start_lanes(
     share_start(exchange, parameters, GradientBuffer(layout), model)
     rank, num_owners = (0, 1) if ledger.replicated else (group.rank(), group.size())
     owner = Owner(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
-    runtime = choose_runtime(group, layout.sets[0].device, overlaps=strategy.overlaps)
+    runtime: Runtime = ThreadRuntime(layout.sets[0].device) if strategy.overlaps else InlineRuntime()
     sentry = Sentry(guards, exchange, owner, _fixed(model), replicated=ledger.replicated)
     lane = Lane(
         strategy,
@@ -94,7 +95,7 @@ def start_lanes(
         watch,
         sentry,
         options=options,
-        runtime=runtime,
+        now=runtime.now,
     )
     guarded = GuardedModel(model, parameters, optimizer, layout, is_sealed=sentry.watches_shown)
     return ComputeLane(
@@ -131,11 +132,23 @@ def _check_kinds(model: object, optimizer: object, strategy: object) -> None:
         raise ConfigError(f"strategy: expected an instance such as ACCO(), found {strategy!r}")
 
 
-def _check_guards(guards: Sequence[Guard], strategy: Strategy, *, replicated: bool) -> None:
+def _check_wire(options: Options, strategy: Strategy, ledger: Ledger) -> None:
+    if ledger.local and options.wire == "int8":
+        raise ConfigError(
+            f"Options(wire='int8') is for gradients, and strategy {strategy.name} sends parameters; take wire='bf16'"
+        )
+
+
+def _check_guards(guards: Sequence[Guard], strategy: Strategy, ledger: Ledger) -> None:
     for guard in guards:
         if not isinstance(guard, Guard):
             raise ConfigError(f"guards: expected instances such as ReplicaGuard(), found {guard!r}")
-        if guard.needs_replicas and not replicated:
+        if ledger.local:
+            raise ConfigError(
+                f"guard {guard.name} speaks with all ranks at every update, and strategy {strategy.name} lets each "
+                "step alone between averages; take another strategy, or no guards"
+            )
+        if guard.needs_replicas and not ledger.replicated:
             raise ConfigError(
                 f"guard {guard.name} compares replicas with each other, and strategy {strategy.name} shards the "
                 "optimizer, so that every rank holds another part; see the table in docs/guards.md"

@@ -46,15 +46,16 @@ class JobState:
 
     def write(self) -> State:
         """Return the state as nested dictionaries of `PartedTensor`s and numbers; all ranks must call."""
+        owner = self.compute.lane.agreed_owner(self.compute.statistics.snapshot()[1])
         masters = {
-            slot.name: self.cut(slot, self.owner.masters)
+            slot.name: self.cut(slot, owner.masters)
             for slot in self.slots
             if self._installed_dtype(slot) != self._master_dtype(slot)
         }
         return {
             "model": self._model(blank=False),
             **({"master": masters} if masters else {}),
-            "optimizer": {**self._states(dict(piece_states(self.owner))), **self._hyperparameters()},
+            "optimizer": {**self._states(dict(piece_states(owner))), **self._hyperparameters()},
             "job": {"step": self.compute.steps, "round_index": self.compute.lane.round_index},
         }
 

@@ -11,8 +11,12 @@ Note [Statistics]
     what evaluation and checkpoints see; `live` differs by one window's progress.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+
+from stretto.exchange import Exchange
 
 
 class Statistics:
@@ -61,6 +65,34 @@ class Statistics:
         for buffer, value in zip(live, values, strict=True):
             buffer.copy_(value)
         return held
+
+
+def average_statistics(
+    exchange: Exchange, own: Sequence[Tensor], changed: Sequence[bool], counts: Sequence[int]
+) -> dict[int, Tensor]:
+    """Return, by index, the averages over ranks of those buffers that changed on any; all ranks must call.
+
+    Args:
+        exchange: Whose ranks.
+        own: This rank's buffers.
+        changed: Per buffer, the same on all ranks.
+        counts: The ranks' weights in the average.
+    """
+    indices = [index for index, flag in enumerate(changed) if flag]
+    if not indices or sum(counts) == 0:
+        return {}
+    flat = torch.cat([own[index].flatten().float() for index in indices])
+    whole = torch.empty(len(counts) * flat.numel(), dtype=flat.dtype, device=flat.device)
+    exchange.gather_values(flat, whole, "average of the model's buffers")
+    mean = torch.zeros_like(flat)
+    for count, part in zip(counts, whole.view(len(counts), -1), strict=True):
+        if count:
+            mean.add_(part, alpha=count / sum(counts))
+    parts = torch.split(mean, [own[index].numel() for index in indices])
+    return {
+        index: part.view_as(own[index]).to(own[index].dtype)
+        for index, part in zip(indices, parts, strict=True)
+    }
 
 
 def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -24,10 +24,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from stretto.errors import (
     CommunicationError,
     NonFinite,
-    NoWayOn,
     PeerFailed,
     PeerSilent,
     RanksDisagree,
+    ReplicaNonFinite,
     UnusedParameters,
 )
 
@@ -72,8 +72,6 @@ class Watch:
             try:
                 if _completes(work, look_seconds):
                     return
-            except (PeerFailed, NoWayOn):  # a group that sees all ranks has found out by itself
-                raise
             except RuntimeError as error:
                 raise self._alarm(what, PeerFailed, _reason(error)) from error
             self._look(what)
@@ -87,11 +85,12 @@ class Watch:
             Whether there was anything to tell: not what was itself heard of, nor what every rank finds by itself.
         """
         self._left = True
-        if isinstance(error, (CommunicationError, *_SEEN_BY_ALL)):
+        known = isinstance(error, _SEEN_BY_ALL) and not isinstance(error, ReplicaNonFinite)
+        if known or isinstance(error, CommunicationError):
             return False
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to tell
             self._say("failure", f"rank {self.rank}, after step {self.step}: {type(error).__name__}: {error}")
-            if self.rank == 0 and self._store is not None:
+            if self.rank == 0:
                 self._await_hearing()
         return True
 

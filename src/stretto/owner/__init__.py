@@ -1,5 +1,6 @@
 """The owner's side: fp32 masters, a private optimizer, and the two things it can do with a gradient."""
 
+from stretto.owner.averaging import average_states
 from stretto.owner.gradient import ReducedGradient
 from stretto.owner.optimizer import Hyperparameters, read_hyperparameters
 from stretto.owner.owner import Owner
@@ -15,6 +16,7 @@ __all__ = [
     "ReducedGradient",
     "Segment",
     "adopt_states",
+    "average_states",
     "check_shardable",
     "piece_states",
     "read_hyperparameters",

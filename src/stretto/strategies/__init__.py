@@ -4,12 +4,13 @@ from stretto.errors import UnknownName
 from stretto.strategies.acco import ACCO
 from stretto.strategies.ddp import DDP
 from stretto.strategies.dpu import DPU
+from stretto.strategies.local import LocalSGD
 from stretto.strategies.strategy import Strategy
 from stretto.strategies.wp import WeightPrediction
 from stretto.strategies.zero1 import ZeRO1
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (DDP, ZeRO1, DPU, WeightPrediction, ACCO)
+    kind.name: kind for kind in (DDP, ZeRO1, DPU, WeightPrediction, ACCO, LocalSGD)
 }
 
 
@@ -24,4 +25,14 @@ def strategy_by_name(name: str) -> Strategy:
     return STRATEGIES[name]()
 
 
-__all__ = ["ACCO", "DDP", "DPU", "STRATEGIES", "Strategy", "WeightPrediction", "ZeRO1", "strategy_by_name"]
+__all__ = [
+    "ACCO",
+    "DDP",
+    "DPU",
+    "STRATEGIES",
+    "LocalSGD",
+    "Strategy",
+    "WeightPrediction",
+    "ZeRO1",
+    "strategy_by_name",
+]

@@ -51,6 +51,21 @@ SETTINGS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
 """Settings of a run that an arm may have for itself, and how each is read."""
 
 
+def parse_switch(text: str) -> bool:
+    """Read "on" or "off".
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    if text not in ("on", "off"):
+        raise ConfigError(f"cannot read the switch {text!r}: expected on or off")
+    return text == "on"
+
+
+_READERS: Mapping[type, Callable[[str], Any]] = MappingProxyType({float: float, str: str, bool: parse_switch})
+"""How a strategy's own option is read, by the type of its default; integers where there is none."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arm:
     """A strategy and what is set for it alone."""
@@ -109,13 +124,13 @@ def parse_arm(text: str) -> Arm:
         )
     # Every strategy is a dataclass of its options, which the type of the mapping cannot say.
     kind: Any = STRATEGIES.get(name)
-    own = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
+    own = {} if kind is None else {field.name: field for field in dataclasses.fields(kind) if field.init}
     options: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key in own:
-            options[key] = _read(int, key, value)
+            options[key] = _read(_READERS.get(type(own[key].default), int), key, value)
         elif key in SETTINGS:
             settings[key] = _read(SETTINGS[key], key, value)
         else:

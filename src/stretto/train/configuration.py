@@ -87,7 +87,8 @@ class RunConfig(Job[TaskT]):
     """One training run, with its files."""
 
     strategy: str = "acco"
-    """ddp, zero1, dpu, wp or acco; what is set for it alone follows after colons, as in acco:first=1."""
+    """ddp, zero1, dpu, wp, acco or local; what is set for it alone follows after colons, as in acco:first=1 or
+    local:rate=0.1:state=on."""
     run_dir: str | None = None
     """Folder for configuration, records, TensorBoard events and checkpoints; None takes a new one below runs/."""
     resume: bool = False

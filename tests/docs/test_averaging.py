@@ -1,0 +1,22 @@
+"""The example in docs/averaging.md runs."""
+
+import torch
+from torch import nn
+
+from tests.docs.pages import DOCS, code_blocks
+
+
+def test_the_example_runs() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        "loader": [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(16)],
+        "loss_function": nn.functional.mse_loss,
+    }
+    (source,) = code_blocks(DOCS / "averaging.md", "tests/docs/test_averaging.py")
+    exec(source, names)
+    # Eight with data; the end is agreed at the next average, three further on.
+    assert names["parallel"].steps == 11

@@ -1,0 +1,212 @@
+"""Ranks that step alone meet at averages: what they agree on there, and what happens where they cannot."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from stretto import DataParallel, LocalSGD, Options, ReplicaGuard
+from stretto.errors import ConfigError
+from tests.exactness.jobs import (
+    Case,
+    Observed,
+    build_model,
+    build_optimizer,
+    mean_loss,
+    same,
+    stream,
+    train_all,
+)
+from tests.exactness.matrix import CLIP_NORM
+from tests.processes import rank_outcomes, run_ranks
+
+UNEVEN = [
+    Case(strategy=LocalSGD(rate=0.3), lengths=(9, 40), until=until, batch_norm=True)
+    for until in ("any", "all")
+]
+VARIED = [
+    Case(strategy=LocalSGD(rate=0.4, state=True), branch="one rank", lengths=(31,)),
+    Case(strategy=LocalSGD(rate=0.4, state=True), optimizer="sgd", branch="some", lengths=(31,)),
+    Case(strategy=LocalSGD(rate=0.4), lengths=(31,), options=Options(bucket_bytes=4096, clip_norm=CLIP_NORM)),
+    Case(strategy=LocalSGD(rate=0.4, state=True), lengths=(31,), options=Options(wire="bf16")),
+    Case(strategy=LocalSGD(rate=0.4, state=True), lengths=(31,), dtype=torch.bfloat16),
+    Case(
+        strategy=LocalSGD(rate=0.4, state=True),
+        lengths=(31,),
+        dtype=torch.bfloat16,
+        options=Options(wire="bf16", accumulate="parameter"),
+    ),
+    Case(
+        strategy=LocalSGD(rate=0.4),
+        lengths=(31,),
+        poisoned=(6,),
+        batch_norm=True,
+        options=Options(nonfinite="skip"),
+    ),
+    Case(strategy=LocalSGD(rate=0.4), lengths=(31,), options=Options(exchange="native")),
+]
+ALL = [*UNEVEN, *VARIED]
+
+
+@functools.cache
+def observed(world_size: int) -> list[list[Observed]]:
+    return run_ranks(world_size, train_all, ALL)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("index", range(len(ALL)))
+def test_ranks_end_together_and_equal(index: int, world_size: int) -> None:
+    ranks = [found[index] for found in observed(world_size)]
+    for one in ranks[1:]:
+        assert same(one.final, ranks[0].final)
+        assert same(one.final_statistics, ranks[0].final_statistics)
+        assert [(u.step, u.gap) for u in one.updates] == [(u.step, u.gap) for u in ranks[0].updates]
+        assert all(same(a, b) for a, b in zip(one.committed, ranks[0].committed, strict=True))
+        assert all(same(a, b) for a, b in zip(one.statistics, ranks[0].statistics, strict=True))
+    assert all(value.isfinite().all() for value in ranks[0].final)
+
+
+def test_until_all_uses_every_batch_and_until_any_ends_at_the_next_average() -> None:
+    some, everything = (observed(2)[0][i].updates for i in range(2))
+    assert sum(sum(update.micro_batches) for update in everything) == 9 + 40
+    # Rank 0's last batch lies in update 3; at rate 0.3 the averages are those of updates 4, 7, 10, ...
+    assert [update.gap for update in some] == [1, 2, 3, 0]
+    assert sum(sum(update.micro_batches) for update in some) == 9 + 16
+
+
+def test_a_round_that_is_left_out_is_left_out_on_its_rank_alone() -> None:
+    index = ALL.index(VARIED[6])
+    first, second = (found[index].updates for found in observed(2))
+    assert [sum(u.skipped_rounds for u in updates) for updates in (first, second)] == [1, 0]
+
+
+def test_a_narrow_wire_does_not_forget_small_changes() -> None:
+    """Masters move by far less than a bf16 parameter resolves, and are averaged at every update."""
+    finals = run_ranks(2, creep)
+    for final in finals:
+        # 200 steps of 1e-5 from 1.0, where bf16 resolves 2^-8: sent as parameters they would still be 1.0. What
+        # has changed since the last average is one step, rounded to 2^-9 of itself.
+        assert torch.allclose(final, torch.full_like(final, 1.0 - 200 * 1e-5), atol=200 * 1e-5 * 2**-8)
+
+
+def creep(rank: int) -> torch.Tensor:
+    model = torch.nn.Linear(64, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    options = Options(wire="bf16")
+    parallel = DataParallel(model, optimizer, LocalSGD(rate=1), micro_batches=1, options=options)
+    for _ in range(200):
+        parallel.backward(model(torch.ones(1, 64)).sum())
+    parallel.finish()
+    return model.weight.detach()
+
+
+def every_third(offset: int) -> Callable[[int], float]:
+    def due(index: int) -> float:
+        return 1.0 if index % 3 == offset else 0.0
+
+    return due
+
+
+def run(rank: int, strategy: LocalSGD, **changes: object) -> list[int]:
+    case = dataclasses.replace(Case(strategy=strategy, lengths=(40,), settle=False), **changes)
+    return [update.step for update in train_all(rank, [case])[0].updates]
+
+
+def coins_differ(rank: int) -> list[int]:
+    return run(rank, LocalSGD(rate=every_third(rank)))
+
+
+def seeds_differ(rank: int) -> list[int]:
+    return run(rank, LocalSGD(seed=rank))
+
+
+def one_is_poisoned(rank: int) -> list[int]:
+    return run(rank, LocalSGD(rate=0.1), lengths=(40, 40), poisoned=(9,))
+
+
+def test_coins_that_differ_are_noticed_at_the_first_average() -> None:
+    for outcome in rank_outcomes(2, coins_differ):
+        assert outcome.error is not None
+        assert "RanksDisagree" in outcome.error
+        assert "ranks average in different rounds, [0, 1] by rank" in outcome.error
+
+
+def test_settings_that_differ_are_noticed_at_the_start() -> None:
+    for outcome in rank_outcomes(2, seeds_differ):
+        assert "RanksDisagree" in str(outcome.error)
+        assert "seed=0" in str(outcome.error)
+
+
+def test_a_rank_that_fails_alone_ends_the_job_on_all() -> None:
+    healthy, poisoned = rank_outcomes(2, one_is_poisoned)
+    assert "ReplicaNonFinite: rank 1, step 3, round 2: the loss is not finite on ranks [1]" in str(
+        poisoned.error
+    )
+    assert "PeerFailed" in str(healthy.error)
+    assert "ReplicaNonFinite" in str(healthy.error)
+
+
+def send(rank: int, rate: float, wire: str, *, state: bool) -> tuple[int, int, list[int]]:
+    case = Case(strategy=LocalSGD(rate=rate, state=state), options=Options(bucket_bytes=4096, wire=wire))
+    model = build_model(case)
+    parallel = DataParallel(model, build_optimizer(case, model.parameters()), case.strategy, options=case.options,
+                            micro_batches=1)  # fmt: skip
+    batches = stream(dataclasses.replace(case, lengths=(20,)), rank)
+    sent = []
+    for batch in batches:
+        before = parallel.sent_bytes
+        update = parallel.backward(mean_loss(model, batch))
+        sent.append(parallel.sent_bytes - before if update else 0)
+    start = parallel.sent_bytes - sum(sent)
+    parallel.finish()
+    return start, parallel.compute.lane.owner.layout.numel, sent
+
+
+def send_all(rank: int) -> list[tuple[int, int, list[int]]]:
+    return [
+        send(rank, rate, wire, state=state)
+        for rate, wire, state in (
+            (0.1, "bf16", False),
+            (0.5, "bf16", False),
+            (0.1, "fp32", False),
+            (0.1, "bf16", True),
+        )
+    ]
+
+
+def test_bytes_follow_the_rate_and_rounds_alone_send_nothing() -> None:
+    for found in run_ranks(2, send_all):
+        for (_, numel, sent), (averages, per_parameter) in zip(
+            found, ((2, 4), (10, 4), (2, 8), (2, 4 + 2 * 8)), strict=True
+        ):
+            busy = [count for count in sent if count]
+            assert len(busy) == averages
+            # An all-reduce sends (N - 1) / N of the ledger's bytes; records come on top.
+            assert all(0 <= count - per_parameter * numel // 2 < 2000 for count in busy)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"rate": 1.5}, r"rate=1.5\): expected averages per update, from 0 to 1"),
+        ({"rate": 0}, "set max_gap, or a rate above 0"),
+        ({"max_gap": 0}, r"max_gap=0\): expected at least 1 update"),
+        ({"plan": "odd"}, "expected one of even, bernoulli"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, object], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        LocalSGD(**options)
+
+
+def test_what_averages_cannot_carry_is_refused() -> None:
+    case = Case(strategy=LocalSGD())
+    model = build_model(case)
+    optimizer = build_optimizer(case, model.parameters())
+    with pytest.raises(ConfigError, match="take wire='bf16'"):
+        DataParallel(model, optimizer, case.strategy, options=Options(wire="int8"))
+    with pytest.raises(ConfigError, match="guard replica speaks with all ranks at every update"):
+        DataParallel(model, optimizer, case.strategy, guards=[ReplicaGuard()])
