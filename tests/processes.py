@@ -86,6 +86,17 @@ def run_ranks(
     return [outcome.value for outcome in outcomes]
 
 
+def run_program(
+    world_size: int, program: Callable[[int, dist.ProcessGroup], Any], **launch: Any
+) -> list[Any]:
+    """Call ``program(rank, group)`` in ``world_size`` processes, each handed its default group; see ``run_ranks``."""
+    return run_ranks(world_size, _on_default_group, program, **launch)
+
+
+def _on_default_group(rank: int, program: Callable[[int, dist.ProcessGroup], Any]) -> Any:
+    return program(rank, dist.group.WORLD)
+
+
 def rank_outcomes(
     world_size: int,
     function: Callable[..., Any],

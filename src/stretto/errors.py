@@ -23,6 +23,9 @@
       CommunicationError (RuntimeError)
         PeerFailed                          another rank died or raised
         PeerSilent (TimeoutError)           another rank stopped answering
+        NoWayOn                             every rank's place is known, on a virtual cluster
+          CollectivesDisagree               ranks called different collectives
+          Deadlock                          no rank can go on
       CorruptionError (RuntimeError)        values changed where nothing may change them, and cannot be repaired
         TransferCorrupt                     sent again as often as allowed, and never arrived as it was sent
         StateCorrupt                        masters or optimizer state damaged beyond repair
@@ -31,9 +34,12 @@
         TornCheckpoint                      incomplete or damaged
         ForeignCheckpoint                   of another model, layout or format version
       WorkerFailed (RuntimeError)           a local worker process ended with an error
+      ConformanceFailed (AssertionError)    something did not pass a check of `stretto.testing`
 
 A message says where (rank, step), what was expected, what was found and what to do.
 """
+
+from collections.abc import Sequence
 
 
 class StrettoError(Exception):
@@ -147,6 +153,23 @@ class ReplicasDiverged(CorruptionError):
     """Replicas differ and no majority of ranks says who is right."""
 
 
+class NoWayOn(CommunicationError):
+    """The ranks of a virtual cluster cannot go on together; the message has a row for each of them."""
+
+    def __init__(self, what: str, rows: Sequence[object]) -> None:
+        super().__init__("\n  ".join([what, *map(str, rows)]))
+        self.rows = tuple(rows)
+        """Where each rank stands, in rank order: `stretto.virtual.Standing`."""
+
+
+class CollectivesDisagree(NoWayOn):
+    """Ranks came to one collective with different operations, sizes, dtypes or roots."""
+
+
+class Deadlock(NoWayOn):
+    """No rank can go on: each one waits for another, or for one that has returned."""
+
+
 class CheckpointError(StrettoError, RuntimeError):
     """A checkpoint cannot be written or read."""
 
@@ -161,3 +184,7 @@ class ForeignCheckpoint(CheckpointError):
 
 class WorkerFailed(StrettoError, RuntimeError):
     """A local worker process ended with an error; the message carries its rank and cause."""
+
+
+class ConformanceFailed(StrettoError, AssertionError):
+    """Something did not pass a check of `stretto.testing`; the message says what was expected and found."""

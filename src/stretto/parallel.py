@@ -335,10 +335,10 @@ class DataParallel:
 
     def _should_end(self) -> bool:
         votes = self.compute.votes
-        if any(vote >= Vote.STOP for vote in votes):
-            return True
-        decide = any if self._until == "any" else all
-        return bool(votes) and decide(vote >= Vote.EXHAUSTED for vote in votes)
+        if not votes:
+            return False
+        decisive = max(votes) if self._until == "any" else min(votes)
+        return max(votes) >= Vote.STOP or decisive >= Vote.EXHAUSTED
 
 
 def _num_samples(batch: object) -> int:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import LambdaLR
 
 from stretto import ACCO, DDP, DPU, Clock, DataParallel, Options, Update, WeightPrediction, ZeRO1
@@ -159,14 +160,14 @@ def statistics_of(model: nn.Module) -> State:
     return [buffer.clone() for buffer in model.buffers() if buffer.is_floating_point()]
 
 
-def train(rank: int, case: Case) -> Observed:
-    """Run the case on this rank."""
+def train(rank: int, case: Case, group: ProcessGroup | None = None) -> Observed:
+    """Run the case on this rank of `group`, or of the default group."""
     torch.use_deterministic_algorithms(True)  # fresh memory is NaN: a read of an unwritten element shows
     model = build_model(case, seed=7 + rank)  # every rank must take rank 0's
     optimizer = build_optimizer(case, model.parameters())
     schedule = LambdaLR(optimizer, rate if case.scheduled else constant)
     parallel = DataParallel(
-        model, optimizer, case.strategy, micro_batches=case.micro_batches, options=case.options
+        model, optimizer, case.strategy, micro_batches=case.micro_batches, group=group, options=case.options
     )
     shown, committed, agreed, live = [parameters_of(model)], [], [], []
     updates: list[Update] = []

@@ -1,6 +1,5 @@
 """Jobs that several test modules look at, run once: starting ranks costs more than training in them."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -46,12 +45,9 @@ def describe_run(run: tuple[int, int]) -> str:
 
 
 WATCHED = [Case(strategy=strategy, batch_norm=True, tokens=True) for strategy in STRATEGIES]
-UNWATCHED = [dataclasses.replace(case, settle=False) for case in WATCHED]
 
 
 @functools.cache
-def repeated() -> tuple[list[list[Observed]], ...]:
-    """Return what both ranks saw of the watched cases, of the same again, and of the unwatched."""
-    ranks = run_ranks(2, train_all, [*WATCHED, *WATCHED, *UNWATCHED])
-    parts = (slice(i * len(WATCHED), (i + 1) * len(WATCHED)) for i in range(3))
-    return tuple([found[part] for found in ranks] for part in parts)
+def watched() -> list[list[Observed]]:
+    """Return what both ranks saw of the watched cases."""
+    return run_ranks(2, train_all, WATCHED)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.exactness.jobs import Case, State, build_model, describe, same, stream
-from tests.exactness.matrix import WATCHED, repeated
+from tests.exactness.matrix import WATCHED, watched
 
 SYNCHRONOUS = [i for i, case in enumerate(WATCHED) if not case.strategy.overlaps]
 OVERLAPPING = [i for i, case in enumerate(WATCHED) if case.strategy.overlaps]
@@ -43,7 +43,7 @@ def mean_of_two(left: Tensor, right: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("index", SYNCHRONOUS, ids=lambda i: describe(WATCHED[i]))
 def test_synchronous_buffers_are_the_average_at_every_update(index: int) -> None:
-    for found in (rank[index] for rank in repeated()[0]):
+    for found in (rank[index] for rank in watched()):
         assert len(found.statistics) == 4
         assert all(map(same, found.statistics, averages(WATCHED[index])))
         assert all(map(same, found.live_statistics, found.statistics))
@@ -51,7 +51,7 @@ def test_synchronous_buffers_are_the_average_at_every_update(index: int) -> None
 
 @pytest.mark.parametrize("index", range(len(WATCHED)), ids=map(describe, WATCHED))
 def test_settled_buffers_are_equal_on_all_ranks(index: int) -> None:
-    first, second = (rank[index] for rank in repeated()[0])
+    first, second = (rank[index] for rank in watched())
     assert len(first.statistics) >= 3
     assert all(map(same, first.statistics, second.statistics))
     assert same(first.final_statistics, second.final_statistics)
@@ -60,5 +60,5 @@ def test_settled_buffers_are_equal_on_all_ranks(index: int) -> None:
 
 @pytest.mark.parametrize("index", OVERLAPPING, ids=lambda i: describe(WATCHED[i]))
 def test_live_buffers_of_overlapping_strategies_run_ahead(index: int) -> None:
-    found = repeated()[0][0][index]
+    found = watched()[0][index]
     assert not any(map(same, found.live_statistics, found.statistics))

@@ -38,25 +38,6 @@ def test_a_group_and_ranks_together_are_refused() -> None:
         private_group(SoloGroup(), ranks=[0])
 
 
-def over_everything(rank: int) -> list[float]:
-    """Two collectives under way together, on the default group and on a private one, do not mix."""
-    results = []
-    for _ in range(2):
-        group = private_group()
-        assert group is not dist.group.WORLD
-        mine, users = torch.full((1000,), 10.0), torch.full((1000,), 1.0)
-        works = [group.allreduce([mine]), dist.all_reduce(users, async_op=True)]
-        for work in works[:: 1 if rank == 0 else -1]:
-            work.wait()
-        results += [mine.mean().item(), users.mean().item()]
-        release(group)
-    return results
-
-
-def test_a_private_group_spans_the_job_and_is_nobody_elses() -> None:
-    assert run_ranks(2, over_everything) == [[20.0, 2.0, 20.0, 2.0]] * 2
-
-
 def over_a_part(rank: int) -> list[float]:
     ranks = [0, 2]
     if rank == 1:

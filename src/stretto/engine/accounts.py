@@ -25,6 +25,7 @@ class Accounts:
         calls = [
             reduction.call for reduction in commit.reductions if reduction.alone or not reduction.skipped
         ]
+        rounds = tuple(call.micro_batches for call in calls)
         loss_weight = sum(call.loss_weight for call in calls)
         update = Update(
             step=step,
@@ -34,10 +35,8 @@ class Accounts:
             loss=sum(call.loss_sum for call in calls) / loss_weight if loss_weight else float("nan"),
             gradient_norm=commit.gradient_norm,
             staleness=min(self._staleness, step - 1),
-            micro_batches=tuple(
-                sum(counts) for counts in zip(*(call.micro_batches for call in calls), strict=True)
-            ),
-            rounds=tuple(call.micro_batches for call in calls),
+            micro_batches=tuple(map(sum, zip(*rounds, strict=True))),
+            rounds=rounds,
             seconds=now - self._opened,
             lane_seconds=commit.lane_seconds,
             exposed_seconds=self.exposed_seconds,

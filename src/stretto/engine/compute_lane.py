@@ -74,10 +74,9 @@ class ComputeLane:
         """Position, in its update, of the round that accumulates: one ahead of the one in flight."""
         self._hyperparameters: Hyperparameters = []
         self._accounts = Accounts(strategy.staleness, runtime.now())
-        self._arrived = False
+        self._arrived = self._use_is_known = False
         self._verdicts: list[Verdict] = []
         """Found in the model's parameters, for the next job."""
-        self._use_is_known = False
         guarded.hook(
             on_gradient=self._note_gradient,
             on_forward=self._before_forward,
@@ -138,6 +137,7 @@ class ComputeLane:
         """Count one micro-batch whose gradients have been accumulated; land if its round's quota is met."""
         self.take_off_if_ready()
         self._check_micro_batch(weight)
+        self._runtime.charge("micro-batch")
         self.num_contributions += 1
         contribution = self._contribution
         contribution.count += 1

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from stretto.engine.ledger import ledger_of
 from stretto.engine.options import Options
 from stretto.engine.replicas import Replicas
 from stretto.engine.roll_call import Attendance, RollCall, Vote, settings_text
+from stretto.engine.runtime import Runtime
 from stretto.engine.sentry import Sentry
 from stretto.engine.statistics import Statistics, average_statistics
 from stretto.engine.watch import Watch
@@ -58,7 +59,7 @@ class Lane:
         sentry: Sentry,
         *,
         options: Options,
-        now: Callable[[], float],
+        runtime: Runtime,
     ) -> None:
         self.exchange = exchange
         self.owner = owner
@@ -68,7 +69,7 @@ class Lane:
         self.round_index = 0
         self.replicated = ledger_of(strategy).replicated
         self._options = options
-        self._now = now
+        self._runtime = runtime
         self._script = _updates(strategy, sentry)
         self._waiting = next(self._script)
         self.replicas = Replicas(exchange, owner) if isinstance(self._waiting, Local) else None
@@ -81,7 +82,7 @@ class Lane:
 
     def advance(self, job: Job) -> Landing:
         """Hand `job` to the waiting `Reduce` and perform effects until the next one waits."""
-        started = self._now()
+        started = self._runtime.now()
         reduction = job.reduction or self.reduce(job)
         self._reductions.append(reduction)
         self._hyperparameters = job.hyperparameters
@@ -112,7 +113,7 @@ class Lane:
                     at_boundary = True
                 case _:
                     reply = self.sentry.perform(effect, job)
-        self._lane_seconds += self._now() - started
+        self._lane_seconds += self._runtime.now() - started
         commit = self._commit() if at_boundary else None
         return Landing(job.buffer, job.statistics, shown, reduction, at_boundary, commit)
 
@@ -303,6 +304,7 @@ class Lane:
         if gradient.weight > 0:
             self._gradient_norm = self._norm(gradient)
             self.owner.step(gradient, self._hyperparameters, self._clip(self._gradient_norm))
+            self._runtime.charge("step", self.owner.numel)
             self._stepped = True
         self.owner.publish(job.buffer.flats)
 
@@ -314,6 +316,7 @@ class Lane:
             return "committed"
         clip = self._clip(self._norm(gradient))
         self.owner.preview(gradient, self._hyperparameters, clip, job.buffer.flats)
+        self._runtime.charge("preview", self.owner.numel)
         return "estimate"
 
     def _norm(self, gradient: ReducedGradient) -> float:

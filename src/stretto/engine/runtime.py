@@ -6,12 +6,15 @@ A runtime is the seam between the engine and the machine. The lane's code is the
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+Work = Literal["micro-batch", "step", "preview"]
+"""Kinds of work that take time on a device."""
 
 
 class Pending(Protocol[T_co]):
@@ -37,6 +40,10 @@ class Runtime(Protocol):
         """Return seconds on this runtime's clock."""
         ...
 
+    def charge(self, work: Work, elements: int = 0) -> None:
+        """Take note that this rank has done `work`, over so many `elements`; costs time where time is virtual."""
+        ...
+
     def join(self) -> None:
         """Wait for everything spawned and end."""
         ...
@@ -44,6 +51,26 @@ class Runtime(Protocol):
     def leave(self) -> None:
         """End without waiting, after an error; what runs already ends by itself, what waits is dropped."""
         ...
+
+
+@runtime_checkable
+class BringsRuntime(Protocol):
+    """A process group with a time of its own, such as a virtual cluster's: its lanes run on what it brings."""
+
+    def lane_runtime(self, *, overlaps: bool) -> Runtime:
+        """Return a runtime for one job's lane.
+
+        Args:
+            overlaps: Whether the lane runs beside the caller; otherwise work is performed when its result is taken.
+        """
+        ...
+
+
+def choose_runtime(group: object, device: torch.device, *, overlaps: bool) -> Runtime:
+    """Return what the lane of a job on `group` runs on."""
+    if isinstance(group, BringsRuntime):
+        return group.lane_runtime(overlaps=overlaps)
+    return ThreadRuntime(device) if overlaps else InlineRuntime()
 
 
 class InlineRuntime:
@@ -56,6 +83,9 @@ class InlineRuntime:
     def now(self) -> float:
         """Return seconds of the process's monotonic clock."""
         return time.perf_counter()
+
+    def charge(self, work: Work, elements: int = 0) -> None:
+        """Real work takes its own time."""
 
     def join(self) -> None:
         """Nothing is ever under way."""
@@ -106,6 +136,9 @@ class ThreadRuntime:
     def now(self) -> float:
         """Return seconds of the process's monotonic clock."""
         return time.perf_counter()
+
+    def charge(self, work: Work, elements: int = 0) -> None:
+        """Real work takes its own time."""
 
     def join(self) -> None:
         """See `Runtime.join`."""

@@ -15,7 +15,7 @@ from stretto.engine.ledger import Ledger, ledger_of
 from stretto.engine.options import Options
 from stretto.engine.quota import Clock, plan_quota
 from stretto.engine.roll_call import settings_text
-from stretto.engine.runtime import InlineRuntime, Runtime, ThreadRuntime
+from stretto.engine.runtime import choose_runtime
 from stretto.engine.sentry import Sentry
 from stretto.engine.watch import Watch
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
@@ -86,7 +86,7 @@ def start_lanes(
     share_start(exchange, parameters, GradientBuffer(layout), model)
     rank, num_owners = (0, 1) if ledger.replicated else (group.rank(), group.size())
     owner = Owner(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
-    runtime: Runtime = ThreadRuntime(layout.sets[0].device) if strategy.overlaps else InlineRuntime()
+    runtime = choose_runtime(group, layout.sets[0].device, overlaps=strategy.overlaps)
     sentry = Sentry(guards, exchange, owner, _fixed(model), replicated=ledger.replicated)
     lane = Lane(
         strategy,
@@ -95,7 +95,7 @@ def start_lanes(
         watch,
         sentry,
         options=options,
-        now=runtime.now,
+        runtime=runtime,
     )
     guarded = GuardedModel(model, parameters, optimizer, layout, is_sealed=sentry.watches_shown)
     return ComputeLane(

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from stretto.errors import (
     CommunicationError,
     NonFinite,
+    NoWayOn,
     PeerFailed,
     PeerSilent,
     RanksDisagree,
@@ -72,6 +73,8 @@ class Watch:
             try:
                 if _completes(work, look_seconds):
                     return
+            except (PeerFailed, NoWayOn):  # a group that sees all ranks has found out by itself
+                raise
             except RuntimeError as error:
                 raise self._alarm(what, PeerFailed, _reason(error)) from error
             self._look(what)
@@ -90,7 +93,7 @@ class Watch:
             return False
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to tell
             self._say("failure", f"rank {self.rank}, after step {self.step}: {type(error).__name__}: {error}")
-            if self.rank == 0:
+            if self.rank == 0 and self._store is not None:
                 self._await_hearing()
         return True
 

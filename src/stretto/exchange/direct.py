@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from stretto.exchange.exchange import Exchange, Transfer
+from stretto.exchange.rank_order import sum_in_rank_order
 from stretto.exchange.wire import narrower
 from stretto.flat import Bucket
 
@@ -35,15 +35,8 @@ class DirectExchange(Exchange):
         received = self.scratch("received", index, bucket.numel, outgoing.dtype, flat.device)
         self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
         yield self.group.alltoall_base(received, outgoing, [], []), f"reduction of bucket {index}"
-        self.add_up(received.view(self.world_size, -1).unbind(), total)
+        self.add_up(received.view(self.world_size, -1), total)
 
-    def add_up(self, contributions: Sequence[Tensor], total: Tensor) -> None:
+    def add_up(self, contributions: Tensor | Sequence[Tensor], total: Tensor) -> None:
         """Write the sum of `contributions`, one per rank, into `total`, in its dtype."""
-        # Rank order, one addition at a time: `sum(0)` may pair terms differently and would tie the result
-        # to the number of ranks and the vector width.
-        first, *others = contributions
-        running = first.to(total.dtype)  # no copy where it has it
-        for contribution in others:
-            running = torch.add(running, contribution, out=total)
-        if not others:
-            total.copy_(running)
+        sum_in_rank_order(contributions, total)

@@ -138,8 +138,8 @@ class Exchange(ABC):
         whole = torch.empty(self.world_size * own.numel(), dtype=torch.uint8, device=device)
         self.wait(self.group.all_gather_single(whole, own), "roll call")
         self.sent_bytes += (self.world_size - 1) * own.nbytes
-        content = whole.cpu().numpy().tobytes()
-        return [content[i * len(record) : (i + 1) * len(record)] for i in range(self.world_size)]
+        records: list[bytes] = whole.cpu().numpy().view(f"V{len(record)}").tolist()
+        return records
 
     def scratch(self, role: str, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return `numel` reusable elements for a role in the `index`-th transfer, valid until that one ends."""

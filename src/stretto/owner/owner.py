@@ -48,6 +48,11 @@ class Owner:
         )
         self._ghost = rebuild(optimizer, [[torch.zeros(1)] for _ in range(num_groups)])
 
+    @property
+    def numel(self) -> int:
+        """Elements that this rank owns, padding included."""
+        return sum(high - low for low, high in self.ranges)
+
     def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
         """Copy the parameters' present values into the masters."""
         for piece in self.pieces:

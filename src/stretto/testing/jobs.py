@@ -1,0 +1,228 @@
+"""A small training job whose every state can be compared to the bit."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
+
+from stretto import checkpoint
+from stretto.engine import Options
+from stretto.errors import StrettoError
+from stretto.guards import Guard
+from stretto.parallel import DataParallel
+from stretto.records import Update, Verdict
+from stretto.strategies import Strategy
+from stretto.testing.conformance import difference
+from stretto.testing.damage import Damage
+
+State = list[Tensor]
+"""Parameters and floating-point buffers, in the model's order."""
+
+_IN, _HIDDEN, _OUT = 5, 19, 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Settings; equal on all ranks."""
+
+    strategy: Strategy
+    micro_batches: int
+    """Per rank and update."""
+    updates: int = 4
+    """For which there are micro-batches; the last of them may be committed by `finish`."""
+    looks: bool = True
+    """Whether to settle and evaluate at every update."""
+    guards: tuple[Guard, ...] = ()
+    damage: Damage | None = None
+    """What happens to its memory."""
+    options: Options = dataclasses.field(default_factory=lambda: Options(clip_norm=0.5, bucket_bytes=512))
+
+
+class Batches:
+    """A rank's micro-batches: a position that can be saved, and nothing else."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.rank = rank
+        self.length = job.micro_batches * job.updates
+        self.position = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while self.position < self.length:
+            generator = torch.Generator().manual_seed(10_000 * self.rank + self.position)
+            self.position += 1
+            yield torch.randn(4, _IN, generator=generator), torch.randn(4, _OUT, generator=generator)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@dataclasses.dataclass(slots=True)
+class Course:
+    """What one rank saw of a job."""
+
+    shown: list[State] = dataclasses.field(default_factory=list)
+    """States after every micro-batch."""
+    committed: list[State] = dataclasses.field(default_factory=list)
+    """Committed states at every update that was returned in time."""
+    returned: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """How many micro-batches had been counted when an update was returned, and its step."""
+    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """What every update reported, but for times, bytes and verdicts."""
+    verdicts: list[Verdict] = dataclasses.field(default_factory=list)
+    """What guards have found."""
+    ended_by: str | None = None
+    """The error that ended a damaged job early."""
+    final: State = dataclasses.field(default_factory=list)
+    """State after `finish`."""
+
+    def after(self, step: int) -> "Course":
+        """Return what is left of it behind update `step`, which was returned in time."""
+        moments = [moment for moment, number in self.returned if number <= step]
+        begin = moments[-1] if moments else 0
+        return Course(
+            shown=self.shown[begin:],
+            committed=self.committed[step:],
+            records=self.records[step:],
+            final=self.final,
+            returned=self.returned,
+        )
+
+
+_APART = ("seconds", "lane_seconds", "exposed_seconds", "sent_bytes", "verdicts")
+
+
+class Training:
+    """One rank's share of a job."""
+
+    def __init__(self, job: Job, rank: int, group: dist.ProcessGroup) -> None:
+        torch.manual_seed(7)
+        self.job = job
+        self.model = nn.Sequential(
+            nn.Linear(_IN, _HIDDEN),
+            nn.BatchNorm1d(_HIDDEN),
+            nn.Tanh(),
+            nn.Dropout(0.2),
+            nn.Linear(_HIDDEN, _OUT),
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, weight_decay=0.1, foreach=True)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + 0.3 * step))
+        self.batches = Batches(job, rank)
+        self.parallel = DataParallel(
+            self.model,
+            self.optimizer,
+            job.strategy,
+            micro_batches=job.micro_batches,
+            group=group,
+            guards=job.guards,
+            options=job.options,
+        )
+        torch.manual_seed(100 + rank)  # ranks differ, as they do in real jobs
+        self.course = Course()
+
+    def train(self, save_at: int = 0, directory: Path | None = None) -> Course:
+        """Train to the end; save behind update `save_at` where a directory is given."""
+        with self.parallel:
+            if directory is not None and save_at == 0:
+                self._save(directory)
+            for inputs, targets in self.batches:
+                loss = (self.model(inputs) - targets).square().mean()
+                update = self.parallel.backward(loss, weight=1.0 + 0.25 * self.parallel.rank)
+                self.course.shown.append(self._state())
+                if update is None:
+                    continue
+                self._note(update)
+                self.course.returned.append((len(self.course.shown), update.step))
+                self.scheduler.step()
+                if self.job.looks:
+                    self._look()
+                if directory is not None and update.step == save_at:
+                    self._save(directory)
+                if self.job.damage is not None and update.step == self.job.damage.behind:
+                    self.job.damage.strike(self.parallel)
+            for update in self.parallel.finish():
+                self._note(update)
+        self.course.final = self._state()
+        return self.course
+
+    def resume(self, directory: Path) -> Course:
+        """Go on from a checkpoint, to the end."""
+        restored = checkpoint.load(self.parallel, directory, loader=self.batches)
+        self.scheduler.load_state_dict(restored.extra)
+        return self.train()
+
+    def _save(self, directory: Path) -> None:
+        checkpoint.save(self.parallel, directory, loader=self.batches, extra=self.scheduler.state_dict())
+
+    def _note(self, update: Update) -> None:
+        self.course.verdicts += update.verdicts
+        fields = update.as_json()
+        self.course.records.append({name: fields[name] for name in fields if name not in _APART})
+
+    def _look(self) -> None:
+        with self.parallel.settled():
+            self.course.committed.append(self._state())
+            self.model.eval()
+            with torch.no_grad():
+                self.model(torch.ones(2, _IN))
+            self.model.train()
+
+    def _state(self) -> State:
+        values = [*self.model.parameters(), *self.model.buffers()]
+        return [value.detach().clone() for value in values if value.is_floating_point()]
+
+
+def train(job: Job, rank: int, group: dist.ProcessGroup) -> Course:
+    """Run the job on this rank; an error that ends a damaged job is noted."""
+    training = Training(job, rank, group)
+    try:
+        return training.train()
+    except StrettoError as error:
+        if job.damage is None:
+            raise
+        training.course.ended_by = f"{type(error).__name__}: {error}"
+        return training.course
+
+
+def saved_and_resumed(job: Job, directory: str, rank: int, group: dist.ProcessGroup) -> list[str]:
+    """Save behind every update and resume there; return how that differs from never having stopped."""
+    straight = train(job, rank, group)
+    findings = []
+    for step in range(len(straight.committed)):
+        place = Path(directory, f"{group.size()}", f"{step}")
+        saving = Training(job, rank, group).train(step, place)
+        findings += different_courses(f"the run saved behind update {step}", straight, saving)
+        resumed = Training(job, rank, group).resume(place)
+        findings += different_courses(f"the run resumed behind update {step}", straight.after(step), resumed)
+    return findings
+
+
+def different_courses(what: str, expected: Course, found: Course) -> list[str]:
+    """Return what distinguishes two courses of one rank, the first moment of each kind."""
+    findings = []
+    for name in ("shown", "committed"):
+        findings += _different_states(f"{what}, state {name}", getattr(expected, name), getattr(found, name))
+    findings += _different_states(f"{what}, state after finish", [expected.final], [found.final])
+    for ours, theirs in zip(expected.records, found.records, strict=True):
+        unlike = {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
+        if unlike:
+            findings.append(f"{what}, record of update {ours['step']}: (expected, found) {unlike}")
+            break
+    return findings
+
+
+def _different_states(what: str, expected: list[State], found: list[State]) -> list[str]:
+    if len(expected) != len(found):
+        return [f"{what}: expected {len(expected)} moments, found {len(found)}"]
+    for moment, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+        for index, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+            if unlike := difference(f"{what}, moment {moment}, tensor {index}", left, right):
+                return unlike
+    return []

@@ -1,0 +1,166 @@
+"""The network's model: how long what every rank sends needs to arrive.
+
+Note [Network]
+    Every rank has a full-duplex link of its own, and ranks may share uplinks. A link carries one transmission
+    after the other, in the order in which collectives begin; a collective begins when its last rank has entered it,
+    and is over on all ranks when its last byte has arrived:
+
+        over = max over links of  max(begun, link free) + bytes / rate + latency
+
+    With `bytes` from the algorithms in `stretto.groups.traffic` this is the throttled group's model, with all
+    ranks in view. Processors send without cost, and switches drop nothing.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.errors import ConfigError, UnknownName
+from stretto.groups.link import Link
+
+Pattern = Literal["ring", "direct"]
+"""Who sends to whom: every rank to the next, or every rank to every other."""
+
+_PICOSECONDS_PER_NANOSECOND = 1000
+_FREE = Link()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Uplink:
+    """A link that several ranks share towards all others, such as a rack's or a site's."""
+
+    ranks: tuple[int, ...]
+    """Who shares it."""
+    link: Link
+    """Its rate and latency, beside those of the ranks' own links."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outage:
+    """A time in which a rank's link carries nothing; what is under way goes on afterwards."""
+
+    rank: int
+    start_ns: int
+    """First nanosecond without the link."""
+    stop_ns: int
+    """First nanosecond with it again."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start_ns < self.stop_ns:
+            raise ConfigError(
+                f"an outage from {self.start_ns} to {self.stop_ns} ns: expected 0 <= start < stop"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """Links of a virtual cluster; the default is a network that costs no time."""
+
+    link: Link = _FREE
+    """Every rank's own link, in each direction."""
+    links: Mapping[int, Link] = dataclasses.field(default_factory=dict)
+    """Ranks with another link."""
+    uplinks: tuple[Uplink, ...] = ()
+    """Links that ranks share."""
+    outages: tuple[Outage, ...] = ()
+    """Times in which links are down."""
+
+    def check(self, world_size: int) -> None:
+        """Raise unless every rank that is named exists.
+
+        Raises:
+            ConfigError: One does not.
+        """
+        shared = [rank for uplink in self.uplinks for rank in uplink.ranks]
+        named = {*self.links, *shared, *(outage.rank for outage in self.outages)}
+        if outside := sorted(rank for rank in named if not 0 <= rank < world_size):
+            raise ConfigError(
+                f"the network names ranks {outside}; the cluster has ranks 0 to {world_size - 1}"
+            )
+
+
+class Wires:
+    """What the links of one run carry, and until when.
+
+    Args:
+        network: Its model.
+        world_size: How many ranks have a link.
+    """
+
+    def __init__(self, network: Network, world_size: int) -> None:
+        own = [network.links.get(rank, network.link) for rank in range(world_size)]
+        shared = [uplink.link for uplink in network.uplinks]
+        self._world_size = world_size
+        self._rates = np.array([_picoseconds_per_byte(link) for link in own + shared], dtype=np.int64)
+        self._latencies = np.array([round(link.latency_seconds * 1e9) for link in own + shared], np.int64)
+        self._members = [np.array(uplink.ranks, dtype=np.int64) for uplink in network.uplinks]
+        self._free_from = np.zeros(len(self._rates), dtype=np.int64)
+        self._outages = sorted(network.outages, key=lambda outage: outage.start_ns)
+
+    def carry(self, begun_ns: int, sent_bytes: Sequence[int], pattern: Pattern) -> int:
+        """Return when all that the ranks send in one collective has arrived.
+
+        Args:
+            begun_ns: When the last rank has entered it.
+            sent_bytes: By rank.
+            pattern: Decides how much of it takes the uplinks.
+        """
+        if self._world_size == 1:
+            return begun_ns
+        sent = np.array(sent_bytes, dtype=np.int64)
+        carried = np.concatenate(
+            [sent, [self._crossing(sent, members, pattern) for members in self._members]]
+        )
+        starts = np.maximum(self._free_from, begun_ns)
+        stops = starts + carried.astype(np.int64) * self._rates // _PICOSECONDS_PER_NANOSECOND
+        for outage in self._outages:
+            if starts[outage.rank] < outage.stop_ns and stops[outage.rank] > outage.start_ns:
+                # What was sent before the outage has been sent.
+                begun_inside = max(outage.start_ns, int(starts[outage.rank]))
+                stops[outage.rank] += outage.stop_ns - begun_inside
+        self._free_from = stops
+        return int((stops + self._latencies).max())
+
+    def _crossing(self, sent: NDArray[np.int64], members: NDArray[np.int64], pattern: Pattern) -> int:
+        """Return how many bytes leave those who share an uplink."""
+        if pattern == "ring":
+            following = (members + 1) % self._world_size
+            return int(sent[members[~np.isin(following, members)]].sum())
+        outside = self._world_size - len(members)
+        return int(sent[members].sum()) * outside // (self._world_size - 1)
+
+
+def _picoseconds_per_byte(link: Link) -> int:
+    return 0 if link.bits_per_second is None else round(8e12 / link.bits_per_second)
+
+
+NETWORKS: Mapping[str, Network] = MappingProxyType(
+    {
+        "free": Network(),
+        "datacenter": Network(link=Link(bits_per_second=100e9, latency_seconds=5e-6)),
+        "ethernet": Network(link=Link(bits_per_second=10e9, latency_seconds=50e-6)),
+        "office": Network(link=Link(bits_per_second=1e9, latency_seconds=200e-6)),
+        "internet": Network(link=Link(bits_per_second=100e6, latency_seconds=20e-3)),
+    }
+)
+"""Networks with a name; any link, such as 100mbit,2ms, is one too."""
+
+
+def parse_network(text: str) -> Network:
+    """Return the network of that name, or one in which every rank has the link that `text` describes.
+
+    Raises:
+        UnknownName: Neither.
+    """
+    if text in NETWORKS:
+        return NETWORKS[text]
+    try:
+        return Network(link=Link.parse(text))
+    except ConfigError as error:
+        raise UnknownName(
+            f"no network is called {text!r}; there are {', '.join(NETWORKS)}; {error}"
+        ) from error

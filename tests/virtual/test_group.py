@@ -1,0 +1,133 @@
+"""The virtual group's collectives mean what torch's mean, for the library and for stock methods."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from stretto.errors import CommunicationError, ConfigError
+from stretto.virtual import VirtualCluster, VirtualGroup
+from tests.processes import run_ranks
+
+WORLD_SIZE = 3
+
+
+def own(rank: int, numel: int = 6) -> Tensor:
+    return torch.arange(numel, dtype=torch.float32) + 10 * rank
+
+
+def collectives(rank: int, group: dist.ProcessGroup) -> dict[str, list[Tensor]]:
+    """Perform every collective and return what it gave."""
+    found: dict[str, list[Tensor]] = {}
+
+    def keep(name: str, work: dist.Work, *outputs: Tensor) -> None:
+        work.wait()
+        found[name] = list(outputs)
+
+    for name, reduction in (
+        ("sum", dist.ReduceOp.SUM),
+        ("max", dist.ReduceOp.MAX),
+        ("min", dist.ReduceOp.MIN),
+    ):
+        options = dist.AllreduceOptions()
+        options.reduceOp = reduction
+        total = own(rank)
+        keep(f"all_reduce {name}", group.allreduce([total], options), total)
+    options = dist.BroadcastOptions()
+    options.rootRank = 1
+    sent = own(rank)
+    keep("broadcast", group.broadcast([sent], options), sent)
+    whole = torch.empty(18)
+    keep("all_gather_single", group.all_gather_single(whole, own(rank)), whole)
+    parts = [torch.empty(6) for _ in range(WORLD_SIZE)]
+    keep("all_gather", group.allgather([parts], [own(rank)]), *parts)
+    received = torch.empty(6)
+    keep("all_to_all", group.alltoall_base(received, own(rank), [], []), received)
+    ragged = torch.empty(3 * (rank + 1))
+    keep("all_to_all uneven", group.alltoall_base(ragged, own(rank), [rank + 1] * 3, [1, 2, 3]), ragged)
+    options = dist.GatherOptions()
+    options.rootRank = 2
+    gathered = [torch.empty(6) for _ in range(WORLD_SIZE)] if rank == 2 else []
+    keep("gather", group.gather([gathered] if rank == 2 else [], [own(rank)], options), *gathered)
+    options = dist.ScatterOptions()
+    options.rootRank = 0
+    one = torch.empty(6)
+    keep("scatter", group.scatter([one], [[own(r) for r in range(3)]] if rank == 0 else [], options), one)
+    keep("barrier", group.barrier())
+    return found
+
+
+def real_collectives(rank: int) -> dict[str, list[Tensor]]:
+    return collectives(rank, dist.group.WORLD)
+
+
+def test_collectives_give_what_gloo_gives() -> None:
+    real = run_ranks(WORLD_SIZE, real_collectives)
+    virtual = VirtualCluster(WORLD_SIZE).run(collectives).values
+    for rank in range(WORLD_SIZE):
+        assert virtual[rank].keys() == real[rank].keys()
+        for name in real[rank]:
+            assert all(map(torch.equal, virtual[rank][name], real[rank][name])), (rank, name)
+
+
+def test_reductions_scattered_are_parts_of_the_reduction() -> None:
+    def program(rank: int, group: VirtualGroup) -> tuple[Tensor, Tensor]:
+        part, listed = torch.empty(2), torch.empty(2)
+        group.reduce_scatter_single(part, own(rank)).wait()
+        group.reduce_scatter([listed], [list(own(rank).split(2))]).wait()
+        return part, listed
+
+    values = VirtualCluster(WORLD_SIZE).run(program).values
+    total = sum(own(rank) for rank in range(WORLD_SIZE))
+    for position in range(2):
+        assert torch.equal(torch.cat([value[position] for value in values]), total)
+
+
+def test_sums_are_in_rank_order() -> None:
+    large, small = 2.0**24, 1.0
+
+    def program(rank: int, group: VirtualGroup) -> float:
+        group.charge_ns(10 - rank)  # the last rank comes first
+        total = torch.tensor([[large, small, small][rank]])
+        group.allreduce([total]).wait()
+        return float(total)
+
+    # (2^24 + 1) + 1 loses both ones in float32; 2^24 + (1 + 1) would not.
+    assert VirtualCluster(3).run(program).values == (large,) * 3
+
+
+def test_outputs_that_do_not_fit_and_what_is_not_modelled_are_refused() -> None:
+    def program(rank: int, group: VirtualGroup) -> None:
+        with pytest.raises(CommunicationError, match="expected 18 for the former"):
+            group.all_gather_single(torch.empty(17), own(rank))
+        with pytest.raises(ConfigError, match="not send and recv"):
+            group.send([own(rank)], 0, 0)
+        with pytest.raises(ConfigError, match="reduces by sum, average"):
+            group.allreduce([own(rank)], dist.ReduceOp.BXOR)
+
+    VirtualCluster(WORLD_SIZE).run(program)
+
+
+def stock(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+    """Train with PyTorch's own DistributedDataParallel."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        wrapped(inputs).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def real_stock(rank: int) -> list[Tensor]:
+    return stock(rank, dist.group.WORLD)
+
+
+def test_stock_ddp_runs_and_gives_the_bits_of_gloo() -> None:
+    # Two ranks: a sum of two terms has one order, also in Gloo's ring.
+    real = run_ranks(2, real_stock)
+    for virtual, expected in zip(VirtualCluster(2).run(stock).values, real, strict=True):
+        assert all(map(torch.equal, virtual, expected))

@@ -1,0 +1,90 @@
+"""What the network's model says: latency, bandwidth, contention, uplinks, outages."""
+
+import pytest
+import torch
+
+from stretto.errors import ConfigError, UnknownName
+from stretto.groups import Link
+from stretto.virtual import NETWORKS, Network, Outage, Uplink, VirtualCluster, VirtualGroup, parse_network
+from stretto.virtual.network import Wires
+
+NS_PER_BYTE = 8
+LATENCY_NS = 1_000
+GIGABIT = Link(bits_per_second=1e9, latency_seconds=LATENCY_NS / 1e9)
+
+
+def over_ns(network: Network, *transmissions: tuple[int, list[int]]) -> list[int]:
+    """When each of several collectives is over, given when it begins and what the ranks send."""
+    wires = Wires(network, len(transmissions[0][1]))
+    return [wires.carry(begun, sent, "direct") for begun, sent in transmissions]
+
+
+def test_bytes_take_their_time_and_arrive_a_latency_later() -> None:
+    assert over_ns(Network(link=GIGABIT), (500, [100, 100])) == [500 + 100 * NS_PER_BYTE + LATENCY_NS]
+
+
+def test_a_free_network_costs_nothing() -> None:
+    assert over_ns(Network(), (500, [10**9, 10**9])) == [500]
+
+
+def test_collectives_share_a_link_one_after_the_other_and_latency_does_not_occupy_it() -> None:
+    found = over_ns(Network(link=GIGABIT), (0, [100, 100]), (0, [50, 50]), (10_000, [1, 1]))
+    assert found == [800 + LATENCY_NS, 1_200 + LATENCY_NS, 10_008 + LATENCY_NS]
+
+
+def test_everyone_waits_for_the_slowest_link() -> None:
+    slow = Link(bits_per_second=1e8, latency_seconds=LATENCY_NS / 1e9)
+    network = Network(link=GIGABIT, links={1: slow})
+    assert over_ns(network, (0, [100, 100, 100])) == [100 * 80 + LATENCY_NS]
+    assert over_ns(network, (0, [100, 0, 100])) == [100 * NS_PER_BYTE + LATENCY_NS]
+
+
+def test_an_uplink_carries_what_leaves_those_who_share_it() -> None:
+    network = Network(link=GIGABIT, uplinks=(Uplink(ranks=(0, 1), link=GIGABIT),))
+    # Every rank sends a third of its bytes to each other rank: two thirds of both ranks' bytes leave.
+    assert over_ns(network, (0, [300] * 4)) == [2 * 200 * NS_PER_BYTE + LATENCY_NS]
+    # Along a ring only the second of the two sends to somebody outside.
+    assert Wires(network, 4).carry(0, [300] * 4, "ring") == 300 * NS_PER_BYTE + LATENCY_NS
+
+
+@pytest.mark.parametrize(
+    ("start_ns", "expected"),
+    [(1_000, 0), (400, 300), (0, 300), (800, 0)],
+    ids=["after it", "in the middle", "from the start", "just after"],
+)
+def test_an_outage_delays_what_is_under_way(start_ns: int, expected: int) -> None:
+    network = Network(link=GIGABIT, outages=(Outage(rank=1, start_ns=start_ns, stop_ns=start_ns + 300),))
+    assert over_ns(network, (0, [100, 100])) == [800 + expected + LATENCY_NS]
+
+
+def test_an_outage_that_is_over_delays_nothing() -> None:
+    network = Network(link=GIGABIT, outages=(Outage(rank=1, start_ns=0, stop_ns=300),))
+    assert over_ns(network, (300, [100, 100])) == [300 + 800 + LATENCY_NS]
+
+
+def test_two_groups_of_the_same_ranks_share_their_links() -> None:
+    def program(rank: int, group: VirtualGroup) -> int:
+        works = [
+            one.all_gather_single(torch.empty(200, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8))
+            for one in (group.private(), group.private())
+        ]
+        for work in works:
+            work.wait()
+        return group.now_ns
+
+    values = VirtualCluster(2, network=Network(link=GIGABIT)).run(program).values
+    assert values == (2 * 100 * NS_PER_BYTE + LATENCY_NS,) * 2
+
+
+def test_networks_have_names_or_are_links() -> None:
+    assert parse_network("office") == NETWORKS["office"]
+    assert parse_network("100mbit,2ms") == Network(link=Link.parse("100mbit,2ms"))
+    with pytest.raises(UnknownName, match="there are free, datacenter"):
+        parse_network("carrier pigeon")
+
+
+def test_impossible_networks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected 0 <= start < stop"):
+        Outage(rank=0, start_ns=5, stop_ns=5)
+    with pytest.raises(ConfigError, match=r"names ranks \[7\]; the cluster has ranks 0 to 1"):
+        VirtualCluster(2, network=Network(links={7: GIGABIT}))

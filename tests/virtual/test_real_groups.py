@@ -1,0 +1,43 @@
+"""The same program gives the same bits on real Gloo workers and on the virtual cluster."""
+
+import pytest
+
+from stretto import Options
+from stretto.groups import Link
+from stretto.virtual import Network, VirtualCluster
+from tests.exactness.jobs import STRATEGIES, Case, Observed, describe, same, train, train_all
+from tests.processes import run_ranks
+
+WORLD_SIZE = 3
+CASES = [
+    Case(
+        strategy=strategy,
+        tokens=True,
+        batch_norm=True,
+        options=Options(bucket_bytes=4096, clip_norm=clip, wire=wire),
+    )
+    for strategy in STRATEGIES
+    for clip, wire in ((None, "fp32"), (1.25, "bf16"))
+]
+
+
+@pytest.fixture(scope="module")
+def real() -> list[list[Observed]]:
+    return run_ranks(WORLD_SIZE, train_all, CASES)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=map(describe, CASES))
+def test_real_and_virtual_ranks_see_the_same_bits(real: list[list[Observed]], index: int) -> None:
+    network = Network(link=Link(bits_per_second=1e8, latency_seconds=1e-3))
+    values = (
+        VirtualCluster(WORLD_SIZE, network=network, seed=index)
+        .run(lambda rank, group: train(rank, CASES[index], group))
+        .values
+    )
+    for virtual, observed in zip(values, [found[index] for found in real], strict=True):
+        assert len(virtual.shown) == len(observed.shown)
+        assert all(map(same, virtual.shown, observed.shown))
+        assert all(map(same, virtual.committed, observed.committed))
+        assert all(map(same, virtual.statistics, observed.statistics))
+        assert same(virtual.final, observed.final)
+        assert [u.loss for u in virtual.updates] == [u.loss for u in observed.updates]
