@@ -81,9 +81,10 @@ def constant_bytes(setting: Setting) -> dict[str, int]:
     else:
         constants["slices sent"] = flying * owned * itemsize
     if ledger.previews:
-        # A preview before the step divides a copy of the sums; after the step they are a mean already.
-        copies = 4 if ledger.rounds > 1 else 3
-        constants["a segment's masters, two moments and mean, for a preview"] = copies * owned * 4
+        # A preview before the step divides a copy of the sums; after the step they are a mean already. The masters'
+        # copy is what is sent, unless that is narrower.
+        copies = 2 + (ledger.rounds > 1) + (itemsize < 4)
+        constants["copies of a segment's moments, mean and masters, for a preview"] = copies * owned * 4
     return constants
 
 
