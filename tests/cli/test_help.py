@@ -10,6 +10,7 @@ from stretto.cli import main
 from stretto.cli.options import field_docs
 from stretto.recipes import RECIPES
 from stretto.train.configuration import CompareConfig, RunConfig
+from stretto.train.simulation import SimulateConfig
 
 
 def configurations(value: Any) -> Iterator[Any]:
@@ -20,7 +21,7 @@ def configurations(value: Any) -> Iterator[Any]:
             yield from configurations(getattr(value, field.name))
 
 
-@pytest.mark.parametrize("kind", [RunConfig, CompareConfig])
+@pytest.mark.parametrize("kind", [RunConfig, CompareConfig, SimulateConfig])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_field_has_a_docstring(kind: Any, recipe: str) -> None:
     for configuration in configurations(kind(task=RECIPES[recipe]())):

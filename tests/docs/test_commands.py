@@ -5,6 +5,7 @@ import pytest
 from stretto.cli.options import parse_options
 from stretto.train.arms import parse_arms
 from stretto.train.configuration import CompareConfig, RunConfig
+from stretto.train.simulation import SimulateConfig
 from tests.docs.pages import commands, pages
 
 COMMANDS = [words for page in pages() for words in commands(page)]
@@ -16,6 +17,10 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
     if command == "train":
         _, run = parse_options("train", rest, lambda task: RunConfig(task=task))
         parse_arms([run.strategy], {})
+    elif command == "simulate":
+        _, simulation = parse_options("simulate", rest, lambda task: SimulateConfig(task=task))
+        simulation.as_run()
+        simulation.cluster()
     else:
         assert command == "compare"
         _, comparison = parse_options("compare", rest, lambda task: CompareConfig(task=task))
@@ -23,4 +28,4 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
 
 
 def test_the_pages_print_commands() -> None:
-    assert {words[0] for words in COMMANDS} == {"train", "compare"}
+    assert {words[0] for words in COMMANDS} == {"train", "compare", "simulate"}

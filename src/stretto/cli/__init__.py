@@ -9,6 +9,7 @@ usage: stretto COMMAND RECIPE [OPTIONS]
 commands:
   train      train a recipe on local workers, or as a rank of torchrun
   compare    run strategies side by side on the same link
+  simulate   train a recipe on a virtual cluster of many ranks
 
 `stretto COMMAND` lists the recipes, `stretto COMMAND RECIPE --help` all options.
 """
@@ -31,10 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if words else MISUSED
     # Not earlier: the help needs none of what the commands are made of.
     from stretto.cli.compare import compare_command
+    from stretto.cli.simulate import simulate_command
     from stretto.cli.train import train_command
     from stretto.errors import ConfigError, StrettoError, UnknownName
 
-    commands = {"train": train_command, "compare": compare_command}
+    commands = {"train": train_command, "compare": compare_command, "simulate": simulate_command}
     try:
         if words[0] not in commands:
             raise UnknownName(f"no command is called {words[0]!r}; there are {', '.join(commands)}")

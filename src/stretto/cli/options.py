@@ -12,6 +12,7 @@ from stretto.engine import Clock
 from stretto.errors import MissingExtra, UnknownName
 from stretto.recipes import RECIPES
 from stretto.train.arms import parse_clock, parse_learning_rates, split_list
+from stretto.virtual import parse_slowness
 
 if TYPE_CHECKING:
     from tyro.constructors import PrimitiveConstructorSpec, StructConstructorSpec, StructTypeInfo
@@ -112,6 +113,11 @@ def _word_specs() -> dict[Any, "PrimitiveConstructorSpec[Any]"]:
             "ARM=RATE,...",
             parse_learning_rates,
             lambda rates: ",".join(f"{arm}={rate:g}" for arm, rate in rates.items()) or "none",
+        ),
+        dict[int, float]: _word(
+            "RANK=FACTOR,...",
+            parse_slowness,
+            lambda factors: ",".join(f"{rank}={factor:g}" for rank, factor in factors.items()) or "none",
         ),
     }
 

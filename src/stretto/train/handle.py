@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from stretto.parallel import DataParallel
 from stretto.peers import make_peer
@@ -52,8 +53,8 @@ class Handle(Protocol):
     ) -> None: ...
 
 
-def open_handle(run: RunConfig[TaskT], task: Task) -> Handle:
-    """Wrap the task's model as the run's strategy says; all ranks of the default group must call.
+def open_handle(run: RunConfig[TaskT], task: Task, group: ProcessGroup | None = None) -> Handle:
+    """Wrap the task's model as the run's strategy says; all ranks of `group`, or the default group, must call.
 
     Raises:
         ConfigError: The strategy, or a setting, does not fit the task.
@@ -63,5 +64,10 @@ def open_handle(run: RunConfig[TaskT], task: Task) -> Handle:
         return make_peer(arm.name, task.model, task.optimizer, run.micro_batches, clip_norm=run.clip_norm)
     micro_batches = run.micro_batches if run.clock is None else run.clock
     return DataParallel(
-        task.model, task.optimizer, arm.strategy(), micro_batches=micro_batches, options=run.options
+        task.model,
+        task.optimizer,
+        arm.strategy(),
+        micro_batches=micro_batches,
+        group=group,
+        options=run.options,
     )

@@ -1,12 +1,15 @@
 """One rank's whole run: join the others, build the task, begin or continue, train, look at the result."""
 
+import dataclasses
 import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import distributed as dist
 
 from stretto.groups import Link
 from stretto.observe import Header, Observer, Progress, Recorder, TensorBoard
@@ -20,6 +23,22 @@ from stretto.train.past import Past
 from stretto.train.seat import Seat, choose_device, seated
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.target import seconds_to_loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Post:
+    """Where a rank trains that has joined the others."""
+
+    rank: int
+    """From 0."""
+    world_size: int
+    """How many ranks there are."""
+    device: torch.device
+    """Where its model lives."""
+    group: dist.ProcessGroup | None = None
+    """Whose ranks train; None is torch's default group."""
+    now: Callable[[], float] = time.perf_counter
+    """The clock of the training time, in seconds."""
 
 
 def train_rank(seat: Seat, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
@@ -37,25 +56,38 @@ def train_rank(seat: Seat, run: RunConfig[TaskT], warmup_updates: int, shows_pro
     torch.set_num_threads(run.threads)
     device = choose_device(run.device, seat)
     with seated(seat, Link.parse(run.link), device, run.timeout_seconds):
-        task = run.task.build(seat.rank, seat.world_size, run.seed, run.planned_updates)
-        task.model.to(device)
-        tally = Tally(warmup_updates, baseline_bytes=peak_resident_bytes())
-        with open_handle(run, task) as handle:
-            _seed(run.seed, seat.rank)
-            past = Past.restore(run, task, handle)
-            observers = _observers(run, past, seat, shows_progress)
-            try:
-                return _train(run, task, handle, past, tally, observers)
-            finally:
-                for observer in observers:
-                    observer.close()
+        post = Post(rank=seat.rank, world_size=seat.world_size, device=device)
+        return train_at(post, run, warmup_updates, shows_progress)
+
+
+def train_at(post: Post, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
+    """Train on a rank that has joined the others; arguments and errors are those of `train_rank`."""
+    task = run.task.build(post.rank, post.world_size, run.seed, run.planned_updates)
+    task.model.to(post.device)
+    tally = Tally(warmup_updates, baseline_bytes=peak_resident_bytes())
+    with open_handle(run, task, post.group) as handle:
+        _seed(run.seed, post.rank)
+        past = Past.restore(run, task, handle)
+        tally.evaluations.extend(past.evaluations)
+        stopwatch = Stopwatch(past.training_seconds, post.now)
+        observers = _observers(run, past, post, shows_progress)
+        try:
+            return _train(run, task, handle, past, tally, stopwatch, observers)
+        finally:
+            for observer in observers:
+                observer.close()
 
 
 def _train(
-    run: RunConfig[TaskT], task: Task, handle: Handle, past: Past, tally: Tally, observers: Sequence[Observer]
+    run: RunConfig[TaskT],
+    task: Task,
+    handle: Handle,
+    past: Past,
+    tally: Tally,
+    stopwatch: Stopwatch,
+    observers: Sequence[Observer],
 ) -> Outcome:
     """Train with what is ready, from the first look at the held-out samples to the last."""
-    tally.evaluations.extend(past.evaluations)
 
     def save(loop: Loop) -> None:
         now = Past(
@@ -72,7 +104,7 @@ def _train(
         _plan(run, past, handle.world_size),
         observers=observers,
         save=save,
-        stopwatch=Stopwatch(past.training_seconds),
+        stopwatch=stopwatch,
         tally=tally,
     )
     if not tally.evaluations:
@@ -125,17 +157,17 @@ def _plan(run: RunConfig[TaskT], past: Past, world_size: int) -> Plan:
     )
 
 
-def _observers(run: RunConfig[TaskT], past: Past, seat: Seat, shows_progress: bool) -> list[Observer]:
+def _observers(run: RunConfig[TaskT], past: Past, post: Post, shows_progress: bool) -> list[Observer]:
     """Return who hears of the run on this rank: nobody but on rank 0."""
     observers: list[Observer] = []
-    if seat.rank != 0:
+    if post.rank != 0:
         return observers
     if run.run_dir is not None:
         observers.append(Recorder(Path(run.run_dir), past.step))
         if run.tensorboard:
             observers.append(TensorBoard(Path(run.run_dir, "tensorboard"), past.step))
     if shows_progress:
-        workers = "1 worker" if seat.world_size == 1 else f"{seat.world_size} workers"
+        workers = "1 worker" if post.world_size == 1 else f"{post.world_size} workers"
         title = f"{run.strategy} on {workers}, link {run.link}" + (f", {run.run_dir}" if run.run_dir else "")
         observers.append(
             Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))

@@ -10,10 +10,11 @@ class Stopwatch:
 
     Args:
         before: Seconds that an earlier part of the run has taken.
+        now: The clock, in seconds; a virtual cluster has its own.
     """
 
-    def __init__(self, before: float = 0.0) -> None:
-        self._wall = _Hand(time.perf_counter, before)
+    def __init__(self, before: float = 0.0, now: Callable[[], float] = time.perf_counter) -> None:
+        self._wall = _Hand(now, before)
         self._cpu = _Hand(time.process_time, 0.0)
 
     @property

@@ -1,7 +1,7 @@
 """The virtual cluster: production code on many ranks in one process, in virtual time."""
 
 from stretto.virtual.cluster import Results, VirtualCluster
-from stretto.virtual.compute import Compute
+from stretto.virtual.compute import Compute, parse_slowness
 from stretto.virtual.group import VirtualGroup
 from stretto.virtual.network import NETWORKS, Network, Outage, Uplink, parse_network
 from stretto.virtual.standing import Standing
@@ -21,4 +21,5 @@ __all__ = [
     "VirtualCluster",
     "VirtualGroup",
     "parse_network",
+    "parse_slowness",
 ]

@@ -38,6 +38,19 @@ class Compute:
             raise ConfigError(f"jitter is a share of at least 0 and below 1, found {self.jitter}")
 
 
+def parse_slowness(text: str) -> dict[int, float]:
+    """Read "3=2.5,7=1.2": factors on the work of ranks.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    try:
+        return {int(rank): float(factor) for rank, _, factor in pairs}
+    except ValueError as error:
+        raise ConfigError(f"cannot read {text!r}: expected RANK=FACTOR,... as 3=2.5,7=1.2") from error
+
+
 class Costs:
     """What one rank's work costs, piece by piece.
 

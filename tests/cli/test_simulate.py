@@ -1,0 +1,32 @@
+"""`stretto simulate` end to end."""
+
+from pathlib import Path
+
+import pytest
+
+from stretto.cli import main
+from stretto.observe import read_json_lines
+
+
+def test_a_recipe_is_simulated_and_its_outcome_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "simulate digits-resnet --ranks 2 --network 100mbit --strategy acco --updates 2 --micro-batches 2 --seed 3"
+    assert main([*words.split(), "--slow", "1=2.5", "--run-dir", "simulated"]) == 0
+    shown = capsys.readouterr().out
+    assert "acco on 2 virtual ranks, network 100mbit, seed 3" in shown
+    assert "2 updates in " in shown
+    assert "records, trace and the model are in simulated" in shown
+    assert len(read_json_lines(Path("simulated", "updates.jsonl"))) == 2
+    assert {"config.json", "trace.jsonl", "model.pt"} <= {path.name for path in Path("simulated").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--network", "pigeons"], "no network is called 'pigeons'"),
+        (["--jitter", "1.5"], "jitter is a share of at least 0 and below 1"),
+        (["--ranks", "0"], "at least"),
+    ],
+)
+def test_mistakes_are_named(options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "digits-resnet", *options]) == 2
+    assert complaint in capsys.readouterr().err

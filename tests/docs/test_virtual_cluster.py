@@ -1,0 +1,29 @@
+"""The page's program runs, and its formulas are those of the tests of time."""
+
+from typing import Any
+
+from tests.docs.pages import DOCS, code_blocks
+from tests.virtual import test_time
+
+PAGE = DOCS / "virtual-cluster.md"
+
+
+def test_the_program_runs_and_repeats() -> None:
+    (program,) = code_blocks(PAGE, "tests/docs/test_virtual_cluster.py")
+    digests = set()
+    for _ in range(2):
+        names: dict[str, Any] = {}
+        exec(compile(program, str(PAGE), "exec"), names)
+        digests.add(names["results"].trace.digest())
+        assert names["results"].values[0] > 0
+    assert len(digests) == 1
+
+
+def test_the_formulas_are_those_that_are_tested() -> None:
+    formulas = [
+        line.split(maxsplit=1)[1] for line in str(test_time.__doc__).splitlines() if line.startswith("    ")
+    ]
+    page = PAGE.read_text(encoding="utf-8").replace("·", " ")
+    tested = [formula.replace("zero1", "").strip() for formula in formulas]
+    assert len(tested) == 4
+    assert all(formula in page for formula in tested)

@@ -1,0 +1,77 @@
+"""A recipe on the virtual cluster: the files of a real run, with virtual times, and the same for the same seed."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.engine import Clock
+from stretto.errors import ConfigError, UnknownName
+from stretto.observe import read_json_lines
+from stretto.train.simulation import SimulateConfig, simulate
+from tests.train.runs import evaluations, model_bits, records, tiny_run, train
+from tests.train.tiny import Tiny
+
+
+def simulation(folder: str | None = None, **settings: Any) -> SimulateConfig[Tiny]:
+    chosen = {
+        "ranks": 3,
+        "updates": 6,
+        "micro_batches": 2,
+        "network": "100mbit,1ms",
+        "jitter": 0.2,
+        **settings,
+    }
+    return SimulateConfig(task=Tiny(), run_dir=folder, **chosen)
+
+
+def test_two_runs_of_one_seed_write_the_same_records_byte_for_byte() -> None:
+    simulate(simulation("one"))
+    simulate(simulation("two"))
+    simulate(simulation("three", seed=1))
+    for name in ("updates.jsonl", "evaluations.jsonl", "trace.jsonl"):
+        one, two, three = (Path(folder, name).read_bytes() for folder in ("one", "two", "three"))
+        assert one == two
+        assert one != three
+    assert len(read_json_lines(Path("one", "updates.jsonl"))) == 6
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "acco"])
+def test_a_simulated_run_trains_what_real_workers_train(strategy: str) -> None:
+    simulate(simulation("virtual", ranks=2, strategy=strategy, evaluate_every=2))
+    train(tiny_run("real", updates=6, micro_batches=2, strategy=strategy, evaluate_every=2))
+    assert records("virtual") == records("real")
+    assert evaluations("virtual") == evaluations("real")
+    assert model_bits("virtual") == model_bits("real")
+
+
+def test_times_are_virtual() -> None:
+    fast, slow = (
+        simulate(simulation(micro_batch_ms=t, jitter=0.0, network="free", strategy="zero1")).values[0]
+        for t in (1, 10)
+    )
+    assert fast.training_seconds == pytest.approx(6 * 2 * 0.001, rel=1e-9)
+    assert slow.training_seconds == pytest.approx(6 * 2 * 0.010, rel=1e-9)
+    assert fast.heldout_loss == slow.heldout_loss
+
+
+def test_the_clock_lets_a_slow_rank_contribute_less() -> None:
+    simulate(simulation("run", clock=Clock(minimum=1, maximum=32), slow={1: 4.0}, jitter=0.0, updates=8))
+    counts = [record["micro_batches"] for record in records("run")[1:-1]]
+    assert sum(count[1] for count in counts) < sum(count[0] for count in counts) / 2
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    with pytest.raises(ConfigError, match="torch-ddp runs on real workers only"):
+        simulate(simulation(strategy="torch-ddp"))
+    with pytest.raises(UnknownName, match="no network is called 'pigeons'"):
+        simulate(simulation(network="pigeons"))
+    simulate(simulation("run", ranks=1, updates=2))
+    with pytest.raises(ConfigError, match="holds a run already"):
+        simulate(simulation("run"))
+
+
+def test_threads_are_those_of_a_run() -> None:
+    assert dataclasses.replace(simulation()).as_run().threads == torch.get_num_threads() == 1
