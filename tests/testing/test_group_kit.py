@@ -65,6 +65,7 @@ class TestSpoiledByNothing(ProcessGroupConformance):
     """What is spoiled below is sound before."""
 
     untimed = EVERY_NAME
+    refuses_mismatches = True
     kind: type[Spoiled] = Spoiled
 
     def run_ranks(self, world_size: int, program: Program) -> Sequence[Any]:
@@ -77,6 +78,7 @@ BROKEN = [
     (SumsInSixteenBits, "test_reduce_scatter", "reduce_scatter_single of 7 x torch.float32"),
     (SwapsTwoRanksChunks, "test_all_to_all", "rank 0 of 2: alltoall_base of 1 x torch.float32: 2 of 2 elements"),
     (MistakesTheRoot, "test_broadcast", "rank 0 of 2: broadcast of 7 x torch.float32: 7 of 7 elements"),
+    (MistakesTheRoot, "test_disagreeing_ranks", "disagree in root, on 2 ranks: expected an error on every rank"),
     (QuietsNaN, "test_gathered_bits", "expected nan, found nan"),
     (CompletesOutOfOrder, "test_several_in_flight", "in flight"),
     (CompletesEarly, "test_a_collective_is_not_complete", "of 16 x torch.float32: expected an incomplete work"),
