@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from stretto import ACCO, DDP, DPU, WeightPrediction, ZeRO1
+from stretto.engine import ledger_of
 from stretto.errors import ConformanceFailed
-from stretto.strategies import Strategy
+from stretto.strategies import STRATEGIES, Strategy
 from stretto.testing import StrategyConformance
 from stretto.testing.conformance import Program
 from tests.processes import run_program
@@ -65,6 +66,11 @@ class TestACCOOnGloo(Kit):
 
     def run_ranks(self, world_size: int, program: Program) -> Sequence[Any]:
         return run_program(world_size, program)
+
+
+def test_every_strategy_that_keeps_ranks_alike_is_checked() -> None:
+    checked = {kit.strategy.name for kit in Kit.__subclasses__() if kit.__name__.startswith("Test")}
+    assert checked == {name for name, kind in STRATEGIES.items() if not ledger_of(kind()).local}
 
 
 class Broken(Kit):

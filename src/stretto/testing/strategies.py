@@ -28,7 +28,8 @@ class StrategyConformance(Conformance):
                 return MyStrategy(option=3)
 
     Jobs run a linear model that shows in its parameters which micro-batches they have been trained on
-    (`stretto.testing.tracer`), and a small perceptron with dropout, AdamW, clipping and a schedule.
+    (`stretto.testing.tracer`), and a small perceptron with dropout, AdamW, clipping and a schedule. Not for strategies
+    whose ranks step alone between averages (`Local`): their replicas differ by design.
     """
 
     world_sizes: ClassVar[Sequence[int]] = (1, 2, 3)
