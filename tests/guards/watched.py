@@ -42,10 +42,10 @@ class Telltale(st.Guard):
 class Network(nn.Module):
     """Two layers, a frozen parameter, and a buffer that nobody writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.enter = nn.Linear(6, 19)
-        self.leave = nn.Linear(19, 3)
+        self.enter = nn.Linear(6, width)
+        self.leave = nn.Linear(width, 3)
         self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("shift", torch.arange(3.0))
 
@@ -56,9 +56,9 @@ class Network(nn.Module):
 class Job:
     """A small job on this rank, with micro-batches of its own."""
 
-    def __init__(self, strategy: st.Strategy, rank: int, **choices: Any) -> None:
+    def __init__(self, strategy: st.Strategy, rank: int, *, width: int = 19, **choices: Any) -> None:
         torch.manual_seed(3)
-        self.model = Network()
+        self.model = Network(width)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         choices.setdefault("options", st.Options(bucket_bytes=1024))
         self.parallel = st.DataParallel(self.model, optimizer, strategy, micro_batches=2, **choices)

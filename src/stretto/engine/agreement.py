@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.errors import RanksDisagree
+from stretto.digests import digest
+from stretto.errors import RanksDisagree, TransferCorrupt
 from stretto.exchange import Exchange
 from stretto.flat import GradientBuffer
 
 _LENGTH_BYTES = 8
 _SHOWN_CHARACTERS = 300
+_BROADCASTS = 4
+"""How often starting values are sent, where ranks compare digests of what arrived."""
 
 
 def agree(exchange: Exchange, settings: Mapping[str, str], where: str) -> None:
@@ -75,7 +78,15 @@ def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:
     contiguous = tensor.contiguous()
     # As bytes: backends do not know every dtype.
     content = contiguous.view(-1).view(torch.uint8)
-    exchange.wait(exchange.group.broadcast([content], options), "broadcast of rank 0's parameters")
+    for _ in range(_BROADCASTS):
+        exchange.wait(exchange.group.broadcast([content], options), "broadcast of rank 0's parameters")
+        if not exchange.is_verified or len(set(exchange.gather_bytes(digest(content).to_bytes(8)))) == 1:
+            break
+    else:
+        raise TransferCorrupt(
+            f"rank {exchange.rank}, before step 1: rank 0's starting values arrived damaged {_BROADCASTS} times on "
+            "some rank: expected the digest that rank 0 has; look at its links"
+        )
     if contiguous.data_ptr() != tensor.data_ptr():
         tensor.copy_(contiguous)
 

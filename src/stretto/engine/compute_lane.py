@@ -200,11 +200,11 @@ class ComputeLane:
         self._accounts = Accounts(self._strategy.staleness, self._runtime.now())
         self._filling.attach(self._guarded.parameters)
         self._guarded.remember(self._guarded.parameters)
-        self.lane.sentry.forget()
         self.statistics.agree()
         self.steps = self.lane.watch.step = steps
         self.lane.begin_again(round_index)
         self._use_is_known = steps > 0
+        self.lane.sentry.start(steps)
         self.shown = "committed"
         self.votes = []
 
@@ -268,7 +268,7 @@ class ComputeLane:
 
     def hand_over(self) -> Update | None:
         """Land what is in flight; if nothing was, take off with whatever there is."""
-        if self._contribution.count:
+        if self._job is None and self._contribution.count:
             self._inspect_shown()
         if self._in_flight is not None:
             return self.land()
@@ -309,6 +309,7 @@ class ComputeLane:
             What was there, for `show_again`.
         """
         self.check_settled("settling")
+        self._runtime.spawn(self.lane.inspect).result()
         parameters, statistics = None, self.statistics.agreed
         if self.shown == "estimate" or self.lane.has_drifted:
             parameters = [parameter.detach().clone() for parameter in self._guarded.parameters]

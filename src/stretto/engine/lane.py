@@ -74,6 +74,7 @@ class Lane:
         self._waiting = next(self._script)
         self.replicas = Replicas(exchange, owner) if isinstance(self._waiting, Local) else None
         """What this rank does alone, for strategies with `Local`."""
+        sentry.start(step=0)
         # Sums of finished updates, for the next ones: fresh pages would cost more than the arithmetic.
         self._spare_sums: list[list[torch.Tensor]] = []
         self._verdicts: tuple[Verdict, ...] = ()
@@ -153,6 +154,10 @@ class Lane:
             for total in sums:
                 total.zero_()
         return Reduction(gradient, call, statistics, skipped)
+
+    def inspect(self) -> None:
+        """Let guards look at masters and optimizer state before they are shown or saved; all ranks must call."""
+        self.sentry.run("before_step", None, self.watch.step + 1)
 
     def gather_committed(self, flats: list[torch.Tensor], statistics: Statistics) -> list[torch.Tensor]:
         """Fill `flats`, one tensor per flat set, with the committed parameters; all ranks must call.

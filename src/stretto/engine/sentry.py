@@ -33,7 +33,7 @@ from stretto.guards.effects import (
 from stretto.owner import Owner, ReducedGradient
 from stretto.records import Verdict
 
-Moment = Literal["after_reduce", "before_step", "after_update"]
+Moment = Literal["at_start", "after_reduce", "before_step", "after_update"]
 
 
 class Sentry:
@@ -80,7 +80,12 @@ class Sentry:
         for guard in self.guards:
             yield from getattr(guard, moment)()
 
-    def run(self, moment: Moment, job: Job, step: int) -> None:
+    def start(self, step: int) -> None:
+        """Begin with the state as it is, behind `step` updates."""
+        self.forget()
+        self.run("at_start", None, step + 1)
+
+    def run(self, moment: Moment, job: Job | None, step: int) -> None:
         """Perform what all guards ask for at a moment of the `step`-th update."""
         self._step = step
         script = self.ask(moment)
@@ -108,7 +113,7 @@ class Sentry:
         """Take over what the compute lane has found."""
         self._verdicts.extend(verdicts)
 
-    def perform(self, effect: GuardEffect, job: Job) -> Any:
+    def perform(self, effect: GuardEffect, job: Job | None) -> Any:
         """Perform one effect and return its answer."""
         match effect:
             case Fingerprint():
@@ -152,10 +157,10 @@ class Sentry:
     def _where(self) -> str:
         return f"rank {self._exchange.rank}, update {self._step}"
 
-    def _parts(self, job: Job) -> Iterator[tuple[Part, Tensor]]:
+    def _parts(self, job: Job | None) -> Iterator[tuple[Part, Tensor]]:
         """Yield everything that ranks of a replicated strategy hold alike, in an order that all share."""
         yield from self._state()
-        for index, flat in enumerate(job.buffer.flats):
+        for index, flat in enumerate(job.buffer.flats if job is not None else ()):
             yield Part("values to be shown", f"set {index}"), flat
         yield from self._fixed.items()
 

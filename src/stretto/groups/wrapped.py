@@ -14,11 +14,11 @@ class WrappedGroup(OlderNames, dist.ProcessGroup):
 
     Args:
         inner: Performs them.
-        store: Of this group, with a prefix of its own.
+        store: Of this group, with a prefix of its own; None for the inner group's.
         backend_name: By which the subclass is registered.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, store: Store, backend_name: str) -> None:
+    def __init__(self, inner: dist.ProcessGroup, store: Store | None, backend_name: str) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # missing in torch's stub
         self._inner = inner
         self._store = store
@@ -48,7 +48,7 @@ class WrappedGroup(OlderNames, dist.ProcessGroup):
 
     def get_group_store(self) -> Store:
         """The store of this group, with a prefix of its own."""
-        return self._store
+        return self._inner.get_group_store() if self._store is None else self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later collectives."""

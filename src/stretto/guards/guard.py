@@ -20,6 +20,7 @@ class Guard(ABC):
         are not collective.
 
     Note [When]
+        at_start        before the first update, and whenever state has been loaded from a checkpoint;
         after_reduce    once per round, when the round's gradient has been summed;
         before_step     ahead of every `Step` and every `Preview`, before the reduced gradient, masters and optimizer
                         state are read again;
@@ -43,6 +44,13 @@ class Guard(ABC):
     @abstractmethod
     def after_update(self) -> GuardScript:
         """Yield what is to be done at the end of an update."""
+
+    def at_start(self) -> GuardScript:
+        """Yield what is to be done with the state that training starts from; nothing, unless overridden.
+
+        No values have been published yet, so `Fingerprint` and `Copy` may not be asked for.
+        """
+        yield from ()
 
     def after_reduce(self) -> GuardScript:
         """Yield what is to be done when a gradient has been summed; nothing, unless overridden."""

@@ -23,6 +23,10 @@ class AtRest(Guard):
     name = "rest"
     watches_shown = True
 
+    def at_start(self) -> GuardScript:
+        """Seal the state that training starts from."""
+        yield Seal("state")
+
     def after_update(self) -> GuardScript:
         """Seal the state as the update leaves it."""
         yield Seal("state")

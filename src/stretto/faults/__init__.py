@@ -1,0 +1,21 @@
+"""Faults as data, and what puts them into a running job: to measure what guards notice."""
+
+from stretto.faults.group import FaultyGroup, register_faulty
+from stretto.faults.injector import Application, Injector
+from stretto.faults.memory import strike_memory
+from stretto.faults.plan import EXTENTS, LASTS, PATTERNS, SITES, Fault, FaultPlan, draw_fault
+
+__all__ = [
+    "EXTENTS",
+    "LASTS",
+    "PATTERNS",
+    "SITES",
+    "Application",
+    "Fault",
+    "FaultPlan",
+    "FaultyGroup",
+    "Injector",
+    "draw_fault",
+    "register_faulty",
+    "strike_memory",
+]

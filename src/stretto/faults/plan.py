@@ -1,0 +1,162 @@
+"""What goes wrong, where, when and how: frozen, so that a run with faults can be repeated to the bit."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from stretto.errors import ConfigError
+
+WireSite = Literal["contribution", "gathered values", "all-reduced values", "broadcast values", "roll call"]
+MemorySite = Literal[
+    "gradient",
+    "sum",
+    "reduced gradient",
+    "masters",
+    "optimizer state",
+    "step",
+    "published values",
+    "shown parameters",
+]
+Site = WireSite | MemorySite
+Lasts = Literal["once", "sticky", "bursts"]
+Extent = Literal["element", "run", "fraction", "chunk", "all"]
+Pattern = Literal[
+    "flip",
+    "word",
+    "nan",
+    "infinity",
+    "zero",
+    "sign",
+    "scale",
+    "power",
+    "huge",
+    "stale",
+    "shifted",
+    "duplicated",
+    "swapped",
+    "misread",
+    "noise",
+]
+
+WIRE_SITES: tuple[str, ...] = get_args(WireSite)
+MEMORY_SITES: tuple[str, ...] = get_args(MemorySite)
+SITES = WIRE_SITES + MEMORY_SITES
+LASTS: tuple[str, ...] = get_args(Lasts)
+EXTENTS: tuple[str, ...] = get_args(Extent)
+PATTERNS: tuple[str, ...] = get_args(Pattern)
+
+_WORD_PATTERNS: tuple[Pattern, ...] = ("flip", "word", "nan")
+_WORD_WEIGHTS = (80, 19, 1)
+"""By which damaged words are drawn: single and few bits most, NaN and infinity one in a hundred."""
+_CHUNK_PATTERNS: tuple[Pattern, ...] = ("zero", "stale", "shifted", "duplicated", "swapped", "misread")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One cause of damage on one rank.
+
+    An *opportunity* is one moment at which the site holds something that can be damaged: a collective that
+    completes, a sum that is done, a micro-batch that ends. Opportunities of a site are counted from 0 on each rank.
+    """
+
+    site: Site
+    """What is damaged. On the wire, as it arrives: contributions to a sum, gathered values, all-reduced and broadcast
+    values, records of the roll call. In memory: the gradient between micro-batches, the owner's sum, the reduced
+    gradient before the step, masters and optimizer state between updates, masters right after the optimizer has
+    stepped them ("step"), published values before they are sent, parameters that the model shows."""
+    rank: int
+    """Whose memory."""
+    instant: int = 0
+    """The first opportunity that is hit, from 0."""
+    lasts: Lasts = "once"
+    """Once; every later opportunity too ("sticky"); or those of every other run of `burst` opportunities."""
+    rate: float = 1.0
+    """Share of the opportunities hit while a fault that lasts is on, drawn from the seed."""
+    burst: int = 5
+    """Opportunities that a burst lasts, and the pause after it."""
+    extent: Extent = "element"
+    """How much of one tensor: one element; four neighbours; `fraction` of all, scattered; `chunk_bytes` in a row;
+    everything."""
+    fraction: float = 1e-3
+    """Share of elements for that extent, at least one element."""
+    chunk_bytes: int = 4096
+    """Length for that extent, at most the tensor."""
+    pattern: Pattern = "flip"
+    """What becomes of the values; `stretto.faults.patterns` says how."""
+    bits: int = 1
+    """Bits flipped in every element, for "flip"."""
+    variance: float = 1e-2
+    """Of the Gaussian added per element, for "noise"."""
+    seed: int = 0
+    """Which elements, which bits, which opportunities."""
+
+    def __post_init__(self) -> None:
+        for field, known in _CHOICES.items():
+            if getattr(self, field) not in known:
+                raise ConfigError(
+                    f"Fault({field}={getattr(self, field)!r}): expected one of {', '.join(known)}"
+                )
+        if min(self.rank, self.instant) < 0 or min(self.burst, self.bits, self.chunk_bytes) < 1:
+            raise ConfigError(
+                f"{self}: expected a rank and instant from 0, burst, bits and chunk_bytes from 1"
+            )
+        if not 0 < self.rate <= 1 or not 0 < self.fraction <= 1 or self.variance < 0:
+            raise ConfigError(f"{self}: expected 0 < rate, fraction <= 1 and a variance of at least 0")
+
+    def is_on(self, opportunity: int) -> bool:
+        """Return whether this opportunity is hit."""
+        since = opportunity - self.instant
+        if since < 0 or (since > 0 and self.lasts == "once"):
+            return False
+        if self.lasts == "bursts" and since // self.burst % 2 == 1:
+            return False
+        return self.rate == 1.0 or random.Random(f"{self.seed}/{opportunity}").random() < self.rate
+
+
+_CHOICES = {"site": SITES, "lasts": LASTS, "extent": EXTENTS, "pattern": PATTERNS}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """All that goes wrong in one run."""
+
+    faults: tuple[Fault, ...] = ()
+
+    def of_rank(self, rank: int) -> tuple[Fault, ...]:
+        """Return the faults of one rank."""
+        return tuple(fault for fault in self.faults if fault.rank == rank)
+
+
+def draw_fault(seed: int, sites: Sequence[Site], world_size: int, opportunities: int) -> Fault:
+    """Draw one fault that strikes once; the same for the same arguments.
+
+    Half are damaged words, with the weights found on faulty devices; half are what faulty software makes of a chunk.
+
+    Args:
+        seed: Of the draw, and of the fault.
+        sites: To choose from.
+        world_size: Ranks to choose from.
+        opportunities: Bound of the instant.
+    """
+    chance = random.Random(seed)
+    site, rank, instant = chance.choice(sites), chance.randrange(world_size), chance.randrange(opportunities)
+    if chance.random() < 0.5:
+        return Fault(
+            site=site,
+            rank=rank,
+            instant=instant,
+            extent="element" if chance.random() < 0.5 else "run",
+            pattern=chance.choices(_WORD_PATTERNS, _WORD_WEIGHTS)[0],
+            bits=chance.choice((1, 2, 3, 4)),
+            seed=seed,
+        )
+    return Fault(
+        site=site,
+        rank=rank,
+        instant=instant,
+        extent="chunk",
+        chunk_bytes=chance.choice((64, 512, 4096, 65536)),
+        pattern=chance.choice(_CHUNK_PATTERNS),
+        seed=seed,
+    )

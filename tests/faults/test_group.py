@@ -1,0 +1,98 @@
+"""The faulty group damages what collectives bring, also under PyTorch's own DistributedDataParallel."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from stretto.errors import ConfigError
+from stretto.faults import Fault, FaultPlan, FaultyGroup, register_faulty
+from tests.docs.pages import DOCS, code_blocks
+from tests.processes import run_ranks
+
+
+def stock_training(rank: int, plan: FaultPlan) -> tuple[list[torch.Tensor], list[bool]]:
+    """Train with stock DDP on a faulty group; return parameters, and which applications changed bits."""
+    register_faulty(plan)
+    group = dist.new_group(backend="faulty")
+    assert isinstance(group, FaultyGroup)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=batches)).square().mean().backward()
+        optimizer.step()
+    final = [parameter.detach().clone() for parameter in model.parameters()]
+    return final, [application.changed for application in group.injector.applications]
+
+
+def clean_and_struck(rank: int) -> list[tuple[list[torch.Tensor], list[bool]]]:
+    fault = Fault(site="all-reduced values", rank=1, instant=2, pattern="sign", seed=2)
+    return [stock_training(rank, FaultPlan()), stock_training(rank, FaultPlan((fault,)))]
+
+
+def test_stock_ddp_goes_on_with_replicas_that_differ_and_says_nothing() -> None:
+    (clean, struck), (other_clean, other_struck) = run_ranks(2, clean_and_struck)
+    assert all(torch.equal(a, b) for a, b in zip(clean[0], other_clean[0], strict=True))
+    assert (struck[1], other_struck[1]) == ([], [True])
+    assert not all(torch.equal(a, b) for a, b in zip(struck[0], other_struck[0], strict=True))
+
+
+COLLECTIVES = ("contribution", "gathered values", "broadcast values", "all-reduced values", "roll call")
+
+
+def every_collective(rank: int) -> dict[str, list[bool]]:
+    """Call the collectives that sites are named after; return where this rank's results were damaged."""
+    changed = {}
+    for site in COLLECTIVES:
+        register_faulty(FaultPlan((Fault(site=site, rank=1, pattern="huge"),)))
+        group: Any = dist.new_group(backend="faulty")
+        ones, four = torch.ones(4), torch.zeros(4)
+        group.alltoall_base(four, ones, [], []).wait()
+        damaged = {"contribution": bool((four != 1).any())}
+        group.all_gather_single(torch.zeros(8), ones).wait()
+        eight = torch.zeros(8)
+        group.all_gather_single(eight, ones).get_future().wait()
+        damaged["gathered values"] = site == "gathered values" and bool(group.injector.applications)
+        group.broadcast([ones], dist.BroadcastOptions()).wait()
+        damaged["broadcast values"] = bool((ones != 1).any())
+        two = torch.ones(4)
+        group.allreduce([two]).wait()
+        damaged["all-reduced values"] = bool((two != 2).any())
+        record = torch.zeros(16, dtype=torch.uint8)
+        group.all_gather_single(record, torch.ones(8, dtype=torch.uint8)).wait()
+        damaged["roll call"] = bool((record != 1).any())
+        changed[site] = [name for name, is_damaged in damaged.items() if is_damaged]
+    return changed
+
+
+def test_every_site_damages_its_own_collective_on_its_own_rank() -> None:
+    healthy, struck = run_ranks(2, every_collective)
+    assert healthy == {site: [] for site in COLLECTIVES}
+    assert struck == {site: [site] for site in COLLECTIVES}
+
+
+def run_page(rank: int, port: int) -> bool:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    names: dict[str, Any] = {"torch": torch, "store": store, "rank": rank}
+    for block in code_blocks(DOCS / "guards.md", "tests/faults/test_group.py"):
+        exec(compile(block, "guards.md", "exec"), names)
+    values = [torch.ones(6) for _ in range(4)]
+    for tensor in values:
+        dist.all_reduce(tensor)
+    return [bool((tensor != 2).any()) for tensor in values] == [False, False, rank == 1, False]
+
+
+def test_the_page_damages_the_third_all_reduce_of_rank_1() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_ranks(2, run_page, store.port, backend=None) == [True, True]
+
+
+def test_a_name_of_torchs_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gloo"):
+        register_faulty(FaultPlan(), "gloo")

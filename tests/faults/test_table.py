@@ -1,0 +1,160 @@
+"""The table in docs/guards.md is what happens: every fault, in every strategy, with all guards that apply."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from stretto.faults import Fault
+from stretto.faults.plan import SITES, Site
+from tests.docs.pages import DOCS, table
+from tests.faults.struck import Case, Outcome, equal, run_all
+from tests.guards.watched import STRATEGIES
+from tests.processes import run_ranks
+
+WORLD_SIZE = 3
+RANK = 1
+"""Whose memory is damaged, in every case."""
+
+SITES_OF_ROWS: dict[str, Site] = {
+    "starting values on their way": "broadcast values",
+    "contribution on its way": "contribution",
+    "gathered values on their way": "gathered values",
+    "roll call on its way": "roll call",
+    "sum on its owner": "sum",
+    "reduced gradient at rest": "reduced gradient",
+    "masters at rest": "masters",
+    "optimizer state at rest": "optimizer state",
+    "masters while they are stepped": "step",
+    "values to be sent, before they are sealed": "published values",
+    "parameters the model shows": "shown parameters",
+    "gradient while it accumulates": "gradient",
+}
+GROUPS = {
+    "all": tuple(STRATEGIES),
+    "replicated": ("ddp",),
+    "sharded": tuple(name for name in STRATEGIES if name != "ddp"),
+}
+EXTENTS = {"element": ("element",), "chunk": ("chunk",), "any": ("element", "chunk")}
+INSTANTS: dict[Site, int] = {"roll call": 9, "optimizer state": 2}
+"""The opportunity that is hit, where it is not the second: after the start, and once there is state."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the table, for one strategy and extent."""
+
+    case: Case
+    seen_by: str
+    named: str
+    final: str
+
+
+def expected_rows() -> list[Row]:
+    """Return the rows of the page, one by one."""
+    return [
+        Row(
+            case=Case(strategy=strategy, fault=fault(SITES_OF_ROWS[row["what is damaged"]], extent)),
+            seen_by=row["seen by"],
+            named=row["named"],
+            final=row["final parameters"].split(":")[0],
+        )
+        for row in table(DOCS / "guards.md", "tests/faults/test_table.py")
+        for strategy in GROUPS[row["strategies"]]
+        for extent in EXTENTS[row["how much"]]
+    ]
+
+
+def fault(site: Site, extent: str) -> Fault:
+    """Return a fault that surely changes bits, and no value into one that is not finite: that would be seen anyway."""
+    instant = INSTANTS.get(site, 1)
+    if extent == "element":
+        return Fault(site=site, rank=RANK, instant=instant, extent="element", pattern="sign", seed=4)
+    return Fault(
+        site=site, rank=RANK, instant=instant, extent="chunk", chunk_bytes=10**6, pattern="sign", seed=4
+    )
+
+
+ROWS = expected_rows()
+CLEAN = [Case(strategy=name, fault=None, guarded=guarded) for name in STRATEGIES for guarded in (True, False)]
+
+
+@functools.cache
+def outcomes() -> list[list[Outcome]]:
+    """Return what every rank saw of all clean cases, then of all rows."""
+    cases = [*CLEAN, *(row.case for row in ROWS)]
+    return run_ranks(WORLD_SIZE, run_all, cases, timeout_seconds=110.0)
+
+
+def found(index: int) -> list[Outcome]:
+    """Return what every rank saw of a row."""
+    return [of_rank[len(CLEAN) + index] for of_rank in outcomes()]
+
+
+def clean(strategy: str, rank: int = 0) -> Outcome:
+    """Return a clean and guarded run."""
+    return outcomes()[rank][CLEAN.index(Case(strategy=strategy, fault=None))]
+
+
+def describe(index: int) -> str:
+    """Return a name for a row."""
+    case = ROWS[index].case
+    assert case.fault is not None
+    return f"{case.strategy}-{case.fault.site}-{case.fault.extent}"
+
+
+EVERY_ROW = pytest.mark.parametrize("index", range(len(ROWS)), ids=describe)
+
+
+def test_every_site_of_a_fault_that_our_exchanges_have_is_in_the_table() -> None:
+    # An all-reduce of the backend's own is what no verified exchange uses.
+    assert set(SITES_OF_ROWS.values()) == set(SITES) - {"all-reduced values"}
+    pairs = {(row.case.strategy, row.case.fault.site) for row in ROWS if row.case.fault is not None}
+    assert pairs == {(name, site) for name in STRATEGIES for site in SITES_OF_ROWS.values()}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_guards_change_nothing_and_say_nothing_where_nothing_is_wrong(name: str) -> None:
+    unguarded = outcomes()[0][CLEAN.index(Case(strategy=name, fault=None, guarded=False))]
+    assert equal(clean(name), unguarded)
+    assert clean(name).verdicts == []
+
+
+@EVERY_ROW
+def test_the_fault_is_there(index: int) -> None:
+    assert [application.changed for application in found(index)[RANK].applications] == [True]
+
+
+@EVERY_ROW
+def test_it_is_seen_by_whom_the_table_says(index: int) -> None:
+    row, results = ROWS[index], found(index)
+    if row.final == "error":
+        assert all(result.error is not None for result in results)
+        return
+    assert [result.error for result in results] == [None] * WORLD_SIZE
+    assert all(result.verdicts == results[0].verdicts for result in results)
+    # Starting values are sent again before there is anything to report to.
+    silent = row.seen_by == "-" or row.named == "-"
+    assert {verdict.guard for verdict in results[0].verdicts} == (set() if silent else {row.seen_by})
+
+
+@EVERY_ROW
+def test_it_is_laid_to_the_right_rank_or_link(index: int) -> None:
+    row, results = ROWS[index], found(index)
+    if row.named == "rank":
+        assert {verdict.ranks for verdict in results[0].verdicts} == {(RANK,)}
+    if row.named == "link":
+        links = [verdict.link for verdict in results[0].verdicts]
+        assert all(link is not None and link[1] == RANK for link in links)
+        assert [verdict.ranks for verdict in results[0].verdicts] == [(link[0],) for link in links if link]
+    if row.final == "error":
+        own = results[RANK].error
+        assert own is not None
+        assert f"rank {RANK}" in own
+
+
+@EVERY_ROW
+def test_the_final_parameters_are_what_the_table_says(index: int) -> None:
+    row, results = ROWS[index], found(index)
+    same = {equal(result, clean(row.case.strategy, rank)) for rank, result in enumerate(results)}
+    assert same == {row.final == "identical"}
