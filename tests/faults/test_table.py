@@ -1,4 +1,4 @@
-"""The table in docs/guards.md is what happens: every fault, in every strategy, with all guards that apply."""
+"""The table in docs/guards.md is what happens: every fault, with all guards that apply."""
 
 import dataclasses
 import functools
@@ -75,8 +75,11 @@ def fault(site: Site, extent: str) -> Fault:
     )
 
 
-ROWS = expected_rows()
-CLEAN = [Case(strategy=name, fault=None, guarded=guarded) for name in STRATEGIES for guarded in (True, False)]
+ALL_ROWS = expected_rows()
+TRIED = ("ddp", "acco")
+"""Strategies that the rows are tried on: the replicated one, and the sharded one with most going on in an update."""
+ROWS = [row for row in ALL_ROWS if row.case.strategy in TRIED]
+CLEAN = [Case(strategy=name, fault=None, guarded=guarded) for name in TRIED for guarded in (True, False)]
 
 
 @functools.cache
@@ -109,11 +112,11 @@ EVERY_ROW = pytest.mark.parametrize("index", range(len(ROWS)), ids=describe)
 def test_every_site_of_a_fault_that_our_exchanges_have_is_in_the_table() -> None:
     # An all-reduce of the backend's own is what no verified exchange uses.
     assert set(SITES_OF_ROWS.values()) == set(SITES) - {"all-reduced values"}
-    pairs = {(row.case.strategy, row.case.fault.site) for row in ROWS if row.case.fault is not None}
+    pairs = {(row.case.strategy, row.case.fault.site) for row in ALL_ROWS if row.case.fault is not None}
     assert pairs == {(name, site) for name in STRATEGIES for site in SITES_OF_ROWS.values()}
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", TRIED)
 def test_guards_change_nothing_and_say_nothing_where_nothing_is_wrong(name: str) -> None:
     unguarded = outcomes()[0][CLEAN.index(Case(strategy=name, fault=None, guarded=False))]
     assert equal(clean(name), unguarded)
