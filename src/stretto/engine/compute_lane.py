@@ -309,7 +309,7 @@ class ComputeLane:
             What was there, for `show_again`.
         """
         self.check_settled("settling")
-        self._runtime.spawn(self.lane.inspect).result()
+        self.lane.inspect()  # at rest, so that any thread may
         parameters, statistics = None, self.statistics.agreed
         if self.shown == "estimate" or self.lane.has_drifted:
             parameters = [parameter.detach().clone() for parameter in self._guarded.parameters]
