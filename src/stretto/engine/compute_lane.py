@@ -76,7 +76,6 @@ class ComputeLane:
         self._accounts = Accounts(strategy.staleness, runtime.now())
         self._arrived = self._use_is_known = False
         self._verdicts: list[Verdict] = []
-        """Found in the model's parameters, for the next job."""
         guarded.hook(
             on_gradient=self._note_gradient,
             on_forward=self._before_forward,
