@@ -1,7 +1,7 @@
 """Stretto: data-parallel training that keeps every device busy and every replica honest."""
 
 from stretto import echo, errors
-from stretto.echo import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready
+from stretto.echo import Auto, Bernoulli, EchoDataset, EchoLoader, EchoOptions, Even, Ready, diagnose
 from stretto.engine import Clock, Options
 from stretto.errors import StrettoError
 from stretto.guards import AtRest, Guard, ReplicaGuard
@@ -18,6 +18,7 @@ __all__ = [
     "Bernoulli",
     "Clock",
     "DataParallel",
+    "EchoDataset",
     "EchoLoader",
     "EchoOptions",
     "Even",
@@ -32,6 +33,7 @@ __all__ = [
     "Verdict",
     "WeightPrediction",
     "ZeRO1",
+    "diagnose",
     "echo",
     "errors",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from stretto.echo.intake import Intake
 from stretto.engine import Clock, Options, start_lanes
 from stretto.engine.roll_call import Vote
 from stretto.engine.state import JobState, State
@@ -80,6 +81,7 @@ class DataParallel:
         self._until: Literal["any", "all"] = "any"
         self._samples_fed: int | None = None
         self._exhausted = False
+        self._intake = Intake()
         watch = Watch(self._group, self.options.timeout_seconds)
         try:
             self.compute = start_lanes(
@@ -126,12 +128,13 @@ class DataParallel:
         """
         with self.compute.running():
             self._begin_feed(until)
+            self._intake.begin(loader)
             batches = iter(loader)
         nothing = object()
         batch: Any = nothing
         counted = -1
         while not self._should_end():
-            following = nothing if self._exhausted else next(batches, nothing)
+            following = nothing if self._exhausted else self._intake.take(batches, nothing)
             with self.compute.running():
                 if following is nothing:
                     was_idle = self._exhausted and self.compute.num_contributions == counted
@@ -264,7 +267,7 @@ class DataParallel:
             while not (self.compute.is_at_rest and self.compute.votes == [Vote.DRAIN] * self.world_size):
                 update = self.compute.hand_over()
                 if update is not None:
-                    updates.append(update)
+                    updates.append(self._intake.fill(update))
             self.compute.show_committed()
             self.compute.close()
         return updates
@@ -285,7 +288,10 @@ class DataParallel:
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
         if samples is None:
             samples = 1 if self._samples_fed is None else self._samples_fed
-        return self.compute.contribute(weight, loss, samples)
+        if loss is not None:
+            self._intake.note_loss(loss, weight)
+        update = self.compute.contribute(weight, loss, samples)
+        return None if update is None else self._intake.fill(update)
 
     def _effective_weight(self, weight: float) -> float:
         if not 0 <= weight < float("inf"):

@@ -52,7 +52,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """One committed optimizer update, the same on every rank but for this rank's own times and bytes."""
+    """One committed optimizer update, the same on every rank but for this rank's own times, bytes and batches."""
 
     step: int
     """Committed updates so far, from 1: what learning-rate schedules count."""
@@ -89,6 +89,17 @@ class Update:
     There this rank's own samples, weight and loss stand here; the update with gap 0 brings those of the others."""
     verdicts: tuple[Verdict, ...] = ()
     """What guards and the verified exchange have found since the previous update, on any rank."""
+
+    fresh: int = 0
+    """Batches that `feed` gave this rank since the previous update and that it had not given before."""
+    echoed: int = 0
+    """Batches that `feed` gave this rank since the previous update for another use."""
+    uses: tuple[int, ...] = ()
+    """The use of each of these, in their order: 1 for the first."""
+    first_use_loss: float = math.nan
+    """Mean loss of this rank's micro-batches at their first use, weighted; nan without an `EchoLoader`."""
+    wait_seconds: float = 0.0
+    """Part of `seconds` in which `feed` waited for the loader, on this rank."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; a number that is not finite becomes None."""

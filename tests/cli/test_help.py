@@ -9,7 +9,7 @@ import pytest
 from stretto.cli import main
 from stretto.cli.options import field_docs
 from stretto.recipes import RECIPES
-from stretto.train.configuration import CompareConfig, RunConfig
+from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.simulation import SimulateConfig
 
 
@@ -21,7 +21,7 @@ def configurations(value: Any) -> Iterator[Any]:
             yield from configurations(getattr(value, field.name))
 
 
-@pytest.mark.parametrize("kind", [RunConfig, CompareConfig, SimulateConfig])
+@pytest.mark.parametrize("kind", [RunConfig, CompareConfig, DiagnoseConfig, SimulateConfig])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_field_has_a_docstring(kind: Any, recipe: str) -> None:
     for configuration in configurations(kind(task=RECIPES[recipe]())):
@@ -29,7 +29,7 @@ def test_every_field_has_a_docstring(kind: Any, recipe: str) -> None:
         assert [field.name for field in dataclasses.fields(configuration) if not docs.get(field.name)] == []
 
 
-@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize("command", ["train", "compare", "diagnose"])
 def test_the_help_lists_every_option_with_its_explanation(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from stretto.cli.options import parse_options
 from stretto.train.arms import parse_arms
-from stretto.train.configuration import CompareConfig, RunConfig
+from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.simulation import SimulateConfig
 from tests.docs.pages import commands, pages
 
@@ -21,6 +21,8 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
         _, simulation = parse_options("simulate", rest, lambda task: SimulateConfig(task=task))
         simulation.as_run()
         simulation.cluster()
+    elif command == "diagnose":
+        parse_options("diagnose", rest, lambda task: DiagnoseConfig(task=task))
     else:
         assert command == "compare"
         _, comparison = parse_options("compare", rest, lambda task: CompareConfig(task=task))
@@ -28,4 +30,4 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
 
 
 def test_the_pages_print_commands() -> None:
-    assert {words[0] for words in COMMANDS} == {"train", "compare", "simulate"}
+    assert {words[0] for words in COMMANDS} == {"train", "compare", "simulate", "diagnose"}

@@ -73,6 +73,7 @@ def test_a_recorder_writes_updates_with_all_their_fields_and_evaluations_beside_
         "micro_batches": [4, 4],
         "rounds": [[4, 4]],
         "learning_rates": [0.1, 0.2],
+        "uses": [],
         "loss": None,
         "training_seconds": 1.5,
     }

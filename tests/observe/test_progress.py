@@ -71,3 +71,15 @@ def test_the_panel_shows_loss_speed_exposure_the_lane_and_the_time_left() -> Non
     shown = console.file.getvalue()
     for part in ("3/10, 0:14 left", "2.0000", "50 samples/s", "12.5% of the time", "25% busy, 1.5 MB/s"):
         assert part in shown
+
+
+def test_echoes_and_waits_have_a_place_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(HEADER)
+    for step in range(1, 4):
+        progress.updated(update(step, fresh=1, echoed=3, first_use_loss=3.0, wait_seconds=0.5), 2.0 * step)
+    progress.close()
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .endswith("left  25% fresh batches, loss on them 3.0000  wait 25.0%")
+    )

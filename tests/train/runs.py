@@ -18,7 +18,15 @@ from stretto.train.seat import Seat, host_store
 from stretto.train.workers import run_workers
 from tests.train.tiny import Tiny
 
-OWN = {"seconds", "lane_seconds", "exposed_seconds", "training_seconds", "cpu_seconds", "sent_bytes"}
+OWN = {
+    "seconds",
+    "lane_seconds",
+    "exposed_seconds",
+    "training_seconds",
+    "cpu_seconds",
+    "sent_bytes",
+    "wait_seconds",
+}
 """Fields of a record that two equal runs do not share: what a rank measured. A checkpoint is traffic too."""
 
 

@@ -10,6 +10,7 @@ commands:
   train      train a recipe on local workers, or as a rank of torchrun
   compare    run strategies side by side on the same link
   simulate   train a recipe on a virtual cluster of many ranks
+  diagnose   measure whether the input is the bottleneck, and what an echo would gain
 
 `stretto COMMAND` lists the recipes, `stretto COMMAND RECIPE --help` all options.
 """
@@ -32,11 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if words else MISUSED
     # Not earlier: the help needs none of what the commands are made of.
     from stretto.cli.compare import compare_command
+    from stretto.cli.diagnose import diagnose_command
     from stretto.cli.simulate import simulate_command
     from stretto.cli.train import train_command
     from stretto.errors import ConfigError, StrettoError, UnknownName
 
-    commands = {"train": train_command, "compare": compare_command, "simulate": simulate_command}
+    commands = {
+        "train": train_command,
+        "compare": compare_command,
+        "simulate": simulate_command,
+        "diagnose": diagnose_command,
+    }
     try:
         if words[0] not in commands:
             raise UnknownName(f"no command is called {words[0]!r}; there are {', '.join(commands)}")

@@ -56,6 +56,11 @@ def _print_outcome(outcome: Outcome, run: RunConfig[TaskConfig]) -> None:
         + ("" if rate is None else f", {rate:,.0f} samples/s")
     )
     print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
+    if outcome.echoed_batches or run.slow_loader != "none":
+        print(
+            f"rank 0 took {outcome.fresh_batches} batches, used {outcome.echoed_batches} again and waited "
+            f"{outcome.wait_seconds:.1f} s for data"
+        )
     if outcome.accuracy is not None:
         print(f"held-out accuracy {outcome.accuracy:.1%}")
     if outcome.sample is not None:

@@ -3,6 +3,8 @@
 from stretto.echo.auto import Auto
 from stretto.echo.bernoulli import Bernoulli
 from stretto.echo.chooser import Plan
+from stretto.echo.dataset import EchoDataset
+from stretto.echo.diagnosis import Diagnosis, diagnose
 from stretto.echo.even import Even
 from stretto.echo.loader import EchoLoader
 from stretto.echo.options import EchoOptions
@@ -14,6 +16,8 @@ __all__ = [
     "Auto",
     "Bernoulli",
     "Cosine",
+    "Diagnosis",
+    "EchoDataset",
     "EchoLoader",
     "EchoOptions",
     "Even",
@@ -23,4 +27,5 @@ __all__ = [
     "Ready",
     "Replay",
     "Schedule",
+    "diagnose",
 ]

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,16 @@ class _Averages:
     lane_share: float
     bytes_per_second: float
     seconds_per_update: float
+    first_use_loss: float
+    """nan without an echo."""
+    fresh_share: float
+    """1 without an echo."""
+    wait_share: float
+
+    @property
+    def shows_data(self) -> bool:
+        """Whether the data deserve a place: batches are echoed, or waited for noticeably."""
+        return self.fresh_share < 1 or self.wait_share >= 0.01
 
 
 class Progress:
@@ -95,7 +106,7 @@ class Progress:
         if len(self._recent) < 2:
             return [("update", "waiting for the first ones"), ("held-out", self._heldout)]
         averages = self._averages()
-        return [
+        rows = [
             ("update", f"{self._step_text()}, {self._left_text(averages)} left"),
             ("loss", f"{averages.loss:.4f}"),
             ("held-out", self._heldout),
@@ -103,6 +114,9 @@ class Progress:
             ("exposed", f"{averages.exposed_share:.1%} of the time waits for communication"),
             ("lane", f"{averages.lane_share:.0%} busy, {averages.bytes_per_second / 1e6:,.1f} MB/s sent"),
         ]
+        if averages.shows_data:
+            rows.append(("data", f"{_fresh(averages)}; {averages.wait_share:.1%} of the time waits for them"))
+        return rows
 
     def _print_last_line(self) -> None:
         if self._recent and self._shown_step != self._recent[-1][0].step:
@@ -128,6 +142,8 @@ class Progress:
                 f"lane {averages.lane_share:.0%}  {averages.bytes_per_second / 1e6:,.1f} MB/s  "
                 f"{self._left_text(averages)} left"
             )
+            if averages.shows_data:
+                text += f"  {_fresh(averages)}  wait {averages.wait_share:.1%}"
         print(text, flush=True)
 
     def _averages(self) -> _Averages:
@@ -141,6 +157,12 @@ class Progress:
             lane_share=sum(update.lane_seconds for update in updates) / seconds,
             bytes_per_second=sum(update.sent_bytes for update in updates) / seconds,
             seconds_per_update=seconds / len(updates),
+            first_use_loss=_mean([update.first_use_loss for update in updates]),
+            fresh_share=sum(update.fresh for update in updates)
+            / max(1, sum(update.fresh + update.echoed for update in updates))
+            if any(update.echoed for update in updates)
+            else 1.0,
+            wait_share=sum(update.wait_seconds for update in updates) / seconds,
         )
 
     def _step_text(self) -> str:
@@ -167,6 +189,16 @@ class Progress:
             if planned
         ]
         return min(1.0, max(shares, default=0.0))
+
+
+def _fresh(averages: _Averages) -> str:
+    return f"{averages.fresh_share:.0%} fresh batches, loss on them {averages.first_use_loss:.4f}"
+
+
+def _mean(losses: list[float]) -> float:
+    """Return the mean of the losses that are known; an update may hold no first use."""
+    known = [loss for loss in losses if math.isfinite(loss)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def _time_left(

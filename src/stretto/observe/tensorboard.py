@@ -1,5 +1,6 @@
 """TensorBoard events, with the optional package of that name."""
 
+import math
 from pathlib import Path
 
 from stretto.errors import MissingExtra
@@ -35,6 +36,11 @@ class TensorBoard:
         self._add("speed/exposed_share", update.exposed_seconds / update.seconds, update.step)
         self._add("speed/lane_share", update.lane_seconds / update.seconds, update.step)
         self._add("speed/sent_bytes", update.sent_bytes, update.step)
+        self._add("data/wait_share", update.wait_seconds / update.seconds, update.step)
+        if update.echoed or update.fresh:
+            self._add("data/fresh_share", update.fresh / (update.fresh + update.echoed), update.step)
+        if math.isfinite(update.first_use_loss):
+            self._add("train/first_use_loss", update.first_use_loss, update.step)
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
         """See `Observer.evaluated`."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from stretto.echo.intake import Intake
 from stretto.errors import ConfigError
 from stretto.groups import SoloGroup, ThrottledGroup, private_group, release
 from stretto.peers.tally import Tally, Totals
@@ -58,6 +59,7 @@ class Peer:
         self.rounds = 0
         self._control = dist.new_group(backend="gloo") if dist.is_initialized() else SoloGroup()
         self._tally = Tally()
+        self._intake = Intake()
         self._until: Literal["any", "all"] = "any"
         self._ended = False
         self._sent_to_start = 0
@@ -106,10 +108,11 @@ class Peer:
     def feed(self, loader: Iterable[Batch], until: Literal["any", "all"] = "any") -> Iterator[Batch]:
         """Yield micro-batches until all ranks end at the same update; as `DataParallel.feed`."""
         self._until = until
+        self._intake.begin(loader)
         batches, nothing = iter(loader), object()
         batch: Any = nothing
         while not self._ended:
-            following: Any = nothing if self._tally.exhausted else next(batches, nothing)
+            following: Any = nothing if self._tally.exhausted else self._intake.take(batches, nothing)
             if following is not nothing:
                 batch = following
             elif batch is nothing:
@@ -123,6 +126,7 @@ class Peer:
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int = 1) -> Update | None:
         """Run one micro-batch's backward pass; return the update that it completed, if it did."""
         self._tally.add(loss, 0.0 if self._tally.exhausted else weight, samples)
+        self._intake.note_loss(loss, 0.0 if self._tally.exhausted else weight)
         is_last = self._tally.micro_batches == self.micro_batches
         totals = self.agree(self._tally) if is_last else None
         share = 0.0 if self._tally.exhausted else weight / self.micro_batches
@@ -180,7 +184,7 @@ class Peer:
             self.step()
             self.steps += 1
         self.optimizer.zero_grad()
-        return self._record(totals, norm, rates) if totals.weight > 0 else None
+        return self._intake.fill(self._record(totals, norm, rates)) if totals.weight > 0 else None
 
     def _scale_and_clip(self, scale: float) -> float:
         """Return the gradients' norm before clipping; nan without clipping: a stock loop does not compute it."""

@@ -102,9 +102,9 @@ class MicroBatches(Generic[Batch]):
             ConfigError: The state is of another order, rank or world size (`reshard` it first).
         """
         found = self.state_dict()
-        differing = [key for key in found if key != "consumed" and state[key] != found[key]]
+        differing = [key for key in found if key != "consumed" and state.get(key) != found[key]]
         if differing:
-            saved = ", ".join(f"{key} {state[key]}" for key in differing)
+            saved = ", ".join(f"{key} {state.get(key)}" for key in differing)
             here = ", ".join(f"{key} {found[key]}" for key in differing)
             raise errors.ConfigError(
                 f"rank {self.rank}: the saved data order does not continue here: saved with {saved}, "

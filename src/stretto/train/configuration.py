@@ -3,10 +3,12 @@
 import dataclasses
 from typing import Generic, Literal, TypeVar
 
+from stretto.echo.text import parse_plan
 from stretto.engine import Clock, Options
 from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto.recipes import TaskConfig
+from stretto.train.slow_loader import SlowStore
 
 TaskT = TypeVar("TaskT", bound=TaskConfig)
 
@@ -43,6 +45,11 @@ class Job(Options, Generic[TaskT]):
     clock: Clock | None = None
     """MIN,MAX micro-batches per rank and round, by the clock instead of a fixed number: a rank accumulates until
     the last exchange is through. Strategies that do not overlap keep to `micro_batches`."""
+    echo: str = "none"
+    """Use batches again while the next ones are on their way: even:uses=2.5, bernoulli:p=0.4, ready, auto, or with a
+    schedule, as bernoulli:p=cosine(1,0.25). See docs/echo.md, and `stretto diagnose` first."""
+    slow_loader: str = "none"
+    """Make loading slow: MS[,decode][,jitter=CV] per micro-batch, waiting, or with decode keeping a core busy."""
     link: str = "none"
     """Slow link to train over, such as 100mbit, 1gbit or 50mbit,2ms: throttles Gloo, no root needed."""
     evaluate_every: int | None = 100
@@ -61,6 +68,9 @@ class Job(Options, Generic[TaskT]):
         if self.to_loss is not None and self.evaluate_every is None:
             raise ConfigError("to_loss needs evaluations: set evaluate_every")
         Link.parse(self.link)
+        SlowStore.parse(self.slow_loader)
+        if self.echo != "none":
+            parse_plan(self.echo, self.planned_steps)
 
     @property
     def options(self) -> Options:
@@ -73,6 +83,12 @@ class Job(Options, Generic[TaskT]):
         if self.updates is None and self.seconds is None and self.to_loss is None:
             return DEFAULT_UPDATES
         return self.updates
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Micro-batches that each rank will hand out, or None where that is not fixed."""
+        updates = self.planned_updates
+        return None if updates is None or self.clock is not None else updates * self.micro_batches
 
     @property
     def planned_seconds(self) -> float | None:
@@ -108,6 +124,21 @@ class RunConfig(Job[TaskT]):
             raise ConfigError(f"checkpoints_kept must be at least 1, found {self.checkpoints_kept}")
         if self.resume and self.run_dir is None:
             raise ConfigError("resume needs the folder of the run to continue: set run_dir")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DiagnoseConfig(Job[TaskT]):
+    """Whether a job waits for its data, and what an echo would gain: a few real steps, nothing is kept."""
+
+    strategy: str = "acco"
+    """As for `stretto train`: what the steps communicate, and whether it is hidden."""
+    batches: int = 32
+    """Micro-batches to measure each time: the loader alone, the step alone, both."""
+
+    def __post_init__(self) -> None:
+        Job.__post_init__(self)
+        if self.batches < 1:
+            raise ConfigError(f"batches must be at least 1, found {self.batches}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

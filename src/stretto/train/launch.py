@@ -1,13 +1,16 @@
 """Where the ranks of a run come from: local processes, or ranks that a launcher has started."""
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.outcome import Outcome
 from stretto.train.rank import train_rank
 from stretto.train.seat import Seat, host_store
 from stretto.train.workers import run_workers
+
+T = TypeVar("T")
 
 STEADY_AFTER = 3
 """First updates that the rate of a run leaves out: memory is new to them, and overlapping begins."""
@@ -24,6 +27,18 @@ class Ranks(Protocol):
     @property
     def is_first(self) -> bool:
         """Whether this process speaks for the job: prepares folders, writes results."""
+        ...
+
+    def call(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call `function(seat, *args)` on every rank that this process starts and return their results.
+
+        Args:
+            function: Importable, like its arguments and result picklable.
+            args: For every rank alike.
+
+        Raises:
+            WorkerFailed: A rank failed; names it and the cause.
+        """
         ...
 
     def train(self, run: RunConfig[TaskT], warmup_updates: int = ..., *, shows_progress: bool) -> Outcome:
@@ -54,10 +69,8 @@ class LocalRanks:
         self._store = host_store("127.0.0.1", 0)
         self._runs = 0
 
-    def train(
-        self, run: RunConfig[TaskT], warmup_updates: int = STEADY_AFTER, *, shows_progress: bool
-    ) -> Outcome:
-        """See `Ranks.train`."""
+    def call(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """See `Ranks.call`."""
         self._runs += 1
         seats = [
             Seat(
@@ -71,7 +84,13 @@ class LocalRanks:
             )
             for rank in range(self.world_size)
         ]
-        return run_workers(train_rank, seats, run, warmup_updates, shows_progress)[0]
+        return run_workers(function, seats, *args)
+
+    def train(
+        self, run: RunConfig[TaskT], warmup_updates: int = STEADY_AFTER, *, shows_progress: bool
+    ) -> Outcome:
+        """See `Ranks.train`."""
+        return self.call(train_rank, run, warmup_updates, shows_progress)[0]
 
 
 class JoinedRank:
@@ -97,10 +116,14 @@ class JoinedRank:
         """See `Ranks.is_first`."""
         return self._seat.rank == 0
 
+    def call(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """See `Ranks.call`."""
+        self._runs += 1
+        seats = [dataclasses.replace(self._seat, room=str(self._runs))]
+        return run_workers(function, seats, *args)
+
     def train(
         self, run: RunConfig[TaskT], warmup_updates: int = STEADY_AFTER, *, shows_progress: bool
     ) -> Outcome:
         """See `Ranks.train`."""
-        self._runs += 1
-        seats = [dataclasses.replace(self._seat, room=str(self._runs))]
-        return run_workers(train_rank, seats, run, warmup_updates, shows_progress)[0]
+        return self.call(train_rank, run, warmup_updates, shows_progress)[0]

@@ -41,6 +41,12 @@ class Outcome:
     """Time in which the communication lane was busy, in the updates made here; None as above."""
     sent_bytes: int
     """Bytes handed to collectives for other ranks, in the updates made here."""
+    fresh_batches: int
+    """Micro-batches that this rank took from its loader, for the updates made here."""
+    echoed_batches: int
+    """Micro-batches that it used again."""
+    wait_seconds: float
+    """Time in which it waited for the loader."""
     baseline_bytes: int
     """Peak resident memory of the process when the task was built and nothing wrapped it yet."""
     peak_bytes: int
@@ -74,6 +80,9 @@ class Tally:
         self.sent_bytes = 0
         self.exposed_seconds = 0.0
         self.lane_seconds = 0.0
+        self.fresh_batches = 0
+        self.echoed_batches = 0
+        self.wait_seconds = 0.0
         self._warmup_updates = warmup_updates
         self._arrivals: list[tuple[float, int]] = []
 
@@ -83,6 +92,9 @@ class Tally:
         self.sent_bytes += update.sent_bytes
         self.exposed_seconds += update.exposed_seconds
         self.lane_seconds += update.lane_seconds
+        self.fresh_batches += update.fresh
+        self.echoed_batches += update.echoed
+        self.wait_seconds += update.wait_seconds
 
     def arrived(self, update: Update, training_seconds: float) -> None:
         """Note when an update came, for the rate; not for those of the drain, whose pace is another."""

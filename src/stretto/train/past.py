@@ -6,8 +6,9 @@ from typing import Any, Self
 
 from stretto import checkpoint
 from stretto.parallel import DataParallel
-from stretto.recipes import Task, reshard
+from stretto.recipes import Task
 from stretto.train.configuration import RunConfig, TaskT
+from stretto.train.data import reshard_loader
 from stretto.train.handle import Handle
 from stretto.train.outcome import Evaluation
 
@@ -40,7 +41,8 @@ class Past:
             return cls()
         restored = checkpoint.load(_savable(parallel), _folder(run), loader=task.loader)
         if len(restored.loader_states) != parallel.world_size:
-            task.loader.load_state_dict(reshard(restored.loader_states, parallel.rank, parallel.world_size))
+            states = restored.loader_states
+            task.loader.load_state_dict(reshard_loader(states, parallel.rank, parallel.world_size))
         extra: dict[str, Any] = dict(restored.extra)
         scheduler = extra.pop("scheduler")
         if task.scheduler is not None:

@@ -16,6 +16,7 @@ from stretto.observe import Header, Observer, Progress, Recorder, TensorBoard
 from stretto.recipes import Task
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig, TaskT
+from stretto.train.data import loader_of
 from stretto.train.handle import Handle, open_handle
 from stretto.train.loop import Loop, Plan
 from stretto.train.outcome import Outcome, Tally, peak_resident_bytes
@@ -64,6 +65,7 @@ def train_at(post: Post, run: RunConfig[TaskT], warmup_updates: int, shows_progr
     """Train on a rank that has joined the others; arguments and errors are those of `train_rank`."""
     task = run.task.build(post.rank, post.world_size, run.seed, run.planned_updates)
     task.model.to(post.device)
+    task = dataclasses.replace(task, loader=loader_of(run, task.loader, post.rank))
     tally = Tally(warmup_updates, baseline_bytes=peak_resident_bytes())
     with open_handle(run, task, post.group) as handle:
         _seed(run.seed, post.rank)
@@ -128,6 +130,9 @@ def _train(
         exposed_seconds=_known(tally.exposed_seconds),
         lane_seconds=_known(tally.lane_seconds),
         sent_bytes=tally.sent_bytes,
+        fresh_batches=tally.fresh_batches,
+        echoed_batches=tally.echoed_batches,
+        wait_seconds=tally.wait_seconds,
         baseline_bytes=tally.baseline_bytes,
         peak_bytes=peak_resident_bytes(),
         heldout_before=tally.evaluations[0].heldout_loss,
@@ -168,7 +173,11 @@ def _observers(run: RunConfig[TaskT], past: Past, post: Post, shows_progress: bo
             observers.append(TensorBoard(Path(run.run_dir, "tensorboard"), past.step))
     if shows_progress:
         workers = "1 worker" if post.world_size == 1 else f"{post.world_size} workers"
-        title = f"{run.strategy} on {workers}, link {run.link}" + (f", {run.run_dir}" if run.run_dir else "")
+        title = f"{run.strategy} on {workers}, link {run.link}"
+        if run.echo != "none":
+            title += f", echo {run.echo}"
+        if run.run_dir:
+            title += f", {run.run_dir}"
         observers.append(
             Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
         )

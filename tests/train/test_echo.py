@@ -1,0 +1,114 @@
+"""Runs that echo: what is recorded, and that they resume to the bit in the middle of a batch's uses."""
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+
+from stretto.errors import ConfigError, WorkerFailed
+from stretto.train.slow_loader import SlowLoader, SlowStore
+from tests.train.runs import evaluations, model_bits, records, tiny_run, train, train_until_killed
+from tests.train.tiny import Tiny
+
+NEVER = -1
+
+
+def written(folder: str) -> tuple[object, ...]:
+    return records(folder), evaluations(folder), model_bits(folder)
+
+
+def uses(written: list[dict[str, Any]]) -> list[int]:
+    """The use index of every batch."""
+    return [use for record in written for use in record["uses"]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "echo"), [("acco", "even:uses=2.5"), ("zero1", "bernoulli:p=linear(1,0.3)")]
+)
+def test_a_run_that_is_killed_between_two_uses_of_a_batch_resumes_to_the_bit(
+    strategy: str, echo: str
+) -> None:
+    calls = train(tiny_run("whole", strategy=strategy, echo=echo), 2, train_until_killed, 0, NEVER)
+    assert any(record["echoed"] for record in records("whole"))
+    draw = random.Random(strategy)
+    victim = draw.randrange(2)
+    run = tiny_run("killed", strategy=strategy, echo=echo)
+    # From the second half on: by then there is a checkpoint, three updates of two batches in.
+    with pytest.raises(WorkerFailed, match=f"rank {victim} of 2 .* killed by SIGKILL"):
+        train(run, 2, train_until_killed, victim, draw.randrange(calls[victim] // 2, calls[victim]))
+    train(dataclasses.replace(run, resume=True))
+    assert written("killed") == written("whole")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "dpu", "wp", "acco", "torch-ddp"])
+def test_every_method_records_the_uses_of_its_batches(strategy: str) -> None:
+    run = tiny_run("run", strategy=strategy, echo="even:uses=2", updates=6, checkpoint_every=None)
+    (outcome, _) = train(run)
+    written = records("run")
+    assert uses(written) == [1, 2] * 6
+    assert [record["fresh"] + record["echoed"] for record in written] == [
+        len(record["uses"]) for record in written
+    ]
+    assert (outcome.fresh_batches, outcome.echoed_batches) == (6, 6)
+    assert all(record["first_use_loss"] > 0 for record in written if record["fresh"])
+
+
+def test_one_use_is_the_run_without_an_echo_to_the_bit() -> None:
+    train(tiny_run("bare"))
+    train(tiny_run("echo", echo="even:uses=1"))
+    assert model_bits("bare") == model_bits("echo")
+    assert [record["loss"] for record in records("bare")] == [record["loss"] for record in records("echo")]
+
+
+@pytest.mark.parametrize("echo", ["ready", "auto:window=2:skip=0"])
+def test_plans_that_go_by_time_train_over_a_slow_loader(echo: str) -> None:
+    (outcome, other) = train(tiny_run("run", echo=echo, slow_loader="2,jitter=0.5", micro_batches=4))
+    assert outcome.updates == other.updates == 10
+    assert outcome.fresh_batches + outcome.echoed_batches == 40
+
+
+def test_a_run_that_echoes_resumes_at_another_world_size_with_what_is_unseen() -> None:
+    run = dataclasses.replace(tiny_run("run", strategy="zero1", echo="even:uses=2", updates=6), task=Tiny())
+    train(run)
+    again = dataclasses.replace(run, updates=10, resume=True, micro_batches=4, workers=1)
+    (outcome,) = train(again, world_size=1)
+    assert outcome.updates == 10
+    assert uses(records("run")[6:]) == [1, 2] * 8
+
+
+def test_a_slow_loader_takes_its_time_and_is_the_loader_it_slows_down() -> None:
+    loader = Tiny().build(0, 1, 0, None).loader
+    slow = SlowLoader(loader, SlowStore(milliseconds=1), seed=0)
+    next(iter(slow))
+    assert slow.state_dict() == loader.state_dict()
+    durations = SlowStore(milliseconds=20, jitter=0.5).durations(0)
+    drawn = [next(durations) for _ in range(2000)]
+    # The standard error of the mean is 20 ms * 0.5 / sqrt(2000) = 0.22 ms.
+    assert sum(drawn) / 2000 == pytest.approx(0.02, abs=0.0011)
+
+
+@pytest.mark.parametrize(
+    ("text", "store"),
+    [
+        ("none", None),
+        ("30", SlowStore(milliseconds=30)),
+        ("2.5,decode", SlowStore(milliseconds=2.5, decodes=True)),
+        ("30,decode,jitter=0.5", SlowStore(milliseconds=30, decodes=True, jitter=0.5)),
+    ],
+)
+def test_slow_loaders_are_read_from_one_word(text: str, store: SlowStore | None) -> None:
+    assert SlowStore.parse(text) == store
+
+
+@pytest.mark.parametrize("text", ["fast", "3,burn", "1.2.3"])
+def test_what_is_no_slow_loader_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="cannot read the slow loader"):
+        tiny_run(slow_loader=text)
+
+
+def test_what_is_no_plan_is_named_before_a_worker_starts() -> None:
+    with pytest.raises(ConfigError, match="no echo plan is called 'evne'"):
+        tiny_run(echo="evne")
+    with pytest.raises(ConfigError, match="third value"):
+        tiny_run(echo="even:uses=cosine(1,3)", updates=None, seconds=1.0)
