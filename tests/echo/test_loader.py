@@ -2,6 +2,8 @@
 
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -265,6 +267,26 @@ def test_closing_is_possible_at_any_time_and_again() -> None:
     loader.close()
     loader.close()
     assert readers() == []
+
+
+ABANDONED = """
+import threading
+from stretto import EchoLoader
+
+def stuck():
+    yield 1
+    threading.Event().wait()
+
+batches = iter(EchoLoader(stuck()))
+print(next(batches))
+"""
+
+
+def test_a_read_that_never_returns_does_not_keep_the_interpreter() -> None:
+    command = [sys.executable, "-W", "always", "-c", ABANDONED]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "1\n")
+    assert "left behind" not in ended.stderr
 
 
 def test_no_data_is_an_empty_epoch() -> None:

@@ -5,6 +5,7 @@ The iterator is made on the caller's thread, because a loader's workers should b
 """
 
 import collections
+import sys
 import threading
 import time
 import warnings
@@ -86,7 +87,8 @@ class Reader:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        if waits and self._thread is not None and self._thread is not threading.current_thread():
+        # At the interpreter's end the thread, a daemon, is frozen already.
+        if waits and self._thread is not None and not sys.is_finalizing():
             self._thread.join(CLOSING_SECONDS)
             if self._thread.is_alive():
                 warnings.warn(
