@@ -118,6 +118,18 @@ def _train(
         save(loop)
     if handle.rank == 0 and run.run_dir is not None:
         torch.save(task.model.state_dict(), Path(run.run_dir, "model.pt"))
+    return _outcome(run, task, handle, tally, training_seconds, cpu_seconds)
+
+
+def _outcome(
+    run: RunConfig[TaskT],
+    task: Task,
+    handle: Handle,
+    tally: Tally,
+    training_seconds: float,
+    cpu_seconds: float,
+) -> Outcome:
+    """Look at the trained model, and say what the run came to."""
     with handle.settled():
         accuracy = None if task.accuracy is None else task.accuracy(task.model)
         sample = None if task.sample is None else task.sample(task.model)
