@@ -81,7 +81,6 @@ class DataParallel:
         self._until: Literal["any", "all"] = "any"
         self._samples_fed: int | None = None
         self._exhausted = False
-        self._intake = Intake()
         watch = Watch(self._group, self.options.timeout_seconds)
         try:
             self.compute = start_lanes(
@@ -90,6 +89,7 @@ class DataParallel:
         except BaseException as error:
             watch.tell(error)
             raise
+        self._intake = Intake(self.compute.runtime.now)
 
     @property
     def rank(self) -> int:

@@ -7,7 +7,7 @@ echo is biased low. Where the two part and the first does not fall faster, batch
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -17,9 +17,14 @@ from stretto.records import Update
 
 
 class Intake:
-    """Takes batches for a loop, and keeps count until the next update."""
+    """Takes batches for a loop, and keeps count until the next update.
 
-    def __init__(self) -> None:
+    Args:
+        now: The clock of waits, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self._echo: EchoLoader[Any] | None = None
         self._uses: list[int] = []
         self._wait_seconds = 0.0
@@ -32,11 +37,11 @@ class Intake:
     def take(self, batches: Iterator[Any], nothing: object) -> Any:
         """Return the next batch, or `nothing`."""
         waited = 0.0 if self._echo is None else self._echo.wait_seconds
-        started = time.perf_counter()
+        started = self._now()
         batch = next(batches, nothing)
         # An echoed loader knows what it waited for; placing and transforming is no wait.
         self._wait_seconds += (
-            time.perf_counter() - started if self._echo is None else self._echo.wait_seconds - waited
+            self._now() - started if self._echo is None else self._echo.wait_seconds - waited
         )
         if batch is not nothing:
             self._uses.append(1 if self._echo is None else self._echo.use_index)

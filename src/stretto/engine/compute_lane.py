@@ -61,7 +61,7 @@ class ComputeLane:
         self._ended_because: str | None = None
         self._guarded = guarded
         self._layout = layout
-        self._runtime = runtime
+        self.runtime = runtime
         self._quota = quota
         self._strategy = strategy
         self._allow_unused = options.allow_unused
@@ -129,14 +129,14 @@ class ComputeLane:
         self._ended_because = f"{type(error).__name__}: {error}"
         if self.lane.watch.tell(error):
             self.lane.exchange.group.abort()
-        self._runtime.leave()
+        self.runtime.leave()
         self._guarded.unhook()
 
     def contribute(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
         """Count one micro-batch whose gradients have been accumulated; land if its round's quota is met."""
         self.take_off_if_ready()
         self._check_micro_batch(weight)
-        self._runtime.charge("micro-batch")
+        self.runtime.charge("micro-batch")
         self.num_contributions += 1
         contribution = self._contribution
         contribution.count += 1
@@ -182,7 +182,7 @@ class ComputeLane:
         if job.reduction is None:
             job.hyperparameters = read_hyperparameters(self._guarded.optimizer)
             job.vote = self.vote
-            job.reduction = self._runtime.spawn(lambda: self.lane.reduce(job)).result()
+            job.reduction = self.runtime.spawn(lambda: self.lane.reduce(job)).result()
             self._filling.remember()  # an exchange may leave anything in the buffer
         return job.reduction
 
@@ -196,7 +196,7 @@ class ComputeLane:
         self._job = None
         self._contribution = self._empty_contribution()
         self._accumulating_round = 0
-        self._accounts = Accounts(self._strategy.staleness, self._runtime.now())
+        self._accounts = Accounts(self._strategy.staleness, self.runtime.now())
         self._filling.attach(self._guarded.parameters)
         self._guarded.remember(self._guarded.parameters)
         self.statistics.agree()
@@ -233,7 +233,7 @@ class ComputeLane:
         job.hyperparameters = self._hyperparameters
         job.vote = self.vote
         self._job = None
-        self._in_flight = self._runtime.spawn(lambda: self.lane.advance(job))
+        self._in_flight = self.runtime.spawn(lambda: self.lane.advance(job))
         if self._idle is not None:
             self._filling, self._idle = self._idle, None
             self._filling.attach(self._guarded.parameters)
@@ -245,9 +245,9 @@ class ComputeLane:
         if self._in_flight is None:
             raise OutOfTurn(f"{self.where}: landing without take-off")
         pending, self._in_flight = self._in_flight, None
-        started = self._runtime.now()
+        started = self.runtime.now()
         landing = pending.result()
-        self._accounts.exposed_seconds += self._runtime.now() - started
+        self._accounts.exposed_seconds += self.runtime.now() - started
         self._guarded.check_untouched(self.where)
         self._install(landing.buffer.views)
         if landing.reduction.skipped:
@@ -314,7 +314,7 @@ class ComputeLane:
             parameters = [parameter.detach().clone() for parameter in self._guarded.parameters]
             # The idle buffer: gathered values may lie in it until the next take-off zeroes it.
             buffer = self._idle if self._idle is not None else GradientBuffer(self._layout)
-            statistics = self._runtime.spawn(
+            statistics = self.runtime.spawn(
                 lambda: self.lane.gather_committed(buffer.flats, self.statistics)
             ).result()
             self._install(buffer.views)
@@ -331,7 +331,7 @@ class ComputeLane:
 
     def close(self) -> None:
         """Join the communication lane and leave the model as it came; nobody may issue a collective before."""
-        self._runtime.join()
+        self.runtime.join()
         self._guarded.unhook()
         self._ended_because = "finish() was called"
         self.has_finished = True
@@ -384,7 +384,7 @@ class ComputeLane:
             return None
         self._check_used(landing.commit.reductions)
         self._guarded.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
-        return self._accounts.close(landing.commit, self.steps, self._runtime.now())
+        return self._accounts.close(landing.commit, self.steps, self.runtime.now())
 
     def _check_used(self, reductions: tuple[Reduction, ...]) -> None:
         """Look once, at the first update of which it is known what all ranks have used."""
