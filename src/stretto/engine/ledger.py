@@ -71,8 +71,10 @@ class Ledger:
         buffers = 2 if strategy.overlaps else 1
         # A rank that steps alone needs no sums beside its buffer, where that is wide enough to step with.
         sums = 0 if self.local and accumulation >= 4 else 4 * self.rounds
+        # Narrower replicas are averaged by what they have changed, which takes the last average to tell.
+        last_average = 4 if self.local and parameter < 4 else 0
         master, moments = 4, 8
-        return parameter + buffers * accumulation + (master + moments + sums) / owners
+        return parameter + buffers * accumulation + (master + moments + sums) / owners + last_average
 
 
 def ledger_of(strategy: Strategy) -> Ledger:
