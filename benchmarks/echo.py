@@ -13,6 +13,7 @@ The loader sleeps, as one that waits for a store does, so that it takes no proce
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -179,6 +180,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["overhead", "one", "two"])
     options = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise Gloo looks the machine's own name up
     options.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"environment": describe_environment(), "options": vars(options) | {"out": ""}}
     parts: dict[str, Callable[[], Any]] = {

@@ -86,13 +86,12 @@ def train(run: Run) -> dict[str, Any]:
     # On the training thread: the runs share the cores.
     loader = EchoLoader(task.loader, plan, options=EchoOptions(seed=run.seed, ahead=0))
     parallel = DataParallel(task.model, task.optimizer, ZeRO1(), micro_batches=1)
-    curve, busy, first_uses = [], 0.0, []
+    curve, busy = [], 0.0
     started = time.perf_counter()
     for batch in parallel.feed(loader):
         loss = task.loss(task.model, batch)
         update = parallel.backward(loss.value, loss.weight, loss.samples)
         task.scheduler.step()
-        first_uses.append(update.first_use_loss)
         if update.step % max(1, steps // run.points) == 0 or update.step == steps:
             busy += time.perf_counter() - started
             with parallel.settled():
@@ -159,7 +158,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for echoing.json")
-    parser.add_argument("--batches", type=int, nargs="+", default=[32, 256], help="samples per step")
+    parser.add_argument("--batches", type=int, nargs="+", choices=list(RATES), default=list(RATES),
+                        help="samples per step")  # fmt: skip
     parser.add_argument("--samples", type=int, default=14_400, help="fresh samples: about ten epochs")
     parser.add_argument("--seeds", type=int, default=8, help="paired seeds, at least 2")
     parser.add_argument("--ratio", type=float, default=1 / MEAN_P, help="L / C of the modelled slow loader")
