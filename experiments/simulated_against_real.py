@@ -38,7 +38,7 @@ def measure_real(out: Path, link: str, updates: int, workers: int) -> dict[str, 
         "--workers",
         str(workers),
         "--evaluate-every",
-        "none",
+        "None",
         "--out",
         str(out),
     ]
