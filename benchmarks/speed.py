@@ -32,7 +32,7 @@ def all_arms(rate: str) -> list[str]:
     The clock's minimum keeps what an exchange takes of a processor under a few percent of the round.
     """
     if rate in FAST:
-        return ["compute", *STOCK, *FIXED, "wp:clock=16,64", "acco:clock=16,64"]
+        return ["compute", *STOCK, *FIXED, "wp:clock=16,64", "acco:clock=12,64"]
     clock = ("wp:clock=8,32", "acco:clock=4,32", "wp:wire=bf16:clock=8,32", "acco:wire=bf16:clock=4,32")
     return ["compute", *STOCK, *FIXED, *NARROW, *clock]
 
