@@ -26,10 +26,11 @@
         NoWayOn                             every rank's place is known, on a virtual cluster
           CollectivesDisagree               ranks called different collectives
           Deadlock                          no rank can go on
-      CorruptionError (RuntimeError)        values changed where nothing may change them, and cannot be repaired
+      CorruptionError (RuntimeError)        values changed where nothing may change them, and the job ends
         TransferCorrupt                     sent again as often as allowed, and never arrived as it was sent
         StateCorrupt                        masters or optimizer state damaged beyond repair
         ReplicasDiverged                    replicas differ, and no majority says who is right
+        Quarantined                         repaired every time, but too often laid to one rank or link
       CheckpointError (RuntimeError)
         TornCheckpoint                      incomplete or damaged
         ForeignCheckpoint                   of another model, layout or format version
@@ -138,7 +139,27 @@ class PeerSilent(CommunicationError, TimeoutError):
 
 
 class CorruptionError(StrettoError, RuntimeError):
-    """Values changed where nothing may change them, and the damage cannot be repaired."""
+    """Values changed where nothing may change them: beyond repair, or too often.
+
+    Args:
+        message: For people.
+        ranks: Whom the damage is laid to, where that is known.
+        links: Sender and receiver of damaged links.
+        verdicts: What has led to it, each a `stretto.Verdict`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: Sequence[int] = (),
+        links: Sequence[tuple[int, int]] = (),
+        verdicts: Sequence[object] = (),
+    ) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.links = tuple(links)
+        self.verdicts = tuple(verdicts)
 
 
 class TransferCorrupt(CorruptionError):
@@ -151,6 +172,10 @@ class StateCorrupt(CorruptionError):
 
 class ReplicasDiverged(CorruptionError):
     """Replicas differ and no majority of ranks says who is right."""
+
+
+class Quarantined(CorruptionError):
+    """Damage was laid to one rank or link as often as allowed; what was damaged is repaired."""
 
 
 class NoWayOn(CommunicationError):

@@ -84,6 +84,7 @@ class Lane:
     def advance(self, job: Job) -> Landing:
         """Hand `job` to the waiting `Reduce` and perform effects until the next one waits."""
         started = self._runtime.now()
+        self.sentry.check_strikes(self.watch.step)
         reduction = job.reduction or self.reduce(job)
         self._reductions.append(reduction)
         self._hyperparameters = job.hyperparameters

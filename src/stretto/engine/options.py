@@ -22,6 +22,11 @@ class Options:
     """Send digests along with everything, check what arrives and what is summed, and repeat what is damaged before it
     is used; needs the direct exchange. Costs eight bytes per bucket and rank, a second sum, and a tiny gather more per
     exchange."""
+    strikes: int | None = None
+    """Updates in which guards or the verified exchange may lay damage to one rank, or to one link, before the job ends
+    on all ranks with `Quarantined`; None for no limit. One hit is an accident, three are a device."""
+    strikes_within: int = 1000
+    """Updates for which a strike counts."""
     clip_norm: float | None = None
     """Largest 2-norm of the mean gradient; None does not clip."""
     nonfinite: Literal["raise", "skip"] = "raise"
@@ -45,6 +50,10 @@ class Options:
             raise ConfigError(
                 f"Options(bucket_bytes={self.bucket_bytes}): expected a positive number of bytes"
             )
+        for limit in ("strikes", "strikes_within"):
+            found = getattr(self, limit)
+            if found is not None and found < 1:
+                raise ConfigError(f"Options({limit}={found}): expected at least 1")
         if not 0 < self.timeout_seconds < float("inf"):
             raise ConfigError(
                 f"Options(timeout_seconds={self.timeout_seconds}): expected a positive, finite number of seconds"

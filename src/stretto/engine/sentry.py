@@ -12,6 +12,7 @@ from torch import distributed as dist
 from stretto.digests import Imprint, digest
 from stretto.engine.agreement import gather_text
 from stretto.engine.job import Job
+from stretto.engine.strikes import Strikes
 from stretto.errors import StateCorrupt
 from stretto.exchange import Exchange
 from stretto.guards import Guard
@@ -44,6 +45,7 @@ class Sentry:
         exchange: Whose ranks.
         owner: Whose masters and optimizer state are watched.
         fixed: By name, what the model holds that nobody is to write.
+        strikes: Counts what is found.
         replicated: Whether every rank owns everything.
     """
 
@@ -53,6 +55,7 @@ class Sentry:
         exchange: Exchange,
         owner: Owner,
         fixed: Sequence[tuple[str, Tensor]],
+        strikes: Strikes,
         *,
         replicated: bool,
     ) -> None:
@@ -61,6 +64,7 @@ class Sentry:
         self._owner = owner
         self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
         self._versions = {part: tensor._version for part, tensor in self._fixed.items()}
+        self._strikes = strikes
         self._replicated = replicated
         self._step = 1
         self._verdicts: list[Verdict] = []
@@ -151,7 +155,13 @@ class Sentry:
         own = json.dumps([verdict.as_json() for verdict in held]) if held else ""
         texts = [text for text in gather_text(self._exchange, own) if text]
         found = [Verdict.from_json(fields) for text in texts for fields in json.loads(text)]
-        return tuple(dict.fromkeys(found))
+        verdicts = tuple(dict.fromkeys(found))
+        self._strikes.note(step, verdicts)
+        return verdicts
+
+    def check_strikes(self, step: int) -> None:
+        """Raise `Quarantined`, on all ranks at the same round, if by `step` somebody has been named too often."""
+        self._strikes.check(f"rank {self._exchange.rank}, after step {step}")
 
     @property
     def _where(self) -> str:
@@ -222,7 +232,8 @@ class Sentry:
         if parts:
             raise StateCorrupt(
                 f"{self._where}: damaged beyond mending: {'; '.join(map(str, parts))}; expected what the last update "
-                "left there, and no other rank holds it undamaged; go on from the last checkpoint"
+                "left there, and no other rank holds it undamaged; go on from the last checkpoint",
+                ranks=[self._exchange.rank],
             )
 
     def _copy(self, part: Part, own: Tensor, source: int, onto: tuple[int, ...]) -> None:

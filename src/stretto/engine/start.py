@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.engine.agreement import agree, share_start, untrained
+from stretto.engine.agreement import agree, gather_text, share_start, untrained
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.guarded_model import GuardedModel
 from stretto.engine.lane import Lane
@@ -17,6 +17,7 @@ from stretto.engine.quota import Clock, plan_quota
 from stretto.engine.roll_call import settings_text
 from stretto.engine.runtime import choose_runtime
 from stretto.engine.sentry import Sentry
+from stretto.engine.strikes import Strikes, describe_seat
 from stretto.engine.watch import Watch
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from stretto.exchange import (
@@ -87,7 +88,9 @@ def start_lanes(
     rank, num_owners = (0, 1) if ledger.replicated else (group.rank(), group.size())
     owner = Owner(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
     runtime = choose_runtime(group, layout.sets[0].device, overlaps=strategy.overlaps)
-    sentry = Sentry(guards, exchange, owner, _fixed(model), replicated=ledger.replicated)
+    seat = describe_seat(layout.sets[0].device)
+    strikes = Strikes(options, [] if options.strikes is None else gather_text(exchange, seat))
+    sentry = Sentry(guards, exchange, owner, _fixed(model), strikes, replicated=ledger.replicated)
     lane = Lane(
         strategy,
         exchange,

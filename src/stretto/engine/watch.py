@@ -27,6 +27,7 @@ from stretto.errors import (
     NoWayOn,
     PeerFailed,
     PeerSilent,
+    Quarantined,
     RanksDisagree,
     ReplicaNonFinite,
     UnusedParameters,
@@ -40,8 +41,8 @@ _POLL_SECONDS = 0.05
 """How often the answers are counted."""
 _TROUBLE = "trouble"
 """The one key that a look reads while nobody has said anything, however many ranks there are."""
-_SEEN_BY_ALL = (NonFinite, RanksDisagree, UnusedParameters)
-"""Errors that every rank raises by itself, from the same roll call."""
+_SEEN_BY_ALL = (NonFinite, Quarantined, RanksDisagree, UnusedParameters)
+"""Errors that every rank raises by itself, from the same roll call or the same verdicts."""
 
 
 class Watch:

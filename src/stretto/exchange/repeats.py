@@ -67,7 +67,8 @@ def complete(exchange: Exchange, missing: Sequence[Missing], delivery: Delivery)
             raise TransferCorrupt(
                 f"rank {exchange.rank}: {delivery.site} still damaged after {REPEATS} repeats: expected what the "
                 f"sender had sealed, found something else in {'; '.join(map(str, wanted))}; take that rank or that "
-                "link out of the job"
+                "link out of the job",
+                links=sorted({(lost.sender, lost.receiver) for lost in wanted}),
             )
         missing = delivery.accept(_send_again(exchange, wanted, delivery))
 

@@ -99,8 +99,15 @@ class VerifiedExchange(DirectExchange):
         """
         self._records += 1
         sealed = seal_bytes(record, seed_of(self._records, self.rank))
-        found = super().gather_bytes(sealed * _COPIES)
-        return [self._read(content, len(sealed), sender) for sender, content in enumerate(found)]
+        arrived = super().gather_bytes(sealed * _COPIES)
+        found = [self._read(content, len(sealed), sender) for sender, content in enumerate(arrived)]
+        if lost := [sender for sender, content in enumerate(found) if content is None]:
+            raise TransferCorrupt(
+                f"rank {self.rank}: all {_COPIES} copies of a record of the roll call from ranks {lost} are damaged: "
+                f"expected one to fit its seal; look at the links from them to rank {self.rank}",
+                links=[(sender, self.rank) for sender in lost],
+            )
+        return [content for content in found if content is not None]
 
     def sum_slice(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
         """See `Exchange.sum_slice`; a bucket with a missing row is put aside."""
@@ -180,7 +187,8 @@ class VerifiedExchange(DirectExchange):
             total.copy_(again)
         raise CorruptionError(
             f"rank {self.rank}: the sum of bucket {index} came out differently {REPEATS + 2} times: expected the "
-            "same bits from the same contributions; take this rank's device out of the job"
+            "same bits from the same contributions; take this rank's device out of the job",
+            ranks=[self.rank],
         )
 
     def _is_sound(self, site: str, index: int, sender: int, row: Tensor, seed: int) -> bool:
@@ -192,16 +200,13 @@ class VerifiedExchange(DirectExchange):
         self._report(site, f"bucket {index}", sender, "sent again", expected, found)
         return False
 
-    def _read(self, content: bytes, sealed_bytes: int, sender: int) -> bytes:
-        """Return the record in one of the copies whose seal fits."""
+    def _read(self, content: bytes, sealed_bytes: int, sender: int) -> bytes | None:
+        """Return the record in one of the copies whose seal fits; None where none does."""
         seed = seed_of(self._records, sender)
         copies = [content[i * sealed_bytes : (i + 1) * sealed_bytes] for i in range(_COPIES)]
         sound = [copy for copy in copies if seal_bytes(copy[:-SEAL_BYTES], seed) == copy]
         if not sound:
-            raise TransferCorrupt(
-                f"rank {self.rank}: all {_COPIES} copies of a record of the roll call from rank {sender} are damaged: "
-                f"expected one to fit its seal; look at the link from rank {sender} to rank {self.rank}"
-            )
+            return None
         if len(sound) < _COPIES:
             self._report(
                 "roll call", f"{_COPIES - len(sound)} of {_COPIES} copies", sender, "read from a copy"

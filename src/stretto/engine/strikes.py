@@ -1,0 +1,106 @@
+"""Strikes: a rank or link that damage is laid to again and again is to leave the job.
+
+Note [Two ends of a link]
+    Damage on the way from one rank to another may be the sender's, the receiver's or that of what lies between. A
+    rank that is one end of several damaged links is laid all of them to, as is one whose own row came back damaged
+    from its own memory; the rank with most partners first. What remains is laid to the link.
+"""
+
+import platform
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from stretto.engine.options import Options
+from stretto.errors import Quarantined
+from stretto.records import Verdict
+
+Link = tuple[int, int]
+"""Sender and receiver."""
+Culprit = int | Link
+
+
+class Strikes:
+    """Counts, on every rank alike, the updates in which each rank and each link was named.
+
+    An update is one strike, however many verdicts it brings: one accident may damage much.
+
+    Args:
+        options: The limit, and how long a strike counts.
+        seats: Host and device of every rank, for messages.
+    """
+
+    def __init__(self, options: Options, seats: Sequence[str]) -> None:
+        self._limit = options.strikes
+        self._within = options.strikes_within
+        self._seats = seats
+        self._verdicts: list[Verdict] = []
+
+    def note(self, step: int, verdicts: Sequence[Verdict]) -> None:
+        """Take note of what was found up to the `step`-th update."""
+        if verdicts and self._limit is not None:
+            self._verdicts += verdicts
+            self._verdicts = [verdict for verdict in self._verdicts if verdict.step > step - self._within]
+
+    def check(self, where: str) -> None:
+        """Raise on all ranks if somebody has reached the limit.
+
+        Args:
+            where: Rank and update, for the message.
+
+        Raises:
+            Quarantined: Names ranks and links, with their verdicts.
+        """
+        if not self._verdicts or self._limit is None:
+            return
+        laid = {who: found for who, found in laid_to(self._verdicts).items() if len(found) >= self._limit}
+        if laid:
+            verdicts = [verdict for found in laid.values() for verdict in found.values()]
+            raise Quarantined(
+                f"{where}: {' and '.join(map(self._named, laid))} reached {self._limit} strikes within "
+                f"{self._within} updates: {'; '.join(map(str, verdicts))}; go on from the last checkpoint without "
+                f"{'it' if len(laid) == 1 else 'them'}",
+                ranks=[who for who in laid if isinstance(who, int)],
+                links=[who for who in laid if not isinstance(who, int)],
+                verdicts=verdicts,
+            )
+
+    def _named(self, who: Culprit) -> str:
+        if isinstance(who, int):
+            return f"rank {who} ({self._seats[who]})"
+        return f"the link from {self._named(who[0])} to {self._named(who[1])}"
+
+
+def laid_to(verdicts: Sequence[Verdict]) -> dict[Culprit, Mapping[int, Verdict]]:
+    """Return the ranks and links that verdicts are laid to, each with its first verdict of every update."""
+    culprits = blame({verdict.link for verdict in verdicts if verdict.link is not None})
+    laid: defaultdict[Culprit, dict[int, Verdict]] = defaultdict(dict)
+    for verdict in verdicts:
+        named: Sequence[Culprit] = verdict.ranks if verdict.link is None else [culprits[verdict.link]]
+        for who in named:
+            laid[who].setdefault(verdict.step, verdict)
+    return dict(laid)
+
+
+def blame(links: Collection[Link]) -> dict[Link, Culprit]:
+    """Return what each damaged link is laid to: one of its ends, or itself. See Note [Two ends of a link]."""
+    laid: dict[Link, Culprit] = {}
+    left = set(links)
+    while left:
+        partners = defaultdict(set)
+        for sender, receiver in left:
+            partners[sender].add(receiver)
+            partners[receiver].add(sender)
+        worst = max(sorted(partners), key=lambda rank: (len(partners[rank]), rank in partners[rank]))
+        is_rank = len(partners[worst]) > 1 or worst in partners[worst]
+        touched = {link for link in left if worst in link}
+        laid.update({link: worst if is_rank else link for link in touched})
+        left -= touched
+    return laid
+
+
+def describe_seat(device: torch.device) -> str:
+    """Return this process's host and device in words."""
+    kind = f" {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+    return f"host {platform.node()}, {device}{kind}"
