@@ -88,8 +88,7 @@ def start_lanes(
     rank, num_owners = (0, 1) if ledger.replicated else (group.rank(), group.size())
     owner = Owner(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
     runtime = choose_runtime(group, layout.sets[0].device, overlaps=strategy.overlaps)
-    seat = describe_seat(layout.sets[0].device)
-    strikes = Strikes(options, [] if options.strikes is None else gather_text(exchange, seat))
+    strikes = _strikes(options, exchange)
     sentry = Sentry(guards, exchange, owner, _fixed(model), strikes, replicated=ledger.replicated)
     lane = Lane(
         strategy,
@@ -161,6 +160,12 @@ def _check_guards(guards: Sequence[Guard], strategy: Strategy, ledger: Ledger) -
                 f"guard {guard.name} runs beside the next update's gradients, and strategy {strategy.name} waits for "
                 "its lane; take a strategy that overlaps"
             )
+
+
+def _strikes(options: Options, exchange: Exchange) -> Strikes:
+    """Return a count of strikes that knows every rank's host and device; none travels where nothing is counted."""
+    seat = describe_seat(exchange.layout.sets[0].device)
+    return Strikes(options, [] if options.strikes is None else gather_text(exchange, seat))
 
 
 def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
