@@ -3,5 +3,6 @@
 from stretto.digests.digest import digest, hexadecimal
 from stretto.digests.imprint import Imprint
 from stretto.digests.locate import Damage, Located, locate, mend
+from stretto.digests.words import same_bytes
 
-__all__ = ["Damage", "Imprint", "Located", "digest", "hexadecimal", "locate", "mend"]
+__all__ = ["Damage", "Imprint", "Located", "digest", "hexadecimal", "locate", "mend", "same_bytes"]
