@@ -208,7 +208,16 @@ class ForeignCheckpoint(CheckpointError):
 
 
 class WorkerFailed(StrettoError, RuntimeError):
-    """A local worker process ended with an error; the message carries its rank and cause."""
+    """A local worker process ended with an error; the message carries its rank and cause.
+
+    Args:
+        message: For people.
+        damages: What workers raised because of damaged values.
+    """
+
+    def __init__(self, message: str, damages: Sequence[CorruptionError] = ()) -> None:
+        super().__init__(message)
+        self.damages = tuple(damages)
 
 
 class ConformanceFailed(StrettoError, AssertionError):

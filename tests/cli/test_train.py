@@ -86,6 +86,34 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_rank_and_step(
     assert re.search("rank ([01]) of 2 local workers failed: NonFinite: rank \\1, step", first)
 
 
+def test_a_rank_that_is_hit_again_and_again_is_left_out_and_the_run_ends_well(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "train",
+        *QUICK,
+        "--workers",
+        "3",
+        "--updates",
+        "8",
+        "--checkpoint-every",
+        "2",
+        "--run-dir",
+        "run",
+    ]
+    words += ["--no-tensorboard", "--strategy", "zero1", "--guards", "rest", "--verified"]
+    assert main([*words, "--faults", "masters:rank=1:instant=3:lasts=sticky"]) == 0
+    shown, complaint = capfd.readouterr()
+    assert complaint == ""
+    for step in (4, 5, 6):
+        assert f"update {step}: masters damaged (bucket 0; rank 1): mended" in shown
+    assert "going on from 000003-step-6 without rank 1: 2 of 3 workers" in shown
+    assert "8 updates in" in shown
+    (record,) = read_json_lines(Path("run", "quarantine.jsonl"))
+    assert (record["error"], record["left_out"]) == ("Quarantined", [1])
+    assert len(read_json_lines(Path("run", "verdicts.jsonl"))) == 3
+
+
 def test_ctrl_c_ends_the_run_and_all_its_workers() -> None:
     words = [sys.executable, "-m", "stretto", "train", *QUICK, "--updates", "100000", "--run-dir", "run"]
     run = subprocess.Popen(

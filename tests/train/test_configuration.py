@@ -29,7 +29,7 @@ def test_every_run_has_an_end(settings: dict[str, Any], updates: int | None, sec
 
 def test_the_options_of_the_job_are_those_of_the_run() -> None:
     run = RunConfig(task=Tiny(), wire="bf16", clip_norm=0.5, timeout_seconds=7)
-    assert run.options == Options(wire="bf16", clip_norm=0.5, timeout_seconds=7)
+    assert run.options == Options(wire="bf16", clip_norm=0.5, timeout_seconds=7, strikes=3)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,9 @@ def test_the_options_of_the_job_are_those_of_the_run() -> None:
         (Job, {"link": "fast"}, "fast"),
         (Job, {"wire": "fp8"}, "bf16"),
         (Job, {"to_loss": 1.0, "evaluate_every": None}, "set evaluate_every"),
+        (Job, {"guards": ("moon",)}, "no guard is called 'moon'; there are replica, rest"),
         (RunConfig, {"checkpoint_every": 0}, "checkpoint_every"),
+        (RunConfig, {"restarts": -1}, "restarts must be at least 0"),
         (RunConfig, {"checkpoints_kept": 0}, "checkpoints_kept"),
         (RunConfig, {"resume": True}, "set run_dir"),
         (CompareConfig, {"repeats": 0}, "repeats"),

@@ -9,6 +9,7 @@ import torch
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
+from stretto.faults import Fault
 from stretto.observe import read_json_lines
 from stretto.train.simulation import SimulateConfig, simulate
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train
@@ -25,6 +26,17 @@ def simulation(folder: str | None = None, **settings: Any) -> SimulateConfig[Tin
         **settings,
     }
     return SimulateConfig(task=Tiny(), run_dir=folder, **chosen)
+
+
+def test_faults_strike_virtual_ranks_and_guards_find_them() -> None:
+    faults = (Fault(site="masters", rank=2, instant=2), Fault(site="contribution", rank=1, instant=4))
+    simulate(simulation("run", faults=faults, guards=("rest",), verified=True, strategy="zero1"))
+    simulate(simulation("clean", strategy="zero1"))
+    found = read_json_lines(Path("run", "verdicts.jsonl"))
+    assert {(one["site"], tuple(one["link"] or one["ranks"])[-1]) for one in found} == {
+        ("masters", 2), ("contribution", 1)
+    }  # fmt: skip
+    assert model_bits("run") == model_bits("clean")
 
 
 def test_two_runs_of_one_seed_write_the_same_records_byte_for_byte() -> None:

@@ -42,12 +42,19 @@ class Tiny:
     dropout: float = 0.1
     """Share of the hidden values left out."""
 
+    width: int = 16
+    """Hidden values."""
+
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
         """See `TaskConfig.build`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = nn.Sequential(
-                nn.Linear(2, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(16, 4)
+                nn.Linear(2, self.width),
+                nn.BatchNorm1d(self.width),
+                nn.Tanh(),
+                nn.Dropout(self.dropout),
+                nn.Linear(self.width, 4),
             )
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.lr, foreach=True)
         everywhere = Plane(64, seed=1)

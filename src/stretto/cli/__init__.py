@@ -15,7 +15,7 @@ commands:
 `stretto COMMAND` lists the recipes, `stretto COMMAND RECIPE --help` all options.
 """
 
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+FAILED, MISUSED, DAMAGED, INTERRUPTED = 1, 2, 3, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; None takes the process's own.
 
     Returns:
-        0 after success, 1 where the run failed, 2 where what was asked for cannot be, 130 after Ctrl-C.
+        0 after success, 1 where the run failed, 2 where what was asked for cannot be, 3 where damaged values ended it,
+        130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from stretto.cli.diagnose import diagnose_command
     from stretto.cli.simulate import simulate_command
     from stretto.cli.train import train_command
-    from stretto.errors import ConfigError, StrettoError, UnknownName
+    from stretto.errors import ConfigError, CorruptionError, StrettoError, UnknownName, WorkerFailed
 
     commands = {
         "train": train_command,
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _complain(error, MISUSED)
     except StrettoError as error:
-        return _complain(error, FAILED)
+        damaged = isinstance(error, CorruptionError) or (isinstance(error, WorkerFailed) and error.damages)
+        return _complain(error, DAMAGED if damaged else FAILED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

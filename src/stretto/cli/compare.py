@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from stretto.cli.launcher import find_ranks
 from stretto.cli.options import parse_options
+from stretto.cli.telling import tell
 from stretto.observe import print_comparison
 from stretto.recipes import TaskConfig
 from stretto.train.comparison import compare
@@ -18,17 +19,13 @@ def compare_command(words: Sequence[str]) -> None:
     """
     _, comparison = parse_options("compare", words, _configure)
     ranks = find_ranks(comparison.workers)
-    runs = compare(comparison, ranks, _tell if ranks.is_first else _keep_quiet)
+    runs = compare(comparison, ranks, tell if ranks.is_first else _keep_quiet)
     if ranks.is_first:
         print_comparison(runs)
 
 
 def _configure(task: TaskConfig) -> CompareConfig[TaskConfig]:
     return CompareConfig(task=task)
-
-
-def _tell(line: str) -> None:
-    print(line, flush=True)
 
 
 def _keep_quiet(line: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from stretto.engine import Clock
 from stretto.errors import MissingExtra, UnknownName
+from stretto.faults import Fault, faults_text, parse_faults
 from stretto.recipes import RECIPES
 from stretto.train.arms import parse_clock, parse_learning_rates, split_list
 from stretto.virtual import parse_slowness
@@ -114,6 +115,7 @@ def _word_specs() -> dict[Any, "PrimitiveConstructorSpec[Any]"]:
             parse_learning_rates,
             lambda rates: ",".join(f"{arm}={rate:g}" for arm, rate in rates.items()) or "none",
         ),
+        tuple[Fault, ...]: _word("SITE:rank=R:...,...", parse_faults, faults_text),
         dict[int, float]: _word(
             "RANK=FACTOR,...",
             parse_slowness,

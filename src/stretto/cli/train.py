@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 from stretto.cli.launcher import find_ranks, is_joined
 from stretto.cli.options import parse_options
+from stretto.cli.telling import tell
 from stretto.errors import ConfigError
 from stretto.recipes import TaskConfig
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig
 from stretto.train.outcome import Outcome
+from stretto.train.restarts import train_on
 from stretto.train.run_folder import new_run_folder, prepare_run_folder
 
 
@@ -24,7 +26,7 @@ def train_command(words: Sequence[str]) -> None:
     ranks = find_ranks(run.workers)
     if ranks.is_first:
         prepare_run_folder(run)
-    outcome = ranks.train(run, shows_progress=True)
+    outcome = train_on(ranks, run, tell)
     if ranks.is_first:
         _print_outcome(outcome, run)
 

@@ -161,7 +161,7 @@ class Sentry:
 
     def check_strikes(self, step: int) -> None:
         """Raise `Quarantined`, on all ranks at the same round, if by `step` somebody has been named too often."""
-        self._strikes.check(f"rank {self._exchange.rank}, after step {step}")
+        self._strikes.check(step)
 
     @property
     def _where(self) -> str:

@@ -43,11 +43,8 @@ class Strikes:
             self._verdicts += verdicts
             self._verdicts = [verdict for verdict in self._verdicts if verdict.step > step - self._within]
 
-    def check(self, where: str) -> None:
-        """Raise on all ranks if somebody has reached the limit.
-
-        Args:
-            where: Rank and update, for the message.
+    def check(self, step: int) -> None:
+        """Raise on all ranks, alike to the letter, if by `step` somebody has reached the limit.
 
         Raises:
             Quarantined: Names ranks and links, with their verdicts.
@@ -58,7 +55,7 @@ class Strikes:
         if laid:
             verdicts = [verdict for found in laid.values() for verdict in found.values()]
             raise Quarantined(
-                f"{where}: {' and '.join(map(self._named, laid))} reached {self._limit} strikes within "
+                f"after step {step}: {' and '.join(map(self._named, laid))} reached {self._limit} strikes within "
                 f"{self._within} updates: {'; '.join(map(str, verdicts))}; go on from the last checkpoint without "
                 f"{'it' if len(laid) == 1 else 'them'}",
                 ranks=[who for who in laid if isinstance(who, int)],

@@ -4,6 +4,7 @@ from stretto.faults.group import FaultyGroup, register_faulty
 from stretto.faults.injector import Application, Injector
 from stretto.faults.memory import strike_memory
 from stretto.faults.plan import EXTENTS, LASTS, PATTERNS, SITES, Fault, FaultPlan, draw_fault
+from stretto.faults.text import faults_text, parse_faults
 
 __all__ = [
     "EXTENTS",
@@ -16,6 +17,8 @@ __all__ = [
     "FaultyGroup",
     "Injector",
     "draw_fault",
+    "faults_text",
+    "parse_faults",
     "register_faulty",
     "strike_memory",
 ]

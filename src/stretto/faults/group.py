@@ -14,6 +14,7 @@ from torch.futures import Future
 from stretto.errors import ConfigError
 from stretto.faults.injector import Injector
 from stretto.faults.plan import FaultPlan, Site
+from stretto.groups.private import private_group
 from stretto.groups.throttled import gloo_group
 from stretto.groups.wrapped import WrappedGroup
 
@@ -63,8 +64,7 @@ class FaultyGroup(WrappedGroup):
 
     def private(self) -> "FaultyGroup":
         """Return a sibling over the inner group's sibling, damaged by the same injector."""
-        inner: Any = self._inner
-        return FaultyGroup(inner.private(), self.injector)
+        return FaultyGroup(private_group(self._inner), self.injector)
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the inner group offers, such as a virtual cluster's clock."""

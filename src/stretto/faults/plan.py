@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, get_args
 
 from stretto.errors import ConfigError
@@ -126,6 +126,19 @@ class FaultPlan:
     def of_rank(self, rank: int) -> tuple[Fault, ...]:
         """Return the faults of one rank."""
         return tuple(fault for fault in self.faults if fault.rank == rank)
+
+    def going_on(self, left_out: Collection[int]) -> "FaultPlan":
+        """Return what strikes when the run goes on in new processes without some ranks.
+
+        That is what lasts, on the ranks that stay, by their new numbers; a fault that strikes once has struck.
+        """
+        return FaultPlan(
+            tuple(
+                dataclasses.replace(fault, rank=fault.rank - sum(other < fault.rank for other in left_out))
+                for fault in self.faults
+                if fault.lasts != "once" and fault.rank not in left_out
+            )
+        )
 
 
 def draw_fault(seed: int, sites: Sequence[Site], world_size: int, opportunities: int) -> Fault:

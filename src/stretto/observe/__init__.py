@@ -1,7 +1,7 @@
 """What a run shows and keeps: records, live display, TensorBoard, tables."""
 
 from stretto.observe.comparison_table import print_comparison
-from stretto.observe.json_lines import JsonLines, read_json_lines
+from stretto.observe.json_lines import JsonLines, append_json_line, read_json_lines
 from stretto.observe.observer import Observer, Recorder
 from stretto.observe.progress import Header, Progress
 from stretto.observe.tensorboard import TensorBoard
@@ -13,6 +13,7 @@ __all__ = [
     "Progress",
     "Recorder",
     "TensorBoard",
+    "append_json_line",
     "print_comparison",
     "read_json_lines",
 ]

@@ -31,6 +31,12 @@ class JsonLines:
         self._file.close()
 
 
+def append_json_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one record to a file that is seldom written, and that nothing is ever taken from."""
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the whole records of a file; a torn last line is left out, a missing file has none."""
     if not path.exists():

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Protocol
 
-from stretto.observe.json_lines import JsonLines
+from stretto.observe.json_lines import JsonLines, append_json_line
 from stretto.records import Update
 
 
@@ -26,6 +26,8 @@ class Observer(Protocol):
 class Recorder:
     """Writes `updates.jsonl`, one object per update, and `evaluations.jsonl`, one per evaluation.
 
+    What guards have found goes to `verdicts.jsonl` too, and stays there when the run goes back to a checkpoint.
+
     Args:
         folder: Where both files lie.
         resumed_from: Committed updates of the checkpoint that the run continues from: later records, which the
@@ -35,9 +37,12 @@ class Recorder:
     def __init__(self, folder: Path, resumed_from: int | None) -> None:
         self._updates = JsonLines(folder / "updates.jsonl", keep_until=resumed_from)
         self._evaluations = JsonLines(folder / "evaluations.jsonl", keep_until=resumed_from)
+        self._verdicts = folder / "verdicts.jsonl"
 
     def updated(self, update: Update, training_seconds: float) -> None:
         """See `Observer.updated`; `training_seconds` stands beside the update's own fields."""
+        for verdict in update.verdicts:
+            append_json_line(self._verdicts, verdict.as_json())
         self._updates.write({**update.as_json(), "training_seconds": training_seconds})
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:

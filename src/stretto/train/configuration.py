@@ -5,8 +5,10 @@ from typing import Generic, Literal, TypeVar
 
 from stretto.echo.text import parse_plan
 from stretto.engine import Clock, Options
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, UnknownName
+from stretto.faults import Fault
 from stretto.groups import Link
+from stretto.guards import GUARDS
 from stretto.recipes import TaskConfig
 from stretto.train.slow_loader import SlowStore
 
@@ -45,6 +47,9 @@ class Job(Options, Generic[TaskT]):
     clock: Clock | None = None
     """MIN,MAX micro-batches per rank and round, by the clock instead of a fixed number: a rank accumulates until
     the last exchange is through. Strategies that do not overlap keep to `micro_batches`."""
+    guards: tuple[str, ...] = ()
+    """What watches over the job's values, separated by commas: replica, rest; see docs/guards.md, and `verified` for
+    what travels."""
     echo: str = "none"
     """Use batches again while the next ones are on their way: even:uses=2.5, bernoulli:p=0.4, ready, auto, or with a
     schedule, as bernoulli:p=cosine(1,0.25). See docs/echo.md, and `stretto diagnose` first."""
@@ -67,6 +72,8 @@ class Job(Options, Generic[TaskT]):
             raise ConfigError(f"seconds must be positive, found {self.seconds}")
         if self.to_loss is not None and self.evaluate_every is None:
             raise ConfigError("to_loss needs evaluations: set evaluate_every")
+        if unknown := sorted(set(self.guards) - set(GUARDS)):
+            raise UnknownName(f"no guard is called {unknown[0]!r}; there are {', '.join(GUARDS)}")
         Link.parse(self.link)
         SlowStore.parse(self.slow_loader)
         if self.echo != "none":
@@ -107,6 +114,15 @@ class RunConfig(Job[TaskT]):
     local:rate=0.1:state=on."""
     run_dir: str | None = None
     """Folder for configuration, records, TensorBoard events and checkpoints; None takes a new one below runs/."""
+    strikes: int | None = 3
+    """Updates in which guards or the verified exchange may lay damage to one rank, or to one link, before the job goes
+    on without it; None for no limit."""
+    restarts: int = 3
+    """Times that local workers go on from the last checkpoint after damage that cannot be repaired, or that came too
+    often, without those it is laid to; 0 for none."""
+    faults: tuple[Fault, ...] = ()
+    """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3; see
+    docs/guards.md."""
     resume: bool = False
     """Continue the run in `run_dir` from its last good checkpoint, or begin it where there is none."""
     checkpoint_every: int | None = 50
@@ -122,6 +138,8 @@ class RunConfig(Job[TaskT]):
             raise ConfigError(f"checkpoint_every must be at least 1, found {self.checkpoint_every}")
         if self.checkpoints_kept < 1:
             raise ConfigError(f"checkpoints_kept must be at least 1, found {self.checkpoints_kept}")
+        if self.restarts < 0:
+            raise ConfigError(f"restarts must be at least 0, found {self.restarts}")
         if self.resume and self.run_dir is None:
             raise ConfigError("resume needs the folder of the run to continue: set run_dir")
 

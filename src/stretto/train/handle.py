@@ -8,6 +8,7 @@ from typing import Literal, Protocol, Self, TypeVar
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from stretto.guards import GUARDS
 from stretto.parallel import DataParallel
 from stretto.peers import make_peer
 from stretto.recipes import Task
@@ -69,5 +70,6 @@ def open_handle(run: RunConfig[TaskT], task: Task, group: ProcessGroup | None = 
         arm.strategy(),
         micro_batches=micro_batches,
         group=group,
+        guards=tuple(GUARDS[name]() for name in run.guards),
         options=run.options,
     )

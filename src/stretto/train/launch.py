@@ -1,8 +1,9 @@
 """Where the ranks of a run come from: local processes, or ranks that a launcher has started."""
 
+import copy
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any, Protocol, Self, TypeVar
 
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.outcome import Outcome
@@ -27,6 +28,10 @@ class Ranks(Protocol):
     @property
     def is_first(self) -> bool:
         """Whether this process speaks for the job: prepares folders, writes results."""
+        ...
+
+    def without(self, ranks: Collection[int]) -> "Ranks | None":
+        """Return all but some of the ranks, numbered anew; None where it is not for this process to say."""
         ...
 
     def call(self, function: Callable[..., T], *args: Any) -> list[T]:
@@ -65,9 +70,21 @@ class LocalRanks:
     is_first = True
 
     def __init__(self, workers: int) -> None:
-        self.world_size = workers
+        self._places = tuple(range(workers))
+        self._workers = workers
         self._store = host_store("127.0.0.1", 0)
         self._runs = 0
+
+    @property
+    def world_size(self) -> int:
+        """See `Ranks.world_size`."""
+        return len(self._places)
+
+    def without(self, ranks: Collection[int]) -> Self:
+        """See `Ranks.without`; those that stay keep their devices."""
+        remaining = copy.copy(self)
+        remaining._places = tuple(place for rank, place in enumerate(self._places) if rank not in ranks)
+        return remaining
 
     def call(self, function: Callable[..., T], *args: Any) -> list[T]:
         """See `Ranks.call`."""
@@ -76,13 +93,13 @@ class LocalRanks:
             Seat(
                 rank=rank,
                 world_size=self.world_size,
-                local_rank=rank,
-                local_world_size=self.world_size,
+                local_rank=place,
+                local_world_size=self._workers,
                 host="127.0.0.1",
                 port=self._store.port,
                 room=str(self._runs),
             )
-            for rank in range(self.world_size)
+            for rank, place in enumerate(self._places)
         ]
         return run_workers(function, seats, *args)
 
@@ -115,6 +132,9 @@ class JoinedRank:
     def is_first(self) -> bool:
         """See `Ranks.is_first`."""
         return self._seat.rank == 0
+
+    def without(self, ranks: Collection[int]) -> None:
+        """See `Ranks.without`: the launcher has started the others."""
 
     def call(self, function: Callable[..., T], *args: Any) -> list[T]:
         """See `Ranks.call`."""

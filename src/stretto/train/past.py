@@ -19,8 +19,8 @@ class Past:
 
     step: int | None = None
     """Committed updates of the checkpoint; None for a new run."""
-    batches: int = 0
-    """Micro-batches that all ranks together have handed out."""
+    updates_fed: float = 0.0
+    """Updates for which every rank has handed out its micro-batches; a fraction where that of the next has begun."""
     training_seconds: float = 0.0
     """Training time."""
     evaluations: tuple[Evaluation, ...] = ()
@@ -31,15 +31,19 @@ class Past:
         extra = dataclasses.asdict(self)
         extra["scheduler"] = None if task.scheduler is None else task.scheduler.state_dict()
         checkpoint.save(
-            _savable(parallel), _folder(run), loader=task.loader, extra=extra, keep=run.checkpoints_kept
+            _savable(parallel),
+            checkpoints_of(run),
+            loader=task.loader,
+            extra=extra,
+            keep=run.checkpoints_kept,
         )
 
     @classmethod
     def restore(cls, run: RunConfig[TaskT], task: Task, parallel: Handle) -> Self:
         """Continue from the last good checkpoint where the run says so and there is one; all ranks must call."""
-        if not run.resume or checkpoint.latest(_folder(run)) is None:
+        if not run.resume or checkpoint.latest(checkpoints_of(run)) is None:
             return cls()
-        restored = checkpoint.load(_savable(parallel), _folder(run), loader=task.loader)
+        restored = checkpoint.load(_savable(parallel), checkpoints_of(run), loader=task.loader)
         if len(restored.loader_states) != parallel.world_size:
             states = restored.loader_states
             task.loader.load_state_dict(reshard_loader(states, parallel.rank, parallel.world_size))
@@ -51,7 +55,8 @@ class Past:
         return cls(**{**extra, "step": restored.step, "evaluations": evaluations})
 
 
-def _folder(run: RunConfig[TaskT]) -> Path:
+def checkpoints_of(run: RunConfig[TaskT]) -> Path:
+    """Return the folder of a run's checkpoints."""
     return Path(str(run.run_dir), "checkpoints")
 
 

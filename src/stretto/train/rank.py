@@ -21,6 +21,7 @@ from stretto.train.handle import Handle, open_handle
 from stretto.train.loop import Loop, Plan
 from stretto.train.outcome import Outcome, Tally, peak_resident_bytes
 from stretto.train.past import Past
+from stretto.train.rehearsal import Rehearsal
 from stretto.train.seat import Seat, choose_device, seated
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.target import seconds_to_loss
@@ -67,7 +68,9 @@ def train_at(post: Post, run: RunConfig[TaskT], warmup_updates: int, shows_progr
     task.model.to(post.device)
     task = dataclasses.replace(task, loader=loader_of(run, task.loader, post.rank))
     tally = Tally(warmup_updates, baseline_bytes=peak_resident_bytes())
-    with open_handle(run, task, post.group) as handle:
+    rehearsal = Rehearsal(run, post.rank)
+    with open_handle(run, task, rehearsal.wrap(post.group)) as handle:
+        rehearsal.begin(handle)
         _seed(run.seed, post.rank)
         past = Past.restore(run, task, handle)
         tally.evaluations.extend(past.evaluations)
@@ -94,7 +97,7 @@ def _train(
     def save(loop: Loop) -> None:
         now = Past(
             step=handle.steps,
-            batches=past.batches + loop.batches_handed_out * handle.world_size,
+            updates_fed=past.updates_fed + loop.batches_handed_out / run.micro_batches,
             training_seconds=loop.stopwatch.seconds,
             evaluations=tuple(tally.evaluations),
         )
@@ -103,7 +106,7 @@ def _train(
     loop = Loop(
         task,
         handle,
-        _plan(run, past, handle.world_size),
+        _plan(run, past),
         observers=observers,
         save=save,
         stopwatch=stopwatch,
@@ -156,11 +159,11 @@ def _outcome(
     )
 
 
-def _plan(run: RunConfig[TaskT], past: Past, world_size: int) -> Plan:
+def _plan(run: RunConfig[TaskT], past: Past) -> Plan:
     updates = run.planned_updates
     batches = last_step = None
     if updates is not None and run.clock is None:
-        batches = max(0, updates * run.micro_batches - past.batches // world_size)
+        batches = max(0, round((updates - past.updates_fed) * run.micro_batches))
     elif updates is not None:
         # With a clock, an overlapping strategy commits its last update while it drains.
         last_step = updates - 1 if parse_arm(run.strategy).overlaps else updates

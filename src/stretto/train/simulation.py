@@ -8,6 +8,7 @@ import torch
 
 from stretto.engine import Clock, Options
 from stretto.errors import ConfigError
+from stretto.faults import Fault
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.launch import STEADY_AFTER
@@ -50,6 +51,12 @@ class SimulateConfig(Options, Generic[TaskT]):
     """Micro-batches per rank and update."""
     clock: Clock | None = None
     """MIN,MAX micro-batches per rank and round, by the virtual clock instead of a fixed number."""
+    guards: tuple[str, ...] = ()
+    """What watches over the job's values, separated by commas: replica, rest; see docs/guards.md, and `verified` for
+    what travels."""
+    faults: tuple[Fault, ...] = ()
+    """Damage done on purpose: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3; see
+    docs/guards.md."""
     evaluate_every: int | None = None
     """Updates between evaluations of the held-out loss, beside those before and after the run."""
     run_dir: str | None = None

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from stretto.errors import CommunicationError, StrettoError, WorkerFailed
+from stretto.errors import CommunicationError, CorruptionError, StrettoError, WorkerFailed
 from stretto.train.seat import Seat
 
 T = TypeVar("T")
@@ -31,6 +31,8 @@ class _Failure:
     text: str
     is_consequence: bool = False
     """Whether it only heard of another rank's failure."""
+    damage: CorruptionError | None = None
+    """The error, where it speaks of damaged values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +90,8 @@ def _collect(workers: Sequence[_Worker]) -> list[Any]:
         if failures and deadline is None:
             deadline = time.monotonic() + GRACE_SECONDS
     if failures:
-        raise WorkerFailed(_describe(failures, len(workers)))
+        damages = [failure.damage for failure in failures.values() if failure.damage is not None]
+        raise WorkerFailed(_describe(failures, len(workers)), damages)
     return [results[worker.rank] for worker in workers]
 
 
@@ -126,9 +129,12 @@ def _work(sender: Connection, function: Callable[..., Any], seat: Seat, args: tu
     try:
         result = function(seat, *args)
     except BaseException as error:
-        sender.send(
-            (False, _Failure(text=_text(error), is_consequence=isinstance(error, CommunicationError)))
+        failure = _Failure(
+            text=_text(error),
+            is_consequence=isinstance(error, CommunicationError),
+            damage=error if isinstance(error, CorruptionError) else None,
         )
+        sender.send((False, failure))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # not through atexit: the lane's thread may wait for a rank that is gone

@@ -1,0 +1,178 @@
+"""After damage that ends a run, it goes on from its last checkpoint without those the damage is laid to."""
+
+import dataclasses
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.errors import CorruptionError, Quarantined, StateCorrupt, TransferCorrupt, WorkerFailed
+from stretto.faults import Fault, faults_text
+from stretto.observe import read_json_lines
+from stretto.train.configuration import RunConfig
+from stretto.train.launch import LocalRanks
+from stretto.train.restarts import to_leave_out, train_on
+from stretto.train.run_folder import prepare_run_folder
+from tests.train.runs import evaluations, model_bits, records, tiny_run, train
+from tests.train.tiny import Tiny
+
+STICKY = Fault(site="masters", rank=1, instant=3, lasts="sticky")
+LARGE = Fault(site="masters", rank=1, instant=7, extent="chunk", chunk_bytes=2**16, pattern="zero")
+"""More than the imprints can mend, on a model wide enough."""
+
+
+def struck(folder: str, workers: int = 3, **settings: Any) -> RunConfig[Tiny]:
+    chosen = {
+        "strategy": "zero1",
+        "guards": ("rest",),
+        "checkpoint_every": 2,
+        "checkpoints_kept": 9,
+        **settings,
+    }
+    return tiny_run(folder, workers=workers, **chosen)
+
+
+def persist(run: RunConfig[Tiny]) -> list[str]:
+    """Train as `stretto train` does, and return what it tells its user beside the progress."""
+    lines: list[str] = []
+    prepare_run_folder(run)
+    train_on(LocalRanks(run.workers), run, lines.append)
+    return "\n".join(lines).splitlines()
+
+
+def quarantine(folder: str) -> list[dict[str, Any]]:
+    return read_json_lines(Path(folder, "quarantine.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fault", "error"),
+    [("zero1", STICKY, Quarantined), ("acco", STICKY, Quarantined), ("zero1", LARGE, StateCorrupt)],
+)
+def test_a_run_without_the_bad_rank_is_the_one_continued_by_hand(
+    strategy: str, fault: Fault, error: type[CorruptionError]
+) -> None:
+    task = Tiny(width=6000 if fault is LARGE else 16)
+    run = dataclasses.replace(struck("run", strategy=strategy, faults=(fault,)), task=task)
+    told = persist(run)
+    (record,) = quarantine("run")
+    assert (record["error"], record["named"], record["left_out"]) == (error.__name__, [1], [1])
+    assert (record["world_size"], record["goes_on_with"]) == (3, 2)
+    assert f"going on from {record['checkpoint']} without rank 1: 2 of 3 workers, 2 more restarts" in told
+
+    # By hand: a run that nobody damages, and two ranks that go on from its checkpoint of that update.
+    train(dataclasses.replace(run, run_dir="whole", faults=()), world_size=3)
+    for file in ("checkpoints", "updates.jsonl", "evaluations.jsonl"):
+        source = Path("whole", file) if file != "checkpoints" else Path("whole", file, record["checkpoint"])
+        target = Path("hand", file) if file != "checkpoints" else Path("hand", file, record["checkpoint"])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    train(dataclasses.replace(run, run_dir="hand", faults=(), resume=True, workers=2), world_size=2)
+    assert model_bits("run") == model_bits("hand")
+    assert evaluations("run") == evaluations("hand")
+    found = [{**one, "verdicts": []} for one in records("run")]
+    assert found == records("hand")
+    assert [len(one["micro_batches"]) for one in found][-1] == 2
+    assert found[-1]["step"] == 10
+
+
+def test_every_verdict_stays_in_the_folder_also_of_updates_that_are_made_again() -> None:
+    persist(struck("run", faults=(STICKY,), checkpoint_every=5))
+    verdicts = read_json_lines(Path("run", "verdicts.jsonl"))
+    assert [(one["step"], one["guard"], one["ranks"]) for one in verdicts] == [
+        (4, "rest", [1]), (5, "rest", [1]), (6, "rest", [1])
+    ]  # fmt: skip
+    (record,) = quarantine("run")
+    assert record["checkpoint"] == "000001-step-5"
+    assert record["verdicts"] == verdicts
+    # The sixth update was made again, without the rank.
+    assert [one["verdicts"] for one in records("run")][5:] == [[]] * 5
+
+
+def test_where_nobody_can_be_named_the_same_ranks_go_on() -> None:
+    once = Fault(site="step", rank=1, instant=6, extent="all")
+    run = struck("run", 2, strategy="ddp", guards=("replica",), faults=(once,))
+    told = persist(run)
+    assert "going on from 000003-step-6, with the same ranks: 2 of 2 workers, 2 more restarts" in told
+    assert [one["error"] for one in quarantine("run")] == ["ReplicasDiverged"]
+    train(dataclasses.replace(run, run_dir="clean", faults=()))
+    assert model_bits("run") == model_bits("clean")
+
+
+def test_a_run_is_not_restarted_for_ever() -> None:
+    run = struck("run", 2, strategy="ddp", guards=("replica",), restarts=1)
+    always = Fault(site="step", rank=1, lasts="sticky", extent="all")
+    with pytest.raises(WorkerFailed, match="ReplicasDiverged"):
+        persist(dataclasses.replace(run, faults=(always,)))
+    assert [one["goes_on_with"] for one in quarantine("run")] == [2, None]
+
+
+def test_what_is_no_damage_ends_the_run_at_once() -> None:
+    with pytest.raises(WorkerFailed, match="acco needs at least 2"):
+        persist(struck("run", strategy="acco", micro_batches=1))
+    assert quarantine("run") == []
+
+
+@pytest.mark.parametrize(
+    ("damages", "world_size", "left_out"),
+    [
+        ([StateCorrupt("", ranks=[2])], 4, (2,)),
+        ([StateCorrupt("", ranks=[2]), StateCorrupt("", ranks=[0])], 4, (0, 2)),
+        ([TransferCorrupt("", links=[(3, 0)])], 4, (3,)),
+        ([TransferCorrupt("", links=[(3, 0)]), TransferCorrupt("", links=[(1, 0)])], 4, (0,)),
+        ([CorruptionError("")], 4, ()),
+        ([StateCorrupt("", ranks=[0])], 1, ()),
+        ([Quarantined("", ranks=[0])], 1, None),
+    ],
+)
+def test_those_the_damage_is_laid_to_are_left_out_where_others_remain(
+    damages: Sequence[CorruptionError], world_size: int, left_out: tuple[int, ...] | None
+) -> None:
+    assert to_leave_out(damages, world_size) == left_out
+
+
+def test_under_another_launcher_every_rank_ends_with_the_code_for_damage() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    words = [
+        "train",
+        "digits-resnet",
+        "--task.width",
+        "4",
+        "--task.batch",
+        "8",
+        "--updates",
+        "8",
+        "--guards",
+        "rest",
+    ]
+    words += [
+        "--strategy",
+        "zero1",
+        "--run-dir",
+        "run",
+        "--no-tensorboard",
+        "--faults",
+        faults_text((STICKY,)),
+    ]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "stretto", *words],
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    complaints = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [3, 3]
+    assert all("rank 1 (host" in complaint and "reached 3 strikes" in complaint for complaint in complaints)
+    (record,) = quarantine("run")
+    assert (record["named"], record["goes_on_with"]) == ([1], None)
