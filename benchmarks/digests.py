@@ -1,0 +1,131 @@
+"""How fast digests read memory, against what memory gives and against what others do.
+
+    python benchmarks/digests.py --out benchmarks/results/DATE-digests
+
+One thread, one process. All ways read the same values in turns, from another way on every time; a rate is bytes of
+the values over seconds, and a ratio is taken within a turn against `sum`, one pass over the values as 64-bit words
+that does the least that depends on all of them. `copy` writes as many bytes as it reads.
+"""
+
+import argparse
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stretto.digests import Imprint, digest, locate
+from stretto.train.environment import describe_environment
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MEBIBYTES = (0.25, 4, 64, 256)
+"""Of values: within a core's cache, within a processor's, and beyond both."""
+TENSORS = 16
+"""Into which the values are cut, as a model is into parameters; what works by tensor is called for each."""
+SMALLEST_SECONDS = 0.02
+"""Of one timing: small values are read as often as that takes."""
+
+
+def sha1(tensor: Tensor) -> bytes:
+    """Return the digest of Megatron-LM's check of replicas: SHA-1 of one parameter, in fp32, on the CPU."""
+    return hashlib.sha1(tensor.detach().to(torch.float32).numpy().view("uint8").data).digest()
+
+
+BY_TENSOR: dict[str, Callable[[Tensor], object]] = {
+    "sum": lambda tensor: tensor.view(torch.int64).sum(),
+    "digest": digest,
+    "locate": locate,
+    "imprint": Imprint.of,
+    "SHA-1": sha1,
+    "hash_tensor": torch.hash_tensor,
+}
+"""`imprint` is a digest and a locate: what AtRest takes of every tensor at every update."""
+
+
+def measure(values: list[Tensor], seconds: float) -> dict[str, list[float]]:
+    """Return the seconds that every way takes for all values, by turn, for about `seconds`."""
+    targets = [torch.empty_like(value) for value in values]
+    ways: dict[str, Callable[[], object]] = {"copy": lambda: torch._foreach_copy_(targets, values)}
+    ways |= {name: partial(read, way, values) for name, way in BY_TENSOR.items()}
+    calls = {name: repeats_of(way) for name, way in ways.items()}
+    names = list(ways)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    started, turn = time.perf_counter(), 0
+    while turn < 3 or time.perf_counter() - started < seconds:
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            begun = time.perf_counter()
+            for _ in range(calls[name]):
+                ways[name]()
+            found[name].append((time.perf_counter() - begun) / calls[name])
+        turn += 1
+    return found
+
+
+def read(way: Callable[[Tensor], object], values: list[Tensor]) -> None:
+    """Let a way that works by tensor read all values."""
+    for value in values:
+        way(value)
+
+
+def repeats_of(way: Callable[[], object]) -> int:
+    """Return how often the values have to be read for a timing to be long enough."""
+    way()
+    begun = time.perf_counter()
+    way()
+    return max(1, round(SMALLEST_SECONDS / (time.perf_counter() - begun)))
+
+
+def rows(found: dict[str, list[float]], num_bytes: int) -> dict[str, dict[str, float]]:
+    """Return rate and ratio of every way, medians with quartiles."""
+    table = {}
+    for name, seconds in found.items():
+        shares = [least / taken for taken, least in zip(seconds, found["sum"], strict=True)]
+        low, median, high = statistics.quantiles(shares, n=4)
+        rate = num_bytes / statistics.median(seconds) / 1e9
+        table[name] = {
+            "turns": len(shares),
+            "gigabytes_per_second": rate,
+            "share": median,
+            "low": low,
+            "high": high,
+        }
+    return table
+
+
+def main() -> None:
+    """Measure all sizes and dtypes and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of one size and dtype")
+    parser.add_argument("--mebibytes", type=float, nargs="+", default=MEBIBYTES)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = []
+    for size in options.mebibytes:
+        for dtype in DTYPES:
+            elements = int(size * 2**20) // TENSORS // DTYPES[dtype].itemsize
+            generator = torch.Generator().manual_seed(0)
+            values = [torch.randn(elements, generator=generator).to(DTYPES[dtype]) for _ in range(TENSORS)]
+            table = rows(measure(values, options.seconds), TENSORS * elements * DTYPES[dtype].itemsize)
+            results.append({"mebibytes": size, "dtype": dtype, "tensors": TENSORS, "ways": table})
+            for name, row in table.items():
+                print(
+                    f"{size:6g} MiB {dtype}  {name:12} {row['gigabytes_per_second']:7.2f} GB/s  {row['share']:6.2f} "
+                    f"of sum ({row['low']:.2f} to {row['high']:.2f}, quartiles of {row['turns']} turns)",
+                    flush=True,
+                )
+    report = {"environment": describe_environment(), "results": results}
+    (options.out / "digests.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""What guards cost: seconds of an update with them over seconds without, behind real sockets that are slow.
+
+    python benchmarks/guard_cost.py --out benchmarks/results/DATE-guard-cost
+
+Needs root for the namespaces. Two workers, one thread each, hold the jobs of all arms of a strategy at once and take
+one update of each in turn, from another arm on every time. Nothing is under way when an update has been returned,
+so that arms do not disturb each other. A ratio is taken within a turn, of the seconds until both workers are done;
+rank 0 writes RATE.json and prints the table.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from namespaces import Namespaces
+from torch import distributed as dist
+
+import stretto as st
+from stretto.recipes import StdlibGPT
+from stretto.train.environment import describe_environment
+
+STRATEGIES: dict[str, Callable[[], st.Strategy]] = {"ddp": st.DDP, "zero1": st.ZeRO1, "acco": st.ACCO}
+MICRO_BATCHES = 4
+"""Per update and rank, as in benchmarks/speed.py."""
+WARM_UP_TURNS = 3
+"""First turns that are left out: memory is new to them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """What watches over a job."""
+
+    guards: tuple[st.Guard, ...] = ()
+    verified: bool = False
+
+
+def arms_of(strategy: str) -> dict[str, Arm]:
+    """Return the arms of a strategy, the one without guards first."""
+    arms = {"none": Arm(), "verified": Arm(verified=True)}
+    replica: tuple[st.Guard, ...] = ()
+    if strategy == "ddp":
+        replica = (st.ReplicaGuard(),)
+        arms["replica"] = Arm(guards=replica)
+    arms["rest"] = Arm(guards=(st.AtRest(),))
+    arms["all"] = Arm(guards=(*replica, st.AtRest()), verified=True)
+    return arms
+
+
+class Training:
+    """One arm's job on this rank."""
+
+    def __init__(self, strategy: str, arm: Arm) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._task = StdlibGPT(evaluation_windows=1).build(rank, world_size, 0, None)
+        self._parallel = st.DataParallel(
+            self._task.model,
+            self._task.optimizer,
+            STRATEGIES[strategy](),
+            micro_batches=MICRO_BATCHES,
+            guards=arm.guards,
+            options=st.Options(verified=arm.verified),
+        )
+        self._batches = self._forever()
+
+    def update(self) -> None:
+        """Train until an update has been returned."""
+        for batch in self._batches:
+            loss = self._task.loss(self._task.model, batch)
+            if update := self._parallel.backward(loss.value, loss.weight, loss.samples):
+                if update.verdicts:
+                    raise SystemExit(f"a false alarm: {update.verdicts}")
+                return
+
+    def finish(self) -> None:
+        """End the job."""
+        self._parallel.finish()
+
+    def _forever(self) -> Iterator[object]:
+        while True:
+            yield from self._task.loader
+
+
+def measure(strategy: str, seconds: float) -> dict[str, list[float]]:
+    """Return the seconds of every update of every arm, by turn, for about `seconds`."""
+    jobs = {name: Training(strategy, arm) for name, arm in arms_of(strategy).items()}
+    names = list(jobs)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    end = torch.zeros(1)
+    turn, started = 0, 0.0
+    while not end:
+        if turn == WARM_UP_TURNS:
+            started = time.perf_counter()
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            taken = seconds_of(jobs[name].update)
+            if turn >= WARM_UP_TURNS:
+                found[name].append(taken)
+        turn += 1
+        # Rank 0's clock decides for all.
+        end[0] = turn > WARM_UP_TURNS and time.perf_counter() - started >= seconds
+        dist.broadcast(end, 0)
+    for job in jobs.values():
+        job.finish()
+    return found
+
+
+def seconds_of(work: Callable[[], None]) -> float:
+    """Return how long all ranks take together."""
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def ratios(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Return the median ratio of every arm against none, with quartiles, taken turn by turn."""
+    table = {}
+    for name, seconds in found.items():
+        paired = [one / bare for one, bare in zip(seconds, found["none"], strict=True)]
+        low, median, high = statistics.quantiles(paired, n=4) if len(paired) > 1 else paired * 3
+        table[name] = {
+            "turns": len(paired),
+            "seconds": statistics.median(seconds),
+            "ratio": median,
+            "low": low,
+            "high": high,
+        }
+    return table
+
+
+def work(rate: str, seconds: float, out: Path) -> None:
+    """Measure every strategy on this rank of a job that has been launched."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = {}
+    for strategy in STRATEGIES:
+        found = measure(strategy, seconds)
+        results[strategy] = {"ratios": ratios(found), "seconds": found}
+        if dist.get_rank() == 0:
+            show(rate, strategy, results[strategy]["ratios"])
+    if dist.get_rank() == 0:
+        report = {"rate": rate, "environment": describe_environment(), "strategies": results}
+        (out / f"{rate}.json").write_text(json.dumps(report, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def show(rate: str, strategy: str, table: dict[str, dict[str, float]]) -> None:
+    """Print one strategy's rows."""
+    for name, row in table.items():
+        print(
+            f"{rate:8} {strategy:6} {name:9} {row['seconds']:7.4f} s  {row['ratio'] - 1:+7.2%} "
+            f"({row['low'] - 1:+.2%} to {row['high'] - 1:+.2%}, quartiles of {row['turns']} turns)",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Launch the workers, or be one of them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
+    parser.add_argument(
+        "--seconds", type=float, default=100.0, help="of a strategy at a rate, without warm-up"
+    )
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        work(options.rates[0], options.seconds, options.out)
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    for rate in options.rates:
+        command = [sys.executable, __file__, "--rates", rate, "--seconds", str(options.seconds)]
+        with Namespaces(2, rate) as network:
+            codes = network.run([*command, "--out", str(options.out)])
+        if any(codes):
+            raise SystemExit(f"a worker failed: exit codes {codes}")
+
+
+if __name__ == "__main__":
+    main()
