@@ -64,8 +64,8 @@ def every_collective(rank: int) -> dict[str, list[bool]]:
         two = torch.ones(4)
         group.allreduce([two]).wait()
         damaged["all-reduced values"] = bool((two != 2).any())
-        record = torch.zeros(16, dtype=torch.uint8)
-        group.all_gather_single(record, torch.ones(8, dtype=torch.uint8)).wait()
+        record = torch.zeros(16, dtype=torch.int8)
+        group.all_gather_single(record, torch.ones(8, dtype=torch.int8)).wait()
         damaged["roll call"] = bool((record != 1).any())
         changed[site] = [name for name, is_damaged in damaged.items() if is_damaged]
     return changed

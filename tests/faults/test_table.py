@@ -5,6 +5,8 @@ import functools
 
 import pytest
 
+from stretto.campaign.promises import PROMISES, WORDS
+from stretto.campaign.promises import STRATEGIES as STRATEGIES_OF
 from stretto.faults import Fault
 from stretto.faults.plan import SITES, Site
 from tests.docs.pages import DOCS, table
@@ -16,26 +18,7 @@ WORLD_SIZE = 3
 RANK = 1
 """Whose memory is damaged, in every case."""
 
-SITES_OF_ROWS: dict[str, Site] = {
-    "starting values on their way": "broadcast values",
-    "contribution on its way": "contribution",
-    "gathered values on their way": "gathered values",
-    "roll call on its way": "roll call",
-    "sum on its owner": "sum",
-    "reduced gradient at rest": "reduced gradient",
-    "masters at rest": "masters",
-    "optimizer state at rest": "optimizer state",
-    "masters while they are stepped": "step",
-    "values to be sent, before they are sealed": "published values",
-    "parameters the model shows": "shown parameters",
-    "gradient while it accumulates": "gradient",
-}
-GROUPS = {
-    "all": tuple(STRATEGIES),
-    "replicated": ("ddp",),
-    "sharded": tuple(name for name in STRATEGIES if name != "ddp"),
-}
-EXTENTS = {"element": ("element",), "chunk": ("chunk",), "any": ("element", "chunk")}
+TRIED_EXTENTS = {"element": ("element",), "chunk": ("chunk",), "any": ("element", "chunk")}
 INSTANTS: dict[Site, int] = {"roll call": 9, "optimizer state": 2}
 """The opportunity that is hit, where it is not the second: after the start, and once there is state."""
 
@@ -54,14 +37,14 @@ def expected_rows() -> list[Row]:
     """Return the rows of the page, one by one."""
     return [
         Row(
-            case=Case(strategy=strategy, fault=fault(SITES_OF_ROWS[row["what is damaged"]], extent)),
-            seen_by=row["seen by"],
-            named=row["named"],
-            final=row["final parameters"].split(":")[0],
+            case=Case(strategy=strategy, fault=fault(promise.site, extent)),
+            seen_by=promise.seen_by or "-",
+            named=promise.named or "-",
+            final=promise.final[0] if promise.final else "not seen",
         )
-        for row in table(DOCS / "guards.md", "tests/faults/test_table.py")
-        for strategy in GROUPS[row["strategies"]]
-        for extent in EXTENTS[row["how much"]]
+        for promise in PROMISES
+        for strategy in STRATEGIES_OF[promise.strategies]
+        for extent in TRIED_EXTENTS[promise.extent]
     ]
 
 
@@ -109,11 +92,17 @@ def describe(index: int) -> str:
 EVERY_ROW = pytest.mark.parametrize("index", range(len(ROWS)), ids=describe)
 
 
+def test_the_page_says_what_is_promised() -> None:
+    page = [tuple(row.values()) for row in table(DOCS / "guards.md", "tests/faults/test_table.py")]
+    assert page == [promise.row for promise in PROMISES]
+
+
 def test_every_site_of_a_fault_that_our_exchanges_have_is_in_the_table() -> None:
     # An all-reduce of the backend's own is what no verified exchange uses.
-    assert set(SITES_OF_ROWS.values()) == set(SITES) - {"all-reduced values"}
+    assert set(WORDS) == set(SITES) - {"all-reduced values"}
     pairs = {(row.case.strategy, row.case.fault.site) for row in ALL_ROWS if row.case.fault is not None}
-    assert pairs == {(name, site) for name in STRATEGIES for site in SITES_OF_ROWS.values()}
+    assert pairs == {(name, site) for name in STRATEGIES for site in WORDS}
+    assert set(STRATEGIES_OF["all"]) == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("name", TRIED)

@@ -38,11 +38,11 @@ def test_damage_on_the_way_changes_what_is_trained(site: WireSite) -> None:
     assert not are_equal(clean, struck)
 
 
-def test_a_verified_exchange_names_the_links_and_ends_with_the_bits_of_the_clean_run() -> None:
-    # Verified values of so small a model are no longer than a record, for which a faulty group would take them.
-    clean, struck = trained(None, verified=True), trained("contribution", verified=True)
+@pytest.mark.parametrize("site", SITES)
+def test_a_verified_exchange_names_the_links_and_ends_with_the_bits_of_the_clean_run(site: WireSite) -> None:
+    clean, struck = trained(None, verified=True), trained(site, verified=True)
     assert all(are_equal(one, other) for one, other in zip(clean, struck, strict=True))
     for seen in struck:
         verdicts = [verdict for update in seen.updates for verdict in update.verdicts]
-        assert {verdict.site for verdict in verdicts} == {"contribution"}
+        assert {verdict.site for verdict in verdicts} == {site}
         assert {verdict.link for verdict in verdicts} == {(sender, STRUCK) for sender in range(RANKS)}

@@ -132,10 +132,13 @@ class Exchange(ABC):
         self.perform([self.gather(own, whole, 0, what)])
 
     def gather_bytes(self, record: bytes) -> list[bytes]:
-        """Return every rank's `record`, in rank order; all records must have one length."""
+        """Return every rank's `record`, in rank order; all records must have one length.
+
+        They travel as int8, which no values do: whoever sees a collective can tell what it gathers.
+        """
         device = self.layout.sets[0].device
-        own = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(device)
-        whole = torch.empty(self.world_size * own.numel(), dtype=torch.uint8, device=device)
+        own = torch.frombuffer(bytearray(record), dtype=torch.int8).to(device)
+        whole = torch.empty(self.world_size * own.numel(), dtype=torch.int8, device=device)
         self.wait(self.group.all_gather_single(whole, own), "roll call")
         self.sent_bytes += (self.world_size - 1) * own.nbytes
         records: list[bytes] = whole.cpu().numpy().view(f"V{len(record)}").tolist()

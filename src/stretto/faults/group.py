@@ -18,9 +18,6 @@ from stretto.groups.private import private_group
 from stretto.groups.throttled import gloo_group
 from stretto.groups.wrapped import WrappedGroup
 
-RECORD_BYTES = 1024
-"""Gathered bytes per rank up to which they are taken for a record of the roll call rather than for values."""
-
 
 def register_faulty(plan: FaultPlan, name: str = "faulty") -> None:
     """Make `name` a backend of `torch.distributed`: Gloo, whose results are damaged by `plan`.
@@ -187,8 +184,8 @@ class DamagedWork(dist.Work):
 
 
 def _gathered(inputs: Any) -> Site:
-    """Tell records from values."""
-    is_record = all(t.dtype == torch.uint8 and t.nbytes <= RECORD_BYTES for t in _flat(inputs))
+    """Tell records of the roll call, which travel as int8, from values, which never do."""
+    is_record = all(tensor.dtype == torch.int8 for tensor in _flat(inputs))
     return "roll call" if is_record else "gathered values"
 
 

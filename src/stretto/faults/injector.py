@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,8 +19,12 @@ class Application:
     fault: Fault
     opportunity: int
     """Of the site on that rank, from 0."""
+    step: int
+    """Committed updates of the job when it struck; 0 for groups that no job has been made on."""
     elements: int
     """How many were damaged."""
+    span: tuple[float, float]
+    """Where in the tensor the first of them begins and the last ends, as shares of its length."""
     before: str
     """Digest of the tensor, hexadecimal."""
     after: str
@@ -45,6 +49,8 @@ class Injector:
         self._held: dict[tuple[Site, int], Tensor] = {}
         self.applications: list[Application] = []
         """What has been done so far, in order."""
+        self.committed: Callable[[], int] = lambda: 0
+        """Returns the committed updates of the job that is struck."""
 
     def is_interested(self, site: Site) -> bool:
         """Return whether any fault strikes there."""
@@ -90,7 +96,9 @@ class Injector:
             Application(
                 fault=fault,
                 opportunity=opportunity,
+                step=self.committed(),
                 elements=chosen.numel(),
+                span=(int(chosen.min()) / values.numel(), (int(chosen.max()) + 1) / values.numel()),
                 before=hexadecimal(before),
                 after=hexadecimal(digest(tensor)),
             )

@@ -52,6 +52,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
             ],
         )
 
+    injector.committed = lambda: lane.watch.step
     _before(lane, "advance", before_round)
     _before(compute, "contribute", before_counting)
     _after(lane.sentry, "reduced", after_reduction)

@@ -14,7 +14,7 @@ _RUN = 4
 def alias_of(tensor: Tensor) -> Tensor:
     """Return a flat view of a tensor's memory that shares nothing else: writing it counts as no write of the tensor.
 
-    Bytes are taken for float32 where they can be: what travels as bytes holds values.
+    Bytes are taken for float32 where they can be: what travels as bytes holds values, or numbers of as many bits.
 
     Raises:
         ConfigError: The memory is not the host's, or not in one piece.
@@ -25,7 +25,7 @@ def alias_of(tensor: Tensor) -> Tensor:
             "the host's memory"
         )
     content = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
-    if tensor.dtype != torch.uint8:
+    if tensor.dtype not in (torch.uint8, torch.int8):
         return content.view(tensor.dtype)
     is_values = content.numel() >= 4 and content.data_ptr() % 4 == 0
     return content[: content.numel() // 4 * 4].view(torch.float32) if is_values else content
