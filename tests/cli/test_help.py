@@ -8,6 +8,7 @@ import pytest
 
 from stretto.cli import main
 from stretto.cli.options import field_docs
+from stretto.doctor import Examination
 from stretto.recipes import RECIPES
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.simulation import SimulateConfig
@@ -27,6 +28,10 @@ def test_every_field_has_a_docstring(kind: Any, recipe: str) -> None:
     for configuration in configurations(kind(task=RECIPES[recipe]())):
         docs = field_docs(type(configuration))
         assert [field.name for field in dataclasses.fields(configuration) if not docs.get(field.name)] == []
+
+
+def test_every_option_of_the_doctor_has_a_docstring() -> None:
+    assert set(field_docs(Examination)) == {field.name for field in dataclasses.fields(Examination)}
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "diagnose"])

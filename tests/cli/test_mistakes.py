@@ -11,7 +11,10 @@ from stretto.cli import main
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("tarin stdlib-gpt", "no command is called 'tarin'; there are train, compare, simulate, diagnose"),
+        (
+            "tarin stdlib-gpt",
+            "no command is called 'tarin'; there are train, compare, simulate, diagnose, doctor",
+        ),
         ("train", "train needs a recipe first: stdlib-gpt, digits-resnet"),
         ("train --updates 3", "train needs a recipe first"),
         ("train stdlib", "no recipe is called 'stdlib'; there are stdlib-gpt, digits-resnet"),

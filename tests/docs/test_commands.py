@@ -2,7 +2,8 @@
 
 import pytest
 
-from stretto.cli.options import parse_options
+from stretto.cli.options import parse_alone, parse_options
+from stretto.doctor import Examination
 from stretto.train.arms import parse_arms
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.simulation import SimulateConfig
@@ -21,6 +22,8 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
         _, simulation = parse_options("simulate", rest, lambda task: SimulateConfig(task=task))
         simulation.as_run()
         simulation.cluster()
+    elif command == "doctor":
+        parse_alone("doctor", rest, Examination())
     elif command == "diagnose":
         parse_options("diagnose", rest, lambda task: DiagnoseConfig(task=task))
     else:
@@ -30,4 +33,4 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
 
 
 def test_the_pages_print_commands() -> None:
-    assert {words[0] for words in COMMANDS} == {"train", "compare", "simulate", "diagnose"}
+    assert {words[0] for words in COMMANDS} == {"train", "compare", "simulate", "diagnose", "doctor"}

@@ -19,6 +19,7 @@ from stretto.train.configuration import RunConfig
 from stretto.train.launch import LocalRanks
 from stretto.train.restarts import to_leave_out, train_on
 from stretto.train.run_folder import prepare_run_folder
+from stretto.train.seat import Seat
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train
 from tests.train.tiny import Tiny
 
@@ -116,6 +117,14 @@ def test_what_is_no_damage_ends_the_run_at_once() -> None:
     with pytest.raises(WorkerFailed, match="acco needs at least 2"):
         persist(struck("run", strategy="acco", micro_batches=1))
     assert quarantine("run") == []
+
+
+def place(seat: Seat) -> tuple[int, int, int, int]:
+    return seat.rank, seat.world_size, seat.local_rank, seat.local_world_size
+
+
+def test_those_that_stay_keep_their_devices() -> None:
+    assert LocalRanks(3).without([1]).call(place) == [(0, 2, 0, 3), (1, 2, 2, 3)]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
 """The command line: `stretto COMMAND ...`, one file per command."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 USAGE = """\
-usage: stretto COMMAND RECIPE [OPTIONS]
+usage: stretto COMMAND [RECIPE] [OPTIONS]
 
 commands:
   train      train a recipe on local workers, or as a rank of torchrun
   compare    run strategies side by side on the same link
   simulate   train a recipe on a virtual cluster of many ranks
   diagnose   measure whether the input is the bottleneck, and what an echo would gain
+  doctor     find out whether this machine's arithmetic, memory and network can be trusted; takes no recipe
 
 `stretto COMMAND` lists the recipes, `stretto COMMAND RECIPE --help` all options.
 """
@@ -35,20 +36,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Not earlier: the help needs none of what the commands are made of.
     from stretto.cli.compare import compare_command
     from stretto.cli.diagnose import diagnose_command
+    from stretto.cli.doctor import doctor_command
     from stretto.cli.simulate import simulate_command
     from stretto.cli.train import train_command
     from stretto.errors import ConfigError, CorruptionError, StrettoError, UnknownName, WorkerFailed
 
-    commands = {
+    commands: dict[str, Callable[[Sequence[str]], int | None]] = {
         "train": train_command,
         "compare": compare_command,
         "simulate": simulate_command,
         "diagnose": diagnose_command,
+        "doctor": doctor_command,
     }
     try:
         if words[0] not in commands:
             raise UnknownName(f"no command is called {words[0]!r}; there are {', '.join(commands)}")
-        commands[words[0]](words[1:])
+        return commands[words[0]](words[1:]) or 0
     except ConfigError as error:
         return _complain(error, MISUSED)
     except StrettoError as error:
@@ -57,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    return 0
 
 
 def _complain(error: Exception, exit_code: int) -> int:

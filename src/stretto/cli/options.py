@@ -48,6 +48,11 @@ def parse_options(
     return name, _parse(f"stretto {command} {name}", options, configure(RECIPES[name]()))
 
 
+def parse_alone(command: str, words: Sequence[str], default: ConfigT) -> ConfigT:
+    """Read the options of a command without a recipe; the errors are those of `parse_options`."""
+    return _parse(f"stretto {command}", words, default)
+
+
 def _parse(program: str, options: Sequence[str], default: ConfigT) -> ConfigT:
     try:
         import tyro

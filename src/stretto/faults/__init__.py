@@ -3,7 +3,7 @@
 from stretto.faults.group import FaultyGroup, register_faulty
 from stretto.faults.injector import Application, Injector
 from stretto.faults.memory import strike_memory
-from stretto.faults.plan import EXTENTS, LASTS, PATTERNS, SITES, Fault, FaultPlan, draw_fault
+from stretto.faults.plan import EXTENTS, LASTS, PATTERNS, SITES, WIRE_SITES, Fault, FaultPlan, draw_fault
 from stretto.faults.text import faults_text, parse_faults
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "LASTS",
     "PATTERNS",
     "SITES",
+    "WIRE_SITES",
     "Application",
     "Fault",
     "FaultPlan",

@@ -1,0 +1,7 @@
+"""Whether a machine can be trusted: its arithmetic, its memory, its collectives, its links."""
+
+from stretto.doctor.examination import Examination, examine, examine_seat
+from stretto.doctor.finding import Finding, Link
+from stretto.doctor.report import Report
+
+__all__ = ["Examination", "Finding", "Link", "Report", "examine", "examine_seat"]

@@ -1,0 +1,162 @@
+"""Arithmetic: the same work gives the same bits, again and again, with every core busy.
+
+Note [Known results]
+    Sums of products of small whole numbers are exact in float32, in any order, as long as they stay below 2^24. So
+    for matrix products and convolutions over such numbers the true result is known beforehand, from 64-bit integers:
+    a device that is wrong in the same way every time shows too. Attention divides and exponentiates; there the first
+    result is what the others, and those of other ranks, are compared with.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stretto.digests import digest, hexadecimal
+
+_SEED = 20
+_LARGEST = 8
+"""Operands are whole numbers up to this: 256 products of two stay far below 2^24."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operator:
+    """Work to repeat."""
+
+    inputs: Callable[[], list[Tensor]]
+    """Its operands, in the host's memory; the same on all ranks."""
+    run: Callable[..., list[Tensor]]
+    """The work: operands to results, gradients among them."""
+    truth: Callable[..., list[Tensor]] | None = None
+    """Exact results in the host's memory, where they are known."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What became of one operator on one device."""
+
+    digest: str
+    """Of the first results."""
+    repeats: int
+    differing: int
+    """Of the repeats, those with other bits than the first."""
+    is_true: bool | None
+    """Whether the first results are the exact ones; None where these are not known."""
+
+
+def repeat(
+    operators: Mapping[str, Operator], device: torch.device, seconds: float, threads: int
+) -> dict[str, Work]:
+    """Run every operator again and again and compare the bits.
+
+    Args:
+        operators: By name.
+        device: Where.
+        seconds: How long, all operators together.
+        threads: How many do so at once, each by itself; on a CPU one per core keeps all busy.
+    """
+    torch.manual_seed(_SEED)
+    operands = {name: [value.to(device) for value in one.inputs()] for name, one in operators.items()}
+    first = {name: _bits(one.run(*operands[name])) for name, one in operators.items()}
+    counts = dict.fromkeys(operators, 0)
+    differing = dict.fromkeys(operators, 0)
+    counting = threading.Lock()
+    deadline = time.monotonic() + seconds
+
+    def work() -> None:
+        while True:
+            for name, one in operators.items():
+                bits = _bits(one.run(*operands[name]))
+                with counting:
+                    counts[name] += 1
+                    differing[name] += bits != first[name]
+            if time.monotonic() > deadline:
+                return
+
+    workers = [threading.Thread(target=work, name=f"stretto-doctor-{number}") for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return {
+        name: Work(
+            digest=" ".join(map(hexadecimal, first[name])),
+            repeats=counts[name],
+            differing=differing[name],
+            is_true=None if one.truth is None else _bits(one.truth(*one.inputs())) == first[name],
+        )
+        for name, one in operators.items()
+    }
+
+
+def _bits(results: Sequence[Tensor]) -> list[int]:
+    return [digest(result.detach().contiguous()) for result in results]
+
+
+def _whole_numbers(*shapes: Sequence[int]) -> Callable[[], list[Tensor]]:
+    def inputs() -> list[Tensor]:
+        draws = torch.Generator().manual_seed(_SEED)
+        return [
+            torch.randint(-_LARGEST, _LARGEST + 1, tuple(shape), generator=draws).float() for shape in shapes
+        ]
+
+    return inputs
+
+
+def _draws(*shapes: Sequence[int]) -> Callable[[], list[Tensor]]:
+    def inputs() -> list[Tensor]:
+        draws = torch.Generator().manual_seed(_SEED)
+        return [torch.randn(tuple(shape), generator=draws) for shape in shapes]
+
+    return inputs
+
+
+def _with_gradients(
+    forward: Callable[..., Tensor], operands: Sequence[Tensor], upstream: Tensor
+) -> list[Tensor]:
+    """Return the result of `forward`, and the gradient of every operand for the gradient `upstream` of the result."""
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    result = forward(*leaves)
+    return [result.detach(), *torch.autograd.grad(result, leaves, upstream)]
+
+
+def _matmul(left: Tensor, right: Tensor, upstream: Tensor) -> list[Tensor]:
+    return _with_gradients(torch.matmul, (left, right), upstream)
+
+
+def _true_matmul(left: Tensor, right: Tensor, upstream: Tensor) -> list[Tensor]:
+    a, b, g = left.long(), right.long(), upstream.long()
+    return [(a @ b).float(), (g @ b.T).float(), (a.T @ g).float()]
+
+
+def _convolution(images: Tensor, kernels: Tensor, upstream: Tensor) -> list[Tensor]:
+    return _with_gradients(lambda x, k: functional.conv2d(x, k, padding=1), (images, kernels), upstream)
+
+
+def _true_convolution(images: Tensor, kernels: Tensor, upstream: Tensor) -> list[Tensor]:
+    """In float64, which holds all of these sums exactly."""
+    return [result.float() for result in _convolution(images.double(), kernels.double(), upstream.double())]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, upstream: Tensor) -> list[Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return _with_gradients(forward, (query, key, value), upstream)
+
+
+OPERATORS: Mapping[str, Operator] = MappingProxyType(
+    {
+        "matmul": Operator(_whole_numbers((192, 160), (160, 192), (192, 192)), _matmul, _true_matmul),
+        "convolution": Operator(
+            _whole_numbers((4, 8, 16, 16), (16, 8, 3, 3), (4, 16, 16, 16)), _convolution, _true_convolution
+        ),
+        "attention": Operator(_draws(*[(2, 4, 64, 32)] * 4), _attention),
+    }
+)
+"""Forward and backward, of what models are made of."""

@@ -1,0 +1,177 @@
+"""The doctor finds a sound machine sound, and names the device, rank or link that is not."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from stretto.cli import main
+from stretto.doctor import Examination, Report, examine
+from stretto.doctor.arithmetic import OPERATORS, Operator
+from stretto.doctor.examination import Subject
+from stretto.doctor.memory import write_and_read
+from stretto.errors import ConfigError
+from stretto.faults import Fault, FaultPlan, FaultyGroup
+from stretto.faults.injector import Injector
+from stretto.faults.plan import WireSite
+from tests.processes import run_program
+
+RANKS, BAD = 3, 1
+QUICK = Examination(seconds=0.2, memory_megabytes=1, link_megabytes=0.1)
+
+
+class Flaky:
+    """Work whose last bit is another at every fourth call."""
+
+    def __init__(self, run: Callable[..., list[Tensor]]) -> None:
+        self.run = run
+        self.calls = 0
+
+    def __call__(self, *operands: Tensor) -> list[Tensor]:
+        self.calls += 1
+        results = self.run(*operands)
+        if self.calls % 4 == 0:
+            results[-1].view(torch.int32).view(-1)[7] ^= 1
+        return results
+
+
+def wrong(run: Callable[..., list[Tensor]], *operands: Tensor) -> list[Tensor]:
+    """The same, and always the same, wrong result."""
+    return [result + 1 for result in run(*operands)]
+
+
+def with_work(name: str, change: Callable[[Any], Callable[..., list[Tensor]]]) -> dict[str, Operator]:
+    changed = dataclasses.replace(OPERATORS[name], run=change(OPERATORS[name].run))
+    return {**OPERATORS, name: changed}
+
+
+def flip(words: Tensor) -> None:
+    words[100] ^= 1 << 33
+
+
+def arrivals(site: WireSite) -> Fault:
+    return Fault(site=site, rank=BAD, lasts="sticky", rate=0.5, extent="all", pattern="sign")
+
+
+def reports(rank: int, group: dist.ProcessGroup) -> dict[str, Report]:
+    """One examination after the other, each with something else wrong on one rank."""
+    sound = Subject(devices=[torch.device("cpu")], threads=1)
+    subjects = {
+        "sound": sound,
+        "flaky": dataclasses.replace(sound, operators=with_work("convolution", Flaky)),
+        "wrong": dataclasses.replace(
+            sound, operators=with_work("matmul", lambda run: functools.partial(wrong, run))
+        ),
+        "other": dataclasses.replace(
+            sound, operators=with_work("attention", lambda run: functools.partial(wrong, run))
+        ),
+        "memory": dataclasses.replace(sound, disturb=flip),
+    }
+    found = {
+        name: examine(group, subject if rank == BAD else sound, QUICK) for name, subject in subjects.items()
+    }
+    for site in ("contribution", "gathered values", "all-reduced values", "broadcast values"):
+        injector = Injector(FaultPlan((arrivals(site),)), rank)
+        found[site] = examine(FaultyGroup(group, injector), sound, QUICK)
+    return found
+
+
+@functools.cache
+def outcomes() -> list[dict[str, Report]]:
+    return run_program(RANKS, reports)
+
+
+def checks(report: Report) -> set[str]:
+    return {finding.check for finding in report.findings if not finding.is_sound}
+
+
+def test_a_sound_machine_is_found_sound_and_every_link_is_measured() -> None:
+    report = outcomes()[0]["sound"]
+    assert report.is_sound, [finding for finding in report.findings if not finding.is_sound]
+    assert report.verdict.startswith("sound: ")
+    rates = {f.link: f.megabytes_per_second for f in report.findings if f.check == "link"}
+    assert set(rates) == {(a, b) for a in range(RANKS) for b in range(RANKS) if a != b}
+    assert all(rate is not None and rate > 0 for rate in rates.values())
+    assert {f.check for f in report.findings} >= {
+        *OPERATORS,
+        "memory",
+        "all-reduce",
+        "all-to-all",
+        "broadcast",
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "unsound"),
+    [
+        ("flaky", {"convolution"}),
+        ("wrong", {"matmul", "matmul compared"}),
+        ("other", {"attention compared"}),
+        ("memory", {"memory"}),
+        ("contribution", {"reduce-scatter", "all-to-all", "link"}),
+        ("gathered values", {"all-gather"}),
+        ("all-reduced values", {"all-reduce"}),
+    ],
+)
+def test_the_bad_rank_is_named_by_every_rank(case: str, unsound: set[str]) -> None:
+    for found in outcomes():
+        assert checks(found[case]) == unsound
+        assert (found[case].suspects, found[case].links) == ((BAD,), ())
+        assert found[case].verdict.startswith("not to be trusted: rank 1 (host ")
+
+
+def test_a_wrong_broadcast_names_the_rank_that_all_roots_fail_to_reach() -> None:
+    report = outcomes()[0]["broadcast values"]
+    assert checks(report) == {"broadcast"}
+    assert BAD in report.suspects or {receiver for _, receiver in report.links} == {BAD}
+
+
+def test_every_rank_has_the_same_report() -> None:
+    first, *others = outcomes()
+    assert all(found == first for found in others)
+
+
+def test_a_damaged_word_is_told_with_its_bits() -> None:
+    readback = write_and_read(torch.device("cpu"), 1, 0.0, flip)
+    assert (readback.passes, readback.damaged_words) == (5, 5)
+    assert readback.first == (
+        "word 100: expected 0000000000000000, found 0000000200000000, bits 0000000200000000"
+    )
+    assert write_and_read(torch.device("cpu"), 1, 0.0).damaged_words == 0
+
+
+def test_the_command_ends_with_0_on_a_sound_machine_and_writes_its_findings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor", "--seconds", "0.5", "--memory-megabytes", "2", "--out", "found"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("sound: ")
+    found = json.loads(Path("found", "doctor.json").read_text())
+    assert (found["is_sound"], len(found["seats"])) == (True, 2)
+    assert {row["check"] for row in found["findings"]} >= {"matmul", "memory", "link"}
+
+
+def test_the_command_ends_with_1_where_something_disagrees(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["doctor", "--seconds", "0.5", "--memory-megabytes", "2"]
+    assert main([*words, "--faults", "contribution:rank=1:lasts=sticky:extent=all"]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1].startswith("not to be trusted: rank 1 (host ")
+    assert any(line.startswith("BAD  all-to-all") for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"seconds": 0}, "seconds must be positive"),
+        ({"faults": (Fault(site="masters", rank=0),)}, "no job to strike"),
+    ],
+)
+def test_an_examination_that_cannot_be_is_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Examination(**settings)
