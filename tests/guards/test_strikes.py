@@ -87,7 +87,7 @@ def test_a_rank_whose_memory_damages_what_arrives_is_told_from_its_links() -> No
 
 
 def test_what_never_arrives_is_laid_to_the_rank_at_which_all_of_it_ends() -> None:
-    always = Fault(site="gathered values", rank=STRUCK, instant=4, lasts="sticky", extent="all")
+    always = Fault(site="contribution", rank=STRUCK, instant=4, lasts="sticky", extent="all")
     # Whoever finds it first ends the job for the others.
     found = [error for _, error in ended(always, st.ZeRO1()) if isinstance(error, TransferCorrupt)]
     assert found
