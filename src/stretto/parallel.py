@@ -11,6 +11,8 @@ from torch import distributed as dist
 
 from stretto.echo.intake import Intake
 from stretto.engine import Clock, Options, start_lanes
+from stretto.engine.accumulation import run_backward
+from stretto.engine.kept_round import Weighed, weighed
 from stretto.engine.roll_call import Vote
 from stretto.engine.state import JobState, State
 from stretto.engine.watch import Watch
@@ -164,12 +166,7 @@ class DataParallel:
             CommunicationError: A rank died, raised or fell silent.
         """
         with self.compute.running():
-            self._check_loss(loss)
-            weight = self._effective_weight(weight)
-            self.compute.before_micro_batch()
-            if weight > 0:
-                (loss if weight == 1.0 else loss * weight).backward()
-            return self._count(weight, loss.reshape(()), samples)
+            return self._backward(loss, weight, samples)
 
     def step(
         self, weight: float = 1.0, loss: Tensor | None = None, samples: int | None = None
@@ -181,9 +178,31 @@ class DataParallel:
         with self.compute.running():
             return self._count(self._effective_weight(weight), loss, samples)
 
-    def micro_batch(self, loss_function: Callable[[Batch], Tensor], batch: Batch) -> Update | None:
-        """Run the forward and backward pass of one micro-batch: `backward(loss_function(batch))`."""
-        return self.backward(loss_function(batch), samples=_num_samples(batch))
+    def micro_batch(
+        self,
+        loss_function: Callable[[Batch], Tensor | Weighed],
+        batch: Batch,
+        weight: float = 1.0,
+        samples: int | None = None,
+    ) -> Update | None:
+        """Run the forward and backward pass of one micro-batch: `backward(loss_function(batch))`.
+
+        Guards can run it again, which `backward` and `step` do not let them: until the round has ended they hold on
+        to the batch.
+
+        Args:
+            loss_function: Returns the loss, or (loss, weight, samples) where only the forward pass tells these. What it
+                returns depends on the batch, the model and random draws alone, and the batch stays as it is.
+            batch: What it is given.
+            weight: See `backward`.
+            samples: See `backward`; None takes the batch's length.
+
+        Returns and errors are those of `backward`.
+        """
+        with self.compute.running():
+            self.compute.begin_micro_batch(loss_function, batch)
+            samples = _num_samples(batch) if samples is None else samples
+            return self._backward(*weighed(loss_function(batch), weight, samples))
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -284,6 +303,13 @@ class DataParallel:
     ) -> None:
         if error is not None:
             self.fail(error)
+
+    def _backward(self, loss: Tensor, weight: float, samples: int | None) -> Update | None:
+        self._check_loss(loss)
+        weight = self._effective_weight(weight)
+        self.compute.before_micro_batch()
+        run_backward(loss, weight)
+        return self._count(weight, loss.reshape(()), samples)
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
         if samples is None:

@@ -56,23 +56,39 @@ class Network(nn.Module):
 class Job:
     """A small job on this rank, with micro-batches of its own."""
 
-    def __init__(self, strategy: st.Strategy, rank: int, *, width: int = 19, **choices: Any) -> None:
+    def __init__(
+        self,
+        strategy: st.Strategy,
+        rank: int,
+        *,
+        width: int = 19,
+        replayable: bool = True,
+        **choices: Any,
+    ) -> None:
         torch.manual_seed(3)
         self.model = Network(width)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         choices.setdefault("options", st.Options(bucket_bytes=1024))
         self.parallel = st.DataParallel(self.model, optimizer, strategy, micro_batches=2, **choices)
+        self.replayable = replayable
+        """Whether micro-batches are handed over before their forward pass."""
         self._generator = torch.Generator().manual_seed(100 + rank)
 
     def micro_batch(self) -> Update | None:
         """Train on one micro-batch."""
         x = torch.randn(4, 6, generator=self._generator)
-        return self.parallel.backward(self.model(x).square().mean())
+        if self.replayable:
+            return self.parallel.micro_batch(self._loss, x)
+        return self.parallel.backward(self._loss(x))
 
     def run(self, micro_batches: int = 8) -> list[Update]:
         """Train and finish."""
         updates = [update for _ in range(micro_batches) if (update := self.micro_batch())]
         return updates + self.parallel.finish()
+
+    def _loss(self, x: Tensor) -> Tensor:
+        output: Tensor = self.model(x)
+        return output.square().mean()
 
     def final(self) -> list[Tensor]:
         """Copies of the parameters."""

@@ -41,7 +41,9 @@ _FINALS: dict[tuple[Final, ...], str] = {
     (): "not seen",
     ("identical",): "identical",
     ("error", "identical"): "error; identical where little of it was hit",
-    ("differ",): "differ: the rank's gradients of the round are left out",
+    ("differ", "identical"): (
+        "differ: the rank's gradients of the round are left out; identical where little of it was hit"
+    ),
 }
 
 
@@ -107,10 +109,20 @@ PROMISES: tuple[Promise, ...] = (
     *_at_rest("optimizer state"),
     *_between_seals("step"),
     *_between_seals("published values"),
-    Promise(site="shown parameters", seen_by="rest", named="rank", final=("differ",)),
+    Promise(site="shown parameters", extent="element", seen_by="rest", named="rank"),
+    Promise(
+        site="shown parameters",
+        extent="chunk",
+        strategies="sharded",
+        seen_by="rest",
+        named="rank",
+        final=("differ", "identical"),
+    ),
+    Promise(site="shown parameters", extent="chunk", strategies="replicated", seen_by="rest", named="rank"),
     Promise(site="gradient", seen_by=None, final=()),
 )
-"""For faults that strike once, with all guards that apply and a verified exchange, on three ranks."""
+"""For faults that strike once, with all guards that apply and a verified exchange, on three ranks whose micro-batches
+guards can run again."""
 
 
 def promise_on(site: Site, extent: Extent, strategy: str) -> Promise:

@@ -13,16 +13,15 @@ something to the same rank of the same layout only; the others begin with the me
 """
 
 import io
-import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.job import Reduction
+from stretto.engine.random_states import random_states, restore_random_states
 from stretto.engine.replicas import Replica
 from stretto.engine.roll_call import Attendance, RollCall, Vote
 from stretto.engine.state import JobState, State
@@ -76,7 +75,7 @@ class Continuation:
     def write_own(self, state: State, loader: Loader | None, extra: Any) -> State:
         """Return what is this rank's alone, beside the `state` that `write` has returned."""
         mine = {
-            "random": _random_states(self._device),
+            "random": random_states(self._device),
             "buffers": self._buffers(state["model"]),
             "owed": self._compute.lane.exchange.owed,
         }
@@ -137,7 +136,7 @@ class Continuation:
             values = [content.view(shape).to(self._device) for content, shape in shown]
             self._compute.show(values, "estimate")
         if mine is not None:
-            _restore_random_states(mine["random"], self._device)
+            restore_random_states(mine["random"], self._device)
 
     def _adopt_replica(self, replica: Replica, agreed: list[Tensor]) -> None:
         lane = self._compute.lane
@@ -202,23 +201,6 @@ def pack(value: Any) -> bytes:
 def unpack(packed: bytes) -> Any:
     """Return what `pack` was given; only for checkpoints one trusts, as everything that is unpickled."""
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-
-
-def _restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])
 
 
 def _attendance(records: Sequence[Mapping[str, Any]], names: Sequence[str], num_buffers: int) -> Attendance:

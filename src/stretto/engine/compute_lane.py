@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 
 from stretto.engine.accounts import Accounts
+from stretto.engine.accumulation import Accumulation
 from stretto.engine.guarded_model import GuardedModel
-from stretto.engine.job import Contribution, Held, Job, Landing, Reduction, Shown
+from stretto.engine.job import Held, Job, Landing, Reduction, Shown
+from stretto.engine.kept_round import LossFunction
 from stretto.engine.lane import Lane
 from stretto.engine.options import Options
 from stretto.engine.quota import Quota
+from stretto.engine.review import Review
 from stretto.engine.roll_call import Vote
 from stretto.engine.runtime import Pending, Runtime
 from stretto.engine.statistics import Statistics
-from stretto.errors import Finished, OutOfTurn, StepWithoutBackward, UnusedParameters
+from stretto.errors import Finished, OutOfTurn, UnusedParameters
 from stretto.flat import GradientBuffer, Layout
 from stretto.owner import Hyperparameters, read_hyperparameters
 from stretto.records import Update, Verdict
@@ -65,7 +68,9 @@ class ComputeLane:
         self._quota = quota
         self._strategy = strategy
         self._allow_unused = options.allow_unused
-        self._filling = GradientBuffer(layout)
+        self.accumulation = Accumulation(guarded.parameters, GradientBuffer(layout))
+        """The round that accumulates."""
+        self._review = Review(guarded, lane, runtime)
         self._idle = GradientBuffer(layout) if strategy.overlaps else None
         self._in_flight: Pending[Landing] | None = None
         self._job: Job | None = None
@@ -74,7 +79,7 @@ class ComputeLane:
         """Position, in its update, of the round that accumulates: one ahead of the one in flight."""
         self._hyperparameters: Hyperparameters = []
         self._accounts = Accounts(strategy.staleness, runtime.now())
-        self._arrived = self._use_is_known = False
+        self._use_is_known = False
         self._verdicts: list[Verdict] = []
         guarded.hook(
             on_gradient=self._note_gradient,
@@ -82,8 +87,7 @@ class ComputeLane:
             shows_estimate=lambda: self.shown == "estimate",
             where=lambda: self.where,
         )
-        self._filling.attach(guarded.parameters)
-        self._contribution = self._empty_contribution()
+        self.accumulation.attach()
 
     @property
     def where(self) -> str:
@@ -135,22 +139,16 @@ class ComputeLane:
     def contribute(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
         """Count one micro-batch whose gradients have been accumulated; land if its round's quota is met."""
         self.take_off_if_ready()
-        self._check_micro_batch(weight)
+        self.accumulation.check_micro_batch(weight, self.where)
         self.runtime.charge("micro-batch")
         self.num_contributions += 1
-        contribution = self._contribution
-        contribution.count += 1
-        if weight > 0:
-            contribution.micro_batches += 1
-            contribution.weight += weight
-            contribution.samples += samples
-            if loss is not None:
-                contribution.loss_sum += loss.detach().to(torch.float32) * weight
-                contribution.loss_weight += weight
+        self.accumulation.count(weight, loss, samples)
+        self._review.count(weight, samples)
+        count = self.accumulation.contribution.count
         lane_is_free = self._in_flight is None or self._in_flight.done()
-        if not self._quota.is_met(self._accumulating_round, contribution.count, lane_is_free=lane_is_free):
+        if not self._quota.is_met(self._accumulating_round, count, lane_is_free=lane_is_free):
             return None
-        self._inspect_shown()
+        self._inspect()
         update = self.land() if self._in_flight is not None else None
         self.make_ready()
         if not self._strategy.overlaps:
@@ -160,16 +158,23 @@ class ComputeLane:
 
     def before_micro_batch(self) -> None:
         """Take off if a round is ready; called before every training forward and backward pass."""
-        self._filling.check_unwritten(self.where)
+        self.accumulation.buffer.check_unwritten(self.where)
         self._guarded.check_unwritten(self.where)
         self.take_off_if_ready()
+
+    def begin_micro_batch(self, loss_function: LossFunction, batch: object) -> None:
+        """As `before_micro_batch`, with what it takes to run the micro-batch again."""
+        self.before_micro_batch()
+        self._review.begin(loss_function, batch)
 
     def make_ready(self) -> Job:
         """Close the accumulating round: its job takes off next."""
         if self._job is None:
             kept = (*self.statistics.snapshot(), self.statistics.agreed, self.vote)
-            self._job = Job(self._filling, self._contribution, *kept, [])
+            accumulated = self.accumulation
+            self._job = Job(accumulated.buffer, accumulated.contribution, *kept, [])
             self._job.verdicts, self._verdicts = self._verdicts, []
+            self._review.forget()
         return self._job
 
     def reduce_ahead(self) -> Reduction:
@@ -183,7 +188,7 @@ class ComputeLane:
             job.hyperparameters = read_hyperparameters(self._guarded.optimizer)
             job.vote = self.vote
             job.reduction = self.runtime.spawn(lambda: self.lane.reduce(job)).result()
-            self._filling.remember()  # an exchange may leave anything in the buffer
+            self.accumulation.buffer.remember()  # an exchange may leave anything in the buffer
         return job.reduction
 
     def begin_again(self, steps: int, round_index: int) -> None:
@@ -194,10 +199,10 @@ class ComputeLane:
             round_index: Rounds behind it.
         """
         self._job = None
-        self._contribution = self._empty_contribution()
+        self.accumulation.begin(self.accumulation.buffer).attach()
+        self._review.forget()
         self._accumulating_round = 0
         self._accounts = Accounts(self._strategy.staleness, self.runtime.now())
-        self._filling.attach(self._guarded.parameters)
         self._guarded.remember(self._guarded.parameters)
         self.statistics.agree()
         self.steps = self.lane.watch.step = steps
@@ -225,8 +230,7 @@ class ComputeLane:
             raise OutOfTurn(
                 f"{self.where}: take-off while another round is in flight; every flight lands first"
             )
-        self._filling.check_unwritten(self.where)
-        self._filling.check_attached(self._guarded.parameters, self.where)
+        self.accumulation.check_untouched(self.where)
         self._guarded.check_untouched(self.where)
         if self.at_boundary:
             self._hyperparameters = read_hyperparameters(self._guarded.optimizer)
@@ -235,9 +239,10 @@ class ComputeLane:
         self._job = None
         self._in_flight = self.runtime.spawn(lambda: self.lane.advance(job))
         if self._idle is not None:
-            self._filling, self._idle = self._idle, None
-            self._filling.attach(self._guarded.parameters)
-        self._contribution = self._empty_contribution()
+            buffer, self._idle = self._idle, None
+            self.accumulation.begin(buffer).attach()
+        else:
+            self.accumulation.begin(job.buffer)  # and attached when it lands
         self._accumulating_round = (self._accumulating_round + 1) % self._quota.rounds
 
     def land(self) -> Update | None:
@@ -257,7 +262,7 @@ class ComputeLane:
         if self._strategy.overlaps:
             self._idle = landing.buffer
         else:
-            self._filling.attach(self._guarded.parameters)
+            self.accumulation.attach()
         if landing.reduction.met:
             self.votes = landing.reduction.call.votes
         self._accounts.skipped_rounds += landing.reduction.skipped
@@ -267,8 +272,8 @@ class ComputeLane:
 
     def hand_over(self) -> Update | None:
         """Land what is in flight; if nothing was, take off with whatever there is."""
-        if self._job is None and self._contribution.count:
-            self._inspect_shown()
+        if self._job is None and self.accumulation.contribution.count and not self.accumulation.is_reviewed:
+            self._inspect()
         if self._in_flight is not None:
             return self.land()
         self.make_ready()
@@ -294,7 +299,8 @@ class ComputeLane:
             OutOfTurn: Something would be lost.
         """
         self.check_settled(what)
-        started = self._arrived or (self._job is None and self._contribution.count > 0)
+        accumulation = self.accumulation
+        started = accumulation.has_arrived or (self._job is None and accumulation.contribution.count > 0)
         if started or not self.at_boundary:
             raise OutOfTurn(
                 f"{self.where}: {what} in the middle of an update: do it right after an Update was returned, "
@@ -342,14 +348,11 @@ class ComputeLane:
             torch._foreach_copy_(list(self._guarded.parameters), values)
         self._guarded.remember(values)
 
-    def _inspect_shown(self) -> None:
-        """Leave out the gradients of this round if parameters were damaged while they were taken."""
+    def _inspect(self) -> None:
+        """Look at a round that is all there, before parameters change."""
         self._guarded.check_unwritten(self.where)
-        if found := self._guarded.mend_damaged(self.lane.exchange.rank, self.steps + 1):
-            self._verdicts += found
-            count, self._contribution = self._contribution.count, self._empty_contribution()
-            self._contribution.count = count
-            self._filling.attach(self._guarded.parameters)
+        idle = self._in_flight is None
+        self._verdicts += self._review.inspect(self.accumulation, self.steps + 1, lane_is_idle=idle)
 
     def _before_forward(self) -> None:
         with self.running():
@@ -361,23 +364,7 @@ class ComputeLane:
                 f"{self.where}: a gradient arrived for a round that is closed: call the whole model in training "
                 "mode before backward, so that the round takes off, or use parallel.backward"
             )
-        self._arrived = True
-        self._filling.remember()
-        self._contribution.used[index] = 1
-
-    def _empty_contribution(self) -> Contribution:
-        device = self._layout.sets[0].device
-        return Contribution(bytearray(len(self._layout.slots)), torch.zeros((), device=device))
-
-    def _check_micro_batch(self, weight: float) -> None:
-        if weight > 0 and not self._arrived:
-            raise StepWithoutBackward(
-                f"{self.where}: step without backward: no gradient arrived since the last micro-batch; call "
-                "backward first, or step(weight=0) to contribute nothing"
-            )
-        self._arrived = False
-        self._filling.check_unwritten(self.where)
-        self._filling.check_attached(self._guarded.parameters, self.where)
+        self.accumulation.note(index)
 
     def _update(self, landing: Landing) -> Update | None:
         if landing.commit is None:

@@ -99,7 +99,7 @@ class GuardedModel:
             self._imprints = [Imprint.of(value.detach().to(parameter.dtype)) for value, parameter in pairs]
 
     def mend_damaged(self, rank: int, step: int) -> list[Verdict]:
-        """Mend parameters whose bits are not those that were installed; the rest is up to the next landing.
+        """Mend parameters whose bits are not those that were installed; the rest has to be installed again.
 
         Args:
             rank: Whose model this is.
@@ -118,7 +118,7 @@ class GuardedModel:
                     site="shown parameters",
                     part=name,
                     ranks=(rank,),
-                    action=f"{repair}, this rank's gradients of the round left out",
+                    action=repair,
                     expected=hexadecimal(imprint.digest),
                     found=hexadecimal(found),
                 )
@@ -126,6 +126,18 @@ class GuardedModel:
         if verdicts:
             self._noted = self._state()
         return verdicts
+
+    def is_as_installed(self) -> bool:
+        """Return whether all parameters hold the bits that were installed, as far as imprints were taken."""
+        pairs = zip(self.parameters, self._imprints, strict=False)
+        return all(digest(parameter) == imprint.digest for parameter, imprint in pairs)
+
+    def install_again(self, values: Sequence[Tensor]) -> bool:
+        """Put `values`, one per parameter, in place, and return whether they are what was installed."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.parameters), list(values))
+        self._noted = self._state()
+        return self.is_as_installed()
 
     def check_untouched(self, where: str) -> None:
         """Raise if a parameter was replaced, rebound or written since `remember`, or a group was added.

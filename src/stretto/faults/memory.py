@@ -37,7 +37,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
         injector.offer("optimizer state", list(_state(owner)))
 
     def before_counting(*_: Any) -> None:
-        injector.offer("gradient", compute._filling.flats)
+        injector.offer("gradient", compute.accumulation.buffer.flats)
         injector.offer("shown parameters", [p.detach() for p in compute.guarded.parameters])
 
     def after_reduction(_: None, gradient: ReducedGradient, *__: Any) -> None:

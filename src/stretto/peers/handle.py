@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.echo.intake import Intake
+from stretto.engine.kept_round import Weighed, weighed
 from stretto.errors import ConfigError
 from stretto.groups import SoloGroup, ThrottledGroup, private_group, release
 from stretto.peers.tally import Tally, Totals
@@ -134,6 +135,16 @@ class Peer:
         update = None if totals is None else self._update(totals())
         self.prepare(is_last=self._tally.micro_batches + 1 == self.micro_batches)
         return update
+
+    def micro_batch(
+        self,
+        loss_function: Callable[[Batch], Tensor | Weighed],
+        batch: Batch,
+        weight: float = 1.0,
+        samples: int = 1,
+    ) -> Update | None:
+        """Run one micro-batch's forward and backward pass; as `DataParallel.micro_batch`."""
+        return self.backward(*weighed(loss_function(batch), weight, samples))
 
     def agree(self, tally: Tally) -> Callable[[], Totals]:
         """Start to exchange tallies; the result waits for the others'."""

@@ -1,5 +1,7 @@
 """Measures one rank's loader and steps, beside those of the other ranks."""
 
+from functools import partial
+
 import torch
 
 from stretto.echo import Diagnosis, diagnose
@@ -32,8 +34,7 @@ def diagnose_rank(seat: Seat, job: DiagnoseConfig[TaskT]) -> Diagnosis:
         with open_handle(run, task) as handle:
 
             def step(batch: Batch) -> Update | None:
-                loss = task.loss(handle.model, batch)
-                return handle.backward(loss.value, loss.weight, samples=loss.samples)
+                return handle.micro_batch(partial(task.loss, handle.model), batch)
 
             found = diagnose(slowed(run, task.loader, seat.rank), step, batches=job.batches)
             handle.finish()

@@ -1,6 +1,6 @@
 """What the training loop holds: our `DataParallel`, or a stock method that offers the same."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
@@ -8,6 +8,7 @@ from typing import Literal, Protocol, Self, TypeVar
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from stretto.engine.kept_round import Weighed
 from stretto.guards import GUARDS
 from stretto.parallel import DataParallel
 from stretto.peers import make_peer
@@ -39,7 +40,9 @@ class Handle(Protocol):
 
     def feed(self, loader: Iterable[Batch], until: Literal["any", "all"] = "any") -> Iterator[Batch]: ...
 
-    def backward(self, loss: Tensor, weight: float = 1.0, samples: int = 1) -> Update | None: ...
+    def micro_batch(
+        self, loss_function: Callable[[Batch], Tensor | Weighed], batch: Batch
+    ) -> Update | None: ...
 
     def settled(self) -> AbstractContextManager[None]: ...
 

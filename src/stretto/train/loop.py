@@ -1,6 +1,6 @@
 """The training loop, the same for every strategy and every stock method.
 
-    feed -> loss -> backward -> on an update: scheduler, observers, evaluation, checkpoint
+    feed -> micro-batch -> on an update: scheduler, observers, evaluation, checkpoint
 
 What only looks at the run (evaluation, observers, checkpoints) happens right after an update, with the stopwatch
 held and random states put back, so that a run is the same to the bit with and without it.
@@ -9,6 +9,7 @@ held and random states put back, so that a run is the same to the bit with and w
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 
 import torch
@@ -76,10 +77,10 @@ class Loop:
 
     def run(self) -> None:
         """Train until the plan's end, and drain."""
+        loss_function = partial(self.task.loss, self.handle.model)
         for batch in islice(self.handle.feed(self.task.loader), self.plan.batches):
             self.batches_handed_out += 1
-            loss = self.task.loss(self.handle.model, batch)
-            update = self.handle.backward(loss.value, loss.weight, samples=loss.samples)
+            update = self.handle.micro_batch(loss_function, batch)
             if update is not None:
                 self._committed(update)
                 if self.plan.last_step is not None and update.step >= self.plan.last_step:
