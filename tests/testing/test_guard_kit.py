@@ -17,7 +17,7 @@ class TestAtRest(GuardConformance):
     promises = (
         Damage(site="masters", words=40),
         Damage(site="optimizer state"),
-        Damage(site="shown parameters", outcome="reported"),
+        Damage(site="shown parameters"),
     )
 
     def make_guards(self) -> tuple[Guard, ...]:

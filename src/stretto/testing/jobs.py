@@ -132,9 +132,8 @@ class Training:
         with self.parallel:
             if directory is not None and save_at == 0:
                 self._save(directory)
-            for inputs, targets in self.batches:
-                loss = (self.model(inputs) - targets).square().mean()
-                update = self.parallel.backward(loss, weight=1.0 + 0.25 * self.parallel.rank)
+            for batch in self.batches:
+                update = self.parallel.micro_batch(self._loss, batch, weight=1.0 + 0.25 * self.parallel.rank)
                 self.course.shown.append(self._state())
                 if update is None:
                     continue
@@ -157,6 +156,11 @@ class Training:
         restored = checkpoint.load(self.parallel, directory, loader=self.batches)
         self.scheduler.load_state_dict(restored.extra)
         return self.train()
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        outputs: Tensor = self.model(inputs)
+        return (outputs - targets).square().mean()
 
     def _save(self, directory: Path) -> None:
         checkpoint.save(self.parallel, directory, loader=self.batches, extra=self.scheduler.state_dict())
