@@ -309,7 +309,9 @@ class Lane:
         gradient.merge()
         if gradient.weight > 0:
             self._gradient_norm = self._norm(gradient)
-            self.owner.step(gradient, self._hyperparameters, self._clip(self._gradient_norm))
+            how = self._hyperparameters, self._clip(self._gradient_norm)
+            self.sentry.rehearse(gradient, *how)
+            self.owner.step(gradient, *how)
             self._runtime.charge("step", self.owner.numel)
             self._stepped = True
         self.owner.publish(job.buffer.flats)

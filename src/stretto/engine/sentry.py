@@ -25,15 +25,18 @@ from stretto.guards.effects import (
     Inspect,
     Mend,
     Part,
+    Recompute,
     Replace,
     Report,
     Seal,
     Share,
     Where,
 )
-from stretto.owner import Owner, ReducedGradient
+from stretto.owner import MASTER, Hyperparameters, Owner, ReducedGradient
 from stretto.records import Verdict
 
+SHOWN = "values to be shown"
+"""Site of what the model shows next."""
 Moment = Literal["at_start", "after_reduce", "before_step", "after_update"]
 
 
@@ -73,6 +76,8 @@ class Sentry:
         self._imprints: dict[Part, Imprint] = {}
         self._sealed: dict[Part, Tensor] = {}
         """The tensors that were sealed: others may have taken their place."""
+        self._rehearsed: list[dict[str, int]] = []
+        """What the last step was to leave, by segment, where a guard wants to know."""
 
     @property
     def watches_shown(self) -> bool:
@@ -107,8 +112,14 @@ class Sentry:
             self._gradients.append(gradient)
             self.run("after_reduce", job, step)
 
+    def rehearse(self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float) -> None:
+        """Compute ahead what a step is to leave, if a guard wants to compare it with what the step does leave."""
+        if any(guard.rehearses_step for guard in self.guards):
+            self._rehearsed = self._owner.rehearse(gradient, hyperparameters, clip)
+
     def forget(self) -> None:
-        """Let go of everything that is sealed: it is about to change, or has been put in its place from outside."""
+        """Let go of everything that is known of the state: it is about to change, or was put there from outside."""
+        self._rehearsed.clear()
         self._gradients.clear()
         self._imprints.clear()
         self._sealed.clear()
@@ -121,7 +132,7 @@ class Sentry:
         """Perform one effect and return its answer."""
         match effect:
             case Fingerprint():
-                return {part: self._fingerprint(part, tensor) for part, tensor in self._parts(job)}
+                return self._fingerprints(job)
             case Share(record):
                 return self._exchange.gather_bytes(record)
             case Copy(part, source, onto):
@@ -134,6 +145,8 @@ class Sentry:
                 return self._imprints[part].mends(self._sealed[part])
             case Replace(parts):
                 return self._replace(parts)
+            case Recompute():
+                return self._recompute(job)
             case Where():
                 return self._where
             case Report():
@@ -171,7 +184,7 @@ class Sentry:
         """Yield everything that ranks of a replicated strategy hold alike, in an order that all share."""
         yield from self._state()
         for index, flat in enumerate(job.buffer.flats if job is not None else ()):
-            yield Part("values to be shown", f"set {index}"), flat
+            yield Part(SHOWN, f"set {index}"), flat
         yield from self._fixed.items()
 
     def _state(self) -> Iterator[tuple[Part, Tensor]]:
@@ -188,9 +201,33 @@ class Sentry:
             for index, total in enumerate(gradient.sums):
                 yield Part("reduced gradient", f"bucket {index} of round {number}"), total
 
+    def _fingerprints(self, job: Job | None) -> dict[Part, int]:
+        return {part: self._fingerprint(part, tensor) for part, tensor in self._parts(job)}
+
     def _fingerprint(self, part: Part, tensor: Tensor) -> int:
         is_written = part in self._versions and self._versions[part] != tensor._version
         return 0 if is_written else digest(tensor)
+
+    def _recompute(self, job: Job | None) -> dict[Part, bool]:
+        """Compute again what can be, and say of each part whether it comes out as it is."""
+        right: dict[Part, bool] = {}
+        for index, (expected, found) in enumerate(zip(self._rehearsed, self._owner.digests(), strict=False)):
+            for key in expected.keys() | found.keys():
+                part = self._part_of(index, key)
+                right[part] = right.get(part, True) and expected.get(key) == found.get(key)
+        flats = [torch.zeros_like(flat) for flat in job.buffer.flats] if job is not None else []
+        if flats:
+            self._owner.publish(flats)
+        shown = [tensor for part, tensor in self._parts(job) if part.site == SHOWN]
+        for index, (flat, tensor) in enumerate(zip(flats, shown, strict=True)):
+            right[Part(SHOWN, f"set {index}")] = digest(flat) == digest(tensor)
+        return right
+
+    def _part_of(self, segment: int, key: str) -> Part:
+        """Return the part that holds one tensor of a segment's."""
+        if key == MASTER:
+            return Part("masters", f"bucket {self._owner.segments[segment].bucket}")
+        return Part("optimizer state", f"{key} of segment {segment}")
 
     def _seal(self, what: str) -> None:
         for part, tensor in self._state() if what == "state" else self._sums():

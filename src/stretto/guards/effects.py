@@ -9,6 +9,7 @@
 | `Inspect()` | what is sealed compared with its imprints | `list[Difference]` | no |
 | `Mend(part)` | a part brought back by its imprint | `bool`: did that succeed? | no |
 | `Replace(parts)` | parts taken from a rank that has them undamaged | `dict[Part, int]`: from which rank | yes |
+| `Recompute()` | what follows from healthy state computed again | `dict[Part, bool]`: is a part what comes out? | no |
 | `Where()` | rank and update, for messages | `str` | no |
 | `Report(...)` | a `Verdict` in the next `Update`, on every rank | None | no |
 
@@ -104,6 +105,16 @@ class Replace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Recompute:
+    """Compare this rank's parts with what they should be by their own origin.
+
+    Values to be shown are compared with what the masters publish; masters and optimizer state with what a rehearsal of
+    the last step gave, where a guard has asked for one (`Guard.rehearses_step`). Answer: by part, whether it is the
+    same; parts that cannot be computed again are not in it.
+    """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Where:
     """Ask for rank and update. Answer: text for the beginning of a message."""
 
@@ -125,5 +136,5 @@ class Report:
     found: str | None = None
 
 
-GuardEffect = Fingerprint | Share | Copy | Seal | Inspect | Mend | Replace | Where | Report
+GuardEffect = Fingerprint | Share | Copy | Seal | Inspect | Mend | Replace | Recompute | Where | Report
 GuardScript = Generator[GuardEffect, Any, None]

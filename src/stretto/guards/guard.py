@@ -41,6 +41,11 @@ class Guard(ABC):
     """Whether the compute lane is to compare, at the end of every round's micro-batches, the model's parameters with
     what was installed, and to leave gradients out that were taken at damaged ones."""
 
+    @property
+    def rehearses_step(self) -> bool:
+        """Whether every step is computed ahead on copies, segment by segment, so that `Recompute` knows its outcome."""
+        return False
+
     @abstractmethod
     def after_update(self) -> GuardScript:
         """Yield what is to be done at the end of an update."""

@@ -3,14 +3,25 @@
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from stretto.digests import hexadecimal
 from stretto.errors import ReplicasDiverged
-from stretto.guards.effects import Copy, Fingerprint, GuardScript, Part, Report, Share, Where
+from stretto.guards.effects import (
+    Copy,
+    Fingerprint,
+    GuardEffect,
+    GuardScript,
+    Part,
+    Recompute,
+    Report,
+    Share,
+    Where,
+)
 from stretto.guards.guard import Guard
 
 _ATTEMPTS = 2
@@ -22,14 +33,25 @@ class ReplicaGuard(Guard):
     """Digests of masters, optimizer state, outgoing values and fixed tensors, compared over ranks at every update.
 
     Named: the ranks outside a strict majority, for every tensor by itself. Their tensors are overwritten by a member of
-    the majority, and compared again, before anything is shown. Without a majority, as between two ranks, nobody can be
-    named by comparison alone, and the job ends; `AtRest` beside it names the rank whose values changed while nobody
-    used them, and mends them before they spread.
+    the majority, and compared again, before anything is shown. Without a majority, as between two ranks, what can be
+    computed again decides: values to be shown follow from masters that agree, and with `recompute` masters and
+    optimizer state from a rehearsal of the step. Where that does not tell, the job ends; `AtRest` beside it names the
+    rank whose values changed while nobody used them, and mends them before they spread.
     Traffic: eight bytes per rank and update while all is well.
     """
 
     name = "replica"
     needs_replicas = True
+
+    recompute: bool = False
+    """Compute every step twice, ahead on copies and then in place, so that a rank whose step went wrong is known even
+    between two. Costs one more optimizer step and a digest of its outcome per update, and the memory of one segment's
+    master and state."""
+
+    @property
+    def rehearses_step(self) -> bool:
+        """See `Guard.rehearses_step`."""
+        return self.recompute
 
     def after_update(self) -> GuardScript:
         """Compare, name, copy, and compare again."""
@@ -55,15 +77,10 @@ class ReplicaGuard(Guard):
                 yield from self._repair(part, held)
 
     def _repair(self, part: Part, held: Sequence[int]) -> GuardScript:
-        """Let a part that differs be overwritten where it is not what most ranks hold."""
+        """Let a part that differs be overwritten where it is not what most ranks hold, or what it should be."""
         healthy, count = Counter(held).most_common(1)[0]
         if 2 * count <= len(held):
-            where = yield Where()
-            found = ", ".join(f"rank {rank}: {hexadecimal(value)}" for rank, value in enumerate(held))
-            raise ReplicasDiverged(
-                f"{where}: replicas differ in {part}, and no majority says who is right: expected one digest, found "
-                f"{found}; go on from the last checkpoint, and add AtRest() or a third rank, which can tell"
-            )
+            healthy = yield from self._tell_apart(part, held)
         source = list(held).index(healthy)
         onto = tuple(rank for rank, value in enumerate(held) if value != healthy)
         yield Copy(part, source, onto)
@@ -77,6 +94,21 @@ class ReplicaGuard(Guard):
                 expected=hexadecimal(healthy),
                 found=hexadecimal(held[rank]),
             )
+
+    def _tell_apart(self, part: Part, held: Sequence[int]) -> Generator[GuardEffect, Any, int]:
+        """Return the digest that ranks hold whose part comes out the same when it is computed again."""
+        again = yield Recompute()
+        records = yield Share(bytes([again.get(part, False)]))
+        right = {value for value, record in zip(held, records, strict=True) if record == b"\x01"}
+        if len(right) != 1:
+            where = yield Where()
+            found = ", ".join(f"rank {rank}: {hexadecimal(value)}" for rank, value in enumerate(held))
+            raise ReplicasDiverged(
+                f"{where}: replicas differ in {part}, and no majority says who is right: expected one digest, found "
+                f"{found}; go on from the last checkpoint, and add ReplicaGuard(recompute=True), AtRest() or a third "
+                "rank, which can tell"
+            )
+        return right.pop()
 
 
 def _packed(digests: Sequence[int]) -> bytes:

@@ -3,12 +3,13 @@
 from stretto.owner.averaging import average_states
 from stretto.owner.gradient import ReducedGradient
 from stretto.owner.optimizer import Hyperparameters, read_hyperparameters
-from stretto.owner.owner import Owner
+from stretto.owner.owner import MASTER, Owner
 from stretto.owner.probe import check_shardable
 from stretto.owner.segment import Piece, Segment
 from stretto.owner.state import PieceState, adopt_states, piece_states, state_like
 
 __all__ = [
+    "MASTER",
     "Hyperparameters",
     "Owner",
     "Piece",

@@ -2,17 +2,21 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stretto.digests import digest
 from stretto.flat import Layout
 from stretto.owner.gradient import ReducedGradient
 from stretto.owner.optimizer import Hyperparameters, is_elementwise, rebuild
 from stretto.owner.segment import Piece, Segment, cut_segments, owned_pieces, segment_of
+
+MASTER = ""
+"""Name of a segment's master among the digests of its state."""
 
 
 class Owner:
@@ -74,6 +78,29 @@ class Owner:
         for segment in self.segments:
             segment.master.grad = None
 
+    def rehearse(
+        self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float
+    ) -> list[dict[str, int]]:
+        """Return, by segment, digests of what `step` would leave in the master and in each tensor of its state.
+
+        Like a preview it leaves no trace; where the same arithmetic gives the same bits, it says what is right.
+        """
+        self._isolate_unused(gradient.used)
+        self._turn(hyperparameters)
+        digests = []
+        for segment in self.segments:
+            ghost = segment.master.clone()
+            state: Mapping[str, Any] = self.optimizer.state.get(segment.master, {})
+            if _is_used(segment, gradient):
+                mean = gradient.mean_of(self._slice(gradient, segment), clip)
+                state = self._step_ghost(ghost, segment, mean)
+            digests.append(_digests(ghost, state))
+        return digests
+
+    def digests(self) -> list[dict[str, int]]:
+        """Return the same of masters and state as they are."""
+        return [_digests(one.master, self.optimizer.state.get(one.master, {})) for one in self.segments]
+
     def preview(
         self,
         gradient: ReducedGradient,
@@ -126,15 +153,17 @@ class Owner:
         for group, settings in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(settings)
 
-    def _step_ghost(self, ghost: Tensor, segment: Segment, mean: Tensor) -> None:
-        """Step `ghost`, a copy of one segment's master, with a copy of its state."""
+    def _step_ghost(self, ghost: Tensor, segment: Segment, mean: Tensor) -> Mapping[str, Any]:
+        """Step `ghost`, a copy of one segment's master, with a copy of its state, and return the latter."""
         ghost.grad = mean
         state = self.optimizer.state.get(segment.master, {})
         self._ghost.param_groups = [{**self.optimizer.param_groups[segment.group], "params": [ghost]}]
         self._ghost.state = defaultdict(dict, {ghost: {key: _copied(value) for key, value in state.items()}})
         self._ghost.step()
+        stepped: Mapping[str, Any] = self._ghost.state[ghost]
         self._ghost.state = defaultdict(dict)
         ghost.grad = None
+        return stepped
 
     def _isolate_unused(self, used: bytes) -> None:
         """Cut segments in which some parameters were used and some were not."""
@@ -158,6 +187,11 @@ class Owner:
         members[position : position + 1] = [part.master for part in parts]
         position = self.segments.index(segment)
         self.segments[position : position + 1] = parts
+
+
+def _digests(master: Tensor, state: Mapping[str, Any]) -> dict[str, int]:
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return {key: digest(value) for key, value in {MASTER: master, **tensors}.items()}
 
 
 def _is_used(segment: Segment, gradient: ReducedGradient) -> bool:
