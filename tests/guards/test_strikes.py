@@ -14,6 +14,7 @@ from stretto.engine.strikes import blame, laid_to
 from stretto.errors import ConfigError, PeerFailed, Quarantined, TransferCorrupt
 from stretto.faults import Fault, FaultPlan, FaultyGroup, strike_memory
 from stretto.faults.injector import Injector
+from stretto.faults.plan import WireSite
 from stretto.records import Verdict
 from stretto.virtual import VirtualCluster, VirtualGroup
 
@@ -86,8 +87,9 @@ def test_a_rank_whose_memory_damages_what_arrives_is_told_from_its_links() -> No
         assert (error.ranks, error.links) == ((STRUCK,), ())
 
 
-def test_what_never_arrives_is_laid_to_the_rank_at_which_all_of_it_ends() -> None:
-    always = Fault(site="contribution", rank=STRUCK, instant=4, lasts="sticky", extent="all")
+@pytest.mark.parametrize("site", ["contribution", "roll call"])
+def test_what_never_arrives_is_laid_to_the_rank_at_which_all_of_it_ends(site: WireSite) -> None:
+    always = Fault(site=site, rank=STRUCK, instant=4, lasts="sticky", extent="all")
     # Whoever finds it first ends the job for the others.
     found = [error for _, error in ended(always, st.ZeRO1()) if isinstance(error, TransferCorrupt)]
     assert found

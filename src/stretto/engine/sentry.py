@@ -131,20 +131,16 @@ class Sentry:
     def perform(self, effect: GuardEffect, job: Job | None) -> Any:
         """Perform one effect and return its answer."""
         match effect:
+            case Share() | Copy() | Replace():
+                return self._perform_together(effect, job)
             case Fingerprint():
                 return self._fingerprints(job)
-            case Share(record):
-                return self._exchange.gather_bytes(record)
-            case Copy(part, source, onto):
-                self._copy(part, dict(self._parts(job))[part], source, onto)
             case Seal(what):
                 self._seal(what)
             case Inspect():
                 return list(self._differences())
             case Mend(part):
                 return self._imprints[part].mends(self._sealed[part])
-            case Replace(parts):
-                return self._replace(parts)
             case Recompute():
                 return self._recompute(job)
             case Where():
@@ -154,6 +150,16 @@ class Sentry:
                 ranks = (self._exchange.rank,) if effect.ranks is None else effect.ranks
                 self._verdicts.append(Verdict(**{**fields, "ranks": ranks, "step": self._step}))
         return None
+
+    def _perform_together(self, effect: Share | Copy | Replace, job: Job | None) -> Any:
+        """Perform an effect that all ranks ask for at once."""
+        match effect:
+            case Share(record):
+                return self._exchange.gather_bytes(record)
+            case Copy(part, source, onto):
+                return self._copy(part, dict(self._parts(job))[part], source, onto)
+            case Replace(parts):
+                return self._replace(parts)
 
     def conclude(self, step: int) -> tuple[Verdict, ...]:
         """Return what was found on any rank since the last call, at the end of the `step`-th update.
