@@ -2,9 +2,12 @@
 
 The iterator is made on the caller's thread, because a loader's workers should be forked there; the thread only calls
 `next`. Whatever the loader raises is raised again where the batch is asked for, with its own traceback.
+
+Two queues: batches go one way, leave to read another one the other way. Both are written in C; where nobody waits at
+the other end, passing something on wakes no thread.
 """
 
-import collections
+import queue
 import sys
 import threading
 import time
@@ -49,18 +52,22 @@ class Reader:
     def __init__(self, iterator: Iterator[Any], capture: Callable[[], Any], ahead: int) -> None:
         self._iterator = iterator
         self._capture = capture
-        self._ahead = ahead
-        self._ready: collections.deque[Fetched | BaseException] = collections.deque()
-        self._changed = threading.Condition()
+        self._ready: queue.SimpleQueue[Fetched | BaseException] = queue.SimpleQueue()
+        self._leave: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """One entry for every batch that may be read now."""
+        self._last: Fetched | BaseException | None = None
+        """The end or an error, once it has been taken: the answer to every later call too."""
         self._is_closed = False
         self._thread: threading.Thread | None = None
         if ahead > 0:
+            for _ in range(ahead):
+                self._leave.put(None)
             self._thread = threading.Thread(target=self._run, name="stretto-reader", daemon=True)
             self._thread.start()
 
     def is_ready(self) -> bool:
         """Whether `take` would return at once."""
-        return bool(self._ready)
+        return self._last is not None or not self._ready.empty()
 
     def take(self) -> Fetched:
         """Return the next batch, waiting for it if need be; after the end, the end again.
@@ -84,9 +91,9 @@ class Reader:
         Args:
             waits: Whether to return only when it has ended.
         """
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
+        self._leave.put(None)
+        self._ready.put(OutOfTurn("this pass over the loader was closed while a batch was waited for"))
         # At the interpreter's end the thread, a daemon, is frozen already.
         if waits and self._thread is not None and not sys.is_finalizing():
             self._thread.join(CLOSING_SECONDS)
@@ -99,31 +106,30 @@ class Reader:
                 )
 
     def _wait(self) -> Fetched | BaseException:
-        with self._changed:
-            while not self._changed.wait_for(lambda: self._ready or self._is_closed, WAKE_SECONDS):
-                pass
-            if not self._ready:
-                return OutOfTurn("this pass over the loader was closed while a batch was waited for")
-            outcome = self._ready[0]
-            # The end and an error stay: they are the answer to every later call too.
-            if isinstance(outcome, Fetched) and not outcome.has_ended:
-                self._ready.popleft()
-                self._changed.notify_all()
-            return outcome
+        if self._last is not None:
+            return self._last
+        while True:
+            try:
+                outcome = self._ready.get(timeout=WAKE_SECONDS)
+                break
+            except queue.Empty:
+                continue
+        if _is_last(outcome):
+            self._last = outcome
+        else:
+            self._leave.put(None)
+        return outcome
 
     def _run(self) -> None:
-        """Fill the shelf; the body of the thread."""
+        """Read whenever there is leave to; the body of the thread."""
         is_over = False
         while not is_over:
-            with self._changed:
-                self._changed.wait_for(lambda: len(self._ready) < self._ahead or self._is_closed)
-                if self._is_closed:
-                    return
+            self._leave.get()
+            if self._is_closed:
+                return
             outcome = self._fetch()
-            is_over = isinstance(outcome, BaseException) or outcome.has_ended
-            with self._changed:
-                self._ready.append(outcome)
-                self._changed.notify_all()
+            is_over = _is_last(outcome)
+            self._ready.put(outcome)
 
     def _fetch(self) -> Fetched | BaseException:
         started = time.perf_counter()
@@ -140,3 +146,7 @@ class Reader:
         except BaseException as error:
             # Raised again by `take`, on the thread that asks.
             return error
+
+
+def _is_last(outcome: Fetched | BaseException) -> bool:
+    return isinstance(outcome, BaseException) or outcome.has_ended
