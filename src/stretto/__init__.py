@@ -4,7 +4,7 @@ from stretto import echo, errors
 from stretto.echo import Auto, Bernoulli, EchoDataset, EchoLoader, EchoOptions, Even, Ready, diagnose
 from stretto.engine import Clock, Options
 from stretto.errors import StrettoError
-from stretto.guards import AtRest, Guard, ReplicaGuard
+from stretto.guards import AtRest, Audit, Guard, ReplicaGuard
 from stretto.parallel import DataParallel
 from stretto.records import Update, Verdict
 from stretto.strategies import ACCO, DDP, DPU, LocalSGD, Strategy, WeightPrediction, ZeRO1
@@ -14,6 +14,7 @@ __all__ = [
     "DDP",
     "DPU",
     "AtRest",
+    "Audit",
     "Auto",
     "Bernoulli",
     "Clock",

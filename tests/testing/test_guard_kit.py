@@ -8,7 +8,7 @@ import pytest
 
 from stretto import DDP, ZeRO1
 from stretto.errors import CollectivesDisagree, ConformanceFailed
-from stretto.guards import GUARDS, AtRest, Guard, ReplicaGuard
+from stretto.guards import GUARDS, AtRest, Audit, Guard, ReplicaGuard
 from stretto.guards.effects import Copy, Fingerprint, GuardScript, Inspect, Mend, Report, Seal, Share
 from stretto.testing import Damage, GuardConformance
 
@@ -22,6 +22,14 @@ class TestAtRest(GuardConformance):
 
     def make_guards(self) -> tuple[Guard, ...]:
         return (AtRest(),)
+
+
+class TestAudit(GuardConformance):
+    # It sees gradients while they are taken; the kit plants damage between updates. See tests/guards/test_audit.py.
+    promises = ()
+
+    def make_guards(self) -> tuple[Guard, ...]:
+        return (Audit(rate=1.0),)
 
 
 class TestBothGuards(GuardConformance):
@@ -47,7 +55,7 @@ class TestReplicaGuardOfTwoRanks(TestReplicaGuard):
 
 
 def test_every_guard_of_the_library_is_checked() -> None:
-    assert set(GUARDS.values()) == {AtRest, ReplicaGuard}
+    assert set(GUARDS.values()) == {AtRest, Audit, ReplicaGuard}
 
 
 @dataclasses.dataclass(frozen=True)

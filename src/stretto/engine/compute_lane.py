@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stretto.engine.accounts import Accounts
 from stretto.engine.accumulation import Accumulation
+from stretto.engine.audit import Audit
 from stretto.engine.guarded_model import GuardedModel
 from stretto.engine.job import Held, Job, Landing, Reduction, Shown
 from stretto.engine.kept_round import LossFunction
@@ -25,7 +26,7 @@ from stretto.engine.options import Options
 from stretto.engine.quota import Quota
 from stretto.engine.review import Review
 from stretto.engine.roll_call import Vote
-from stretto.engine.runtime import Pending, Runtime
+from stretto.engine.runtime import Arrived, Pending, Runtime
 from stretto.engine.statistics import Statistics
 from stretto.errors import Finished, OutOfTurn, UnusedParameters
 from stretto.flat import GradientBuffer, Layout
@@ -171,8 +172,7 @@ class ComputeLane:
         """Close the accumulating round: its job takes off next."""
         if self._job is None:
             kept = (*self.statistics.snapshot(), self.statistics.agreed, self.vote)
-            accumulated = self.accumulation
-            self._job = Job(accumulated.buffer, accumulated.contribution, *kept, [])
+            self._job = Job(self.accumulation.buffer, self.accumulation.contribution, *kept, [])
             self._job.verdicts, self._verdicts = self._verdicts, []
             self._review.forget()
         return self._job
@@ -249,10 +249,8 @@ class ComputeLane:
         """Wait for the round in flight, install what it brought, and return the update it committed."""
         if self._in_flight is None:
             raise OutOfTurn(f"{self.where}: landing without take-off")
-        pending, self._in_flight = self._in_flight, None
-        started = self.runtime.now()
-        landing = pending.result()
-        self._accounts.exposed_seconds += self.runtime.now() - started
+        self._wait_for_lane()
+        landing, self._in_flight = self._in_flight.result(), None
         self._guarded.check_untouched(self.where)
         self._install(landing.buffer.views)
         if landing.reduction.skipped:
@@ -272,10 +270,12 @@ class ComputeLane:
 
     def hand_over(self) -> Update | None:
         """Land what is in flight; if nothing was, take off with whatever there is."""
-        if self._job is None and self.accumulation.contribution.count and not self.accumulation.is_reviewed:
-            self._inspect()
         if self._in_flight is not None:
+            if self._strategy.overlaps:
+                self._inspect()
             return self.land()
+        if self._job is None:
+            self._inspect()
         self.make_ready()
         self.take_off_if_ready()
         return None
@@ -349,10 +349,23 @@ class ComputeLane:
         self._guarded.remember(values)
 
     def _inspect(self) -> None:
-        """Look at a round that is all there, before parameters change."""
+        """Look once at a round that is all there, before parameters change; all ranks must, for audits."""
+        if self.accumulation.is_reviewed:
+            return
+        self.accumulation.is_reviewed = True
         self._guarded.check_unwritten(self.where)
         idle = self._in_flight is None
         self._verdicts += self._review.inspect(self.accumulation, self.steps + 1, lane_is_idle=idle)
+        self._wait_for_lane()
+        for guard, appointment in self._review.appointments(self.lane.round_index):
+            self._verdicts += Audit(self, self._review.kept, guard, appointment).perform()
+
+    def _wait_for_lane(self) -> None:
+        """Wait until the round in flight, if one is, could land."""
+        if self._in_flight is not None and not isinstance(self._in_flight, Arrived):
+            started = self.runtime.now()
+            self._in_flight = Arrived(self._in_flight.result())
+            self._accounts.exposed_seconds += self.runtime.now() - started
 
     def _before_forward(self) -> None:
         with self.running():

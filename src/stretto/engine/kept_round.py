@@ -1,15 +1,18 @@
 """A round kept: its micro-batches can be run again, to the bit."""
 
 import dataclasses
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.serialization import default_restore_location
 
 from stretto.digests import same_bytes
 from stretto.engine.accumulation import Accumulation, run_backward
 from stretto.engine.random_states import random_states, restore_random_states
+from stretto.errors import UsageError
 
 Weighed = tuple[Tensor, float, int]
 """A loss, its weight and its samples."""
@@ -26,7 +29,6 @@ def weighed(outcome: "Tensor | Weighed", weight: float, samples: int) -> Weighed
 class MicroBatch:
     """One forward and backward pass, and what it started from."""
 
-    loss_function: LossFunction
     batch: Any
     weight: float
     samples: int
@@ -47,13 +49,15 @@ class KeptRound:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
+        self._loss_function: LossFunction | None = None
+        """The latest: kept beyond its round, because another rank's round may be run with it."""
         self.forget()
 
     def forget(self) -> None:
         """Begin the next round."""
         self.micro_batches: list[MicroBatch] = []
         self._buffers: dict[str, Tensor] = {}
-        self._begun: tuple[LossFunction, Any, dict[str, Any]] | None = None
+        self._begun: tuple[Any, dict[str, Any]] | None = None
         self._count = 0
 
     @property
@@ -64,20 +68,17 @@ class KeptRound:
     def begin(self, loss_function: LossFunction, batch: Any) -> None:
         """Keep what the next micro-batch starts from, and with the first one the model's buffers."""
         if self._count == 0:
-            self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
-        self._begun = loss_function, batch, random_states(self._device)
+            self._buffers = self.buffers()
+        self._loss_function = loss_function
+        self._begun = batch, random_states(self._device)
 
     def end(self, weight: float, samples: int) -> None:
         """Count a micro-batch, kept or not."""
         self._count += 1
         if self._begun is not None:
-            loss_function, batch, states = self._begun
+            batch, states = self._begun
             self._begun = None
-            self.micro_batches.append(
-                MicroBatch(
-                    loss_function=loss_function, batch=batch, weight=weight, samples=samples, random=states
-                )
-            )
+            self.micro_batches.append(MicroBatch(batch=batch, weight=weight, samples=samples, random=states))
 
     def run(self, accumulation: Accumulation, note: Callable[[], None]) -> None:
         """Run all micro-batches again, from the buffers and random states of the first time.
@@ -89,18 +90,49 @@ class KeptRound:
             note: Called after each.
         """
         now = random_states(self._device)
-        self._restore_buffers()
+        self.restore_buffers(self._buffers)
         for micro_batch in self.micro_batches:
             restore_random_states(micro_batch.random, self._device)
-            loss, _, _ = weighed(micro_batch.loss_function(micro_batch.batch), 0.0, 0)
+            loss, _, _ = weighed(self._loss(micro_batch.batch), 0.0, 0)
             run_backward(loss, micro_batch.weight)
             accumulation.count(micro_batch.weight, loss.reshape(()), micro_batch.samples)
             note()
         restore_random_states(now, self._device)
 
-    def _restore_buffers(self) -> None:
+    def buffers(self) -> dict[str, Tensor]:
+        """Return copies of the model's buffers as they are."""
+        return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+
+    def restore_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Put back what has changed; what has not is not written, because somebody may count its writes."""
         with torch.no_grad():
             for name, buffer in self._model.named_buffers():
-                if not same_bytes(buffer, self._buffers[name]):
-                    buffer.copy_(self._buffers[name])
+                if name in values and not same_bytes(buffer, values[name]):
+                    buffer.copy_(values[name])
+
+    def to_bytes(self) -> bytes:
+        """Return the round for another rank: batches, random states and buffers."""
+        content = io.BytesIO()
+        torch.save((self.micro_batches, self._buffers or self.buffers()), content)
+        return content.getvalue()
+
+    def of(self, content: bytes) -> "KeptRound":
+        """Return another rank's round, to be run with this rank's model and loss function."""
+        kept = KeptRound(self._model, self._device)
+        kept._loss_function = self._loss_function
+
+        def place(storage: Any, location: str) -> Any:
+            return storage if location == "cpu" else default_restore_location(storage, str(self._device))
+
+        # Written by a rank of this job, which runs the same program.
+        written = torch.load(io.BytesIO(content), map_location=place, weights_only=False)
+        kept.micro_batches, kept._buffers = written
+        return kept
+
+    def _loss(self, batch: Any) -> Tensor | Weighed:
+        if self._loss_function is None:
+            raise UsageError(
+                "another rank's micro-batch is to be run again, and this rank has had none yet, so that it knows no "
+                "loss function: expected at least one batch on every rank"
+            )
+        return self._loss_function(batch)

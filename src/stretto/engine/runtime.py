@@ -73,6 +73,21 @@ def choose_runtime(group: object, device: torch.device, *, overlaps: bool) -> Ru
     return ThreadRuntime(device) if overlaps else InlineRuntime()
 
 
+class Arrived(Generic[T]):
+    """Work whose result has been taken, to be taken again."""
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return True
+
+    def result(self) -> T:
+        """See `Pending.result`."""
+        return self._result
+
+
 class InlineRuntime:
     """Performs work in the caller, when it asks for the result: the synchronous strategies, which wait for it all."""
 

@@ -84,6 +84,16 @@ class Sentry:
         """Whether the compute lane is to watch the model's parameters."""
         return any(guard.watches_shown for guard in self.guards)
 
+    @property
+    def keeps_rounds(self) -> bool:
+        """Whether the compute lane is to keep what it takes to run a round again, where it can."""
+        return self.watches_shown or self.needs_rounds
+
+    @property
+    def needs_rounds(self) -> bool:
+        """Whether it has to."""
+        return any(guard.needs_rounds for guard in self.guards)
+
     def ask(self, moment: Moment) -> GuardScript:
         """Yield what all guards ask for at a moment."""
         for guard in self.guards:

@@ -150,6 +150,11 @@ def _check_guards(guards: Sequence[Guard], strategy: Strategy, ledger: Ledger) -
                 f"guard {guard.name} speaks with all ranks at every update, and strategy {strategy.name} lets each "
                 "step alone between averages; take another strategy, or no guards"
             )
+        if guard.needs_equal_parameters and ledger.local:
+            raise ConfigError(
+                f"guard {guard.name} runs a rank's micro-batches again on another, and strategy {strategy.name} lets "
+                "parameters differ between ranks; take another strategy"
+            )
         if guard.needs_replicas and not ledger.replicated:
             raise ConfigError(
                 f"guard {guard.name} compares replicas with each other, and strategy {strategy.name} shards the "

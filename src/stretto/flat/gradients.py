@@ -30,6 +30,10 @@ class GradientBuffer:
         """Zero the buffer and make the gradients of `parameters` views of it."""
         for flat in self.flats:
             flat.zero_()
+        self.attach_again(parameters)
+
+    def attach_again(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make the gradients of `parameters` views of the buffer as it is."""
         for parameter, view in zip(parameters, self.views, strict=True):
             parameter.grad = view
         self.remember()

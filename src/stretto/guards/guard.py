@@ -1,9 +1,20 @@
 """The contract of a guard: coroutines over effects, and its options."""
 
+import dataclasses
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from stretto.guards.effects import GuardScript
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Appointment:
+    """That a round is to be audited, and by whom."""
+
+    distance: int
+    """Every rank's auditor is the one so many ranks further; 0 on a single rank, which audits itself."""
+    tolerance: float
+    """Of the 2-norm, where no rank repeats its own gradient to the bit."""
 
 
 class Guard(ABC):
@@ -37,9 +48,15 @@ class Guard(ABC):
     says False: it waits where its strategy waits, and is hidden where its strategy is."""
     needs_replicas: ClassVar[bool] = False
     """Whether it compares ranks with each other, so that only strategies with a replicated optimizer may have it."""
+    needs_equal_parameters: ClassVar[bool] = False
+    """Whether all ranks have to show the same parameters, so that strategies that step alone may not have it."""
     watches_shown: ClassVar[bool] = False
     """Whether the compute lane is to compare, at the end of every round's micro-batches, the model's parameters with
     what was installed, and to leave gradients out that were taken at damaged ones."""
+
+    needs_rounds: ClassVar[bool] = False
+    """Whether it runs rounds again, so that micro-batches have to come by way of `DataParallel.micro_batch`; a guard
+    that `watches_shown` makes use of that where they do."""
 
     @property
     def rehearses_step(self) -> bool:
@@ -49,6 +66,13 @@ class Guard(ABC):
     @abstractmethod
     def after_update(self) -> GuardScript:
         """Yield what is to be done at the end of an update."""
+
+    def audit(self, round_index: int, world_size: int) -> Appointment | None:
+        """Return who is to take whose micro-batches of a round again; nobody, unless overridden.
+
+        Decided from the options and the arguments alone, which all ranks hold alike.
+        """
+        return None
 
     def at_start(self) -> GuardScript:
         """Yield what is to be done with the state that training starts from; nothing, unless overridden.

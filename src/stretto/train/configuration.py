@@ -5,10 +5,10 @@ from typing import Generic, Literal, TypeVar
 
 from stretto.echo.text import parse_plan
 from stretto.engine import Clock, Options
-from stretto.errors import ConfigError, UnknownName
+from stretto.errors import ConfigError
 from stretto.faults import Fault
 from stretto.groups import Link
-from stretto.guards import GUARDS
+from stretto.guards.text import parse_guard
 from stretto.recipes import TaskConfig
 from stretto.train.slow_loader import SlowStore
 
@@ -48,8 +48,8 @@ class Job(Options, Generic[TaskT]):
     """MIN,MAX micro-batches per rank and round, by the clock instead of a fixed number: a rank accumulates until
     the last exchange is through. Strategies that do not overlap keep to `micro_batches`."""
     guards: tuple[str, ...] = ()
-    """What watches over the job's values, separated by commas: replica, rest; see docs/guards.md, and `verified` for
-    what travels."""
+    """What watches over the job's values, separated by commas: replica, rest, audit:rate=0.01; see docs/guards.md,
+    and `verified` for what travels."""
     echo: str = "none"
     """Use batches again while the next ones are on their way: even:uses=2.5, bernoulli:p=0.4, ready, auto, or with a
     schedule, as bernoulli:p=cosine(1,0.25). See docs/echo.md, and `stretto diagnose` first."""
@@ -72,8 +72,8 @@ class Job(Options, Generic[TaskT]):
             raise ConfigError(f"seconds must be positive, found {self.seconds}")
         if self.to_loss is not None and self.evaluate_every is None:
             raise ConfigError("to_loss needs evaluations: set evaluate_every")
-        if unknown := sorted(set(self.guards) - set(GUARDS)):
-            raise UnknownName(f"no guard is called {unknown[0]!r}; there are {', '.join(GUARDS)}")
+        for guard in self.guards:
+            parse_guard(guard)
         Link.parse(self.link)
         SlowStore.parse(self.slow_loader)
         if self.echo != "none":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from stretto.engine.kept_round import Weighed
-from stretto.guards import GUARDS
+from stretto.guards.text import parse_guard
 from stretto.parallel import DataParallel
 from stretto.peers import make_peer
 from stretto.recipes import Task
@@ -73,6 +73,6 @@ def open_handle(run: RunConfig[TaskT], task: Task, group: ProcessGroup | None = 
         arm.strategy(),
         micro_batches=micro_batches,
         group=group,
-        guards=tuple(GUARDS[name]() for name in run.guards),
+        guards=tuple(map(parse_guard, run.guards)),
         options=run.options,
     )

@@ -52,8 +52,8 @@ class SimulateConfig(Options, Generic[TaskT]):
     clock: Clock | None = None
     """MIN,MAX micro-batches per rank and round, by the virtual clock instead of a fixed number."""
     guards: tuple[str, ...] = ()
-    """What watches over the job's values, separated by commas: replica, rest; see docs/guards.md, and `verified` for
-    what travels."""
+    """What watches over the job's values, separated by commas: replica, rest, audit:rate=0.01; see docs/guards.md,
+    and `verified` for what travels."""
     faults: tuple[Fault, ...] = ()
     """Damage done on purpose: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3; see
     docs/guards.md."""

@@ -1,0 +1,250 @@
+"""Rounds are run again on other ranks: what was computed wrongly is found, named, and put right to the bit."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import stretto as st
+from stretto.coin import coin
+from stretto.errors import ConfigError, UsageError
+from stretto.faults import Fault, FaultPlan, strike_memory
+from stretto.faults.injector import Injector
+from stretto.guards.text import parse_guard
+from stretto.records import Verdict
+from stretto.virtual import VirtualCluster
+from tests.guards.watched import STRATEGIES
+from tests.processes import run_ranks
+
+UPDATES, STRUCK = 6, 1
+ALWAYS = st.Audit(rate=1.0)
+DAMAGE = Fault(
+    site="gradient", rank=STRUCK, instant=3, extent="fraction", fraction=0.1, pattern="sign", seed=4
+)
+Seen = tuple[list[Tensor], list[Verdict]]
+
+
+class Trainer:
+    """Trains a model that drops out and keeps running statistics, on batches that weigh by their length."""
+
+    def __init__(
+        self, rank: int, group: dist.ProcessGroup | None, strategy: st.Strategy, **choices: Any
+    ) -> None:
+        torch.manual_seed(5)
+        self.model = nn.Sequential(
+            nn.Linear(5, 19), nn.BatchNorm1d(19), nn.Tanh(), nn.Dropout(0.2), nn.Linear(19, 3)
+        )
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        settings = {"micro_batches": 2, "options": st.Options(bucket_bytes=512), **choices}
+        self.parallel = st.DataParallel(self.model, optimizer, strategy, group=group, **settings)
+        torch.manual_seed(100 + rank)
+        self._data = torch.Generator().manual_seed(rank)
+
+    def loss(self, batch: Tensor) -> tuple[Tensor, float, int]:
+        return self.model(batch).square().mean(), float(len(batch)), len(batch)
+
+    def run(self, length: int = 2 * UPDATES) -> Seen:
+        verdicts: list[Verdict] = []
+        with self.parallel:
+            for index in range(length):
+                batch = torch.randn(3 + index % 3, 5, generator=self._data)
+                update = self.parallel.micro_batch(self.loss, batch)
+                verdicts += update.verdicts if update else ()
+            for update in self.parallel.finish():
+                verdicts += update.verdicts
+        values = [*self.model.parameters(), *self.model.buffers()]
+        return [value.detach().clone() for value in values], verdicts
+
+
+def trained(
+    strategy: st.Strategy,
+    guards: tuple[st.Guard, ...] = (),
+    *,
+    ranks: int = 2,
+    fault: Fault | None = None,
+    spoil: Callable[[int, Trainer], None] = lambda rank, trainer: None,
+    lengths: dict[int, int] | None = None,
+    **choices: Any,
+) -> list[Seen]:
+    """Train on virtual ranks; return what each of them saw."""
+
+    def program(rank: int, group: dist.ProcessGroup) -> Seen:
+        trainer = Trainer(rank, group, strategy, guards=guards, **choices)
+        spoil(rank, trainer)
+        if fault is not None:
+            strike_memory(trainer.parallel, Injector(FaultPlan((fault,)), rank))
+        return trainer.run((lengths or {}).get(rank, 2 * UPDATES))
+
+    return list(VirtualCluster(ranks).run(program).values)
+
+
+@functools.cache
+def clean(name: str, ranks: int = 2) -> list[Seen]:
+    return trained(STRATEGIES[name], ranks=ranks)
+
+
+def same(left: list[Seen], right: list[Seen]) -> bool:
+    return all(
+        torch.equal(a, b)
+        for one, other in zip(left, right, strict=True)
+        for a, b in zip(one[0], other[0], strict=True)
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_audits_of_sound_ranks_change_nothing_and_say_nothing(name: str, ranks: int) -> None:
+    found = trained(STRATEGIES[name], (ALWAYS,), ranks=ranks)
+    assert same(found, clean(name, ranks))
+    assert [verdicts for _, verdicts in found] == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_damaged_gradient_is_missed_without_an_audit_and_put_right_with_one(name: str, ranks: int) -> None:
+    missed = trained(STRATEGIES[name], (st.AtRest(),), ranks=ranks, fault=DAMAGE)
+    assert not same(missed, clean(name, ranks))
+    assert missed[0][1] == []
+    found = trained(STRATEGIES[name], (ALWAYS,), ranks=ranks, fault=DAMAGE)
+    assert same(found, clean(name, ranks))
+    for _, (verdict,) in found:
+        assert (verdict.guard, verdict.site, verdict.ranks) == ("audit", "gradient", (STRUCK,))
+        assert verdict.action == "taken again"
+        assert verdict.expected != verdict.found
+
+
+def test_a_single_rank_takes_its_own_round_again() -> None:
+    damage = Fault(site="gradient", rank=0, instant=3, pattern="sign", seed=4)
+    found = trained(st.DDP(), (ALWAYS,), ranks=1, fault=damage)
+    assert same(found, clean("ddp", 1))
+    assert [verdict.ranks for verdict in found[0][1]] == [(0,)]
+
+
+def wrong_from_the_start(rank: int, trainer: Trainer) -> None:
+    """Let one rank compute every gradient a little wrong, whoever's micro-batch it is."""
+    if rank == STRUCK:
+        trainer.model[0].weight.register_hook(lambda gradient: gradient * 1.001)
+
+
+@pytest.mark.parametrize("name", ["ddp", "acco"])
+def test_a_rank_that_is_always_wrong_is_outvoted_and_named(name: str) -> None:
+    found = trained(STRATEGIES[name], (ALWAYS,), ranks=3, spoil=wrong_from_the_start)
+    assert same(found, clean(name, 3))
+    verdicts = found[0][1]
+    assert {verdict.ranks for verdict in verdicts} == {(STRUCK,)}
+    assert {verdict.action for verdict in verdicts} == {"taken again", "kept: its audit was wrong"}
+
+
+def test_between_two_ranks_that_both_stand_by_their_gradient_nobody_is_named_alone() -> None:
+    found = trained(st.DDP(), (ALWAYS,), ranks=2, spoil=wrong_from_the_start)
+    verdicts = found[0][1]
+    assert {verdict.ranks for verdict in verdicts} == {(0, 1)}
+    assert {verdict.action for verdict in verdicts} == {"kept: nobody can say who is right"}
+
+
+def test_as_many_rounds_are_audited_as_the_rate_says() -> None:
+    audit = st.Audit(rate=0.1, seed=3)
+    drawn = [audit.audit(index, 4) is not None for index in range(20_000)]
+    assert drawn == [coin(3, "audit", index, 0.1) for index in range(20_000)]
+    # Four standard deviations of a binomial count: 4 sqrt(20,000 x 0.1 x 0.9) = 170.
+    assert abs(sum(drawn) - 2_000) < 170
+
+
+def test_auditors_change_and_are_never_the_audited_rank() -> None:
+    drawn = [ALWAYS.audit(index, 4) for index in range(50)]
+    assert {appointment.distance for appointment in drawn if appointment is not None} == {1, 2, 3}
+
+
+def test_a_faulty_rank_is_found_after_about_as_many_rounds_as_the_rate_says() -> None:
+    audit = st.Audit(rate=0.25, seed=1)
+    first = next(index for index in range(100) if audit.audit(index, 3) is not None)
+    found = trained(st.DDP(), (audit,), ranks=3, spoil=wrong_from_the_start)
+    assert found[0][1][0].step == first + 1
+    assert 0 < first < UPDATES
+
+
+@pytest.mark.parametrize("name", ["ddp", "acco"])
+def test_ranks_whose_data_end_apart_are_audited_to_the_end(name: str) -> None:
+    lengths = {0: 7, 1: 12, 2: 10}
+    plain = trained(STRATEGIES[name], ranks=3, lengths=lengths)
+    assert same(trained(STRATEGIES[name], (ALWAYS,), ranks=3, lengths=lengths), plain)
+
+
+def test_rounds_by_the_clock_are_audited() -> None:
+    clock = st.Clock(minimum=1, maximum=4)
+    found = trained(st.ACCO(), (ALWAYS,), ranks=3, micro_batches=clock, spoil=wrong_from_the_start)
+    assert {verdict.ranks for verdict in found[0][1]} == {(STRUCK,)}
+
+
+def unrepeatable(size: float) -> Callable[[int, Trainer], None]:
+    """Let kernels give other bits each time: a little more of the gradient, from a source that no state holds."""
+    source = torch.Generator().manual_seed(9)
+
+    def spoil(rank: int, trainer: Trainer) -> None:
+        trainer.model[0].weight.register_hook(
+            lambda gradient: gradient * (1 + size * float(torch.rand((), generator=source)))
+        )
+
+    return spoil
+
+
+def test_where_nothing_repeats_values_are_compared_within_the_tolerance_and_it_is_said() -> None:
+    with pytest.warns(UserWarning, match="kernels are not deterministic"):
+        found = trained(st.DDP(), (ALWAYS,), spoil=unrepeatable(1e-6))
+    assert found[0][1] == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        apart = trained(st.DDP(), (ALWAYS,), spoil=unrepeatable(0.5))
+    assert {verdict.ranks for verdict in apart[0][1]} == {(0, 1)}
+
+
+def test_micro_batches_that_cannot_be_run_again_are_an_error_at_once() -> None:
+    trainer = Trainer(0, None, st.DDP(), guards=(ALWAYS,))
+    with pytest.raises(UsageError, match=r"guard audit .* expected parallel.micro_batch"):
+        trainer.parallel.backward(trainer.model(torch.ones(3, 5)).mean())
+
+
+def test_a_strategy_whose_ranks_drift_apart_cannot_be_audited() -> None:
+    with pytest.raises(ConfigError, match="audit"):
+        Trainer(0, None, st.LocalSGD(rate=0.5), guards=(ALWAYS,))
+
+
+@pytest.mark.parametrize("options", [{"rate": 0.0}, {"rate": 1.5}, {"tolerance": 0.0}, {"tolerance": 1.0}])
+def test_impossible_options_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="Audit"):
+        st.Audit(**options)
+
+
+def test_a_guard_is_read_from_the_command_line() -> None:
+    assert parse_guard("audit:rate=0.02:seed=1") == st.Audit(rate=0.02, seed=1)
+    assert parse_guard("rest") == st.AtRest()
+    for text in ("audits", "audit:share=1", "rest:rate=1"):
+        with pytest.raises(ConfigError, match="there are"):
+            parse_guard(text)
+    with pytest.raises(ConfigError, match="cannot read rate='much'"):
+        parse_guard("audit:rate=much")
+
+
+def on_sockets(rank: int) -> dict[str, Seen]:
+    """Train on a real group: clean, and with a damaged gradient."""
+    found = {}
+    for kind, fault in {"clean": None, "struck": DAMAGE}.items():
+        trainer = Trainer(
+            rank, None, st.ACCO(), guards=(ALWAYS,), options=st.Options(bucket_bytes=512, verified=True)
+        )
+        if fault is not None:
+            strike_memory(trainer.parallel, Injector(FaultPlan((fault,)), rank))
+        found[kind] = trainer.run()
+    return found
+
+
+def test_audits_work_over_sockets() -> None:
+    for found in run_ranks(2, on_sockets):
+        assert same([found["struck"]], [found["clean"]])
+        assert found["clean"][1] == []
+        assert [verdict.ranks for verdict in found["struck"][1]] == [(STRUCK,)]
