@@ -1,0 +1,157 @@
+"""Guards with checkpoints and echoes: nothing damaged is written, and what comes back is watched like before."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stretto as st
+from stretto import checkpoint
+from stretto.errors import PeerFailed, StateCorrupt
+from stretto.faults import Fault
+from stretto.faults.patterns import alias_of
+from stretto.observe import read_json_lines
+from stretto.records import Verdict
+from stretto.virtual import VirtualCluster, VirtualGroup
+from tests.guards.watched import Job, same
+from tests.train.runs import model_bits, tiny_run, train
+
+RANKS, STRUCK = 2, 1
+STRATEGIES = pytest.mark.parametrize(
+    "strategy", [st.ZeRO1(), st.DPU(), st.ACCO(), st.DDP()], ids=lambda strategy: strategy.name
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What became of one rank."""
+
+    final: list[Tensor]
+    verdicts: list[Verdict]
+
+
+class Struck:
+    """A job on one rank, whose optimizer state can be damaged from outside."""
+
+    def __init__(self, rank: int, group: VirtualGroup, strategy: st.Strategy, width: int = 19) -> None:
+        options = st.Options(bucket_bytes=2**17)
+        self.job = Job(strategy, rank, width=width, group=group, guards=(st.AtRest(),), options=options)
+        self.parallel = self.job.parallel
+        self.rank = rank
+        self.verdicts: list[Verdict] = []
+
+    def train_to(self, step: int) -> None:
+        """Train until `step` updates are committed; ends right after one."""
+        while self.parallel.steps < step:
+            if update := self.job.micro_batch():
+                self.verdicts += update.verdicts
+
+    def damage(self, words: int) -> None:
+        """Flip a bit in the first words of a moment, on one of the ranks: unlike masters, nobody else holds it."""
+        if self.rank == STRUCK:
+            owner = self.parallel.compute.lane.owner
+            moment = owner.optimizer.state[owner.segments[0].master]["exp_avg"]
+            alias_of(moment).view(torch.int32)[:words] ^= 1 << 21
+
+    def end(self) -> Seen:
+        for update in self.parallel.finish():
+            self.verdicts += update.verdicts
+        return Seen(final=self.job.final(), verdicts=self.verdicts)
+
+
+def on_all(program: Callable[[int, VirtualGroup], Any]) -> list[Any]:
+    return list(VirtualCluster(RANKS).run(program).values)
+
+
+@STRATEGIES
+def test_what_is_damaged_right_before_a_save_is_mended_before_it_is_written(
+    strategy: st.Strategy, tmp_path: Path
+) -> None:
+    def train(rank: int, group: VirtualGroup, damaged: bool) -> tuple[list[dict[str, int]], Seen]:
+        run = Struck(rank, group, strategy)
+        run.train_to(2)
+        run.damage(1 if damaged else 0)
+        folder = tmp_path / str(damaged)
+        checkpoint.save(run.parallel, folder)
+        seen = (run.train_to(4), run.end())[1]
+        again = Struck(rank, group, strategy)
+        checkpoint.load(again.parallel, folder)
+        return again.parallel.compute.lane.owner.digests(), seen
+
+    clean, struck = (
+        on_all(lambda rank, group, damaged=damaged: train(rank, group, damaged)) for damaged in (False, True)
+    )
+    for (saved, seen), (saved_struck, seen_struck) in zip(clean, struck, strict=True):
+        assert saved == saved_struck
+        assert same(seen.final, seen_struck.final)
+        assert seen.verdicts == []
+        assert [(one.site, one.ranks, one.action) for one in seen_struck.verdicts] == [
+            ("optimizer state", (STRUCK,), "mended")
+        ]
+
+
+def test_what_cannot_be_mended_is_not_written(tmp_path: Path) -> None:
+    def train(rank: int, group: VirtualGroup) -> type[Exception]:
+        run = Struck(rank, group, st.ZeRO1(), width=9000)
+        run.train_to(1)
+        checkpoint.save(run.parallel, tmp_path)
+        run.train_to(2)
+        run.damage(20_000)
+        try:
+            checkpoint.save(run.parallel, tmp_path)
+        except (StateCorrupt, PeerFailed) as error:
+            return type(error)
+        return type(None)
+
+    assert on_all(train) == [PeerFailed, StateCorrupt]
+    # What rank 0 has begun is no checkpoint, and cleared away by the next one.
+    assert [path.name for path in tmp_path.iterdir() if path.name[0] != "."] == ["000001-step-1"]
+
+
+@STRATEGIES
+def test_what_comes_from_a_checkpoint_is_sealed_anew(strategy: st.Strategy, tmp_path: Path) -> None:
+    def train(rank: int, group: VirtualGroup, damaged: bool) -> tuple[Seen, Seen]:
+        folder = tmp_path / str(damaged)
+        whole = Struck(rank, group, strategy)
+        whole.train_to(2)
+        checkpoint.save(whole.parallel, folder)
+        draws = whole.job._generator.get_state()
+        whole.train_to(4)
+        whole_seen = whole.end()
+        resumed = Struck(rank, group, strategy)
+        checkpoint.load(resumed.parallel, folder)
+        resumed.job._generator.set_state(draws)
+        resumed.damage(1 if damaged else 0)
+        resumed.train_to(4)
+        return whole_seen, resumed.end()
+
+    for damaged in (False, True):
+        for whole, resumed in on_all(lambda rank, group, damaged=damaged: train(rank, group, damaged)):
+            assert same(whole.final, resumed.final)
+            assert [one.action for one in resumed.verdicts] == ["mended"] * damaged
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "acco"])
+def test_a_repaired_run_over_echoed_batches_is_the_clean_one(strategy: str) -> None:
+    faults = (
+        Fault(site="masters", rank=1, instant=3),
+        Fault(site="optimizer state", rank=0, instant=5),
+        Fault(site="contribution", rank=1, instant=2),
+        Fault(site="gathered values", rank=0, instant=9),
+    )
+    run = tiny_run("clean", strategy=strategy, echo="even:uses=2.5", guards=("rest",), verified=True)
+    train(run)
+    train(dataclasses.replace(run, run_dir="struck", faults=faults))
+    assert model_bits("clean") == model_bits("struck")
+    assert read_json_lines(Path("clean", "verdicts.jsonl")) == []
+    sites = {one["site"] for one in read_json_lines(Path("struck", "verdicts.jsonl"))}
+    assert sites == {"masters", "optimizer state", "contribution", "gathered values"}
+    (echoed,) = {
+        sum(one["echoed"] for one in read_json_lines(Path(folder, "updates.jsonl")))
+        for folder in ("clean", "struck")
+    }
+    assert echoed > 0
