@@ -73,7 +73,8 @@ class VerifiedExchange(DirectExchange):
 
     def all_reduce(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """See `Exchange.all_reduce`: a verified reduce-scatter, and a verified gather of what the owners summed."""
-        slices = [total.new_empty(total.numel() // self.world_size) for total in sums]
+        # Each owner's slice lies where it is gathered to: a gather overwrites it with nothing but itself.
+        slices = [total.view(self.world_size, -1)[self.rank] for total in sums]
         self.reduce_scatter(flats, slices)
         self._gather(slices, sums, [self._sent_dtype(bucket) for bucket in self.layout.buckets])
 
@@ -128,9 +129,11 @@ class VerifiedExchange(DirectExchange):
         self._begin_phase()
         sizes = [self._row_bytes(own.numel(), dtype) for own, dtype in zip(owned, dtypes, strict=True)]
 
+        def sealed(index: int, memory: Tensor) -> Tensor:
+            return seal(memory, owned[index], dtypes[index], seed_of(self._phase, index, self.rank))
+
         def row(index: int, _: int) -> Tensor:
-            empty = torch.empty(sizes[index], dtype=torch.uint8, device=owned[index].device)
-            return seal(empty, owned[index], dtypes[index], seed_of(self._phase, index, self.rank))
+            return sealed(index, torch.empty(sizes[index], dtype=torch.uint8, device=owned[index].device))
 
         def install(index: int, sender: int, content: Tensor) -> None:
             # A damaged row of one's own may not replace what a repeat is made of.
@@ -139,8 +142,9 @@ class VerifiedExchange(DirectExchange):
                 part.copy_(values_of(content, dtypes[index]))
 
         def transfer(index: int) -> Transfer:
-            own = row(index, self.world_size)
-            received = self.scratch("whole", index, self.world_size * sizes[index], torch.uint8, own.device)
+            device = owned[index].device
+            own = sealed(index, self.scratch("sealed", index, sizes[index], torch.uint8, device))
+            received = self.scratch("whole", index, self.world_size * sizes[index], torch.uint8, device)
             self.sent_bytes += (self.world_size - 1) * own.nbytes
             yield self.group.all_gather_single(received, own), f"gather of bucket {index}"
             for sender, content in enumerate(received.view(self.world_size, -1)):
