@@ -181,6 +181,124 @@ def test_rounds_by_the_clock_are_audited() -> None:
     assert {verdict.ranks for verdict in found[0][1]} == {(STRUCK,)}
 
 
+def wrong_in_another_way_each_time(rank: int, trainer: Trainer) -> None:
+    """Let one rank compute every gradient wrongly, and never the same."""
+    source = torch.Generator().manual_seed(9)
+    if rank == STRUCK:
+        trainer.model[0].weight.register_hook(
+            lambda gradient: gradient * (1 + float(torch.rand((), generator=source)))
+        )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_does_not_repeat_itself_is_named_also_by_a_single_other(ranks: int) -> None:
+    found = trained(st.ZeRO1(), (ALWAYS,), ranks=ranks, spoil=wrong_in_another_way_each_time)
+    assert same(found, clean("zero1", ranks))
+    assert {verdict.ranks for verdict in found[0][1]} == {(STRUCK,)}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_forward_pass_that_went_wrong_leaves_no_trace_in_loss_or_statistics(name: str) -> None:
+    def losses(*, spoils: bool, guards: tuple[st.Guard, ...]) -> list[list[float]]:
+        def program(rank: int, group: dist.ProcessGroup) -> tuple[list[float], list[Tensor]]:
+            trainer = Trainer(rank, group, STRATEGIES[name], guards=guards)
+            seen: list[float] = []
+            pending: list[int] = []
+            counted = 0
+            take = trainer.parallel.micro_batch
+
+            def wrong(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+                return output + 0.5 if pending and pending.pop() else output
+
+            def micro_batch(*call: Any) -> Any:
+                nonlocal counted
+                counted += 1
+                if spoils and rank == STRUCK and counted == 3:
+                    pending.append(1)
+                update = take(*call)
+                seen.extend([update.loss] if update else [])
+                return update
+
+            trainer.model[-1].register_forward_hook(wrong)
+            trainer.parallel.micro_batch = micro_batch  # type: ignore[method-assign]  # to look at updates
+            return seen, trainer.run()[0]
+
+        return [list(value) for value in VirtualCluster(2).run(program).values]
+
+    plain, struck, audited = (
+        losses(spoils=spoils, guards=guards)
+        for spoils, guards in ((False, ()), (True, ()), (True, (ALWAYS,)))
+    )
+    assert [seen for seen, _ in audited] == [seen for seen, _ in plain]
+    assert [seen for seen, _ in struck] != [seen for seen, _ in plain]
+    for (_, ours), (_, theirs) in zip(audited, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_round_that_another_guard_left_out_stays_left_out() -> None:
+    """Its weight is zero: a gradient put back by an audit would be counted without it."""
+    chunk = Fault(site="shown parameters", rank=STRUCK, instant=2, extent="all", pattern="sign", seed=4)
+    wide = nn.Linear(5, 40_000)  # more than one row of sums: damaged beyond mending
+
+    def with_rest(guards: tuple[st.Guard, ...]) -> list[Seen]:
+        def program(rank: int, group: dist.ProcessGroup) -> Seen:
+            torch.manual_seed(5)
+            trainer = Trainer.__new__(Trainer)
+            trainer.model = nn.Sequential(nn.Linear(*wide.weight.T.shape), nn.Tanh(), nn.Linear(40_000, 1))
+            optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01)
+            trainer.parallel = st.DataParallel(
+                trainer.model, optimizer, st.ZeRO1(), group=group, guards=guards
+            )
+            trainer._data = torch.Generator().manual_seed(rank)
+            strike_memory(trainer.parallel, Injector(FaultPlan((chunk,)), rank))
+            return trainer.run(8)
+
+        return list(VirtualCluster(3).run(program).values)
+
+    plain, audited = with_rest((st.AtRest(),)), with_rest((st.AtRest(), ALWAYS))
+    assert same(plain, audited)
+    assert audited[0][1] == plain[0][1]
+    assert {"left out" in verdict.action for verdict in plain[0][1]} == {True}
+
+
+def test_an_audit_after_a_replay_finds_nothing_left_to_say() -> None:
+    word = Fault(site="shown parameters", rank=STRUCK, instant=2, pattern="flip", bits=3, seed=4)
+    for name in STRATEGIES:
+        found = trained(STRATEGIES[name], (st.AtRest(), ALWAYS), fault=word)
+        assert same(found, clean(name))
+        assert {verdict.guard for verdict in found[0][1]} == {"rest"}
+
+
+@pytest.mark.parametrize("name", ["dpu", "acco"])
+def test_a_round_that_is_replayed_while_ranks_drain_is_audited_once(name: str) -> None:
+    word = Fault(site="shown parameters", rank=STRUCK, instant=6, pattern="flip", bits=3, seed=4)
+    lengths = {0: 9, STRUCK: 7}  # struck in the middle of a round of three
+    plain = trained(STRATEGIES[name], lengths=lengths, micro_batches=6)
+    found = trained(STRATEGIES[name], (st.AtRest(), ALWAYS), fault=word, lengths=lengths, micro_batches=6)
+    assert same(found, plain)
+
+
+def test_a_batch_travels_without_what_it_is_a_view_of() -> None:
+    everything = torch.zeros(100_000, 5)
+    trainer = Trainer(0, None, st.DDP(), guards=(ALWAYS,))
+    trainer.parallel.micro_batch(trainer.loss, everything[3:6])
+    kept = trainer.parallel.compute._review.kept
+    assert len(kept.to_bytes()) < 50_000
+    again = kept.of(kept.to_bytes()).micro_batches[0].batch
+    assert torch.equal(again, everything[3:6])
+
+
+def test_a_batch_that_cannot_travel_is_an_error_that_says_so() -> None:
+    def program(rank: int, group: dist.ProcessGroup) -> None:
+        trainer = Trainer(rank, group, st.DDP(), guards=(ALWAYS,))
+        batch = (torch.ones(3, 5), lambda: None)
+        for _ in range(2):
+            trainer.parallel.micro_batch(lambda batch: trainer.loss(batch[0]), batch)
+
+    with pytest.raises(UsageError, match="expected a batch that can be pickled"):
+        VirtualCluster(2).run(program)
+
+
 def unrepeatable(size: float) -> Callable[[int, Trainer], None]:
     """Let kernels give other bits each time: a little more of the gradient, from a source that no state holds."""
     source = torch.Generator().manual_seed(9)

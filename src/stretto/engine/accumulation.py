@@ -40,6 +40,8 @@ class Accumulation:
         """Whether gradients arrived that no micro-batch has been counted for yet."""
         self.is_reviewed = False
         """Whether the round has been looked at as a whole; nothing is added to it any more."""
+        self.is_left_out = False
+        """Whether its gradients were taken at damaged parameters, and forgotten."""
         return self
 
     def attach(self) -> None:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+import xxhash
 from torch import Tensor
 from torch import distributed as dist
 
 from stretto.digests import digest, hexadecimal
 from stretto.engine.accumulation import Accumulation
 from stretto.engine.kept_round import KeptRound
+from stretto.errors import TransferCorrupt
 from stretto.flat import GradientBuffer
 from stretto.guards.guard import Appointment
 from stretto.records import Verdict
@@ -38,9 +40,9 @@ class Audit:
         Kernels that are deterministic give the same bits for the same round on every sound rank. The audited rank a
         has a gradient f_a, the auditor b takes the round again, f_b. If f_a = f_b all is well. If not, a, b and a
         third rank, the witness, take it once more: s_a, s_b, s_c. The gradient that two of these agree on is the right
-        one, and whoever gave another one, first or now, is named. If no two agree there are two cases: a and b each
-        gave two different ones, so that nothing here is deterministic and values are compared within a tolerance; or
-        somebody is wrong each time, and nobody can say who.
+        one, and whoever gave another one, first or now, is named. Of two ranks that disagree still, the only one that
+        gave the same gradient twice is right. Otherwise there are two cases: a and b each gave two different ones, so
+        that nothing here is deterministic and values are compared within a tolerance; or nobody can say who is wrong.
 
     Args:
         compute: Whose round has been counted to the end; nothing has been installed since.
@@ -73,15 +75,19 @@ class Audit:
         """Take a round again, compare, and repair what was wrong; return what there is to report."""
         received = self._exchange_rounds()
         own = _digest(self._own, self._buffers)
-        theirs = None if received is None else self._run(received)
+        # Its parameters may be damaged still: it neither has a gradient to audit nor could it audit another.
+        theirs = None if received is None or self._own.is_left_out else self._run(received)
         claim = 0 if theirs is None else _digest(theirs, self._kept.buffers())
-        record = bytes([theirs is not None]) + own.to_bytes(_WORD) + claim.to_bytes(_WORD)
+        state = _LEFT_OUT if self._own.is_left_out else _SILENT if theirs is None else _CLAIMS
+        record = bytes([state]) + own.to_bytes(_WORD) + claim.to_bytes(_WORD)
         records = self._on_lane(lambda: self._exchange.gather_bytes(record))
         for audited in range(self._world_size):
             auditor = self._auditor_of(audited)
             first = {"audited": _word(records[audited], 0), "auditor": _word(records[auditor], 1)}
-            if not records[auditor][0]:
-                self._report(audited, (), "damaged on the way to its auditor: not audited")
+            if _LEFT_OUT in (records[audited][0], records[auditor][0]):
+                continue
+            if records[auditor][0] == _SILENT:
+                self._report(audited, (), "not audited", site="micro-batches on their way to an auditor")
             elif first["audited"] != first["auditor"]:
                 self._settle(audited, first, theirs)
         self._kept.restore_buffers(self._buffers)
@@ -118,13 +124,14 @@ class Audit:
             role: int.from_bytes(records[rank][position * _WORD : (position + 1) * _WORD])
             for position, (role, rank) in enumerate(roles.items())
         }
-        right, votes = Counter(second.values()).most_common(1)[0]
-        if votes >= 2:
+        right = _agreed(first, second)
+        if right is not None:
             wrong = {r for role, r in roles.items() if {second[role], first.get(role, right)} != {right}}
             action = "kept: its audit was wrong" if first["audited"] == right else "taken again"
             self._report(audited, tuple(sorted(wrong)), action, right, first["audited"])
             if first["audited"] != right:
-                self._put_right(audited, next(role for role in roles if second[role] == right), taken)
+                holder = next(role for role in roles if second[role] == right)
+                self._put_right(audited, roles[holder], taken.get(holder), right)
         elif all(first[role] != second[role] for role in first):
             self._compare(audited, theirs)
         else:
@@ -136,24 +143,24 @@ class Audit:
         others = set(range(self._world_size)) - set(roles.values())
         return {**roles, "witness": min(others)} if others else roles
 
-    def _put_right(
-        self, audited: int, holder: str, taken: Mapping[str, tuple[Accumulation, Mapping[str, Tensor]]]
-    ) -> None:
-        """Give the audited rank the gradient and the buffers of a role that has them right."""
-        source = self._roles(audited)[holder]
-        gradient, buffers = taken[holder] if self._rank == source else (self._own, self._buffers)
-        content = [*gradient.buffer.flats, *buffers.values()]
-        if self._rank not in (source, audited):
-            content = [torch.empty_like(tensor) for tensor in content]
+    def _put_right(self, audited: int, source: int, rerun: Rerun | None, right: int) -> None:
+        """Give the audited rank what `source` has from its rerun: gradient, loss, use of parameters, and buffers."""
+        taken, buffers = rerun if rerun is not None and self._rank == source else (self._own, self._buffers)
+        content = [tensor.clone() for tensor in (*_outcome(taken), *buffers.values())]
         if source != audited:
             for tensor in content:
                 self._broadcast(tensor, source, "audited gradient")
-        if self._rank == audited:
-            own = self._own.buffer
-            for flat, value in zip(own.flats, content, strict=False):
-                flat.copy_(value)
-            own.remember()
-            self._buffers = dict(zip(self._buffers, content[len(own.flats) :], strict=True))
+        if self._rank != audited:
+            return
+        for held, value in zip([*_outcome(self._own), *self._buffers.values()], content, strict=True):
+            held.copy_(value)
+        self._own.buffer.remember()
+        if _digest(self._own, self._buffers) != right:
+            raise TransferCorrupt(
+                f"{self._compute.where}: the gradient that rank {source} computed in an audit arrived damaged: "
+                "expected the digest that it had there; go on from the last checkpoint",
+                links=[(source, audited)],
+            )
 
     def _compare(self, audited: int, theirs: Accumulation | None) -> None:
         """Compare values where bits say nothing."""
@@ -206,14 +213,23 @@ class Audit:
         if self._world_size == 1:
             return self._kept
         own = self._kept.to_bytes() if self._rank == audited else b""
-        lengths = self._on_lane(lambda: self._exchange.gather_bytes(len(own).to_bytes(_WORD)))
-        content = torch.empty(int.from_bytes(lengths[audited]), dtype=torch.uint8, device=self._device)
+        record = len(own).to_bytes(_WORD) + xxhash.xxh3_64_digest(own)
+        records = self._on_lane(lambda: self._exchange.gather_bytes(record))
+        length = _word(records[audited], 0, offset=0)
+        content = torch.empty(length, dtype=torch.uint8, device=self._device)
         if own:
             content.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         self._broadcast(content, audited, "audited micro-batches")
         if self._rank == audited:
             return self._kept
-        return self._kept.of(content.cpu().numpy().tobytes())
+        arrived = content.cpu().numpy().tobytes()
+        if xxhash.xxh3_64_intdigest(arrived) != _word(records[audited], 1, offset=0):
+            raise TransferCorrupt(
+                f"{self._compute.where}: micro-batches of rank {audited}, to be run again, arrived damaged: expected "
+                "the digest that they had there; go on from the last checkpoint",
+                links=[(audited, self._rank)],
+            )
+        return self._kept.of(arrived)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> None:
         """Overwrite a tensor of any dtype with that of one rank."""
@@ -221,7 +237,7 @@ class Audit:
             return
         options = dist.BroadcastOptions()
         options.rootRank = source
-        content = tensor.contiguous().view(-1).view(torch.uint8)
+        content = tensor.contiguous().view(-1).view(torch.uint8).to(self._device)
         if self._rank == source:
             self._exchange.sent_bytes += content.numel() * (self._world_size - 1)
         group = self._exchange.group
@@ -244,13 +260,15 @@ class Audit:
         action: str,
         expected: int | None = None,
         found: int | None = None,
+        *,
+        site: str = "gradient",
     ) -> None:
         """Put a verdict into the next update; from one rank, which passes it on to all."""
         if self._rank == audited:
             verdict = Verdict(
                 step=self._compute.steps + 1,
                 guard=self._guard,
-                site="gradient",
+                site=site,
                 part=f"round {self._round_index} of rank {audited}",
                 ranks=ranks,
                 action=action,
@@ -260,14 +278,30 @@ class Audit:
             self._verdicts.append(verdict)
 
 
+_SILENT, _CLAIMS, _LEFT_OUT = range(3)
+"""What a rank has to say in an audit: nothing, for want of what arrived; a digest; nothing, by its own fault."""
 _UNKNOWN = "kept: nobody can say who is right"
 
 
+def _agreed(first: Mapping[str, int], second: Mapping[str, int]) -> int | None:
+    """Return the digest that two of the second runs share; of two ranks, that of the only one to repeat itself."""
+    value, votes = Counter(second.values()).most_common(1)[0]
+    if votes >= 2:
+        return value
+    steady = [value for role, value in second.items() if first.get(role) == value]
+    return steady[0] if len(second) == 2 and len(steady) == 1 else None
+
+
+def _outcome(taken: Accumulation) -> list[Tensor]:
+    """Return the tensors that a round comes to: gradient, loss, and which parameters were used."""
+    contribution = taken.contribution
+    used = torch.frombuffer(contribution.used, dtype=torch.uint8)
+    return [*taken.buffer.flats, contribution.loss_sum, used]
+
+
 def _digest(taken: Accumulation, buffers: Mapping[str, Tensor]) -> int:
-    """Return one digest over a round's gradient and the buffers behind it."""
-    return functools.reduce(
-        lambda seed, value: digest(value, seed), [*taken.buffer.flats, *buffers.values()], 0
-    )
+    """Return one digest over what a round comes to, and the buffers behind it."""
+    return functools.reduce(lambda seed, value: digest(value, seed), [*_outcome(taken), *buffers.values()], 0)
 
 
 def _word(record: bytes, position: int, offset: int = 1) -> int:

@@ -352,10 +352,10 @@ class ComputeLane:
         """Look once at a round that is all there, before parameters change; all ranks must, for audits."""
         if self.accumulation.is_reviewed:
             return
-        self.accumulation.is_reviewed = True
         self._guarded.check_unwritten(self.where)
         idle = self._in_flight is None
         self._verdicts += self._review.inspect(self.accumulation, self.steps + 1, lane_is_idle=idle)
+        self.accumulation.is_reviewed = True  # last: a replay begins the round anew
         self._wait_for_lane()
         for guard, appointment in self._review.appointments(self.lane.round_index):
             self._verdicts += Audit(self, self._review.kept, guard, appointment).perform()

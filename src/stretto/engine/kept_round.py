@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.serialization import default_restore_location
 
 from stretto.digests import same_bytes
+from stretto.echo.containers import rebuilt
 from stretto.engine.accumulation import Accumulation, run_backward
 from stretto.engine.random_states import random_states, restore_random_states
 from stretto.errors import UsageError
@@ -111,9 +113,21 @@ class KeptRound:
                     buffer.copy_(values[name])
 
     def to_bytes(self) -> bytes:
-        """Return the round for another rank: batches, random states and buffers."""
+        """Return the round for another rank: batches, random states and buffers.
+
+        Raises:
+            UsageError: A batch holds something that cannot be pickled.
+        """
         content = io.BytesIO()
-        torch.save((self.micro_batches, self._buffers or self.buffers()), content)
+        # A view would be saved with all that it is a view of: one batch with its whole dataset.
+        batches = [dataclasses.replace(m, batch=rebuilt(m.batch, _compact)) for m in self.micro_batches]
+        try:
+            torch.save((batches, self._buffers or self.buffers()), content)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise UsageError(
+                "a micro-batch is to be run again on another rank and cannot be sent there: expected a batch that "
+                f"can be pickled, found {error}"
+            ) from error
         return content.getvalue()
 
     def of(self, content: bytes) -> "KeptRound":
@@ -136,3 +150,8 @@ class KeptRound:
                 "loss function: expected at least one batch on every rank"
             )
         return self._loss_function(batch)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return a tensor that shares its memory with nothing."""
+    return tensor.detach().clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

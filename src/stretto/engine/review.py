@@ -70,6 +70,7 @@ class Review:
         if not self._replay(accumulation, lane_is_idle=lane_is_idle):
             accumulation.begin(accumulation.buffer).attach()
             accumulation.contribution.count = count
+            accumulation.is_left_out = True
             outcome = "this rank's gradients of the round left out"
         return [dataclasses.replace(verdict, action=f"{verdict.action}, {outcome}") for verdict in found]
 
