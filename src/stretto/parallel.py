@@ -19,7 +19,7 @@ from stretto.engine.watch import Watch
 from stretto.errors import ConfigError, LossNotScalar, OutOfTurn, UsageError
 from stretto.groups.private import private_group
 from stretto.guards import Guard
-from stretto.records import Update
+from stretto.records import Update, Verdict
 from stretto.strategies import ACCO, Strategy
 
 Batch = TypeVar("Batch")
@@ -80,6 +80,9 @@ class DataParallel:
         self._group = private_group(
             group, ranks, timeout_seconds=self.options.timeout_seconds + _BACKEND_MARGIN_SECONDS
         )
+        self.late_verdicts: tuple[Verdict, ...] = ()
+        """What guards and the verified exchange found behind the last update; known once `finish` has
+        returned."""
         self._until: Literal["any", "all"] = "any"
         self._samples_fed: int | None = None
         self._exhausted = False
@@ -288,6 +291,7 @@ class DataParallel:
                 if update is not None:
                     updates.append(self._intake.fill(update))
             self.compute.show_committed()
+            self.late_verdicts = self.compute.lane.conclude()
             self.compute.close()
         return updates
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stretto.campaign import CampaignConfig
 from stretto.cli import main
 from stretto.cli.options import field_docs
 from stretto.doctor import Examination
@@ -22,7 +23,7 @@ def configurations(value: Any) -> Iterator[Any]:
             yield from configurations(getattr(value, field.name))
 
 
-@pytest.mark.parametrize("kind", [RunConfig, CompareConfig, DiagnoseConfig, SimulateConfig])
+@pytest.mark.parametrize("kind", [RunConfig, CompareConfig, DiagnoseConfig, SimulateConfig, CampaignConfig])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_field_has_a_docstring(kind: Any, recipe: str) -> None:
     for configuration in configurations(kind(task=RECIPES[recipe]())):

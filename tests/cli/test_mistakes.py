@@ -13,7 +13,7 @@ from stretto.cli import main
     [
         (
             "tarin stdlib-gpt",
-            "no command is called 'tarin'; there are train, compare, simulate, diagnose, doctor",
+            "no command is called 'tarin'; there are train, compare, simulate, diagnose, campaign, doctor",
         ),
         ("train", "train needs a recipe first: stdlib-gpt, digits-resnet"),
         ("train --updates 3", "train needs a recipe first"),
@@ -26,6 +26,11 @@ from stretto.cli import main
         ("train digits-resnet --strategy torch-ddp", "torch-ddp is there to compare with"),
         ("train digits-resnet --upadtes 3", "has no option '--upadtes'"),
         ("train digits-resnet --task.wdith 3", "has no option '--task.wdith'"),
+        ("campaign stdlib", "no recipe is called 'stdlib'; there are stdlib-gpt, digits-resnet"),
+        ("campaign --falts 3", "has no option '--falts'"),
+        ("campaign --faults 0", "faults=0, workers=2, seed=0: expected at least one fault"),
+        ("campaign --faults 8 --only 8", "only=8: expected the number of a fault, from 0 to 7"),
+        ("campaign --faults 8 --real 9", "real=9: expected a number of the 8 faults"),
         ("compare digits-resnet --strategies ddp,bogus", "no strategy is called 'bogus'"),
         ("compare digits-resnet --strategies ddp --learning-rates acco=1", "learning rates for acco"),
     ],

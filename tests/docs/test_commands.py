@@ -2,6 +2,7 @@
 
 import pytest
 
+from stretto.campaign import CampaignConfig
 from stretto.cli.options import parse_alone, parse_options
 from stretto.doctor import Examination
 from stretto.train.arms import parse_arms
@@ -22,6 +23,13 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
         _, simulation = parse_options("simulate", rest, lambda task: SimulateConfig(task=task))
         simulation.as_run()
         simulation.cluster()
+    elif command == "campaign":
+        recipe = [] if rest[0].startswith("-") else rest[:1]
+        parse_options(
+            "campaign",
+            [*(recipe or ["stdlib-gpt"]), *rest[len(recipe) :]],
+            lambda task: CampaignConfig(task=task),
+        )
     elif command == "doctor":
         parse_alone("doctor", rest, Examination())
     elif command == "diagnose":
@@ -33,4 +41,11 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
 
 
 def test_the_pages_print_commands() -> None:
-    assert {words[0] for words in COMMANDS} == {"train", "compare", "simulate", "diagnose", "doctor"}
+    assert {words[0] for words in COMMANDS} == {
+        "train",
+        "compare",
+        "simulate",
+        "diagnose",
+        "campaign",
+        "doctor",
+    }

@@ -57,7 +57,7 @@ class Promise:
     """How much."""
     strategies: Strategies = "all"
     """In whose jobs."""
-    seen_by: Literal["verified", "rest", "replica"] | None
+    seen_by: Literal["verified", "rest", "replica", "audit"] | None
     """Who notices; None for nobody."""
     named: Literal["rank", "link"] | None = None
     """What is named where the job goes on; an error names rank or link in its message."""
@@ -124,11 +124,16 @@ PROMISES: tuple[Promise, ...] = (
 """For faults that strike once, with all guards that apply and a verified exchange, on three ranks whose micro-batches
 guards can run again."""
 
+AUDITED: tuple[Promise, ...] = (Promise(site="gradient", seen_by="audit", named="rank"),)
+"""For jobs in which every round is audited too; at a rate below one, for the rounds that are."""
 
-def promise_on(site: Site, extent: Extent, strategy: str) -> Promise:
-    """Return the row that speaks of a fault."""
-    for promise in PROMISES:
-        is_of = promise.site == site and strategy in STRATEGIES[promise.strategies]
-        if is_of and extent in EXTENTS[promise.extent]:
-            return promise
-    raise LookupError(f"no promise speaks of {extent} of {site} under {strategy}")
+
+def lasting(promise: Promise) -> Promise:
+    """Return what is left of a promise where a fault strikes again and again.
+
+    Several hits may amount to a chunk, or outlast all repeats, which ends the job.
+    """
+    either = {promise.strategies, "all"} if promise.strategies != "all" else set(STRATEGIES)
+    alike = [other for other in PROMISES if other.site == promise.site and other.strategies in either]
+    finals = {final for other in (promise, *alike) for final in other.final}
+    return dataclasses.replace(promise, final=tuple(sorted(finals | {"error"})))

@@ -11,6 +11,7 @@ commands:
   compare    run strategies side by side on the same link
   simulate   train a recipe on a virtual cluster of many ranks
   diagnose   measure whether the input is the bottleneck, and what an echo would gain
+  campaign   strike small jobs with seeded faults and see whether guards keep their promises; a recipe may be left out
   doctor     find out whether this machine's arithmetic, memory and network can be trusted; takes no recipe
 
 `stretto COMMAND` lists the recipes, `stretto COMMAND RECIPE --help` all options.
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return 0 if words else MISUSED
     # Not earlier: the help needs none of what the commands are made of.
+    from stretto.cli.campaign import campaign_command
     from stretto.cli.compare import compare_command
     from stretto.cli.diagnose import diagnose_command
     from stretto.cli.doctor import doctor_command
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "compare": compare_command,
         "simulate": simulate_command,
         "diagnose": diagnose_command,
+        "campaign": campaign_command,
         "doctor": doctor_command,
     }
     try:

@@ -78,7 +78,11 @@ def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:
     contiguous = tensor.contiguous()
     # As bytes: backends do not know every dtype.
     content = contiguous.view(-1).view(torch.uint8)
+    # Rank 0's own memory may be what is damaged: what is sent again is what was sent first.
+    healthy = content.clone() if exchange.is_verified and exchange.rank == 0 else content
     for _ in range(_BROADCASTS):
+        if healthy is not content:
+            content.copy_(healthy)
         exchange.wait(exchange.group.broadcast([content], options), "broadcast of rank 0's parameters")
         if not exchange.is_verified or len(set(exchange.gather_bytes(digest(content).to_bytes(8)))) == 1:
             break

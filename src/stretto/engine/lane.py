@@ -160,6 +160,11 @@ class Lane:
         """Let guards look at masters and optimizer state before they are shown or saved; all ranks must call."""
         self.sentry.run("before_step", None, self.watch.step + 1)
 
+    def conclude(self) -> tuple[Verdict, ...]:
+        """Return what was found on any rank behind the last update; all ranks must call, at rest."""
+        found, self._verdicts = self._verdicts, ()
+        return found + self.sentry.conclude_job(self.watch.step + 1)
+
     def gather_committed(self, flats: list[torch.Tensor], statistics: Statistics) -> list[torch.Tensor]:
         """Fill `flats`, one tensor per flat set, with the committed parameters; all ranks must call.
 

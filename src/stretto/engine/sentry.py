@@ -188,6 +188,11 @@ class Sentry:
         self._strikes.note(step, verdicts)
         return verdicts
 
+    def conclude_job(self, step: int) -> tuple[Verdict, ...]:
+        """Return what was found behind the last update: on any rank, and by this one in the gather that tells so."""
+        shared = self.conclude(step)
+        return (*shared, *(dataclasses.replace(verdict, step=step) for verdict in self._exchange.verdicts))
+
     def check_strikes(self, step: int) -> None:
         """Raise `Quarantined`, on all ranks at the same round, if by `step` somebody has been named too often."""
         self._strikes.check(step)

@@ -49,8 +49,8 @@ class Injector:
         self._held: dict[tuple[Site, int], Tensor] = {}
         self.applications: list[Application] = []
         """What has been done so far, in order."""
-        self.committed: Callable[[], int] = lambda: 0
-        """Returns the committed updates of the job that is struck."""
+        self.committed: Callable[[Site], int] = lambda _: 0
+        """Returns the committed updates of the job that is struck, as whoever uses the site knows of them."""
 
     def is_interested(self, site: Site) -> bool:
         """Return whether any fault strikes there."""
@@ -96,7 +96,7 @@ class Injector:
             Application(
                 fault=fault,
                 opportunity=opportunity,
-                step=self.committed(),
+                step=self.committed(fault.site),
                 elements=chosen.numel(),
                 span=(int(chosen.min()) / values.numel(), (int(chosen.max()) + 1) / values.numel()),
                 before=hexadecimal(before),

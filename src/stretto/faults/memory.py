@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from stretto.faults.injector import Injector
+from stretto.faults.plan import Site
 from stretto.owner import Owner, ReducedGradient
 from stretto.parallel import DataParallel
 
@@ -52,7 +53,10 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
             ],
         )
 
-    injector.committed = lambda: lane.watch.step
+    def committed(site: Site) -> int:
+        return compute.steps if site in ("gradient", "shown parameters") else lane.watch.step
+
+    injector.committed = committed
     _before(lane, "advance", before_round)
     _before(compute, "contribute", before_counting)
     _after(lane.sentry, "reduced", after_reduction)

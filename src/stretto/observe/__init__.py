@@ -1,5 +1,6 @@
 """What a run shows and keeps: records, live display, TensorBoard, tables."""
 
+from stretto.observe.campaign_table import print_campaign
 from stretto.observe.comparison_table import print_comparison
 from stretto.observe.json_lines import JsonLines, append_json_line, read_json_lines
 from stretto.observe.observer import Observer, Recorder
@@ -14,6 +15,7 @@ __all__ = [
     "Recorder",
     "TensorBoard",
     "append_json_line",
+    "print_campaign",
     "print_comparison",
     "read_json_lines",
 ]

@@ -1,0 +1,175 @@
+"""The campaign: twins, faults, clean rounds, and the report of it all."""
+
+import dataclasses
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from stretto.campaign.clean import Clean, clean_trials, silence_of, try_cleanly
+from stretto.campaign.configuration import CampaignConfig
+from stretto.campaign.drawing import CAMPAIGNED, RANKS, Drawn, draw, draw_real
+from stretto.campaign.judgement import Judged, judge
+from stretto.campaign.stage import try_really, try_virtually
+from stretto.campaign.table import rows
+from stretto.campaign.trial import Seen, Trial
+from stretto.campaign.twin import Twins, twins_of
+from stretto.train.configuration import TaskT
+from stretto.train.environment import describe_environment
+from stretto.train.launch import LocalRanks
+from stretto.train.workers import PRELOAD
+
+RESULTS = "campaign.json"
+_FAULTS_PER_TURN = 400
+"""Faults of a campaign to one more turn in which overheads are measured."""
+_TOLD_EVERY = 100
+
+Given = TypeVar("Given")
+Found = TypeVar("Found")
+
+
+def run_campaign(campaign: CampaignConfig[TaskT], tell: Callable[[str], None]) -> dict[str, Any]:
+    """Put every drawn fault into a job of its own, and return the report that stands in campaign.json.
+
+    Args:
+        campaign: How many faults, from which seed, and where to.
+        tell: Told what happens, one line at a time.
+
+    Raises:
+        ConformanceFailed: A job without a fault failed, or guards changed what came of it.
+        WorkerFailed: A real worker died.
+    """
+    begun = time.perf_counter()
+    torch.set_num_threads(1)
+    all_twins = _all_twins(campaign)
+    turns = -(-campaign.faults // _FAULTS_PER_TURN)
+    overheads = {strategy: _overhead(all_twins[strategy], turns) for strategy in CAMPAIGNED}
+    drawn = list(islice(draw(campaign.seed), campaign.faults))
+    numbers = draw_real(campaign.seed, campaign.faults, campaign.num_real)
+    tell(f"{len(numbers)} faults strike real workers")
+    really, clean = _on_real_workers([one for one in drawn if one.number in numbers], all_twins)
+    jobs = [(one, all_twins[one.strategy], really.get(one.number)) for one in drawn]
+    with ProcessPoolExecutor(
+        campaign.workers, _context(), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        judged = _in_parts(pool, _strike, jobs, partial(_tell_some, tell, "faults", len(jobs)))
+        trials = list(clean_trials(campaign.task, campaign.seed, campaign.num_clean_rounds))
+        clean += _in_parts(pool, try_cleanly, trials, partial(_tell_some, tell, "clean jobs", len(trials)))
+    report = {
+        **_summary(judged, clean),
+        "sites": rows(judged, overheads),
+        "campaign": dataclasses.asdict(campaign),
+        "ranks": RANKS,
+        "overheads": overheads,
+        "seconds": time.perf_counter() - begun,
+        "environment": describe_environment(),
+    }
+    _write(Path(campaign.out, RESULTS), report)
+    return report
+
+
+def repeat_fault(campaign: CampaignConfig[TaskT], number: int) -> Judged:
+    """Repeat one fault of a campaign alone, where it took place there; errors are those of `run_campaign`."""
+    torch.set_num_threads(1)
+    drawn = next(islice(draw(campaign.seed), number, None))
+    twins = twins_of(campaign.task, drawn.strategy, campaign.seed)
+    is_real = number in draw_real(campaign.seed, campaign.faults, campaign.num_real)
+    really, _ = _on_real_workers([drawn] if is_real else [], {drawn.strategy: twins})
+    return _strike((drawn, twins, really.get(number)))
+
+
+def _all_twins(campaign: CampaignConfig[TaskT]) -> dict[str, Twins]:
+    return {strategy: twins_of(campaign.task, strategy, campaign.seed) for strategy in CAMPAIGNED}
+
+
+def _overhead(twins: Twins, turns: int) -> float:
+    """Return the processor time of a guarded job over that of one without guards: the median of turns."""
+
+    def seconds(trial: Trial) -> float:
+        started = time.process_time()
+        try_virtually(trial)
+        return time.process_time() - started
+
+    ratios = [seconds(twins.guarded.trial) / seconds(twins.bare.trial) for _ in range(turns)]
+    return statistics.median(ratios)
+
+
+def _on_real_workers(
+    drawn: Sequence[Drawn], all_twins: Mapping[str, Twins]
+) -> tuple[dict[int, list[Seen]], list[Clean]]:
+    """Run the guarded jobs of faults, and before them a clean job of each strategy, on real workers."""
+    if not drawn:
+        return {}, []
+    clean = [twins.guarded.trial for twins in all_twins.values()]
+    struck = [all_twins[one.strategy].guarded.struck_by(one) for one in drawn]
+    by_rank = LocalRanks(RANKS).call(try_really, [*clean, *struck])
+    seen = [list(of_all) for of_all in zip(*by_rank, strict=True)]
+    silences = [silence_of(trial, of_job) for trial, of_job in zip(clean, seen, strict=False)]
+    return {one.number: of_job for one, of_job in zip(drawn, seen[len(clean) :], strict=True)}, silences
+
+
+def _strike(job: tuple[Drawn, Twins, list[Seen] | None]) -> Judged:
+    """Run the jobs of one fault that have not been run on real workers, on virtual ones."""
+    drawn, twins, really = job
+    guarded = try_virtually(twins.guarded.struck_by(drawn)) if really is None else really
+    bare = try_virtually(twins.bare.struck_by(drawn))
+    return judge(drawn, guarded, bare, twins.guarded, is_real=really is not None)
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, __name__])
+    return context
+
+
+def _in_parts(
+    pool: ProcessPoolExecutor,
+    function: Callable[[Given], Found],
+    jobs: Sequence[Given],
+    done: Callable[[int], None],
+) -> list[Found]:
+    """Return what `function` makes of every job, in their order."""
+    found = []
+    for result in pool.map(function, jobs, chunksize=max(1, min(16, len(jobs) // 16))):
+        found.append(result)
+        done(len(found))
+    return found
+
+
+def _tell_some(tell: Callable[[str], None], what: str, total: int, done: int) -> None:
+    if done % _TOLD_EVERY == 0 or done == total:
+        tell(f"{done} of {total} {what}")
+
+
+def _summary(judged: Sequence[Judged], clean: Sequence[Clean]) -> dict[str, Any]:
+    alarms = [alarm for one in clean for alarm in one.alarms]
+    return {
+        "faults": len(judged),
+        "applied": sum(one.is_applied for one in judged),
+        "not_applied": [one.drawn.number for one in judged if not one.is_applied],
+        "on_real_workers": sum(one.is_real for one in judged),
+        "clean_rounds": sum(one.rounds for one in clean),
+        "false_alarms": len(alarms),
+        "alarms": alarms,
+        "broken": [
+            {"number": one.drawn.number, "why": one.breaks, "story": one.story}
+            for one in judged
+            if one.breaks is not None
+        ],
+    }
+
+
+def _write(path: Path, report: Mapping[str, Any]) -> None:
+    """Replace the report in one step: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    unfinished.replace(path)

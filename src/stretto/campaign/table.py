@@ -1,0 +1,55 @@
+"""The rows of campaign.json: faults by what is promised about them, and whether they strike again."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stretto.campaign.drawing import CAMPAIGNED
+from stretto.campaign.judgement import Judged
+from stretto.campaign.promises import AUDITED, PROMISES, STRATEGIES, Promise
+
+Row = dict[str, Any]
+
+
+def rows(judged: Sequence[Judged], overheads: Mapping[str, float]) -> list[Row]:
+    """Return one row per promise and lastingness of which there is a fault.
+
+    Args:
+        judged: All faults.
+        overheads: Processor time of a guarded clean job over that of one without guards, by strategy.
+    """
+    found = []
+    for promise in (*PROMISES, *AUDITED):
+        for lasts in (False, True):
+            own = [one for one in judged if one.drawn.promise == promise and one.drawn.lasts == lasts]
+            if own:
+                found.append(_row(promise, own, overheads, lasts=lasts))
+    return found
+
+
+def _row(promise: Promise, own: Sequence[Judged], overheads: Mapping[str, float], *, lasts: bool) -> Row:
+    struck = [one for one in own if one.is_applied]
+    taken = [one.updates_to_detect for one in struck if one.updates_to_detect is not None]
+    harms = Counter(one.harm for one in own)
+    strategies = [name for name in CAMPAIGNED if name in STRATEGIES[promise.strategies]]
+    return {
+        "site": promise.site,
+        "extent": promise.extent,
+        "strategies": promise.strategies,
+        "lasts": lasts,
+        "guard": promise.seen_by,
+        "promised": own[0].drawn.held_to.summary,
+        "drawn": len(own),
+        "applied": len(struck),
+        "applied_on_real_workers": sum(one.is_real for one in struck),
+        "harmful": sum(harms[harm] for harm in ("differs", "loss off", "error")),
+        "harm": dict(sorted(harms.items())),
+        "detected": sum(one.is_detected for one in struck),
+        "named": sum(one.is_named for one in struck),
+        "identical": sum(one.final == "identical" for one in struck),
+        "ended_with_error": sum(one.final == "error" for one in struck),
+        "updates_to_detect": max(taken) if taken else None,
+        "overhead": math.fsum(overheads[name] for name in strategies) / len(strategies),
+        "broken": [one.drawn.number for one in own if one.breaks is not None],
+    }
