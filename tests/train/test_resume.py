@@ -2,10 +2,14 @@
 
 import dataclasses
 import random
+from pathlib import Path
 
 import pytest
 
+from stretto import checkpoint
+from stretto.checkpoint.manifest import Manifest
 from stretto.errors import WorkerFailed
+from stretto.observe import read_json_lines
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train, train_until_killed
 from tests.train.tiny import Tiny
 
@@ -43,6 +47,32 @@ def test_a_finished_run_that_is_resumed_is_finished() -> None:
     (outcome, _) = train(dataclasses.replace(run, resume=True))
     assert written("done") == before
     assert (outcome.updates, outcome.heldout_before) == (10, before[1][0][1])
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_told() -> None:
+    run = tiny_run("run", strategy="zero1")
+    train(run)
+    whole = written("run")
+    last, *_ = checkpoints = list(checkpoint.complete(Path("run", "checkpoints")))
+    stored = next(piece for piece in Manifest.read(last).stored if piece.name.startswith("optimizer.state"))
+    content = bytearray((last / stored.extent.file).read_bytes())
+    content[stored.extent.offset + 5] ^= 1
+    (last / stored.extent.file).write_bytes(content)
+    train(dataclasses.replace(run, resume=True))
+    assert written("run") == whole
+    (verdict,) = read_json_lines(Path("run", "verdicts.jsonl"))
+    assert (verdict["guard"], verdict["part"]) == ("checkpoint", last.name)
+    assert verdict["action"] == f"went back to {checkpoints[1].name}"
+
+
+def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew() -> None:
+    run = tiny_run("run", strategy="zero1", checkpoints_kept=1)
+    train(run)
+    (last,) = checkpoint.complete(Path("run", "checkpoints"))
+    file = last / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(WorkerFailed, match="TornCheckpoint"):
+        train(dataclasses.replace(run, resume=True))
 
 
 def test_a_run_resumes_at_another_world_size_with_the_same_samples() -> None:

@@ -24,7 +24,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
     Completeness means that every file is there in full length. Damage inside them shows when it is loaded.
     """
-    return next(_complete(Path(directory)), None)
+    return next(complete(Path(directory)), None)
 
 
 def find(directory: Path) -> Path:
@@ -36,13 +36,23 @@ def find(directory: Path) -> Path:
     if (directory / FILE).is_file() or _NAME.fullmatch(directory.name):
         candidates = [directory] if directory.is_dir() else []
     else:
-        candidates = [*_complete(directory), *_newest_first(directory)]
+        candidates = [*complete(directory), *_newest_first(directory)]
     if not candidates:
         found = "holds no checkpoint" if directory.is_dir() else "does not exist"
         raise CheckpointError(
             f"{directory} {found}: expected a folder that stretto.checkpoint.save has written to"
         )
     return candidates[0]
+
+
+def complete(directory: Path) -> Iterator[Path]:
+    """Yield the complete checkpoints, the last one first."""
+    for path in _newest_first(directory):
+        try:
+            Manifest.read(path).check_files(path)
+        except CheckpointError:
+            continue
+        yield path
 
 
 def begin(directory: Path, step: int) -> str:
@@ -76,20 +86,10 @@ def abandon(directory: Path, name: str) -> None:
 
 def prune(directory: Path, keep: int) -> None:
     """Remove all complete checkpoints but the last `keep`."""
-    for old in list(_complete(directory))[keep:]:
+    for old in list(complete(directory))[keep:]:
         removing = directory / f"{_REMOVING}{old.name}"
         old.rename(removing)  # first, so that no half of it is ever taken for a checkpoint
         shutil.rmtree(removing)
-
-
-def _complete(directory: Path) -> Iterator[Path]:
-    """Yield the complete checkpoints, the last one first."""
-    for path in _newest_first(directory):
-        try:
-            Manifest.read(path).check_files(path)
-        except CheckpointError:
-            continue
-        yield path
 
 
 def _newest_first(directory: Path) -> list[Path]:

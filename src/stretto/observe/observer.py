@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stretto.observe.json_lines import JsonLines, append_json_line
-from stretto.records import Update
+from stretto.records import Update, Verdict
 
 
 class Observer(Protocol):
@@ -12,6 +12,10 @@ class Observer(Protocol):
 
     def updated(self, update: Update, training_seconds: float) -> None:
         """Take note of a committed update, `training_seconds` of training after the start."""
+        ...
+
+    def noticed(self, verdict: Verdict) -> None:
+        """Take note of damage that was found outside an update."""
         ...
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
@@ -42,8 +46,12 @@ class Recorder:
     def updated(self, update: Update, training_seconds: float) -> None:
         """See `Observer.updated`; `training_seconds` stands beside the update's own fields."""
         for verdict in update.verdicts:
-            append_json_line(self._verdicts, verdict.as_json())
+            self.noticed(verdict)
         self._updates.write({**update.as_json(), "training_seconds": training_seconds})
+
+    def noticed(self, verdict: Verdict) -> None:
+        """See `Observer.noticed`."""
+        append_json_line(self._verdicts, verdict.as_json())
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
         """See `Observer.evaluated`."""

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import MissingExtra
-from stretto.records import Update
+from stretto.records import Update, Verdict
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -70,9 +70,13 @@ class Progress:
         """See `Observer.updated`."""
         self._recent.append((update, training_seconds))
         for verdict in update.verdicts:
-            self._say(str(verdict))
+            self.noticed(verdict)
         if self._live is None and time.monotonic() - self._last_line > LINE_SECONDS:
             self._print_line()
+
+    def noticed(self, verdict: Verdict) -> None:
+        """See `Observer.noticed`."""
+        self._say(str(verdict))
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
         """See `Observer.evaluated`."""

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from stretto.errors import MissingExtra
-from stretto.records import Update
+from stretto.records import Update, Verdict
 
 
 class TensorBoard:
@@ -41,6 +41,9 @@ class TensorBoard:
             self._add("data/fresh_share", update.fresh / (update.fresh + update.echoed), update.step)
         if math.isfinite(update.first_use_loss):
             self._add("train/first_use_loss", update.first_use_loss, update.step)
+
+    def noticed(self, verdict: Verdict) -> None:
+        """See `Observer.noticed`: damage is no curve."""
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
         """See `Observer.evaluated`."""

@@ -1,6 +1,7 @@
 """One rank's whole run: join the others, build the task, begin or continue, train, look at the result."""
 
 import dataclasses
+import itertools
 import math
 import random
 import time
@@ -76,6 +77,8 @@ def train_at(post: Post, run: RunConfig[TaskT], warmup_updates: int, shows_progr
         tally.evaluations.extend(past.evaluations)
         stopwatch = Stopwatch(past.training_seconds, post.now)
         observers = _observers(run, past, post, shows_progress)
+        for observer, verdict in itertools.product(observers, past.verdicts):
+            observer.noticed(verdict)
         try:
             return _train(run, task, handle, past, tally, stopwatch, observers)
         finally:
