@@ -8,10 +8,13 @@ Three parts, one file echo.json:
     one rank   a step of fixed work, a loader that takes `ratio` times as long, steady or irregular
     two ranks  `stretto train digits-resnet` on two local workers that exchange gradients after every step
 
-The loader sleeps, as one that waits for a store does, so that it takes no processor from the step. Arms run in turns.
+The loader sleeps, as one that waits for a store does, so that it takes no processor from the step. On one rank every
+arm takes turns with a cached batch, in blocks of steps. The overhead is held against MONAI's ThreadDataLoader too,
+where `pip install monai --no-deps` has made it importable. All takes about nine minutes of an idle machine.
 """
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from stretto import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready
 from stretto.recipes import DigitsResNet
@@ -70,17 +74,34 @@ class Work:
         return time.perf_counter() - started
 
 
-def steps_per_second(batches: Iterable[Any], work: Work, seconds: float, skip: int = 40) -> float:
-    """Return the rate of a loop that works once per batch."""
-    iterator = iter(batches)
-    for _ in islice(iterator, skip):
+def block_seconds(batches: Iterator[Any], work: Work, steps: int) -> float:
+    """Return the seconds of `steps` rounds of a loop that works once per batch."""
+    started = time.perf_counter()
+    for _ in range(steps):
+        next(batches)
         work()
-    steps, started = 0, time.perf_counter()
-    while (passed := time.perf_counter() - started) < seconds:
-        next(iterator)
-        work()
-        steps += 1
-    return steps / passed
+    return time.perf_counter() - started
+
+
+def against_cached(
+    batches: Iterator[Any], work: Work, settle: int, steps: int, blocks: int
+) -> dict[str, Any]:
+    """Return the speed of an arm as shares of the cached batch's, block by block.
+
+    Blocks of both take turns, and an arm's block is held against the mean of the cached ones before and after it: the
+    machine's own speed drifts by more than what is to be measured. While a cached block runs, the arm's reader has
+    what it may read ahead and is idle; `settle` steps use that up before a block of the arm begins.
+    """
+    cached = iter(lambda: 0, None)
+    before = block_seconds(cached, work, steps)
+    shares = []
+    for _ in range(blocks):
+        block_seconds(batches, work, settle)
+        own = block_seconds(batches, work, steps)
+        after = block_seconds(cached, work, steps)
+        shares.append((before + after) / 2 / own)
+        before = after
+    return {"median": statistics.median(shares), "low": min(shares), "high": max(shares), "shares": shares}
 
 
 def arms(ratio: float) -> dict[str, Callable[[Sleeper], Iterable[Any]]]:
@@ -91,7 +112,6 @@ def arms(ratio: float) -> dict[str, Callable[[Sleeper], Iterable[Any]]]:
         return lambda loader: EchoLoader(loader, plan)
 
     return {
-        "cached": lambda loader: iter(lambda: 0, None),
         "bare": lambda loader: loader,
         "read ahead": echo(Even(1)),
         "even": echo(Even(uses)),
@@ -101,36 +121,52 @@ def arms(ratio: float) -> dict[str, Callable[[Sleeper], Iterable[Any]]]:
     }
 
 
-def one_rank(milliseconds: float, seconds: float, repeats: int) -> list[dict[str, Any]]:
+WAITING = ("bare", "read ahead")
+"""Arms that wait for every batch: a block of theirs takes long, and two blocks tell enough."""
+
+
+def one_rank(milliseconds: float, steps: int, blocks: int) -> list[dict[str, Any]]:
     """Measure all arms at all ratios, steady and irregular."""
     work = Work(milliseconds)
     found = []
-    for repeat in range(repeats):
-        for ratio in RATIOS:
-            for jitter in (0.0, 1.0):
-                store = SlowStore(milliseconds=1000 * ratio * work.seconds, jitter=jitter)
-                rates = {
-                    name: steps_per_second(arm(Sleeper(store, seed=repeat)), work, seconds)
-                    for name, arm in arms(ratio).items()
-                }
-                found.append({"ratio": ratio, "jitter": jitter, "repeat": repeat, "step_seconds": work.seconds,
-                              "steps_per_second": rates})  # fmt: skip
-                shares = "  ".join(f"{name} {rate / rates['cached']:.1%}" for name, rate in rates.items())
-                print(f"L/C {ratio:3} jitter {jitter}: {shares}", flush=True)
+    for ratio in RATIOS:
+        for jitter in (0.0, 1.0):
+            store = SlowStore(milliseconds=1000 * ratio * work.seconds, jitter=jitter)
+            shares = {}
+            for name, arm in arms(ratio).items():
+                batches = iter(arm(Sleeper(store, seed=0)))
+                if name == "auto":
+                    block_seconds(batches, work, 3 * 24)  # its measurements, without echo
+                settle = 2 + round(2 * ratio)
+                shares[name] = against_cached(
+                    batches, work, settle, steps, min(blocks, 2) if name in WAITING else blocks
+                )
+            found.append({"ratio": ratio, "jitter": jitter, "step_seconds": work.seconds, "shares": shares})
+            medians = "  ".join(f"{name} {share['median']:.1%}" for name, share in shares.items())
+            print(f"L/C {ratio:3} jitter {jitter}: {medians}", flush=True)
     return found
 
 
 def overhead(uses: int = 20_000, repeats: int = 7) -> dict[str, float]:
-    """Return the microseconds per use of a loop over batches that are there; the bare loop's are in the result."""
+    """Return the microseconds per use of a loop over batches that are there; the bare loops' are in the result."""
     batch = {"inputs": torch.zeros(4), "targets": torch.zeros(4)}
     fresh = [batch] * uses
+    quarter = fresh[: uses // 4]
     arms: dict[str, Callable[[], Iterable[Any]]] = {
         "bare": lambda: fresh,
         "even 1, ahead 0": lambda: EchoLoader(fresh, Even(1), options=EchoOptions(ahead=0)),
         "even 1": lambda: EchoLoader(fresh, Even(1)),
-        "even 4": lambda: EchoLoader(fresh[: uses // 4], Even(4)),
+        "even 4": lambda: EchoLoader(quarter, Even(4)),
         "bernoulli 0.25": lambda: islice(EchoLoader(fresh, Bernoulli(0.25)), uses),
+        "DataLoader": lambda: DataLoader(quarter, batch_size=1, collate_fn=_only),
+        "DataLoader, even 4": lambda: EchoLoader(
+            DataLoader(quarter, batch_size=1, collate_fn=_only), Even(4)
+        ),
     }
+    if threaded := _threaded_loader():
+        arms["MONAI, repeats 4"] = lambda: threaded(
+            quarter, batch_size=1, collate_fn=_only, num_workers=0, repeats=4
+        )
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(repeats):
         for name, arm in arms.items():
@@ -138,6 +174,20 @@ def overhead(uses: int = 20_000, repeats: int = 7) -> dict[str, float]:
             count = sum(1 for _ in arm())
             times[name].append((time.perf_counter() - started) / count * 1e6)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _only(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+def _threaded_loader() -> Callable[..., Iterable[Any]] | None:
+    """Return MONAI's loader that repeats batches, where MONAI is installed."""
+    try:
+        return importlib.import_module("monai.data").ThreadDataLoader
+    except ModuleNotFoundError as error:
+        if error.name != "monai":
+            raise
+        return None
 
 
 def two_ranks(seconds: float, repeats: int) -> list[dict[str, Any]]:
@@ -175,8 +225,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for echo.json")
     parser.add_argument("--milliseconds", type=float, default=10.0, help="duration of a step")
-    parser.add_argument("--seconds", type=float, default=5.0, help="duration of a measurement")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=50, help="in a block, on one rank")
+    parser.add_argument("--blocks", type=int, default=5, help="of every arm, in turns with a cached batch")
+    parser.add_argument("--seconds", type=float, default=8.0, help="duration of a measurement on two ranks")
+    parser.add_argument("--repeats", type=int, default=2, help="of all measurements on two ranks")
     parser.add_argument("--parts", nargs="+", default=["overhead", "one", "two"])
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -185,8 +237,8 @@ def main() -> None:
     report: dict[str, Any] = {"environment": describe_environment(), "options": vars(options) | {"out": ""}}
     parts: dict[str, Callable[[], Any]] = {
         "overhead": overhead,
-        "one": lambda: one_rank(options.milliseconds, options.seconds, options.repeats),
-        "two": lambda: two_ranks(2 * options.seconds, options.repeats),
+        "one": lambda: one_rank(options.milliseconds, options.steps, options.blocks),
+        "two": lambda: two_ranks(options.seconds, options.repeats),
     }
     for name in options.parts:
         report[name] = parts[name]()
