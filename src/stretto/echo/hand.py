@@ -5,7 +5,6 @@ PyTorch counts the writes to every tensor, views and `detach()` included; a coun
 an error. Writes through `.data` and NumPy are not counted, and inference tensors have no count.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +27,8 @@ class HeldBatch(Held):
     """The loader's state before it was fetched; None for a loader without one."""
     state_after: Any
     """The loader's state after it was fetched."""
+    leaves: tuple[tuple[str, Tensor], ...]
+    """Its tensors, and how to reach each: found once, because containers handed out are never its own."""
     writes: tuple[int, ...]
     """Of each of its tensors, when it came."""
 
@@ -48,14 +49,15 @@ class Hand:
 
     def add(self, batch: Any, number: int, state_before: Any, state_after: Any, uses: int = 0) -> HeldBatch:
         """Take a fresh batch, and let go of the oldest where there are too many."""
-        writes = tuple(_writes(batch))
+        leaves = tuple(tensors(batch))
         held = HeldBatch(
             number=number,
             uses=uses,
             batch=batch,
             state_before=state_before,
             state_after=state_after,
-            writes=writes,
+            leaves=leaves,
+            writes=_writes(leaves),
         )
         self.held = [*self.held, held][-self._size :]
         return held
@@ -76,15 +78,15 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _writes(batch: Any) -> Iterator[int]:
-    for _, tensor in tensors(batch):
-        yield 0 if tensor.is_inference() else tensor._version
+def _writes(leaves: tuple[tuple[str, Tensor], ...]) -> tuple[int, ...]:
+    return tuple([0 if tensor.is_inference() else tensor._version for _, tensor in leaves])
 
 
 def _check(held: HeldBatch, step: int) -> None:
-    for (path, tensor), before, now in zip(
-        tensors(held.batch), held.writes, _writes(held.batch), strict=True
-    ):
+    found = _writes(held.leaves)
+    if found == held.writes:
+        return
+    for (path, tensor), before, now in zip(held.leaves, held.writes, found, strict=True):
         if before != now:
             raise BatchChanged(
                 f"step {step}: fresh batch {held.number} is to be used again, but {path} of "
