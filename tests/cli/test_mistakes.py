@@ -28,9 +28,6 @@ from stretto.cli import main
         ("train digits-resnet --task.wdith 3", "has no option '--task.wdith'"),
         ("campaign stdlib", "no recipe is called 'stdlib'; there are stdlib-gpt, digits-resnet"),
         ("campaign --falts 3", "has no option '--falts'"),
-        ("campaign --faults 0", "faults=0, workers=2, seed=0: expected at least one fault"),
-        ("campaign --faults 8 --only 8", "only=8: expected the number of a fault, from 0 to 7"),
-        ("campaign --faults 8 --real 9", "real=9: expected a number of the 8 faults"),
         ("compare digits-resnet --strategies ddp,bogus", "no strategy is called 'bogus'"),
         ("compare digits-resnet --strategies ddp --learning-rates acco=1", "learning rates for acco"),
     ],
@@ -114,3 +111,21 @@ def test_the_program_alone_says_what_it_can_do(
 ) -> None:
     assert main(words.split()) == code
     assert "train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("campaign --faults 0", "faults=0"),
+        ("campaign --faults 8 --only 8", "only=8"),
+        ("campaign --faults 8 --real 9", "real=9"),
+    ],
+)
+def test_a_campaign_that_cannot_be_is_refused_with_exit_code_2(
+    words: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    assert end.value.code == 2
+    captured = capsys.readouterr()
+    assert named in captured.out + captured.err
