@@ -62,7 +62,7 @@ def test_a_campaign_is_reported_row_by_row_and_its_faults_come_out_the_same_agai
     for row in report["sites"]:
         assert row["overhead"] > 0
         if row["guard"] is not None:
-            assert row["detected"] == row["applied"]
+            assert row["detected"] == row["due"]
     assert f"{report['applied']} of {FAULTS} faults changed bits" in shown
     again = CampaignConfig(task=small(stdlib_gpt()), real=0)
     judged = [repeat_fault(again, number) for number in range(FAULTS)]

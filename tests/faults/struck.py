@@ -26,6 +26,8 @@ class Case:
     strategy: str
     fault: Fault | None
     guarded: bool = True
+    audited: bool = False
+    """Whether every round is audited, instead of none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,10 @@ def run(rank: int, case: Case) -> Outcome:
     group = dist.new_group(backend="faulty")
     assert isinstance(group, FaultyGroup)
     strategy = STRATEGIES[case.strategy]
-    guards = [kind() for kind in GUARDS.values() if ledger_of(strategy).replicated or not kind.needs_replicas]
+    kinds = [kind for kind in GUARDS.values() if ledger_of(strategy).replicated or not kind.needs_replicas]
+    guards = [kind() for kind in kinds if kind is not st.Audit]
+    if case.audited:
+        guards.append(st.Audit(rate=1.0))
     choices: dict[str, Any] = {"guards": guards} if case.guarded else {}
     options = st.Options(bucket_bytes=2**17, verified=case.guarded)
     verdicts: list[Verdict] = []

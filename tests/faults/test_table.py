@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from stretto.campaign.promises import PROMISES, WORDS
+from stretto.campaign.promises import AUDITED, PROMISES, WORDS
 from stretto.campaign.promises import STRATEGIES as STRATEGIES_OF
 from stretto.faults import Fault
 from stretto.faults.plan import SITES, Site
@@ -37,12 +37,12 @@ def expected_rows() -> list[Row]:
     """Return the rows of the page, one by one."""
     return [
         Row(
-            case=Case(strategy=strategy, fault=fault(promise.site, extent)),
+            case=Case(strategy=strategy, fault=fault(promise.site, extent), audited=promise is AUDITED),
             seen_by=promise.seen_by or "-",
             named=promise.named or "-",
             final=promise.final[0] if promise.final else "not seen",
         )
-        for promise in PROMISES
+        for promise in (*PROMISES, AUDITED)
         for strategy in STRATEGIES_OF[promise.strategies]
         for extent in TRIED_EXTENTS[promise.extent]
     ]
@@ -86,7 +86,7 @@ def describe(index: int) -> str:
     """Return a name for a row."""
     case = ROWS[index].case
     assert case.fault is not None
-    return f"{case.strategy}-{case.fault.site}-{case.fault.extent}"
+    return f"{case.strategy}-{case.fault.site}-{case.fault.extent}" + "-audited" * case.audited
 
 
 EVERY_ROW = pytest.mark.parametrize("index", range(len(ROWS)), ids=describe)
@@ -94,7 +94,7 @@ EVERY_ROW = pytest.mark.parametrize("index", range(len(ROWS)), ids=describe)
 
 def test_the_page_says_what_is_promised() -> None:
     page = [tuple(row.values()) for row in table(DOCS / "guards.md", "tests/faults/test_table.py")]
-    assert page == [promise.row for promise in PROMISES]
+    assert page == [promise.row for promise in (*PROMISES, AUDITED)]
 
 
 def test_every_site_of_a_fault_that_our_exchanges_have_is_in_the_table() -> None:

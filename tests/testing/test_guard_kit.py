@@ -25,11 +25,15 @@ class TestAtRest(GuardConformance):
 
 
 class TestAudit(GuardConformance):
-    # It sees gradients while they are taken; the kit plants damage between updates. See tests/guards/test_audit.py.
-    promises = ()
+    promises = (Damage(site="gradient"), Damage(site="gradient", words=40))
 
     def make_guards(self) -> tuple[Guard, ...]:
         return (Audit(rate=1.0),)
+
+
+class TestAuditOfFewRanks(TestAudit):
+    world_sizes = (1, 2)
+    strategies = (DDP(), ZeRO1())
 
 
 class TestBothGuards(GuardConformance):

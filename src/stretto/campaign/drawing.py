@@ -5,9 +5,10 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from stretto.campaign.promises import AUDITED, EXTENTS, PROMISES, STRATEGIES, Promise, lasting
+from stretto.campaign.promises import EXTENTS, ROWS, SAMPLED, STRATEGIES, Promise, lasting
 from stretto.faults import Fault, draw_fault
 from stretto.faults.plan import Lasts, Pattern
+from stretto.guards import Audit
 
 RANKS = 3
 """The fewest among which a majority can name one rank."""
@@ -18,7 +19,7 @@ _VALUE_SHARE = 0.15
 """Of faults that set, scale or shift values, beside the words and chunks of `draw_fault`."""
 _LASTING: tuple[Lasts, ...] = ("sticky", "bursts")
 _LASTING_SHARE = 0.1
-"""Of faults that strike again, where somebody is to notice."""
+"""Of faults that strike again, where somebody is to notice whenever they strike."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,12 @@ class Drawn:
         return lasting(self.promise) if self.lasts else self.promise
 
     @property
+    def audit(self) -> Audit | None:
+        """The audit of the guarded job, if it has one: every fault meets draws of its own."""
+        rate = self.promise.audit_rate
+        return None if rate is None else Audit(rate=rate, seed=self.number)
+
+    @property
     def lasts(self) -> bool:
         """Whether it strikes more than once."""
         return self.fault.lasts != "once"
@@ -56,7 +63,7 @@ def draw(seed: int) -> Iterator[Drawn]:
     """Yield the faults of a campaign, in the order of their numbers, without end."""
     cells = [
         (promise, strategy)
-        for promise in (*PROMISES, *AUDITED)
+        for promise in ROWS
         for strategy in STRATEGIES[promise.strategies]
         if strategy in CAMPAIGNED
     ]
@@ -80,6 +87,7 @@ def _fault(promise: Promise, chance: random.Random) -> Fault:
             break
     if chance.random() < _VALUE_SHARE:
         fault = dataclasses.replace(fault, pattern=chance.choice(_VALUE_PATTERNS))
-    if promise.seen_by is not None and chance.random() < _LASTING_SHARE:
+    is_noticed = promise.seen_by is not None and promise != SAMPLED
+    if is_noticed and chance.random() < _LASTING_SHARE:
         fault = dataclasses.replace(fault, lasts=chance.choice(_LASTING), burst=chance.choice((2, 5)))
     return fault

@@ -5,12 +5,14 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from stretto.campaign.drawing import Drawn
+from stretto.campaign.drawing import RANKS, Drawn
 from stretto.campaign.promises import Final
 from stretto.campaign.trial import Seen
 from stretto.campaign.twin import Twin
+from stretto.engine.ledger import ledger_of
 from stretto.faults import Application
 from stretto.records import Verdict
+from stretto.strategies import STRATEGIES
 
 Harm = Literal["absorbed", "differs", "loss off", "error", "not applied"]
 
@@ -29,6 +31,8 @@ class Judged:
     """Whether the guarded job ran on real workers; the other one is always virtual, with equal bits."""
     is_applied: bool
     """Whether bits changed in the guarded job, by digests before and after."""
+    is_due: bool
+    """Whether the promise speaks of it: bits changed, and somebody watches, in this round."""
     harm: Harm
     """Without guards: nothing; other final parameters; a held-out loss off by more than `LOSS_OFF` too; an error; or
     no bit was changed."""
@@ -54,11 +58,13 @@ def judge(
     detected_at = _detected_at(drawn, guarded, twin)
     taken = None if detected_at is None or not applied else detected_at - (applied[0].step + 1)
     is_named = _is_named(drawn, guarded, applied)
-    breaks = _breaks(drawn, guarded, twin, final, taken, is_named=is_named) if applied else None
+    is_due = _is_due(drawn, applied, twin)
+    breaks = _breaks(drawn, guarded, twin, final, taken, is_named=is_named) if is_due else None
     return Judged(
         drawn=drawn,
         is_real=is_real,
         is_applied=bool(applied),
+        is_due=is_due,
         harm=_harm(drawn, bare, twin),
         is_detected=detected_at is not None,
         is_named=is_named,
@@ -67,6 +73,17 @@ def judge(
         breaks=breaks,
         story=_story(guarded, final, breaks),
     )
+
+
+def _is_due(drawn: Drawn, applied: Sequence[Application], twin: Twin) -> bool:
+    """Return whether the promise speaks of the damage: audits see the rounds that are drawn, and no other."""
+    if drawn.promise.seen_by is None:
+        return False
+    if drawn.audit is None:
+        return bool(applied)
+    opportunities = twin.trial.micro_batches // ledger_of(STRATEGIES[drawn.strategy]()).rounds
+    rounds = {application.opportunity // opportunities for application in applied}
+    return any(drawn.audit.audit(index, RANKS) is not None for index in rounds)
 
 
 def _harm(drawn: Drawn, bare: Sequence[Seen], twin: Twin) -> Harm:
@@ -135,10 +152,8 @@ def _is_struck(
 def _breaks(
     drawn: Drawn, guarded: Sequence[Seen], twin: Twin, final: Final, taken: int | None, *, is_named: bool
 ) -> str | None:
-    """Say what of the promise does not hold for damage that was applied."""
+    """Say what of the promise does not hold for damage that it speaks of."""
     promise = drawn.held_to
-    if promise.seen_by is None:
-        return None
     allowed = {*promise.final, "identical"}
     if taken is None:
         return "was not detected"

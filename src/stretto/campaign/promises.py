@@ -69,7 +69,8 @@ class Promise:
     def row(self) -> tuple[str, ...]:
         """The cells of the page's table."""
         seen, named = self.seen_by or "-", self.named or "-"
-        return WORDS[self.site], self.extent, self.strategies, seen, named, _FINALS[self.final]
+        what = WORDS[self.site] + ", in an audited round" * (self.seen_by == "audit")
+        return what, self.extent, self.strategies, seen, named, _FINALS[self.final]
 
     @property
     def summary(self) -> str:
@@ -77,7 +78,9 @@ class Promise:
         if self.seen_by is None:
             return "nothing"
         named = "" if self.named is None else f", {self.named} named"
-        return f"seen{named}, {' or '.join(self.final)}"
+        rate = 1.0 if self.audit_rate is None else self.audit_rate
+        where = "" if rate == 1 else f" in the {rate:.0%} of rounds that are audited"
+        return f"seen{where}{named}, {' or '.join(self.final)}"
 
 
 def _at_rest(site: Site) -> tuple[Promise, ...]:
@@ -124,8 +127,12 @@ PROMISES: tuple[Promise, ...] = (
 """For faults that strike once, with all guards that apply and a verified exchange, on three ranks whose micro-batches
 guards can run again."""
 
-AUDITED: tuple[Promise, ...] = (Promise(site="gradient", seen_by="audit", named="rank"),)
-"""For jobs in which every round is audited too; at a rate below one, for the rounds that are."""
+AUDITED = Promise(site="gradient", seen_by="audit", named="rank", audit_rate=1.0)
+"""What `Audit` adds, in a round that it draws; one that it does not draw is as without it."""
+SAMPLED = dataclasses.replace(AUDITED, audit_rate=0.25)
+"""The same where one round in four is drawn: high enough to count what is found."""
+ROWS: tuple[Promise, ...] = (*PROMISES, AUDITED, SAMPLED)
+"""What a campaign strikes."""
 
 
 def lasting(promise: Promise) -> Promise:

@@ -7,7 +7,7 @@ from typing import Any
 
 from stretto.campaign.drawing import CAMPAIGNED
 from stretto.campaign.judgement import Judged
-from stretto.campaign.promises import AUDITED, PROMISES, STRATEGIES, Promise
+from stretto.campaign.promises import ROWS, STRATEGIES, Promise
 
 Row = dict[str, Any]
 
@@ -20,7 +20,7 @@ def rows(judged: Sequence[Judged], overheads: Mapping[str, float]) -> list[Row]:
         overheads: Processor time of a guarded clean job over that of one without guards, by strategy.
     """
     found = []
-    for promise in (*PROMISES, *AUDITED):
+    for promise in ROWS:
         for lasts in (False, True):
             own = [one for one in judged if one.drawn.promise == promise and one.drawn.lasts == lasts]
             if own:
@@ -45,6 +45,7 @@ def _row(promise: Promise, own: Sequence[Judged], overheads: Mapping[str, float]
         "applied_on_real_workers": sum(one.is_real for one in struck),
         "harmful": sum(harms[harm] for harm in ("differs", "loss off", "error")),
         "harm": dict(sorted(harms.items())),
+        "due": sum(one.is_due for one in own),
         "detected": sum(one.is_detected for one in struck),
         "named": sum(one.is_named for one in struck),
         "identical": sum(one.final == "identical" for one in struck),

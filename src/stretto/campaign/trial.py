@@ -34,8 +34,8 @@ class Trial:
     """By its name."""
     is_guarded: bool
     """Whether it has all guards that apply and a verified exchange, or neither."""
-    is_audited: bool = False
-    """Whether the guards audit every round too."""
+    audit: Audit | None = None
+    """What audits it beside these."""
     seed: int
     """Of the task."""
     fault: Fault | None = None
@@ -110,7 +110,7 @@ def guards_of(trial: Trial) -> tuple[Guard, ...]:
     replicated = ledger_of(STRATEGIES[trial.strategy]()).replicated
     kinds = [kind for kind in GUARDS.values() if replicated or not kind.needs_replicas]
     cheap = [kind() for kind in kinds if kind is not Audit]
-    audits = [Audit(rate=1.0)] if trial.is_audited else []
+    audits = [] if trial.audit is None else [trial.audit]
     return (*audits, *cheap) if trial.is_guarded else ()
 
 

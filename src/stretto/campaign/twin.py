@@ -3,7 +3,6 @@
 import dataclasses
 
 from stretto.campaign.drawing import Drawn
-from stretto.campaign.promises import AUDITED
 from stretto.campaign.stage import try_virtually
 from stretto.campaign.trial import Seen, Trial
 from stretto.errors import ConformanceFailed
@@ -24,8 +23,7 @@ class Twin:
         made, end = self.seen[drawn.fault.rank].opportunities[drawn.fault.site]
         # Without guards a damaged length, read while the job is being made, may ask for any amount of memory.
         first = made if drawn.fault.site == "roll call" and not self.trial.is_guarded else 0
-        is_audited = drawn.promise in AUDITED
-        return dataclasses.replace(self.trial, fault=drawn.within(first, end), is_audited=is_audited)
+        return dataclasses.replace(self.trial, fault=drawn.within(first, end), audit=drawn.audit)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

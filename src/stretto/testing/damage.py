@@ -9,7 +9,7 @@ from torch import Tensor
 from stretto.errors import ConfigError
 from stretto.parallel import DataParallel
 
-Site = Literal["masters", "optimizer state", "shown parameters"]
+Site = Literal["masters", "optimizer state", "shown parameters", "gradient"]
 Outcome = Literal["repaired", "reported", "ends the job"]
 
 _BIT = 1 << 22
@@ -21,7 +21,8 @@ class Damage:
     """Bits flipped on one rank behind one update, and what a guard promises about it."""
 
     site: Site
-    """Which tensor: the first of the owner's masters, of its optimizer's state, or of the model's parameters."""
+    """Which tensor: the first of the owner's masters, of its optimizer's state, or of the model's parameters; or the
+    gradient that this parameter is given by the next backward pass."""
     outcome: Outcome = "repaired"
     """Promised: the run ends as the clean one, to the bit; or the damage is named only; or the job ends with an
     error."""
@@ -36,9 +37,26 @@ class Damage:
         """Flip the bits, if this is the rank."""
         if parallel.rank != self.rank % parallel.world_size:
             return
+        if self.site == "gradient":
+            self._strike_next_gradient(parallel.compute.guarded.parameters[0])
+        else:
+            self._flip(self._target(parallel))
+
+    def _flip(self, tensor: Tensor) -> None:
         # Through `.data`: faulty memory tells no version counter.
-        content = self._target(parallel).data.view(-1).view(torch.int32)
+        content = tensor.data.view(-1).view(torch.int32)
         content[torch.arange(self.words) * len(content) // self.words] ^= _BIT
+
+    def _strike_next_gradient(self, parameter: Tensor) -> None:
+        """Let one backward pass go wrong; whoever repeats it gets it right."""
+
+        def wrong(gradient: Tensor) -> Tensor:
+            handle.remove()
+            computed = gradient.contiguous().clone()
+            self._flip(computed)
+            return computed
+
+        handle = parameter.register_hook(wrong)
 
     def _target(self, parallel: DataParallel) -> Tensor:
         compute = parallel.compute
