@@ -6,9 +6,7 @@ from itertools import islice
 from stretto.campaign.drawing import CAMPAIGNED, draw, draw_real
 from stretto.campaign.promises import EXTENTS, ROWS, SAMPLED, STRATEGIES
 
-CELLS = [
-    (promise, name) for promise in ROWS for name in CAMPAIGNED if name in STRATEGIES[promise.strategies]
-]
+CELLS = [(promise, name) for promise in ROWS for name in CAMPAIGNED if name in STRATEGIES[promise.strategies]]
 
 
 def test_every_promise_is_tried_as_often_in_the_jobs_of_every_strategy() -> None:

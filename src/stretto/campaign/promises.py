@@ -64,6 +64,8 @@ class Promise:
     final: tuple[Final, ...] = ("identical",)
     """What may become of the run: the bits of the clean twin, an error before damaged values are used, or other values
     that are healthy. What comes first becomes of damage to a whole tensor. Nothing where nobody notices."""
+    audit_rate: float | None = None
+    """Share of the rounds that are audited, of which alone the row speaks; None where nobody audits."""
 
     @property
     def row(self) -> tuple[str, ...]:
