@@ -2,6 +2,8 @@
 
 import gc
 import itertools
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stretto import Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
+from stretto.echo.reader import CLOSING_SECONDS
 from tests.echo.sources import Numbers, Squares, Stream, Tap
 
 INLINE = EchoOptions(ahead=0)
@@ -39,6 +42,9 @@ def loaders() -> dict[str, Callable[[], Any]]:
     return {
         "map": lambda: DataLoader(Squares(23), batch_size=4, shuffle=True),
         "map, workers": lambda: DataLoader(Squares(23), batch_size=4, shuffle=True, num_workers=2),
+        "map, workers that stay": lambda: DataLoader(
+            Squares(23), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True
+        ),
         "iterable": lambda: DataLoader(Stream(23), batch_size=4),
         "iterable, worker": lambda: DataLoader(Stream(23), batch_size=4, num_workers=1),
         "list": lambda: list(torch.arange(23).split(4)),
@@ -129,6 +135,22 @@ def test_an_error_under_ready_surfaces_before_another_echo() -> None:
     assert next(batches) == "a"
     with pytest.raises(OSError, match="the store is gone"):
         next(batches)
+
+
+def test_an_interrupt_ends_a_wait_for_a_store_that_never_answers() -> None:
+    answers = threading.Event()
+
+    def stuck() -> Iterator[int]:
+        yield 1
+        os.kill(os.getpid(), signal.SIGINT)
+        answers.wait(30)
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        list(EchoLoader(stuck(), Even(2)))
+    answers.set()
+    # An orderly end would have waited for the read.
+    assert time.monotonic() - started < CLOSING_SECONDS / 2
 
 
 # In-place writes

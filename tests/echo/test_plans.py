@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from stretto import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready, error
 from stretto.echo import Cosine, Linear, MultiStep, Plan
 from stretto.echo.auto import free_uses
 from stretto.echo.text import parse_plan
-from tests.echo.sources import Numbers
+from tests.echo.sources import Numbers, Tap
 
 
 def numbers(loader: EchoLoader[torch.Tensor]) -> list[int]:
@@ -78,6 +79,20 @@ def test_coins_are_those_of_the_seed_and_the_step() -> None:
 
     assert fresh_steps(1) == fresh_steps(1)
     assert fresh_steps(1) != fresh_steps(2)
+
+
+@pytest.mark.parametrize(
+    "plan", [Even(2.5), Even(Cosine(1, 4, 60)), Bernoulli(0.4), Bernoulli(0.3, max_uses=2)]
+)
+def test_ranks_of_one_seed_decide_alike_whatever_their_data_and_their_speed(plan: Plan) -> None:
+    def decisions(data: Any) -> tuple[int, ...]:
+        loader = EchoLoader(data, plan, options=EchoOptions(seed=4, keeps_decisions=True))
+        list(itertools.islice(loader, 60))
+        return loader.decisions
+
+    tap = Tap()
+    tap.pour(*range(60))
+    assert decisions(Numbers(60)) == decisions(itertools.count(7)) == decisions(tap)
 
 
 SCHEDULES: list[Plan] = [

@@ -87,3 +87,31 @@ def test_what_cannot_be_simulated_is_refused() -> None:
 
 def test_threads_are_those_of_a_run() -> None:
     assert dataclasses.replace(simulation()).as_run().threads == torch.get_num_threads() == 1
+
+
+def test_a_slow_loader_takes_virtual_time_and_an_echo_hides_it() -> None:
+    settings = {"jitter": 0.0, "micro_batch_ms": 10.0, "updates": 20, "strategy": "zero1", "network": "free"}
+
+    def seconds(**more: Any) -> float:
+        return simulate(simulation(**settings, **more)).values[0].training_seconds
+
+    assert seconds() == pytest.approx(40 * 0.010)
+    # Every read is waited for; of the last one's, only the step is left to do.
+    assert seconds(slow_loader="25") == pytest.approx(40 * 0.025 + 0.010)
+    # The first batch is used twice, which takes half a step less than the second one's read.
+    assert seconds(slow_loader="25", echo="even:uses=2.5") == pytest.approx(0.025 + 0.005 + 40 * 0.010)
+    assert seconds(slow_loader="25", echo="ready") == pytest.approx(0.025 + 40 * 0.010)
+
+
+def test_two_simulations_over_irregular_loaders_decide_alike() -> None:
+    settings = {"slow_loader": "250,jitter=1", "echo": "ready:max_uses=64", "micro_batches": 3}
+    for folder in ("one", "two"):
+        simulate(simulation(folder, **settings))
+    one, two = (Path(folder, "updates.jsonl").read_bytes() for folder in ("one", "two"))
+    assert one == two
+    assert any(record["echoed"] for record in read_json_lines(Path("one", "updates.jsonl")))
+
+
+def test_decoding_is_not_simulated() -> None:
+    with pytest.raises(ConfigError, match="not modelled"):
+        simulate(simulation(slow_loader="30,decode"))

@@ -35,6 +35,11 @@ def _print_outcome(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -> 
     )
     if outcome.exposed_seconds is not None and seconds:
         print(f"rank 0 waited for communication {outcome.exposed_seconds / seconds:.1%} of the time")
+    if simulation.slow_loader != "none" and seconds:
+        print(
+            f"rank 0 waited for data {outcome.wait_seconds / seconds:.1%} of the time: {outcome.fresh_batches} fresh "
+            f"micro-batches, {outcome.echoed_batches} echoed"
+        )
     print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
     if simulation.run_dir is not None:
         print(f"records, trace and the model are in {simulation.run_dir}")

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +14,7 @@ from stretto.echo.hand import Hand, HeldBatch
 from stretto.echo.length import epoch_length
 from stretto.echo.options import EchoOptions
 from stretto.echo.position import Position
-from stretto.echo.reader import Fetched, Reader
+from stretto.echo.reader import Fetched, Reader, open_reader
 from stretto.echo.ready import Ready, least_used
 from stretto.echo.saved import VERSION, Pending, check_state, restore_loader
 from stretto.errors import ConfigError
@@ -141,7 +140,7 @@ class EchoLoader(Generic[Batch]):
             self._hand.held = []
         iterator = iter(self.loader)
         self._after = pending.state if goes_on and pending is not None else self._capture()
-        reader = self._reader = Reader(iterator, self._capture, self.options.ahead)
+        reader = self._reader = open_reader(iterator, self._capture, self.options.ahead)
         is_broken = False
         try:
             if goes_on and pending is not None:
@@ -215,7 +214,7 @@ class EchoLoader(Generic[Batch]):
         while not self._has_enough():
             if self._chooser.is_measuring and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
-            use_seconds = time.perf_counter() - handed_out
+            use_seconds = reader.now() - handed_out
             chosen = self._choose(reader)
             load_seconds = math.nan
             if chosen is None:
@@ -228,7 +227,7 @@ class EchoLoader(Generic[Batch]):
                 else:
                     break
             batch = self._use(chosen, load_seconds, use_seconds)
-            handed_out = time.perf_counter()
+            handed_out = reader.now()
             yield batch
         self._hand.held = []
         self._position.in_epoch = False
@@ -245,9 +244,9 @@ class EchoLoader(Generic[Batch]):
 
     def _take(self, reader: Reader) -> Fetched:
         """Wait for what the loader gives next."""
-        started = time.perf_counter()
+        started = reader.now()
         fetched = reader.take()
-        self.wait_seconds += time.perf_counter() - started
+        self.wait_seconds += reader.now() - started
         self.load_seconds += fetched.seconds
         if fetched.has_ended:
             self._after = fetched.state

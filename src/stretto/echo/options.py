@@ -12,9 +12,11 @@ class EchoOptions:
 
     seed: int = 0
     """Of the plan's coins. Equal seeds echo at equal steps on all ranks; ranks may also have seeds of their own."""
-    ahead: int = 1
-    """Fresh batches read in the background while others are used. 0 reads on the caller's thread, as the bare loader
-    does: for loaders without workers that draw from the process's random state, which a thread would race for."""
+    ahead: int = 2
+    """Fresh batches read in the background while others are used. With 1 the loader stands still as soon as that one is
+    there, and `Even(2.5)` over a loader 2.5 times as slow as a step would wait every second batch. 0 reads on the
+    caller's thread, as the bare loader does: for loaders without workers that draw from the process's random state,
+    which a thread would race for."""
     copy: Literal["containers", "tensors"] = "containers"
     """What each use gets new: containers costs microseconds and lets a loop pop keys; tensors is for loops that write
     in place, and for loaders that write into the batches they gave before."""

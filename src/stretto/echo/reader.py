@@ -5,6 +5,8 @@ The iterator is made on the caller's thread, because a loader's workers should b
 
 Two queues: batches go one way, leave to read another one the other way. Both are written in C; where nobody waits at
 the other end, passing something on wakes no thread.
+
+An iterator whose time is not the machine's, such as a virtual cluster's, brings a reader of its own.
 """
 
 import queue
@@ -14,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from stretto.errors import OutOfTurn
 
@@ -40,8 +42,53 @@ class Fetched:
     """The loader's state after it."""
 
 
-class Reader:
-    """Reads one pass of a loader.
+class Reader(Protocol):
+    """Reads one pass of a loader."""
+
+    def now(self) -> float:
+        """Return seconds on the clock by which batches are ready or waited for."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether `take` would return at once."""
+        ...
+
+    def take(self) -> Fetched:
+        """Return the next batch, waiting for it if need be; after the end, the end again.
+
+        Raises:
+            OutOfTurn: The reader was closed.
+            Exception: Whatever the loader raised.
+        """
+        ...
+
+    def close(self, *, waits: bool = True) -> None:
+        """End, after the read under way; again has no effect.
+
+        Args:
+            waits: Whether to return only when it has ended.
+        """
+        ...
+
+
+@runtime_checkable
+class BringsReader(Protocol):
+    """An iterator over batches with a time of its own."""
+
+    def open_reader(self, capture: Callable[[], Any], ahead: int) -> Reader:
+        """Return what reads this pass; the arguments are those of `ThreadReader`."""
+        ...
+
+
+def open_reader(iterator: Iterator[Any], capture: Callable[[], Any], ahead: int) -> Reader:
+    """Begin to read a pass; the arguments are those of `ThreadReader`."""
+    if isinstance(iterator, BringsReader):
+        return iterator.open_reader(capture, ahead)
+    return ThreadReader(iterator, capture, ahead)
+
+
+class ThreadReader:
+    """Reads in the background.
 
     Args:
         iterator: Of the pass.
@@ -65,32 +112,27 @@ class Reader:
             self._thread = threading.Thread(target=self._run, name="stretto-reader", daemon=True)
             self._thread.start()
 
+    def now(self) -> float:
+        """See `Reader.now`."""
+        return time.perf_counter()
+
     def is_ready(self) -> bool:
-        """Whether `take` would return at once."""
+        """See `Reader.is_ready`."""
         return self._last is not None or not self._ready.empty()
 
     def take(self) -> Fetched:
-        """Return the next batch, waiting for it if need be; after the end, the end again.
-
-        Raises:
-            OutOfTurn: The reader was closed.
-            Exception: Whatever the loader raised.
-        """
+        """See `Reader.take`."""
         if self._is_closed:
             raise OutOfTurn(
                 "this pass over the loader has been closed: another iterator was begun, or close() called"
             )
-        outcome = self._fetch() if self._thread is None else self._wait()
+        outcome = fetch(self._iterator, self._capture) if self._thread is None else self._wait()
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
     def close(self, *, waits: bool = True) -> None:
-        """End the thread, after the read under way; again has no effect.
-
-        Args:
-            waits: Whether to return only when it has ended.
-        """
+        """See `Reader.close`."""
         self._is_closed = True
         self._leave.put(None)
         self._ready.put(OutOfTurn("this pass over the loader was closed while a batch was waited for"))
@@ -114,7 +156,7 @@ class Reader:
                 break
             except queue.Empty:
                 continue
-        if _is_last(outcome):
+        if is_last(outcome):
             self._last = outcome
         else:
             self._leave.put(None)
@@ -127,26 +169,25 @@ class Reader:
             self._leave.get()
             if self._is_closed:
                 return
-            outcome = self._fetch()
-            is_over = _is_last(outcome)
+            outcome = fetch(self._iterator, self._capture)
+            is_over = is_last(outcome)
             self._ready.put(outcome)
 
-    def _fetch(self) -> Fetched | BaseException:
-        started = time.perf_counter()
-        try:
-            batch = next(self._iterator, self)  # itself stands for "none", since None may be a batch
-            seconds = time.perf_counter() - started
-            has_ended = batch is self
-            return Fetched(
-                batch=None if has_ended else batch,
-                has_ended=has_ended,
-                seconds=seconds,
-                state=self._capture(),
-            )
-        except BaseException as error:
-            # Raised again by `take`, on the thread that asks.
-            return error
+
+def fetch(iterator: Iterator[Any], capture: Callable[[], Any]) -> Fetched | BaseException:
+    """Return what `next` gives, or raises: `take` raises it again, on the thread that asks."""
+    started = time.perf_counter()
+    try:
+        batch = next(iterator, iterator)  # itself stands for "none", since None may be a batch
+        seconds = time.perf_counter() - started
+        has_ended = batch is iterator
+        return Fetched(
+            batch=None if has_ended else batch, has_ended=has_ended, seconds=seconds, state=capture()
+        )
+    except BaseException as error:
+        return error
 
 
-def _is_last(outcome: Fetched | BaseException) -> bool:
+def is_last(outcome: Fetched | BaseException) -> bool:
+    """Whether nothing comes after `outcome`."""
     return isinstance(outcome, BaseException) or outcome.has_ended

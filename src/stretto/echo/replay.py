@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stretto.echo.chooser import HeldT, Memoryless
+from stretto.echo.chooser import HeldT, Memoryless, Taken
 from stretto.errors import ConfigError, OutOfTurn
 
 
@@ -52,6 +52,13 @@ class ReplayChooser(Memoryless):
     def choose(self, step: int, held: Sequence[HeldT], is_ready: Callable[[], bool]) -> HeldT | None:
         """See `Chooser.choose`."""
         if step >= len(self._decisions):
-            raise OutOfTurn(f"step {step}: the trace to replay ends after {len(self._decisions)} decisions")
+            return None  # the data may end where the trace does
         number = self._decisions[step]
         return next((one for one in held if one.number == number), None)
+
+    def took(self, taken: Taken) -> None:
+        """See `Chooser.took`."""
+        if taken.step >= len(self._decisions):
+            raise OutOfTurn(
+                f"step {taken.step}: the trace to replay ends after {len(self._decisions)} decisions"
+            )

@@ -1,7 +1,9 @@
 """The micro-batches of a run: the task's own, slowed down and echoed where the run says so."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
+
+from torch import distributed as dist
 
 from stretto.echo import EchoLoader, EchoOptions, Even, Plan
 from stretto.echo.text import parse_plan
@@ -9,9 +11,15 @@ from stretto.recipes import ResumableLoader, reshard
 from stretto.recipes.task import Batch
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.slow_loader import SlowLoader, SlowStore
+from stretto.virtual import VirtualGroup, VirtualStore
 
 
-def loader_of(run: RunConfig[TaskT], loader: ResumableLoader[Batch], rank: int) -> ResumableLoader[Batch]:
+def loader_of(
+    run: RunConfig[TaskT],
+    loader: ResumableLoader[Batch],
+    rank: int,
+    group: dist.ProcessGroup | None = None,
+) -> ResumableLoader[Batch]:
     """Return what the run reads on this rank.
 
     A slow loader is read ahead in the background also where nothing is echoed, as loaders with workers are: what an
@@ -21,16 +29,28 @@ def loader_of(run: RunConfig[TaskT], loader: ResumableLoader[Batch], rank: int) 
         run: What to do.
         loader: The task's.
         rank: This rank.
+        group: Whose ranks train; on a virtual one a slow loader takes virtual time.
     """
     if run.echo == "none" and run.slow_loader == "none":
         return loader
-    return EchoLoader(slowed(run, loader, rank), _plan(run), options=EchoOptions(seed=run.seed))
+    return EchoLoader(slowed(run, loader, rank, group), _plan(run), options=EchoOptions(seed=run.seed))
 
 
-def slowed(run: RunConfig[TaskT], loader: ResumableLoader[Batch], rank: int) -> ResumableLoader[Batch]:
+def slowed(
+    run: RunConfig[TaskT],
+    loader: ResumableLoader[Batch],
+    rank: int,
+    group: dist.ProcessGroup | None = None,
+) -> ResumableLoader[Batch]:
     """Return the task's loader, slowed down where the run says so; the arguments are those of `loader_of`."""
     store = SlowStore.parse(run.slow_loader)
-    return loader if store is None else SlowLoader(loader, store, run.seed + rank)
+    if store is None:
+        return loader
+    seed = run.seed + rank
+    if isinstance(group, VirtualGroup):
+        # It has the loader's attributes, those of a state among them.
+        return cast(ResumableLoader[Batch], VirtualStore(loader, group, store.durations(seed)))
+    return SlowLoader(loader, store, seed)
 
 
 def reshard_loader(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def train_at(post: Post, run: RunConfig[TaskT], warmup_updates: int, shows_progr
     """Train on a rank that has joined the others; arguments and errors are those of `train_rank`."""
     task = run.task.build(post.rank, post.world_size, run.seed, run.planned_updates)
     task.model.to(post.device)
-    task = dataclasses.replace(task, loader=loader_of(run, task.loader, post.rank))
+    task = dataclasses.replace(task, loader=loader_of(run, task.loader, post.rank, post.group))
     tally = Tally(warmup_updates, baseline_bytes=peak_resident_bytes())
     rehearsal = Rehearsal(run, post.rank)
     with open_handle(run, task, rehearsal.wrap(post.group)) as handle:

@@ -15,6 +15,7 @@ from stretto.train.launch import STEADY_AFTER
 from stretto.train.outcome import Outcome
 from stretto.train.rank import Post, train_at
 from stretto.train.run_folder import prepare_run_folder
+from stretto.train.slow_loader import SlowStore
 from stretto.virtual import Compute, Results, VirtualCluster, VirtualGroup, parse_network
 
 TRACE = "trace.jsonl"
@@ -49,6 +50,10 @@ class SimulateConfig(Options, Generic[TaskT]):
     """Committed updates after which the run ends."""
     micro_batches: int = 4
     """Micro-batches per rank and update."""
+    echo: str = "none"
+    """Use batches again while the next ones are on their way: as for `stretto train`."""
+    slow_loader: str = "none"
+    """MS[,jitter=CV]: virtual milliseconds that a rank waits for each micro-batch, read ahead in the background."""
     clock: Clock | None = None
     """MIN,MAX micro-batches per rank and round, by the virtual clock instead of a fixed number."""
     guards: tuple[str, ...] = ()
@@ -73,6 +78,12 @@ class SimulateConfig(Options, Generic[TaskT]):
         if not arm.is_ours:
             raise ConfigError(
                 f"{arm.name} runs on real workers only: stretto compare RECIPE --strategies {arm.name}"
+            )
+        store = SlowStore.parse(self.slow_loader)
+        if store is not None and store.decodes:
+            raise ConfigError(
+                f"slow loader {self.slow_loader!r}: what decoding takes of a core is not modelled: expected one that "
+                "waits, as 30,jitter=0.5"
             )
         shared = {field.name for field in dataclasses.fields(RunConfig)}
         settings = {

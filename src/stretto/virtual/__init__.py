@@ -5,6 +5,7 @@ from stretto.virtual.compute import Compute, parse_slowness
 from stretto.virtual.group import VirtualGroup
 from stretto.virtual.network import NETWORKS, Network, Outage, Uplink, parse_network
 from stretto.virtual.standing import Standing
+from stretto.virtual.store import VirtualStore
 from stretto.virtual.trace import Span, Trace, Transfer
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Uplink",
     "VirtualCluster",
     "VirtualGroup",
+    "VirtualStore",
     "parse_network",
     "parse_slowness",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 
 from stretto.engine.runtime import Runtime, Work
-from stretto.errors import CommunicationError, ConfigError
+from stretto.errors import CommunicationError, ConfigError, OutOfTurn
 from stretto.groups import traffic
 from stretto.groups.names import OlderNames
 from stretto.virtual.call import Call, Terms, terms
@@ -47,6 +47,19 @@ class VirtualGroup(OlderNames, dist.ProcessGroup):
     def charge_ns(self, duration_ns: int) -> None:
         """Let this rank be busy for `duration_ns`, with whatever its program does outside `DataParallel`."""
         self._desk.charge_ns("program", duration_ns)
+
+    def wait_until(self, at_ns: int) -> None:
+        """Let this rank be idle until `at_ns`, if that lies ahead.
+
+        Raises:
+            OutOfTurn: The caller is a thread that takes no turns: none of the rank's own.
+        """
+        if not self._desk.schedule.current.is_here:
+            raise OutOfTurn(
+                f"rank {self.rank()}: virtual time passes on the rank's own threads only, not on one beside them: "
+                "expected an EchoLoader directly around a VirtualStore, and no other thread that reads it"
+            )
+        self._desk.schedule.sleep_until(at_ns)
 
     def lane_runtime(self, *, overlaps: bool) -> Runtime:
         """Return what a communication lane on this group runs on; see `stretto.engine.runtime.BringsRuntime`."""

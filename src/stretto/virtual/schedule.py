@@ -61,6 +61,11 @@ class Task:
         self._thread.join()
 
     @property
+    def is_here(self) -> bool:
+        """Whether the caller is this task."""
+        return threading.current_thread() is self._thread
+
+    @property
     def frame(self) -> FrameType | None:
         """Where the task stands now."""
         return sys._current_frames().get(self._thread.ident or 0)

@@ -1,0 +1,138 @@
+"""A store that is slow in virtual time: how long every read takes is said beforehand.
+
+    begun(k) = max(over(k - 1), taken(k - ahead))
+    over(k)  = begun(k) + seconds(k)
+
+One read after the other, as soon as there is room. A bare loop waits for each. An `EchoLoader` reads ahead, as it does
+with any loader, and `Ready` and `Auto` decide by the virtual clock, so that equal runs decide alike.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+from stretto.echo.reader import Fetched, Reader, fetch, is_last
+from stretto.errors import ConfigError, OutOfTurn
+from stretto.virtual.group import VirtualGroup
+
+Batch = TypeVar("Batch")
+
+
+class VirtualStore(Generic[Batch]):
+    """Gives the batches of `loader`, each after its time; attributes it does not have are the loader's.
+
+        store = VirtualStore(loader, group, itertools.repeat(0.025))
+        for batch in parallel.feed(EchoLoader(store, Ready())):
+            ...
+
+    Args:
+        loader: This rank's batches, which take no time themselves.
+        group: Whose clock counts, and which rank waits.
+        durations: Seconds of one read after the other, without end; later passes go on with them.
+    """
+
+    def __init__(self, loader: Iterable[Batch], group: VirtualGroup, durations: Iterable[float]) -> None:
+        self.loader = loader
+        self._group = group
+        self._durations = iter(durations)
+
+    def __len__(self) -> int:
+        """Return the loader's length; TypeError where it has none."""
+        loader: Any = self.loader
+        return len(loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _Pass(iter(self.loader), self._group, self._durations)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":  # not made yet, as when it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pass(Iterator[Batch]):
+    """One pass; see `stretto.echo.reader.BringsReader`."""
+
+    batches: Iterator[Batch]
+    group: VirtualGroup
+    durations: Iterator[float]
+
+    def __next__(self) -> Batch:
+        batch = next(self.batches)
+        self.group.wait_until(self.group.now_ns + self.next_duration_ns())
+        return batch
+
+    def open_reader(self, capture: Callable[[], Any], ahead: int) -> Reader:
+        """See `BringsReader.open_reader`."""
+        return VirtualReader(self, capture, ahead)
+
+    def next_duration_ns(self) -> int:
+        seconds = next(self.durations, None)
+        if seconds is None or not 0 <= seconds < float("inf"):
+            raise ConfigError(f"a VirtualStore needs a finite duration of every read, found {seconds}")
+        return round(seconds * 1e9)
+
+
+class VirtualReader:
+    """See `stretto.echo.reader.Reader`; no thread, since it can be told when one would be done.
+
+    Args:
+        reads: The pass to read.
+        capture: Returns the loader's state.
+        ahead: Batches to have ready; with 0 they are read when asked for.
+    """
+
+    def __init__(self, reads: _Pass[Any], capture: Callable[[], Any], ahead: int) -> None:
+        self._reads = reads
+        self._capture = capture
+        self._shelf: deque[tuple[Fetched | BaseException, int]] = deque()
+        """What is read or being read, and the instant at which it is over."""
+        self._over_ns = 0
+        self._is_closed = False
+        self._reads_ahead = ahead > 0
+        for _ in range(ahead):
+            self._begin()
+
+    def now(self) -> float:
+        """See `Reader.now`: virtual seconds."""
+        return self._reads.group.now_ns / 1e9
+
+    def is_ready(self) -> bool:
+        """See `Reader.is_ready`."""
+        return bool(self._shelf) and self._shelf[0][1] <= self._reads.group.now_ns
+
+    def take(self) -> Fetched:
+        """See `Reader.take`."""
+        if self._is_closed:
+            raise OutOfTurn(
+                "this pass over the store has been closed: another iterator was begun, or close() called"
+            )
+        if not self._shelf:
+            self._begin()
+        outcome, over_ns = self._shelf[0]
+        self._reads.group.wait_until(over_ns)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        if not outcome.has_ended:  # the end stays: it is the answer to every later call too
+            self._shelf.popleft()
+            if self._reads_ahead:
+                self._begin()
+        return outcome
+
+    def close(self, *, waits: bool = True) -> None:
+        """See `Reader.close`; reads under way are forgotten."""
+        self._is_closed = True
+
+    def _begin(self) -> None:
+        """Begin the next read, unless nothing comes any more."""
+        if self._shelf and is_last(self._shelf[-1][0]):
+            return
+        outcome = fetch(self._reads.batches, self._capture)
+        begun_ns = max(self._over_ns, self._reads.group.now_ns)
+        duration_ns = 0 if is_last(outcome) else self._reads.next_duration_ns()
+        if isinstance(outcome, Fetched):
+            outcome = dataclasses.replace(outcome, seconds=duration_ns / 1e9)
+        self._over_ns = begun_ns + duration_ns
+        self._shelf.append((outcome, self._over_ns))
