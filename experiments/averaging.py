@@ -1,155 +1,154 @@
-"""What does averaging replicas now and then cost in loss, and what does it save? Equal loads, paired seeds.
+"""What does averaging replicas now and then cost in loss, and what does it save, where batches are echoed? Equal loads.
 
-Two workers train the digits on the same micro-batches in the same order, whatever the arm. `ddp` synchronises at every
-update; `accumulate` is `ddp` with INTERVAL times the micro-batches per update, so a share of the updates and of the
-bytes; `interval` averages replicas at every INTERVAL-th update, `coin` at the same rate by the paper's coin (Algorithm
-2), and `state` as `interval` with the optimizer's moments averaged too. The learning rate is tuned for every arm, on a
-seed of its own.
+    nice python experiments/averaging.py run --out benchmarks/results/DATE-averaging
+    python experiments/averaging.py summarise --out benchmarks/results/DATE-averaging
+    python experiments/averaging.py real --settings half --out benchmarks/results/DATE-averaging
 
-    python experiments/averaging.py --out benchmarks/results/DATE-averaging
+Two ranks. All arms take the same fresh batches; all but `unechoed` use them again by one and the same coin, which loads
+with probability p at every step:
+
+    ddp         gradients summed at every step
+    accumulate  `ddp` with 1 / p uses per update
+    interval    replicas step alone and are averaged at every (1 / p)-th step
+    coin        the same by a coin of probability p, so as often as a fresh batch comes: Algorithm 2
+    coin+state  and the optimizer's moments are averaged too
+    unechoed    `ddp`, every batch once: as many exchanges as `accumulate`, without echo
+
+`run` trains on a virtual cluster. How arms are tuned is said in tuned_arms.py, what is compared in
+paired_comparison.py, and the model of time in echoed_run.py. `real` checks that model: it trains every arm once on two
+workers, with a loader that waits and a throttled link, and wants an idle machine.
 """
 
 import argparse
 import json
 import os
-import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from scipy import stats
+from echoed_run import Arm
+from paired_comparison import arguments, perform
+from tuned_arms import Experiment, Setting
 
-from stretto.recipes import DigitsResNet
+from stretto.echo.text import parse_plan
+from stretto.recipes import DigitsResNet, StdlibGPT
+from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig
+from stretto.train.environment import describe_environment
 from stretto.train.launch import LocalRanks
 
-SYNCHRONOUS = "ddp"
-INTERVAL = 4
-ARMS = {
-    SYNCHRONOUS: ("ddp", 1),
-    "accumulate": ("ddp", INTERVAL),
-    "interval": (f"local:rate={1 / INTERVAL}", 1),
-    "coin": (f"local:rate={1 / INTERVAL}:plan=bernoulli", 1),
-    "state": (f"local:rate={1 / INTERVAL}:state=on", 1),
-}
-"""Strategy, and micro-batches per update in multiples of the synchronous arm's, by arm."""
-TUNING_SEED = 1000
+ARMS = ("ddp", "accumulate", "interval", "coin", "coin+state", "unechoed")
+SETTINGS = {
+    "half": Setting(
+        config=lambda lr: DigitsResNet(width=8, batch=64, lr=lr),
+        batch=64, loads=80, uses=2, step_seconds=0.007, rates=(0.1, 0.2, 0.4), arms=ARMS,
+        tuning_seeds=(100, 101, 102, 103),
+    ),
+    "quarter": Setting(
+        config=lambda lr: DigitsResNet(width=8, batch=64, lr=lr),
+        batch=64, loads=80, uses=4, step_seconds=0.007, rates=(0.05, 0.1, 0.2), arms=ARMS,
+        tuning_seeds=(100, 101, 102, 103),
+    ),
+    "language": Setting(
+        config=lambda lr: StdlibGPT(layers=2, width=64, heads=4, context=64, batch=8, lr=lr),
+        batch=8, loads=150, uses=2, step_seconds=0.010, rates=(0.004, 0.008, 0.016), arms=ARMS,
+        tuning_seeds=(100, 101),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What all runs have in common."""
+class Words:
+    """An arm as the command line would have it."""
 
-    loads: int
-    """Micro-batches of each rank."""
+    echo: str
+    strategy: str
     micro_batches: int
-    """Per rank and update of the synchronous arm."""
-    batch: int
-    width: int
-    link: str
+    """Uses per update."""
 
 
-def train(ranks: LocalRanks, setting: Setting, arm: str, rate: float, seed: int) -> dict:
-    """Train once; return what it took and where it ended."""
-    strategy, multiple = ARMS[arm]
-    if strategy.startswith("local"):
-        strategy += f":seed={seed}"
-    micro_batches = setting.micro_batches * multiple
-    run = RunConfig(
-        task=DigitsResNet(lr=rate, batch=setting.batch, width=setting.width),
-        strategy=strategy,
-        seed=seed,
-        updates=setting.loads // micro_batches,
-        micro_batches=micro_batches,
-        link=setting.link,
-        evaluate_every=None,
-        checkpoint_every=None,
-    )
-    outcome = ranks.train(run, shows_progress=False)
+def words(setting: Setting, name: str, seed: int) -> Words:
+    """Return an arm in words."""
+    rate = f"rate={1 / setting.uses:g}"
+    coin = f"local:{rate}:plan=bernoulli:seed={seed}"
+    stream = f"bernoulli:p={1 / setting.uses:g}"
     found = {
-        "arm": arm,
-        "strategy": strategy,
-        "learning_rate": rate,
-        "seed": seed,
-        "updates": outcome.updates,
-        "loads": outcome.updates * micro_batches,
-        "heldout_loss": outcome.heldout_loss,
-        "accuracy": outcome.accuracy,
-        "sent_bytes": outcome.sent_bytes,
-        "seconds": outcome.training_seconds,
+        "ddp": Words(stream, "ddp", 1),
+        "accumulate": Words(stream, "ddp", round(setting.uses)),
+        "interval": Words(stream, f"local:{rate}", 1),
+        "coin": Words(stream, coin, 1),
+        "coin+state": Words(stream, f"{coin}:state=on", 1),
+        "unechoed": Words("even:uses=1", "ddp", 1),
     }
-    print(
-        f"{arm:10} lr {rate:<6g} seed {seed:4}: loss {outcome.heldout_loss:.4f}, {outcome.sent_bytes / 1e6:.1f} MB, "
-        f"{outcome.training_seconds:.1f} s",
-        flush=True,
-    )
+    return found[name]
+
+
+def arm(setting: Setting, name: str, seed: int) -> Arm:
+    """Return what an arm does."""
+    said = words(setting, name, seed)
+    return Arm(plan=parse_plan(said.echo), loads=setting.loads, strategy=parse_arm(said.strategy).strategy(),
+               micro_batches=said.micro_batches)  # fmt: skip
+
+
+def references(name: str) -> dict[str, str]:
+    """Return what an arm is compared with: an exchange at every step, and no echo."""
+    return {f"`{other}`": other for other in ("ddp", "unechoed") if other != name}
+
+
+EXPERIMENT = Experiment(
+    settings=SETTINGS, arm=arm, reference="ddp", references=references, results="averaging.json"
+)
+
+
+def real(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train every arm of a setting in turn on two workers; return what each took, seed by seed."""
+    setting = SETTINGS[name]
+    slow_loader = options.slow_loader or f"{1000 * setting.model.load_seconds:g}"
+    ranks = LocalRanks(2)
+    found = []
+    for seed in range(options.seeds):
+        for each in setting.arms:
+            said = words(setting, each, seed)
+            run = RunConfig(
+                task=setting.config(setting.rates[0]), seed=seed, strategy=said.strategy, echo=said.echo,
+                micro_batches=said.micro_batches, updates=arm(setting, each, seed).uses(seed) // said.micro_batches,
+                link=options.link, slow_loader=slow_loader, evaluate_every=None, checkpoint_every=None,
+            )  # fmt: skip
+            outcome = ranks.train(run, shows_progress=False)
+            found.append({
+                "setting": name, "slow_loader": slow_loader, "arm": each, "seed": seed, "updates": outcome.updates,
+                "fresh": outcome.fresh_batches, "echoed": outcome.echoed_batches,
+                "seconds": outcome.training_seconds, "waited": outcome.wait_seconds,
+                "exposed": outcome.exposed_seconds, "megabytes": outcome.sent_bytes / 1e6,
+            })  # fmt: skip
+            took = ", ".join(
+                f"{key} {found[-1][key]:.2f}" for key in ("seconds", "waited", "exposed", "megabytes")
+            )
+            print(f"{name} {each:10} seed {seed}: {took}", flush=True)
     return found
 
 
-def tune(ranks: LocalRanks, setting: Setting, arm: str, rates: list[float]) -> tuple[float, list[dict]]:
-    """Return the learning rate at which an arm ends lowest, and the runs that say so."""
-    runs = [train(ranks, setting, arm, rate, TUNING_SEED) for rate in rates]
-    return min(runs, key=lambda run: run["heldout_loss"])["learning_rate"], runs
-
-
-def summarise(runs: list[dict], arm: str) -> dict:
-    """Return an arm's medians, and its loss against the synchronous arm's with a 95 % t-interval over the seeds."""
-    own = [run for run in runs if run["arm"] == arm]
-    loss = {(run["arm"], run["seed"]): run["heldout_loss"] for run in runs}
-    differences = [loss[arm, run["seed"]] - loss[SYNCHRONOUS, run["seed"]] for run in own]
-    mean = statistics.mean(differences)
-    spread = statistics.stdev(differences) if len(differences) > 1 else float("nan")
-    half = stats.t.ppf(0.975, len(differences) - 1) * spread / len(differences) ** 0.5
-    medians = {
-        key: statistics.median(run[key] for run in own)
-        for key in ("heldout_loss", "accuracy", "sent_bytes", "seconds", "updates")
+def check_on_workers(options: argparse.Namespace) -> None:
+    """Write real.json: every setting on two workers."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    report = {
+        "link": options.link,
+        "environment": describe_environment(),
+        "runs": [run for name in options.settings for run in real(name, options)],
     }
-    known = len(differences) > 1
-    return {
-        **medians,
-        "mean_difference": mean,
-        "low": mean - half if known else None,
-        "high": mean + half if known else None,
-    }
+    Path(options.out, "real.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> None:
-    """Tune every arm, run all on all seeds in turns, write `averaging.json` and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for averaging.json")
-    parser.add_argument("--loads", type=int, default=1200, help="micro-batches of each worker and run")
-    parser.add_argument("--micro-batches", type=int, default=2, help="per worker and synchronous update")
-    parser.add_argument("--batch", type=int, default=16, help="images per micro-batch")
-    parser.add_argument("--width", type=int, default=16, help="channels of the network's first block")
-    parser.add_argument("--link", default="100mbit", help="the slow link")
-    parser.add_argument("--seeds", type=int, default=5, help="paired seeds")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.025, 0.05, 0.1, 0.2])
+    """Run, summarise, or check the model of time on real workers."""
+    parser = arguments(EXPERIMENT, __doc__, others=("real",))
+    parser.add_argument("--link", default="100mbit", help="of `real`: the slow link")
+    parser.add_argument("--slow-loader", help="of `real`: milliseconds of a load; the model's by default")
     options = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    options.out.mkdir(parents=True, exist_ok=True)
-    setting = Setting(options.loads, options.micro_batches, options.batch, options.width, options.link)
-    ranks = LocalRanks(2)
-    tuned = {arm: tune(ranks, setting, arm, options.rates) for arm in ARMS}
-    runs = [train(ranks, setting, arm, tuned[arm][0], seed) for seed in range(options.seeds) for arm in ARMS]
-    summary = {arm: summarise(runs, arm) for arm in ARMS}
-    report = {
-        "setting": asdict(setting),
-        "interval": INTERVAL,
-        "learning_rates": {arm: rate for arm, (rate, _) in tuned.items()},
-        "summary": summary,
-        "runs": runs,
-        "tuning": [run for _, found in tuned.values() for run in found],
-        "torch": torch.__version__,
-    }
-    (options.out / "averaging.json").write_text(json.dumps(report, indent=1) + "\n")
-    for arm, found in summary.items():
-        print(
-            f"{arm:10} loss {found['heldout_loss']:.4f} ({found['mean_difference']:+.4f}), accuracy "
-            f"{found['accuracy']:.3f}, {found['updates']:.0f} updates, {found['sent_bytes'] / 1e6:.1f} MB, "
-            f"{found['seconds']:.1f} s"
-        )
+    if options.action == "real":
+        check_on_workers(options)
+    else:
+        perform(EXPERIMENT, options)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""What the experiments on echo reckon with: modelled time, target losses, tuning, intervals."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from stretto import DDP, Even, LocalSGD
+from stretto.strategies import Strategy
+
+SCRIPTS = Path(__file__).parents[2] / "experiments"
+STEP = 1.0
+
+
+@pytest.fixture
+def echoed_run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("echoed_run")
+
+
+@pytest.fixture
+def tuned_arms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("tuned_arms")
+
+
+@pytest.fixture
+def paired_comparison(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("paired_comparison")
+
+
+def ends(script: ModuleType, fresh: str, load: float, exposed: float = 0.0) -> list[float]:
+    model = script.Model(step_seconds=STEP, load_seconds=load)
+    return script.timeline([letter == "1" for letter in fresh], [True] * len(fresh), model, exposed)
+
+
+def test_a_loader_that_keeps_up_costs_its_first_batch_alone(echoed_run: ModuleType) -> None:
+    assert ends(echoed_run, "1111", load=0.5) == [1.5, 2.5, 3.5, 4.5]
+
+
+def test_a_slow_loader_is_waited_for_at_every_fresh_batch(echoed_run: ModuleType) -> None:
+    assert ends(echoed_run, "1111", load=3.0) == [4.0, 7.0, 10.0, 13.0]
+
+
+def test_uses_while_the_next_batch_is_read_take_no_further_time(echoed_run: ModuleType) -> None:
+    assert ends(echoed_run, "100100100", load=3.0)[::3] == ends(echoed_run, "111", load=3.0)
+
+
+def test_a_loader_reads_no_further_ahead_than_it_may(echoed_run: ModuleType) -> None:
+    # While the first batch is used ten times two more are read, so the fourth has to be waited for.
+    assert ends(echoed_run, "1000000000111", load=3.0)[-3:] == [14.0, 15.0, 17.0]
+
+
+def test_exchanges_hide_behind_nothing(echoed_run: ModuleType) -> None:
+    assert ends(echoed_run, "1000", load=1.0, exposed=0.25) == [2.25, 3.5, 4.75, 6.0]
+
+
+@pytest.mark.parametrize(("strategy", "share"), [(DDP(), 2 / 3), (LocalSGD(rate=0.5), 0.0)])
+def test_only_gradients_hide_behind_the_backward_pass(
+    echoed_run: ModuleType, strategy: Strategy, share: float
+) -> None:
+    arm = echoed_run.Arm(plan=Even(1), loads=2, strategy=strategy)
+    # At 1e8 bits per second these bytes take one second, which is one step.
+    run = {"micro_batches": 1, "fresh": "11", "exchanged": "11", "exchange_bytes": 12_500_000}
+    end = echoed_run.costs(run, arm, echoed_run.Model(step_seconds=STEP, load_seconds=0.0), batch=4)[-1]
+    assert end["slow_link_seconds"] == pytest.approx(4.0)
+    assert end["hidden_seconds"] == pytest.approx(4.0 - 2 * share)
+    assert end["updates"] == 2
+    assert end["fresh_samples"] == 2 * 4 * echoed_run.RANKS
+    assert end["megabytes"] == 25.0
+
+
+def curve(*losses: float) -> dict[str, Any]:
+    return {"curve": [{"use": 10 * (i + 1), "heldout_loss": loss} for i, loss in enumerate(losses)]}
+
+
+@pytest.mark.parametrize(
+    ("losses", "use"), [((2.0, 1.0), 15), ((1.5, 1.0), 10), ((2.0, 1.6, 1.4), 25), ((2.0, 1.6), None)]
+)
+def test_a_target_is_reached_where_the_line_between_evaluations_crosses_it(
+    paired_comparison: ModuleType, losses: tuple[float, ...], use: int | None
+) -> None:
+    path = [{"use": float(number)} for number in range(1, 31)]
+    found = paired_comparison.reached(curve(*losses), path, target=1.5)
+    assert found == (None if use is None else {"use": use})
+
+
+def test_intervals_are_those_of_student(paired_comparison: ModuleType) -> None:
+    found = paired_comparison.interval([1.0, 2.0, 3.0])
+    # t(0.975, 2 degrees of freedom) = 4.30265; the standard error is 1 / sqrt(3).
+    assert found == {
+        "mean": 2.0,
+        "low": pytest.approx(-0.48414, abs=1e-5),
+        "high": pytest.approx(4.48414, abs=1e-5),
+    }
+
+
+def test_a_grid_of_rates_grows_while_its_edge_is_best(tuned_arms: ModuleType) -> None:
+    setting = tuned_arms.Setting(
+        config=lambda lr: None, batch=1, loads=1, uses=2, step_seconds=1.0, rates=(0.1, 0.2), arms=("even",),
+        tuning_seeds=(100, 101),
+    )  # fmt: skip
+    found = tuned_arms.tuned(setting, "name", "even", lambda run: curve(abs(run.lr - 0.7)))
+    assert list(found) == [0.8, 0.4, 0.2, 0.1]
+
+
+def test_a_run_in_the_book_is_not_made_again(tuned_arms: ModuleType, tmp_path: Path) -> None:
+    line = '{"setting": "s", "arm": "even", "lr": 0.1, "seed": 3, "curve": []}\n'
+    (tmp_path / "runs.jsonl").write_text(line)
+    nothing = tuned_arms.Experiment(
+        settings={}, arm=lambda *_: None, reference="", references=lambda _: {}, results=""
+    )
+    book = tuned_arms.Book(nothing, tmp_path)
+    assert tuned_arms.final(book.result(tuned_arms.Run("s", "even", 0.1, 3))) == float("inf")
