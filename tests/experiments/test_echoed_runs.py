@@ -1,14 +1,16 @@
 """What the experiments on echo reckon with: modelled time, target losses, tuning, intervals."""
 
 import importlib
+import itertools
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from stretto import DDP, Even, LocalSGD
+from stretto import DDP, Bernoulli, EchoLoader, EchoOptions, Even, LocalSGD
 from stretto.strategies import Strategy
+from stretto.virtual import VirtualCluster, VirtualGroup, VirtualStore
 
 SCRIPTS = Path(__file__).parents[2] / "experiments"
 STEP = 1.0
@@ -52,6 +54,23 @@ def test_uses_while_the_next_batch_is_read_take_no_further_time(echoed_run: Modu
 def test_a_loader_reads_no_further_ahead_than_it_may(echoed_run: ModuleType) -> None:
     # While the first batch is used ten times two more are read, so the fourth has to be waited for.
     assert ends(echoed_run, "1000000000111", load=3.0)[-3:] == [14.0, 15.0, 17.0]
+
+
+@pytest.mark.parametrize("ratio", [0.5, 2.0, 5.0])
+def test_modelled_time_is_that_of_the_library_in_virtual_time(echoed_run: ModuleType, ratio: float) -> None:
+    def program(rank: int, group: VirtualGroup) -> tuple[str, list[float]]:
+        store = VirtualStore(iter(range(40)), group, itertools.repeat(ratio * STEP))
+        loader = EchoLoader(store, Bernoulli(0.4), options=EchoOptions(ahead=echoed_run.AHEAD))
+        fresh, times = "", []
+        for _ in loader:
+            group.charge_ns(round(STEP * 1e9))
+            fresh += "1" if loader.is_fresh else "0"
+            times.append(group.now_ns / 1e9)
+        return fresh, times
+
+    fresh, times = VirtualCluster(1).run(program).values[0]
+    assert fresh.count("1") == 40
+    assert ends(echoed_run, fresh, load=ratio * STEP) == pytest.approx(times)
 
 
 def test_exchanges_hide_behind_nothing(echoed_run: ModuleType) -> None:
