@@ -138,16 +138,20 @@ def test_an_error_under_ready_surfaces_before_another_echo() -> None:
 
 
 def test_an_interrupt_ends_a_wait_for_a_store_that_never_answers() -> None:
-    answers = threading.Event()
+    asked, answers = threading.Event(), threading.Event()
 
     def stuck() -> Iterator[int]:
         yield 1
+        asked.wait(30)
         os.kill(os.getpid(), signal.SIGINT)
         answers.wait(30)
 
+    batches = iter(EchoLoader(stuck(), Even(1)))
+    next(batches)
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        list(EchoLoader(stuck(), Even(2)))
+        asked.set()
+        next(batches)
     answers.set()
     # An orderly end would have waited for the read.
     assert time.monotonic() - started < CLOSING_SECONDS / 2
