@@ -2,19 +2,23 @@
 
     python benchmarks/echo.py --out benchmarks/results/DATE-echo-speed
 
-Three parts, one file echo.json:
+Four parts, each with a file PART.json:
 
     overhead   microseconds per use that EchoLoader adds to a bare loop over batches that are there already
-    one rank   a step of fixed work, a loader that takes `ratio` times as long, steady or irregular
-    two ranks  `stretto train digits-resnet` on two local workers that exchange gradients after every step
+    one        a step of fixed work, a loader that takes `ratio` times as long, steady or irregular
+    virtual    1 to 8 ranks of the virtual cluster that exchange gradients after every step, over stores of their own;
+               all times are modelled, so that it may run on a busy machine, in about ten minutes
+    two        `stretto train digits-resnet` on two local workers that exchange gradients after every step
 
 The loader sleeps, as one that waits for a store does, so that it takes no processor from the step. On one rank every
 arm takes turns with a cached batch, in blocks of steps. The overhead is held against MONAI's ThreadDataLoader too,
-where `pip install monai --no-deps` has made it importable. All takes about nine minutes of an idle machine.
+where `pip install monai --no-deps` has made it importable. All but `virtual` takes about nine minutes of an idle
+machine.
 """
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import statistics
@@ -27,12 +31,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from stretto import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready
+from stretto import Auto, Bernoulli, DataParallel, EchoLoader, EchoOptions, Even, Ready, ZeRO1
 from stretto.recipes import DigitsResNet
 from stretto.train.configuration import RunConfig
 from stretto.train.environment import describe_environment
 from stretto.train.launch import LocalRanks
 from stretto.train.slow_loader import SlowStore
+from stretto.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
 
 RATIOS = (0.5, 1.0, 1.5, 2.5, 5.0)
 """L / C; below one there is nothing to gain, and nothing should be lost."""
@@ -190,6 +195,81 @@ def _threaded_loader() -> Callable[..., Iterable[Any]] | None:
         return None
 
 
+def virtual_ranks(steps: int, settle: int = 40) -> list[dict[str, Any]]:
+    """Return the modelled speed of every arm as shares of a cached batch's, on 1 to 8 ranks."""
+    found = []
+    for ranks in (1, 2, 4, 8):
+        cached = virtual_seconds(ranks, steps, settle, lambda store: store, store=None)["seconds"]
+        for ratio in RATIOS:
+            for jitter in (0.0, 1.0):
+                store = SlowStore(milliseconds=1000 * ratio * cached, jitter=jitter)
+                shares = {}
+                for name, arm in virtual_arms(ratio).items():
+                    measured = virtual_seconds(ranks, steps, settle, arm, store)
+                    shares[name] = {"share": cached / measured["seconds"], **measured}
+                found.append(
+                    {
+                        "ranks": ranks,
+                        "ratio": ratio,
+                        "jitter": jitter,
+                        "step_seconds": cached,
+                        "shares": shares,
+                    }
+                )
+                told = "  ".join(f"{name} {share['share']:.1%}" for name, share in shares.items())
+                print(f"{ranks} ranks L/C {ratio:3} jitter {jitter}: {told}", flush=True)
+    return found
+
+
+def virtual_arms(ratio: float) -> dict[str, Callable[[Any], Iterable[Any]]]:
+    """Return what is compared on the virtual cluster."""
+    chosen = {name: arms(ratio)[name] for name in ("bare", "read ahead", "even", "ready")}
+    deep = EchoOptions(ahead=8)
+    return {
+        **chosen,
+        "even, 8 ahead": lambda loader: EchoLoader(loader, Even(max(1.0, ratio)), options=deep),
+        "ready, 4 uses": lambda loader: EchoLoader(loader, Ready()),
+    }
+
+
+def virtual_seconds(
+    ranks: int, steps: int, settle: int, arm: Callable[[Any], Iterable[Any]], store: SlowStore | None
+) -> dict[str, Any]:
+    """Return the modelled seconds per step after the first `settle`, the most uses of a batch, and fresh batches per step.
+
+    Args:
+        ranks: How many there are.
+        steps: That count.
+        settle: That come before.
+        arm: Wraps the loader.
+        store: Each rank has one of its own, with irregularities of its own; None gives a batch that is there.
+    """
+
+    def program(rank: int, group: VirtualGroup) -> tuple[int, int, int]:
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        batches: Any = itertools.repeat(torch.ones(1, 64))
+        if store is not None:
+            batches = VirtualStore(batches, group, store.durations(rank))
+        loader = arm(batches)
+        begun, most = 0, 0
+        with DataParallel(model, optimizer, ZeRO1(), micro_batches=1, group=group) as parallel:
+            for step, batch in enumerate(islice(parallel.feed(loader), settle + steps)):
+                begun = group.now_ns if step == settle else begun
+                most = max(most, getattr(loader, "use_index", 1))
+                parallel.backward(model(batch).square().mean())
+            parallel.finish()
+        return group.now_ns - begun, most, getattr(loader, "fresh_batches", settle + steps)
+
+    compute = Compute(micro_batch_ns=10_000_000)
+    values = VirtualCluster(ranks, parse_network("1gbit,50us"), compute).run(program).values
+    return {
+        "seconds": max(elapsed for elapsed, _, _ in values) / 1e9 / steps,
+        "most_uses": max(most for _, most, _ in values),
+        "fresh_per_step": sum(fresh for _, _, fresh in values) / ranks / (settle + steps),
+    }
+
+
 def two_ranks(seconds: float, repeats: int) -> list[dict[str, Any]]:
     """Measure runs of two workers whose loaders are irregular, each for itself."""
     ranks = LocalRanks(2)
@@ -219,32 +299,35 @@ def two_ranks(seconds: float, repeats: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, and write echo.json after every part."""
+    """Measure, and write a file after every part."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for echo.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the files")
     parser.add_argument("--milliseconds", type=float, default=10.0, help="duration of a step")
     parser.add_argument("--steps", type=int, default=50, help="in a block, on one rank")
     parser.add_argument("--blocks", type=int, default=5, help="of every arm, in turns with a cached batch")
+    parser.add_argument("--virtual-steps", type=int, default=400, help="of every arm, on virtual ranks")
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of a measurement on two ranks")
     parser.add_argument("--repeats", type=int, default=2, help="of all measurements on two ranks")
-    parser.add_argument("--parts", nargs="+", default=["overhead", "one", "two"])
+    parser.add_argument("--parts", nargs="+", default=["overhead", "one", "virtual", "two"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise Gloo looks the machine's own name up
     options.out.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"environment": describe_environment(), "options": vars(options) | {"out": ""}}
+    about = {"environment": describe_environment(), "options": vars(options) | {"out": ""}}
     parts: dict[str, Callable[[], Any]] = {
         "overhead": overhead,
         "one": lambda: one_rank(options.milliseconds, options.steps, options.blocks),
+        "virtual": lambda: virtual_ranks(options.virtual_steps),
         "two": lambda: two_ranks(options.seconds, options.repeats),
     }
     for name in options.parts:
-        report[name] = parts[name]()
-        (options.out / "echo.json").write_text(json.dumps(report, indent=1) + "\n")
-    for name, microseconds in report.get("overhead", {}).items():
-        print(f"{name:16} {microseconds:7.2f} us per use")
+        found = parts[name]()
+        (options.out / f"{name}.json").write_text(json.dumps({**about, name: found}, indent=1) + "\n")
+        if name == "overhead":
+            for loop, microseconds in found.items():
+                print(f"{loop:16} {microseconds:7.2f} us per use")
 
 
 if __name__ == "__main__":
