@@ -12,8 +12,8 @@ Four parts, each with a file PART.json:
 
 The loader sleeps, as one that waits for a store does, so that it takes no processor from the step. On one rank every
 arm takes turns with a cached batch, in blocks of steps. The overhead is held against MONAI's ThreadDataLoader too,
-where `pip install monai --no-deps` has made it importable. All but `virtual` takes about nine minutes of an idle
-machine.
+where `pip install monai --no-deps` has made it importable. Without `virtual` all takes about twenty minutes of an
+idle machine.
 """
 
 import argparse
@@ -235,12 +235,12 @@ def virtual_arms(ratio: float) -> dict[str, Callable[[Any], Iterable[Any]]]:
 def virtual_seconds(
     ranks: int, steps: int, settle: int, arm: Callable[[Any], Iterable[Any]], store: SlowStore | None
 ) -> dict[str, Any]:
-    """Return the modelled seconds per step after the first `settle`, the most uses of a batch, and fresh batches per step.
+    """Return the modelled seconds per step, the most uses of a batch, and fresh batches per step.
 
     Args:
         ranks: How many there are.
         steps: That count.
-        settle: That come before.
+        settle: That come before and do not count in the seconds.
         arm: Wraps the loader.
         store: Each rank has one of its own, with irregularities of its own; None gives a batch that is there.
     """
@@ -271,11 +271,14 @@ def virtual_seconds(
 
 
 def two_ranks(seconds: float, repeats: int) -> list[dict[str, Any]]:
-    """Measure runs of two workers whose loaders are irregular, each for itself."""
+    """Measure runs of two workers, each with a slow loader of its own, between two runs whose loader is fast.
+
+    The machine's own speed drifts: a run is held against the mean of the fast ones before and after its cell.
+    """
     ranks = LocalRanks(2)
     task = DigitsResNet()
 
-    def rate(echo: str, slow_loader: str) -> dict[str, Any]:
+    def measured(echo: str, slow_loader: str) -> dict[str, Any]:
         run = RunConfig(task=task, strategy="zero1", micro_batches=1, seconds=seconds, evaluate_every=None,
                         checkpoint_every=None, echo=echo, slow_loader=slow_loader)  # fmt: skip
         outcome = ranks.train(run, shows_progress=False)
@@ -284,17 +287,18 @@ def two_ranks(seconds: float, repeats: int) -> list[dict[str, Any]]:
                 "wait_seconds": outcome.wait_seconds}  # fmt: skip
 
     found = []
-    for repeat in range(repeats):
-        fast = rate("none", "none")
-        step = 2 * task.batch / fast["samples_per_second"]
-        found.append({**fast, "ratio": 0.0, "repeat": repeat})
-        for ratio in (1.5, 2.5, 5.0):
-            slow = f"{1000 * ratio * step:.2f},jitter=1"
-            for echo in ("none", f"even:uses={ratio}", "ready:pool=8:max_uses=64"):
-                measured = rate(echo, slow)
-                found.append({**measured, "ratio": ratio, "repeat": repeat})
-                share = measured["samples_per_second"] / fast["samples_per_second"]
-                print(f"two ranks, L/C {ratio}: echo {echo:26} {share:.1%} of a fast loader", flush=True)
+    before = measured("none", "none")["samples_per_second"]
+    for ratio, jitter, turn in itertools.product((0.5, 1.5, 2.5, 5.0), (0, 1), range(repeats)):
+        slow = f"{1000 * ratio * 2 * task.batch / before:.2f},jitter={jitter}"
+        plans = ("none", f"even:uses={max(1.0, ratio)}", "ready:pool=8:max_uses=64")
+        runs = [measured(echo, slow) for echo in plans]
+        after = measured("none", "none")["samples_per_second"]
+        fast = (before + after) / 2
+        for run in runs:
+            share = run["samples_per_second"] / fast
+            found.append({**run, "ratio": ratio, "jitter": jitter, "repeat": turn, "share": share})
+            print(f"two ranks, L/C {ratio} jitter {jitter}: echo {run['echo']:26} {share:.1%}", flush=True)
+        before = after
     return found
 
 
