@@ -148,10 +148,14 @@ def test_an_interrupt_ends_a_wait_for_a_store_that_never_answers() -> None:
 
     batches = iter(EchoLoader(stuck(), Even(1)))
     next(batches)
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+
+    def ask() -> None:
         asked.set()
         next(batches)
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ask()
     answers.set()
     # An orderly end would have waited for the read.
     assert time.monotonic() - started < CLOSING_SECONDS / 2
