@@ -7,7 +7,17 @@ from stretto.errors import StrettoError
 from stretto.guards import AtRest, Audit, Guard, ReplicaGuard
 from stretto.parallel import DataParallel
 from stretto.records import Update, Verdict
-from stretto.strategies import ACCO, DDP, DPU, LocalSGD, Strategy, WeightPrediction, ZeRO1
+from stretto.strategies import (
+    ACCO,
+    DDP,
+    DPU,
+    LocalSGD,
+    PAFTDyn,
+    PAFTSync,
+    Strategy,
+    WeightPrediction,
+    ZeRO1,
+)
 
 __all__ = [
     "ACCO",
@@ -26,6 +36,8 @@ __all__ = [
     "Guard",
     "LocalSGD",
     "Options",
+    "PAFTDyn",
+    "PAFTSync",
     "Ready",
     "ReplicaGuard",
     "Strategy",

@@ -1,7 +1,8 @@
 """All that a strategy may ask for.
 
 A strategy is a generator that yields effects; whoever runs it answers each. `Reduce`, `AllReduce` and `Local`
-answer with a `Gradient`, `Look` with a `Moment`, the others with None. See `docs/adding-a-strategy.md`.
+answer with a `Gradient`, `Look` with a `Moment`, an `Average` with a probe with a `Divergence`, the others with None.
+See `docs/adding-a-strategy.md`.
 """
 
 import dataclasses
@@ -66,15 +67,48 @@ class Moment:
     """Rounds since the last average, this one included."""
     drains: bool
     """Whether this rank only hands over what is left: an average is due then, whatever the plan, because only
-    averages let ranks agree on an end. All else here is the same on all ranks."""
+    averages let ranks agree on an end. After an `AllReduce`, whether all ranks do. All else here is the same on all
+    ranks."""
+    interval: int | None = None
+    """What the script has last asked for by `Postpone`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Average:
-    """Replace every rank's replica by the mean of all, weighted by what ranks have contributed since the last time."""
+    """Replace every rank's replica by the mean of all.
+
+    After `Local`, replicas are weighted by what their ranks have contributed since the last time. After `AllReduce`
+    every rank has stepped with everything: replicas count alike, those that are not finite are left out, and nothing
+    is sent where all are equal. Answer: a `Divergence` where a probe is given, otherwise None.
+    """
 
     state: bool = False
     """Average the optimizer's element-wise state too."""
+    probe: int = 0
+    """Coordinates at which replicas are compared with their mean, after `AllReduce`; 0 compares nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence:
+    """How far replicas had come apart until an average; the same on all ranks. Replicas left out are left out here."""
+
+    distances: tuple[float, ...]
+    """2-norm of what the average has changed at the probe's coordinates, by replica."""
+    gradient_norms: tuple[float, ...]
+    """2-norm of the mean gradient that the replica was last stepped with, as its rank holds it."""
+    probe: int
+    """Coordinates compared."""
+    numel: int
+    """Coordinates in all."""
+    rates_squared: float
+    """Squared learning rates, summed over the steps since the last average."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Postpone:
+    """Remember after how many updates the next average is wanted: in every `Moment`, in records and checkpoints."""
+
+    updates: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,5 +116,5 @@ class Boundary:
     """The end of one committed update; the job loop yields it, strategies do not."""
 
 
-Effect = Reduce | AllReduce | Local | Step | Preview | Gather | Look | Average | Boundary
+Effect = Reduce | AllReduce | Local | Step | Preview | Gather | Look | Average | Postpone | Boundary
 Script = Generator[Effect, Any, None]

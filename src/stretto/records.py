@@ -85,8 +85,10 @@ class Update:
     skipped_rounds: int
     """Rounds left out since the previous update because a loss or gradient was not finite."""
     gap: int = 0
-    """Updates since all ranks' replicas were last the same: 0 but for strategies that step alone between averages.
-    There this rank's own samples, weight and loss stand here; the update with gap 0 brings those of the others."""
+    """Updates since all ranks' replicas were last averaged: 0 but for strategies that do so now and then. Where ranks
+    step alone this rank's own samples, weight and loss stand here; the update with gap 0 brings those of the others."""
+    interval: int | None = None
+    """Updates from one average to the next, as the strategy has last chosen; None for strategies that do not choose."""
     verdicts: tuple[Verdict, ...] = ()
     """What guards and the verified exchange have found since the previous update, on any rank."""
 

@@ -79,9 +79,11 @@ class Continuation:
             "buffers": self._buffers(state["model"]),
             "owed": self._compute.lane.exchange.owed,
         }
+        if self._compute.lane.copies is not None:
+            mine["copies"] = self._compute.lane.copies.counts()
         own: State = {"rank": {str(self._rank): pack(mine)}}
-        replicas = self._compute.lane.replicas
-        if replicas is not None and not replicas.are_equal:
+        replicas = self._compute.lane.apart
+        if replicas is not None:
             agreed = self._compute.statistics.agreed
             own["replica"] = {str(self._rank): pack({"replica": replicas.write(), "agreed": agreed})}
         if loader is not None:
@@ -129,6 +131,8 @@ class Continuation:
         self._compute.lane.exchange.owe([] if mine is None else mine.get("owed", []))
         if "replica" in state:
             self._adopt_replica(**unpack(state["replica"][str(self._rank)]))
+        if self._compute.lane.copies is not None and mine is not None and "copies" in mine:
+            self._compute.lane.copies.take_up(mine["copies"])
         if "carry" in state:
             self._compute.adopt(self._reduction(state))
         if "shown" in state:
@@ -140,9 +144,10 @@ class Continuation:
 
     def _adopt_replica(self, replica: Replica, agreed: list[Tensor]) -> None:
         lane = self._compute.lane
-        if lane.replicas is None:
-            raise TypeError("a replica of its own belongs to a strategy with Local")
-        lane.replicas.adopt(replica)
+        replicas = lane.copies or lane.replicas
+        if replicas is None:
+            raise TypeError("a replica of its own belongs to a strategy that averages")
+        replicas.adopt(replica)
         values = GradientBuffer(lane.owner.layout)
         lane.owner.publish(values.flats)
         self._compute.show(values.views, "committed")

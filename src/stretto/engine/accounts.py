@@ -45,6 +45,7 @@ class Accounts:
             skipped_rounds=self.skipped_rounds,
             verdicts=commit.verdicts,
             gap=commit.gap,
+            interval=commit.interval,
         )
         self._opened, self.exposed_seconds, self.skipped_rounds = now, 0.0, 0
         return update

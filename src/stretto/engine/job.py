@@ -82,6 +82,8 @@ class Commit:
     """What guards have found since the previous commit, on any rank."""
     gap: int
     """Updates since replicas were last averaged; 0 where they do not differ."""
+    interval: int | None
+    """Updates from one average to the next, where the strategy chooses."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,21 +13,24 @@ from stretto.effects import (
     AllReduce,
     Average,
     Boundary,
+    Divergence,
     Effect,
     Gather,
     Local,
     Look,
     Moment,
+    Postpone,
     Preview,
     Reduce,
     Step,
 )
 from stretto.engine.agreement import agree
+from stretto.engine.copies import Copies
 from stretto.engine.job import Commit, Job, Landing, Reduction, Shown
 from stretto.engine.ledger import ledger_of
 from stretto.engine.options import Options
 from stretto.engine.replicas import Replicas
-from stretto.engine.roll_call import Attendance, RollCall, Vote, settings_text
+from stretto.engine.roll_call import Attendance, RollCall, Vote, nothing, settings_text
 from stretto.engine.runtime import Runtime
 from stretto.engine.sentry import Sentry
 from stretto.engine.statistics import Statistics, average_statistics
@@ -67,13 +70,16 @@ class Lane:
         self._stepped = False
         self.sentry = sentry
         self.round_index = 0
-        self.replicated = ledger_of(strategy).replicated
+        ledger = ledger_of(strategy)
+        self.replicated = ledger.replicated
         self._options = options
         self._runtime = runtime
         self._script = _updates(strategy, sentry)
         self._waiting = next(self._script)
-        self.replicas = Replicas(exchange, owner) if isinstance(self._waiting, Local) else None
+        self.replicas = Replicas(exchange, owner) if ledger.local else None
         """What this rank does alone, for strategies with `Local`."""
+        self.copies = Copies(exchange, owner) if ledger.averages and not ledger.local else None
+        """What should be the same on all ranks, for strategies that average after `AllReduce`."""
         sentry.start(step=0)
         # Sums of finished updates, for the next ones: fresh pages would cost more than the arithmetic.
         self._spare_sums: list[list[torch.Tensor]] = []
@@ -86,6 +92,8 @@ class Lane:
         started = self._runtime.now()
         self.sentry.check_strikes(self.watch.step)
         reduction = job.reduction or self.reduce(job)
+        if self.copies is not None:
+            self.copies.rounds += 1
         self._reductions.append(reduction)
         self._hyperparameters = job.hyperparameters
         self.sentry.note(job.verdicts)
@@ -108,9 +116,13 @@ class Lane:
                 case Gather():
                     self.exchange.all_gather(job.buffer.flats)
                 case Look():
-                    reply = Moment(self.round_index, self._gap, drains=job.vote == Vote.DRAIN)
-                case Average(state):
-                    self._average(job, reduction, state=state)
+                    votes = reduction.call.votes if reduction.met else [job.vote]
+                    drains = all(vote == Vote.DRAIN for vote in votes)
+                    reply = Moment(self.round_index, self._gap, drains, self._interval)
+                case Average():
+                    reply = self._average(job, reduction, effect)
+                case Postpone(updates) if self.copies is not None:
+                    self.copies.interval = updates
                 case Boundary():
                     at_boundary = True
                 case _:
@@ -173,6 +185,9 @@ class Lane:
         Returns:
             The model's floating-point buffers that go with them.
         """
+        if self.copies is not None:
+            self.copies.show(flats)
+            return statistics.agreed
         if self.replicas is None or not self.has_drifted:
             self.owner.publish(flats)
             if not self.replicated:
@@ -180,26 +195,38 @@ class Lane:
             return statistics.agreed
         own, changed = statistics.snapshot()
         call = self.consult(self.replicas, changed)
-        self.replicas.show_mean(call, flats)
+        self.replicas.show_mean(call.share(self.exchange.rank), flats)
         means = average_statistics(self.exchange, own, call.changed, call.micro_batches)
         return [means.get(index, value) for index, value in enumerate(statistics.agreed)]
 
     def consult(self, replicas: Replicas, changed: bytes) -> RollCall:
         """Hold the roll call of an average that leaves no trace; all ranks must call."""
         # Below zero: it must not be taken for the average of a rank that is somewhere else.
-        return replicas.meet(dataclasses.replace(self._nothing(changed), round_index=~self.round_index))
+        absent = nothing(len(self.owner.layout.slots), changed, self.watch.step)
+        return replicas.meet(dataclasses.replace(absent, round_index=~self.round_index))
 
     def agreed_owner(self, changed: bytes) -> Owner:
         """Return the owner, or where replicas differ a copy that holds their mean; all ranks must call."""
+        if self.copies is not None:
+            return self.copies.consensus()
         if self.replicas is None or self.replicas.are_equal:
             return self.owner
-        return self.replicas.consensus(self.consult(self.replicas, changed))
+        return self.replicas.consensus(self.consult(self.replicas, changed).share(self.exchange.rank))
+
+    @property
+    def apart(self) -> Replicas | Copies | None:
+        """This rank's replica, where others hold another: as of `agreed_owner`."""
+        if self.copies is not None:
+            return None if self.copies.are_alike else self.copies
+        return None if self.replicas is None or self.replicas.are_equal else self.replicas
 
     def begin_again(self, round_index: int) -> None:
         """Go on at `round_index` from what a checkpoint has put into the owner."""
         self.round_index = round_index
         if self.replicas is not None:
             self.replicas.begin_again()
+        if self.copies is not None:
+            self.copies.begin_again()
 
     @property
     def has_drifted(self) -> bool:
@@ -217,17 +244,22 @@ class Lane:
         if skipped:
             gradient.weight, gradient.used = 0.0, bytes(len(gradient.used))
             job.statistics = [buffer.clone() for buffer in job.agreed]
-            nothing = self._nothing(job.changed)
-            call = RollCall.alone(nothing, self.exchange.rank, self.exchange.world_size)
+            absent = nothing(len(gradient.used), job.changed, self.watch.step)
+            call = RollCall.alone(absent, self.exchange.rank, self.exchange.world_size)
         else:
             replicas.window.add(job.contribution)
         replicas.window.rounds += 1
         return Reduction(gradient, call, {}, skipped, alone=True, met=False)
 
-    def _average(self, job: Job, reduction: Reduction, *, state: bool) -> None:
-        """Bring the replicas together, and let the round end as if all ranks had taken part in it."""
+    def _average(self, job: Job, reduction: Reduction, effect: Average) -> Divergence | None:
+        """Bring the replicas together; a round of `Local` ends as if all ranks had taken part in it."""
+        if self.copies is not None:
+            where = f"rank {self.exchange.rank}, step {self.watch.step + self._stepped}"
+            divergence = self.copies.reunite(effect, reduction.gradient, job.buffer.flats, where)
+            self.owner.publish(job.buffer.flats)
+            return divergence
         if self.replicas is None:
-            raise TypeError("a strategy must step with Local before it averages")
+            raise TypeError("a strategy must step with Local or AllReduce before it averages")
         attendance = self._attendance(job, True, 0.0)
         attendance = dataclasses.replace(
             attendance, round_index=self.round_index, step=self.watch.step, stepped=self._stepped
@@ -235,7 +267,7 @@ class Lane:
         call = self.replicas.meet(attendance)
         self._check_settings(job, call)
         reduction.statistics = self._average_statistics(job, call)
-        self.replicas.average(call, job.buffer.flats, state=state)
+        self.replicas.average(call, job.buffer.flats, state=effect.state)
         self.owner.publish(job.buffer.flats)
         reduction.call, reduction.met = call.learned(reduction.call, self.exchange.rank), True
         # A rank that came early to drain takes over where the others are.
@@ -244,11 +276,18 @@ class Lane:
         # What the others have done is news, and reported; at the very end a step that nobody took is none.
         is_over = all(vote == Vote.DRAIN for vote in call.votes)
         self._stepped = call.stepped or (call.weight > 0 and not is_over)
+        return None
 
     @property
     def _gap(self) -> int:
-        """Rounds since replicas were last the same."""
+        """Rounds since replicas were last averaged."""
+        if self.copies is not None:
+            return self.copies.rounds
         return 0 if self.replicas is None else self.replicas.window.rounds
+
+    @property
+    def _interval(self) -> int | None:
+        return None if self.copies is None else self.copies.interval
 
     def _attendance(self, job: Job, finite: bool, norm_squared: float) -> Attendance:
         contribution = job.contribution
@@ -264,23 +303,6 @@ class Lane:
             settings=zlib.crc32(settings_text(job.hyperparameters).encode()),
             used=bytes(contribution.used),
             changed=job.changed,
-        )
-
-    def _nothing(self, changed: bytes) -> Attendance:
-        """Return the record of a rank that contributes nothing."""
-        return Attendance(
-            weight=0.0,
-            samples=0,
-            micro_batches=0,
-            loss_sum=0.0,
-            loss_weight=0.0,
-            gradient_is_finite=True,
-            norm_squared=0.0,
-            vote=Vote.GO_ON,
-            settings=0,
-            used=bytes(len(self.owner.layout.slots)),
-            changed=changed,
-            step=self.watch.step,
         )
 
     def _check_settings(self, job: Job, call: RollCall) -> None:
@@ -319,6 +341,8 @@ class Lane:
             self.owner.step(gradient, *how)
             self._runtime.charge("step", self.owner.numel)
             self._stepped = True
+            if self.copies is not None:
+                self.copies.stepped(self._hyperparameters)
         self.owner.publish(job.buffer.flats)
 
     def _preview(self, gradient: ReducedGradient, job: Job) -> Shown:
@@ -371,6 +395,7 @@ class Lane:
                 sent_bytes=self.exchange.sent_bytes - self._bytes_before,
                 verdicts=self._verdicts,
                 gap=self._gap,
+                interval=self._interval,
             )
             self._verdicts = ()
         if self.replicas is None:

@@ -5,7 +5,20 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.effects import AllReduce, Average, Effect, Gather, Local, Look, Moment, Preview, Reduce, Step
+from stretto.effects import (
+    AllReduce,
+    Average,
+    Divergence,
+    Effect,
+    Gather,
+    Local,
+    Look,
+    Moment,
+    Postpone,
+    Preview,
+    Reduce,
+    Step,
+)
 from stretto.errors import ConfigError
 from stretto.strategies import Strategy
 
@@ -14,7 +27,7 @@ _DRY_UPDATES_THAT_LOOK = 1000
 """Where averages come and go: over so many they are counted."""
 _ACCUMULATIONS = (Reduce, AllReduce, Local)
 """Effects that wait for the compute lane's gradients: each begins a round."""
-_ASIDES = (Look, Average)
+_ASIDES = (Look, Average, Postpone)
 """Effects that an update may ask for or not."""
 
 
@@ -42,7 +55,8 @@ class Ledger:
     parameter_transfers: int
     """Parameters (or, for an all-reduce, sums) gathered, in buffers' worth."""
     averages: float
-    """Averages of the parameters, all-reduces each; a mean over many updates."""
+    """Averages of the parameters, all-reduces each; a mean over many updates. After `AllReduce`, the most there are:
+    replicas that are the same are not sent."""
     state_averages: float
     """Averages of the optimizer's state; likewise."""
 
@@ -72,7 +86,7 @@ class Ledger:
         # A rank that steps alone needs no sums beside its buffer, where that is wide enough to step with.
         sums = 0 if self.local and accumulation >= 4 else 4 * self.rounds
         # Narrower replicas are averaged by what they have changed, which takes the last average to tell.
-        last_average = 4 if self.local and parameter < 4 else 0
+        last_average = 4 if self.averages and parameter < 4 else 0
         master, moments = 4, 8
         return parameter + buffers * accumulation + (master + moments + sums) / owners + last_average
 
@@ -92,10 +106,11 @@ def ledger_of(strategy: Strategy) -> Ledger:
         )
     num_updates = _DRY_UPDATES_THAT_LOOK if Look in map(type, runs[0]) else _DRY_UPDATES
     averages: list[Average] = []
-    gap = 0
+    gap, interval = 0, None
     for index in range(num_updates):
         gap += 1
-        runs.append(_dry_run(strategy, Moment(index, gap, drains=False)))
+        runs.append(_dry_run(strategy, Moment(index, gap, drains=False, interval=interval)))
+        interval = next((e.updates for e in runs[-1] if isinstance(e, Postpone)), interval)
         found = [effect for effect in runs[-1] if isinstance(effect, Average)]
         averages += found
         gap = 0 if found else gap
@@ -127,10 +142,10 @@ def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[
     count = Counter(kinds)
     if sum(count[kind] > 0 for kind in _ACCUMULATIONS) > 1:
         raise ConfigError(f"strategy {strategy.name}: Reduce, AllReduce and Local cannot be mixed")
-    if not count[Local] and any(isinstance(effect, Average) for run in runs for effect in run):
+    if count[Reduce] and any(isinstance(effect, Average) for run in runs for effect in run):
         raise ConfigError(
-            f"strategy {strategy.name}: Average needs replicas that step alone, after Local; there is nothing to "
-            "average after Reduce or AllReduce"
+            f"strategy {strategy.name}: Average needs replicas, after Local or AllReduce; after Reduce every rank "
+            "holds another shard"
         )
     for number, kind in enumerate(kinds):
         ends_round = number + 1 == len(kinds) or kinds[number + 1] in _ACCUMULATIONS
@@ -167,4 +182,6 @@ def _dry_run(strategy: Strategy, moment: Moment) -> list[Effect]:
 def _answer(effect: Effect, moment: Moment) -> Any:
     if isinstance(effect, Look):
         return moment
+    if isinstance(effect, Average) and effect.probe:
+        return Divergence(distances=(0.0,), gradient_norms=(0.0,), probe=1, numel=1, rates_squared=0.0)
     return _StandIn() if isinstance(effect, _ACCUMULATIONS) else None

@@ -139,25 +139,33 @@ class Replicas:
         share = call.share(self._exchange.rank)
         states_are_equal = self._states_are_equal if share is None else state
         if share is not None:
-            self._average_masters(self._owner.masters, share, flats)
-            if state:
-                self._average_state(self._owner, share)
+            self.unite(share, flats, state=state)
         self.begin_again()
         self._states_are_equal = states_are_equal
 
-    def show_mean(self, call: RollCall, flats: Sequence[Tensor]) -> None:
+    def unite(self, share: float, flats: Sequence[Tensor], *, state: bool) -> None:
+        """Replace this rank's replica by the mean of all; all ranks must call.
+
+        Args:
+            share: This rank's part of the weight. Zero: its values are not looked at, so they may be anything.
+            flats: Scratch, one tensor per flat set; left undefined.
+            state: Average the optimizer's state too.
+        """
+        self._average_masters(self._owner.masters, share, flats)
+        if state:
+            self._average_state(self._owner, share)
+
+    def show_mean(self, share: float | None, flats: Sequence[Tensor]) -> None:
         """Fill `flats` with the mean of all replicas, which stay as they are; all ranks must call."""
         means = [master.clone() for master in self._owner.masters]
-        share = call.share(self._exchange.rank)
         if share is not None:
             self._average_masters(means, share, flats)
         for bucket, mean in zip(self._layout.buckets, means, strict=True):
             flats[bucket.set_index][bucket.start : bucket.stop].copy_(mean)
 
-    def consensus(self, call: RollCall) -> Owner:
+    def consensus(self, share: float | None) -> Owner:
         """Return a copy of the owner that holds the mean of all replicas and states; all ranks must call."""
         owner = copy.deepcopy(self._owner, {id(self._layout): self._layout})
-        share = call.share(self._exchange.rank)
         if share is not None:
             self._average_masters(owner.masters, share, GradientBuffer(self._layout).flats)
         # States may differ although nobody has stepped since the last average.
@@ -189,7 +197,9 @@ class Replicas:
 
     def _mean(self, values: Sequence[Tensor], share: float, flats: Sequence[Tensor]) -> None:
         for bucket, value in zip(self._layout.buckets, values, strict=True):
-            flats[bucket.set_index][bucket.start : bucket.stop].copy_(value.mul_(share))
+            flats[bucket.set_index][bucket.start : bucket.stop].copy_(
+                value.mul_(share) if share else value.zero_()  # what is left out need not be finite
+            )
         self._exchange.all_reduce(flats, values)
 
     def _is_narrow(self, index: int) -> bool:

@@ -61,6 +61,24 @@ class Attendance:
     """Whether this rank has stepped in that very round, likewise."""
 
 
+def nothing(num_slots: int, changed: bytes, step: int) -> Attendance:
+    """Return the record of a rank that contributes nothing."""
+    return Attendance(
+        weight=0.0,
+        samples=0,
+        micro_batches=0,
+        loss_sum=0.0,
+        loss_weight=0.0,
+        gradient_is_finite=True,
+        norm_squared=0.0,
+        vote=Vote.GO_ON,
+        settings=0,
+        used=bytes(num_slots),
+        changed=changed,
+        step=step,
+    )
+
+
 class RollCall:
     """All ranks' records of one round, in rank order."""
 

@@ -135,7 +135,7 @@ def _check_kinds(model: object, optimizer: object, strategy: object) -> None:
 
 
 def _check_wire(options: Options, strategy: Strategy, ledger: Ledger) -> None:
-    if ledger.local and options.wire == "int8":
+    if ledger.averages and options.wire == "int8":
         raise ConfigError(
             f"Options(wire='int8') is for gradients, and strategy {strategy.name} sends parameters; take wire='bf16'"
         )

@@ -5,12 +5,13 @@ from stretto.strategies.acco import ACCO
 from stretto.strategies.ddp import DDP
 from stretto.strategies.dpu import DPU
 from stretto.strategies.local import LocalSGD
+from stretto.strategies.paft import PAFTDyn, PAFTSync
 from stretto.strategies.strategy import Strategy
 from stretto.strategies.wp import WeightPrediction
 from stretto.strategies.zero1 import ZeRO1
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (DDP, ZeRO1, DPU, WeightPrediction, ACCO, LocalSGD)
+    kind.name: kind for kind in (DDP, ZeRO1, DPU, WeightPrediction, ACCO, LocalSGD, PAFTSync, PAFTDyn)
 }
 
 
@@ -31,6 +32,8 @@ __all__ = [
     "DPU",
     "STRATEGIES",
     "LocalSGD",
+    "PAFTDyn",
+    "PAFTSync",
     "Strategy",
     "WeightPrediction",
     "ZeRO1",

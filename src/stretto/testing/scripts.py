@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from stretto.effects import AllReduce, Boundary, Effect, Preview, Reduce, Step
+from stretto.effects import AllReduce, Boundary, Effect, Look, Moment, Preview, Reduce, Step
 from stretto.strategies import Strategy
 
 KNOWN = tuple(kind for kind in get_args(Effect) if kind is not Boundary)
@@ -63,6 +63,8 @@ class Reading:
             elif isinstance(effect, Reduce | AllReduce):
                 answer = Marked(update, frozenset([given]))
                 given += 1
+            elif isinstance(effect, Look):
+                answer = Moment(update, 1, drains=False)
             elif isinstance(effect, Step | Preview):
                 stepped |= self._use(effect, update)
         if left := set(range(given)) - stepped:

@@ -1,0 +1,138 @@
+"""PAFT: synchronous training whose replicas are averaged now and then, against noise that nobody can be named for."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from stretto.effects import AllReduce, Average, Divergence, Look, Postpone, Script, Step
+from stretto.errors import ConfigError
+from stretto.strategies.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PAFTSync(Strategy):
+    """`ddp`, and at every `interval`-th update all replicas are replaced by their mean.
+
+        θ_r ← Opt_r(θ_r, g_r)                    g_r is Σg / Σw as rank r holds it
+        θ_r ← mean of all finite θ_q             every `interval` updates
+
+    Replicas that are the same stay so, to the bit, and nothing but a digest is sent for them.
+
+    Staleness: 0.
+    Traffic per update: that of `ddp`, and where replicas differ 1 / interval of it again, exposed.
+    Memory: that of `ddp`; on the bf16 wire the last average too.
+    Equals synchronous when: no fault parts the replicas.
+    Source: "Capturing and Mitigating Gradient Aggregation Errors for Fault-Tolerant Distributed Training", Algorithm 1.
+    """
+
+    interval: int = 10
+    """Updates from one average to the next."""
+    state: bool = False
+    """Average the optimizer's moments too; otherwise each rank keeps its own."""
+
+    name = "paft-sync"
+    overlaps = False
+    staleness = 0
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ConfigError(f"PAFTSync(interval={self.interval}): expected at least 1 update")
+
+    def update(self) -> Script:
+        """One synchronous step, and perhaps an average."""
+        gradient = yield AllReduce()
+        yield Step(gradient)
+        moment = yield Look()
+        if moment.drains or moment.gap >= self.interval:
+            yield Average(self.state)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PAFTDyn(Strategy):
+    """As `PAFTSync`, with an interval that every average chooses anew: signal over noise.
+
+    Before an average, θ_r is the replica of rank r, d_r = ‖θ̄ - θ_r‖ on a probe of p out of d coordinates, ‖g_r‖ the
+    norm of its last gradient, and η_s the learning rates since the last average.
+
+        corrected    σ² = mean_r d_r² · M / ((M - 1) · p · Σ η_s²)        per coordinate of the mean gradient
+                     H  = √max(0, mean_r ‖g_r‖² - d·σ²) / σ
+        paper        H  = mean_r ‖g_r‖ / d_r
+
+    H is rounded and clamped to [minimum, maximum], and the same on all ranks.
+
+    Note [The two estimates]
+        Independent noise of variance σ² leaves E‖θ̄ - θ_r‖² = (M - 1)/M · p · σ² · Σ η_s² on the probe after steps of
+        plain SGD, so the corrected estimate does not depend on the interval that was chosen before; the paper's does.
+        It also takes the noise out of the gradient's norm, which otherwise never lets H fall below √d. Momentum and
+        Adam spread noise otherwise: σ is then in units of their own (for momentum β, up to 1/(1 - β) too large).
+
+    Staleness, memory: those of `paft-sync`. Traffic: by the interval that is chosen.
+    Equals synchronous when: no fault parts the replicas.
+    Source: the same paper, Algorithm 2, without the overlap.
+    """
+
+    first: int = 10
+    """Updates up to the first average."""
+    minimum: int = 1
+    """Shortest interval."""
+    maximum: int = 100
+    """Longest interval; also the one where replicas are the same."""
+    estimate: Literal["corrected", "paper"] = "corrected"
+    """How the noise is estimated."""
+    probe: int = 4096
+    """Coordinates that are looked at, drawn once over all parameters, with replacement, the same on all ranks; all
+    of them where a model has no more."""
+    state: bool = False
+    """Average the optimizer's moments too; otherwise each rank keeps its own."""
+
+    name = "paft-dyn"
+    overlaps = False
+    staleness = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum <= self.maximum:
+            raise ConfigError(
+                f"PAFTDyn(minimum={self.minimum}, maximum={self.maximum}): expected 1 <= minimum <= maximum"
+            )
+        for field in ("first", "probe"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"PAFTDyn({field}={getattr(self, field)}): expected at least 1")
+        if self.estimate not in ("corrected", "paper"):
+            raise ConfigError(f"PAFTDyn(estimate={self.estimate!r}): expected one of corrected, paper")
+
+    def update(self) -> Script:
+        """One synchronous step, and perhaps an average and a new interval."""
+        gradient = yield AllReduce()
+        yield Step(gradient)
+        moment = yield Look()
+        if moment.drains or moment.gap >= (moment.interval or self.first):
+            divergence = yield Average(self.state, self.probe)
+            yield Postpone(self.interval_after(divergence))
+
+    def interval_after(self, divergence: Divergence) -> int:
+        """Return how many updates the next average is away; replicas that are the same may wait longest."""
+        wanted = self._by_paper(divergence) if self.estimate == "paper" else self._by_lemma(divergence)
+        return self.maximum if wanted >= self.maximum else max(self.minimum, round(wanted))
+
+    def _by_paper(self, divergence: Divergence) -> float:
+        pairs = list(zip(divergence.gradient_norms, divergence.distances, strict=True))
+        if not all(distance > 0 for _, distance in pairs):
+            return math.inf
+        return sum(norm / distance for norm, distance in pairs) / len(pairs)
+
+    def _by_lemma(self, divergence: Divergence) -> float:
+        variance = noise_variance(divergence)
+        if variance == 0:
+            return math.inf
+        norms = divergence.gradient_norms
+        signal = sum(norm**2 for norm in norms) / len(norms) - divergence.numel * variance
+        return math.sqrt(max(0.0, signal) / variance)
+
+
+def noise_variance(divergence: Divergence) -> float:
+    """Return the variance, per coordinate of the mean gradient, of noise that leaves this divergence under plain SGD."""
+    replicas = len(divergence.distances)
+    if replicas < 2 or divergence.rates_squared == 0:
+        return 0.0
+    spread = sum(distance**2 for distance in divergence.distances) / replicas
+    return spread * replicas / ((replicas - 1) * divergence.probe * divergence.rates_squared)
