@@ -3,7 +3,7 @@
 import pytest
 
 from stretto.engine.ledger import ledger_of
-from stretto.strategies import STRATEGIES, LocalSGD, Strategy
+from stretto.strategies import STRATEGIES, LocalSGD, PAFTSync, Strategy
 from tests.docs.pages import DOCS, table
 
 ROWS = {
@@ -43,6 +43,13 @@ def test_every_strategy_has_a_row_in_the_order_of_the_code() -> None:
 
 def traffic(name: str, bytes_per_element: int) -> str:
     """Bytes per parameter and update as the docs write them."""
+    if name.startswith("paft"):
+        plain, *averaged = (
+            ledger_of(kind).wire_bytes(bytes_per_element)
+            for kind in (STRATEGIES["ddp"](), *(PAFTSync(interval=every) for every in (1, 2, 5)))
+        )
+        assert averaged == pytest.approx([plain + (averaged[0] - plain) / every for every in (1, 2, 5)])
+        return f"{plain:g} + {averaged[0] - plain:g}/interval"
     if name != "local":
         return f"{ledger_of(STRATEGIES[name]()).wire_bytes(bytes_per_element):g}"
     always = ledger_of(LocalSGD(rate=1)).wire_bytes(bytes_per_element)

@@ -48,10 +48,12 @@ def test_clock_hands_over_when_the_lane_is_free_or_the_maximum_is_reached() -> N
 
 
 def test_every_strategy_has_one_name() -> None:
-    assert list(STRATEGIES) == ["ddp", "zero1", "dpu", "wp", "acco", "local"]
+    assert list(STRATEGIES) == ["ddp", "zero1", "dpu", "wp", "acco", "local", "paft-sync", "paft-dyn"]
     assert [strategy_by_name(name).name for name in STRATEGIES] == list(STRATEGIES)
 
 
 def test_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(UnknownName, match="'zero3'; there are ddp, zero1, dpu, wp, acco, local"):
+    with pytest.raises(
+        UnknownName, match="'zero3'; there are ddp, zero1, dpu, wp, acco, local, paft-sync, paft-dyn"
+    ):
         strategy_by_name("zero3")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stretto import ACCO, DDP, DPU, WeightPrediction, ZeRO1
+from stretto import ACCO, DDP, DPU, PAFTDyn, PAFTSync, WeightPrediction, ZeRO1
 from stretto.engine import ledger_of
 from stretto.errors import ConformanceFailed
 from stretto.strategies import STRATEGIES, Strategy
@@ -58,6 +58,14 @@ class TestACCO(Kit):
 class TestUnevenACCO(Kit):
     strategy = ACCO(first=1)
     world_sizes = (2,)
+
+
+class TestPAFTSync(Kit):
+    strategy = PAFTSync(interval=2)
+
+
+class TestPAFTDyn(Kit):
+    strategy = PAFTDyn(first=1, maximum=2)
 
 
 class TestACCOOnGloo(Kit):

@@ -12,7 +12,6 @@ Note [Reunion]
     A replica that is left out has lost its optimizer's state too, so then the state is averaged whatever is asked.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -48,7 +47,7 @@ class Copies:
         """Since the last average."""
         self.interval: int | None = None
         """Updates from one average to the next, where the strategy chooses."""
-        self.are_alike = True
+        self.are_equal = True
         """Whether masters and state were the same on all ranks when ranks last looked."""
         self._rates_squared = 0.0
         self._exchange = exchange
@@ -86,21 +85,22 @@ class Copies:
         self._rates_squared += float(np.dot(sizes, squares)) / sum(sizes)
 
     def reunite(
-        self, effect: Average, gradient: ReducedGradient, flats: Sequence[Tensor], where: str
+        self, effect: Average, gradient: ReducedGradient, flats: Sequence[Tensor], step: int
     ) -> Divergence | None:
         """Average the replicas; all ranks must call.
 
         Args:
             effect: What the strategy asks for.
             gradient: What this rank has stepped with last.
-            flats: Scratch, one tensor per flat set; left undefined.
-            where: Rank and step, for messages.
+            flats: One tensor per flat set; left with the average.
+            step: The update that this follows, for messages.
 
         Raises:
             NonFinite: No replica is finite.
             StateCorrupt: The average is not finite, although all that went into it is.
         """
-        call = self._meet(state=effect.state, gradient_norm=math.sqrt(gradient.measure()))
+        where = f"rank {self._exchange.rank}, step {step}"
+        call = self._meet(state=effect.state, gradient_norm=self._norm(gradient))
         finite = np.flatnonzero(call["is_finite"]).tolist()
         if not finite:
             raise NonFinite(
@@ -121,6 +121,7 @@ class Copies:
         interval = self.interval
         self.begin_again()
         self.interval = interval
+        self._owner.publish(flats)
         return divergence
 
     def show(self, flats: Sequence[Tensor]) -> None:
@@ -134,14 +135,16 @@ class Copies:
     def consensus(self) -> Owner:
         """Return the owner, or where replicas differ a copy that holds their mean; all ranks must call."""
         call = self._meet(state=True)
-        self.are_alike = _alike(call)
-        return self._owner if self.are_alike else self._replicas.consensus(self._share(call))
+        self.are_equal = _alike(call)
+        return self._owner if self.are_equal else self._replicas.consensus(self._share(call))
 
     def _meet(self, *, state: bool, gradient_norm: float = 0.0) -> NDArray[np.void]:
         """Return all ranks' standings."""
         values = list(self._values(state=state))
         own = np.zeros(1, _STANDING)
-        own["digest"] = xxhash.xxh3_64_intdigest(np.array([digest(value) for value in values], "<u8").tobytes())
+        own["digest"] = xxhash.xxh3_64_intdigest(
+            np.array([digest(value) for value in values], "<u8").tobytes()
+        )
         # The state too, whether or not it is averaged: a replica with nan there is lost at its next step.
         whole = values if state else self._values(state=True)
         own["is_finite"] = all(bool(value.isfinite().all()) for value in whole)
@@ -153,6 +156,11 @@ class Copies:
         for _, entries in piece_states(self._owner) if state else ():
             for _, value in sorted(entries.items()):
                 yield value if isinstance(value, Tensor) else torch.tensor(value)
+
+    def _norm(self, gradient: ReducedGradient) -> float:
+        """Without the padding between parameters: it is no coordinate, and damage may have left anything there."""
+        runs = (self._owner.values(gradient.sums, piece) for piece in self._owner.pieces)
+        return math.sqrt(sum(float(run.norm()) ** 2 for run in runs))
 
     def _share(self, call: NDArray[np.void]) -> float:
         is_finite = call["is_finite"]

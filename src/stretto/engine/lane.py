@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Generator
 from typing import Any
 
-import numpy as np
 import torch
 
 from stretto.effects import (
@@ -25,6 +24,7 @@ from stretto.effects import (
     Step,
 )
 from stretto.engine.agreement import agree
+from stretto.engine.clipping import clip_factor, mean_norm
 from stretto.engine.copies import Copies
 from stretto.engine.job import Commit, Job, Landing, Reduction, Shown
 from stretto.engine.ledger import ledger_of
@@ -41,9 +41,6 @@ from stretto.guards.effects import GuardEffect
 from stretto.owner import Hyperparameters, Owner, ReducedGradient
 from stretto.records import Verdict
 from stretto.strategies import Strategy
-
-CLIP_EPSILON = 1e-6
-"""Added to the norm before dividing, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
 class Lane:
@@ -115,14 +112,8 @@ class Lane:
                     shown = self._preview(_reduced(gradient), job)
                 case Gather():
                     self.exchange.all_gather(job.buffer.flats)
-                case Look():
-                    votes = reduction.call.votes if reduction.met else [job.vote]
-                    drains = all(vote == Vote.DRAIN for vote in votes)
-                    reply = Moment(self.round_index, self._gap, drains, self._interval)
-                case Average():
-                    reply = self._average(job, reduction, effect)
-                case Postpone(updates) if self.copies is not None:
-                    self.copies.interval = updates
+                case Look() | Average() | Postpone():
+                    reply = self._answer(effect, job, reduction)
                 case Boundary():
                     at_boundary = True
                 case _:
@@ -194,12 +185,12 @@ class Lane:
                 self.exchange.all_gather(flats)
             return statistics.agreed
         own, changed = statistics.snapshot()
-        call = self.consult(self.replicas, changed)
+        call = self._consult(self.replicas, changed)
         self.replicas.show_mean(call.share(self.exchange.rank), flats)
         means = average_statistics(self.exchange, own, call.changed, call.micro_batches)
         return [means.get(index, value) for index, value in enumerate(statistics.agreed)]
 
-    def consult(self, replicas: Replicas, changed: bytes) -> RollCall:
+    def _consult(self, replicas: Replicas, changed: bytes) -> RollCall:
         """Hold the roll call of an average that leaves no trace; all ranks must call."""
         # Below zero: it must not be taken for the average of a rank that is somewhere else.
         absent = nothing(len(self.owner.layout.slots), changed, self.watch.step)
@@ -211,22 +202,18 @@ class Lane:
             return self.copies.consensus()
         if self.replicas is None or self.replicas.are_equal:
             return self.owner
-        return self.replicas.consensus(self.consult(self.replicas, changed).share(self.exchange.rank))
+        return self.replicas.consensus(self._consult(self.replicas, changed).share(self.exchange.rank))
 
     @property
     def apart(self) -> Replicas | Copies | None:
         """This rank's replica, where others hold another: as of `agreed_owner`."""
-        if self.copies is not None:
-            return None if self.copies.are_alike else self.copies
-        return None if self.replicas is None or self.replicas.are_equal else self.replicas
+        return None if self._company is None or self._company.are_equal else self._company
 
     def begin_again(self, round_index: int) -> None:
         """Go on at `round_index` from what a checkpoint has put into the owner."""
         self.round_index = round_index
-        if self.replicas is not None:
-            self.replicas.begin_again()
-        if self.copies is not None:
-            self.copies.begin_again()
+        if self._company is not None:
+            self._company.begin_again()
 
     @property
     def has_drifted(self) -> bool:
@@ -251,13 +238,25 @@ class Lane:
         replicas.window.rounds += 1
         return Reduction(gradient, call, {}, skipped, alone=True, met=False)
 
+    def _answer(self, effect: Look | Average | Postpone, job: Job, reduction: Reduction) -> Any:
+        """Answer what only strategies ask for that average replicas."""
+        match effect:
+            case Look():
+                votes = reduction.call.votes if reduction.met else [job.vote]
+                drains = all(vote == Vote.DRAIN for vote in votes)
+                interval = None if self.copies is None else self.copies.interval
+                return Moment(self.round_index, self._gap, drains, interval)
+            case Average():
+                return self._average(job, reduction, effect)
+            case Postpone(updates) if self.copies is not None:
+                self.copies.interval = updates
+        return None
+
     def _average(self, job: Job, reduction: Reduction, effect: Average) -> Divergence | None:
         """Bring the replicas together; a round of `Local` ends as if all ranks had taken part in it."""
         if self.copies is not None:
-            where = f"rank {self.exchange.rank}, step {self.watch.step + self._stepped}"
-            divergence = self.copies.reunite(effect, reduction.gradient, job.buffer.flats, where)
-            self.owner.publish(job.buffer.flats)
-            return divergence
+            step = self.watch.step + self._stepped
+            return self.copies.reunite(effect, reduction.gradient, job.buffer.flats, step)
         if self.replicas is None:
             raise TypeError("a strategy must step with Local or AllReduce before it averages")
         attendance = self._attendance(job, True, 0.0)
@@ -281,13 +280,11 @@ class Lane:
     @property
     def _gap(self) -> int:
         """Rounds since replicas were last averaged."""
-        if self.copies is not None:
-            return self.copies.rounds
-        return 0 if self.replicas is None else self.replicas.window.rounds
+        return 0 if self._company is None else self._company.rounds
 
     @property
-    def _interval(self) -> int | None:
-        return None if self.copies is None else self.copies.interval
+    def _company(self) -> Replicas | Copies | None:
+        return self.copies or self.replicas
 
     def _attendance(self, job: Job, finite: bool, norm_squared: float) -> Attendance:
         contribution = job.contribution
@@ -335,8 +332,8 @@ class Lane:
         self.sentry.forget()  # what is sealed is about to change
         gradient.merge()
         if gradient.weight > 0:
-            self._gradient_norm = self._norm(gradient)
-            how = self._hyperparameters, self._clip(self._gradient_norm)
+            self._gradient_norm = mean_norm(gradient, self.exchange, replicated=self.replicated)
+            how = self._hyperparameters, clip_factor(self._gradient_norm, self._options.clip_norm)
             self.sentry.rehearse(gradient, *how)
             self.owner.step(gradient, *how)
             self._runtime.charge("step", self.owner.numel)
@@ -351,24 +348,11 @@ class Lane:
         if gradient.weight == 0:
             self.owner.publish(job.buffer.flats)
             return "committed"
-        clip = self._clip(self._norm(gradient))
+        norm = mean_norm(gradient, self.exchange, replicated=self.replicated)
+        clip = clip_factor(norm, self._options.clip_norm)
         self.owner.preview(gradient, self._hyperparameters, clip, job.buffer.flats)
         self._runtime.charge("preview", self.owner.numel)
         return "estimate"
-
-    def _norm(self, gradient: ReducedGradient) -> float:
-        """Return the 2-norm of the mean gradient; a sum of two reductions has to be measured over ranks."""
-        if gradient.norm_squared is None:
-            norms = np.array([gradient.measure()])
-            if not self.replicated:
-                norms = np.frombuffer(b"".join(self.exchange.gather_bytes(norms.tobytes())))
-            gradient.norm_squared = sum(norms.tolist())
-        return math.sqrt(gradient.norm_squared) / gradient.weight
-
-    def _clip(self, norm: float) -> float:
-        """Return the factor that brings a gradient of this norm under the limit."""
-        limit = self._options.clip_norm
-        return 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
 
     def _begin_update(self, hyperparameters: Hyperparameters) -> None:
         self._reductions: list[Reduction] = []
@@ -395,7 +379,7 @@ class Lane:
                 sent_bytes=self.exchange.sent_bytes - self._bytes_before,
                 verdicts=self._verdicts,
                 gap=self._gap,
-                interval=self._interval,
+                interval=None if self.copies is None else self.copies.interval,
             )
             self._verdicts = ()
         if self.replicas is None:

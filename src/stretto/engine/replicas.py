@@ -88,6 +88,11 @@ class Replicas:
         self._states_are_equal = False
 
     @property
+    def rounds(self) -> int:
+        """Since the last average."""
+        return self.window.rounds
+
+    @property
     def are_equal(self) -> bool:
         """Whether all ranks hold the same masters and the same optimizer state."""
         return self._states_are_equal and self.window.rounds == 0

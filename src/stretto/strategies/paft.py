@@ -64,7 +64,7 @@ class PAFTDyn(Strategy):
         Independent noise of variance σ² leaves E‖θ̄ - θ_r‖² = (M - 1)/M · p · σ² · Σ η_s² on the probe after steps of
         plain SGD, so the corrected estimate does not depend on the interval that was chosen before; the paper's does.
         It also takes the noise out of the gradient's norm, which otherwise never lets H fall below √d. Momentum and
-        Adam spread noise otherwise: σ is then in units of their own (for momentum β, up to 1/(1 - β) too large).
+        Adam spread noise otherwise: with momentum β the estimate of σ is up to 1/(1 - β) too large, and H too small.
 
     Staleness, memory: those of `paft-sync`. Traffic: by the interval that is chosen.
     Equals synchronous when: no fault parts the replicas.
@@ -130,7 +130,7 @@ class PAFTDyn(Strategy):
 
 
 def noise_variance(divergence: Divergence) -> float:
-    """Return the variance, per coordinate of the mean gradient, of noise that leaves this divergence under plain SGD."""
+    """Return the variance, per coordinate of the mean gradient, of noise that plain SGD turns into this divergence."""
     replicas = len(divergence.distances)
     if replicas < 2 or divergence.rates_squared == 0:
         return 0.0

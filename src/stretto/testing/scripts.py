@@ -50,7 +50,8 @@ class Reading:
         script = strategy.update()
         names: list[str] = []
         self.asked.append(names)
-        given, stepped, answer = 0, frozenset[int](), None
+        given, stepped = 0, frozenset[int]()
+        answer: Marked | Moment | None = None
         while True:
             try:
                 effect = script.send(answer)

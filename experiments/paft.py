@@ -1,0 +1,321 @@
+"""What does averaging replicas save of a run whose gradients arrive with noise, and what do guards make of the same?
+
+Four ranks of a virtual cluster train the digits. After every exchange each rank's copy of the mean gradient gets
+Gaussian noise of its own, fresh at every update: VARIANCE per coordinate of the mean, so that ‖noise‖² is the variance
+times the number of parameters. `clean` has none, `noised` is `ddp` with it, `sync-H` and `dyn-*` are PAFT. Further
+cells: AdamW with and without averaged moments; bursts (1e-4 always, 0.1 or 1 more at every 50th update); and `ddp` with
+guards, with noise on all ranks or on one. Every run ends right after its last update: `finish` would average once more.
+
+Each run is a line of runs.jsonl, and one that is there already is not made again, so that the script may be stopped at
+any time; `paft.json` has the intervals over seeds.
+
+    python experiments/paft.py --out benchmarks/results/DATE-paft
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+import stretto as st
+from stretto.errors import StrettoError
+from stretto.faults import Fault, FaultPlan, Injector, strike_memory
+from stretto.recipes import DigitsResNet
+from stretto.recipes.task import Task
+from stretto.virtual import VirtualCluster, VirtualGroup
+
+RANKS = 4
+VARIANCES = (1e-4, 1e-3, 1e-2, 1e-1)
+ADAM_VARIANCES = (1e-4, 1e-3)
+BURST_EVERY = 50
+BURSTS = (0.1, 1.0)
+STRATEGIES: dict[str, st.Strategy] = {
+    "noised": st.DDP(),
+    "sync-5": st.PAFTSync(interval=5),
+    "sync-10": st.PAFTSync(interval=10),
+    "sync-50": st.PAFTSync(interval=50),
+    "dyn-corrected": st.PAFTDyn(),
+    "dyn-paper": st.PAFTDyn(estimate="paper"),
+    "sync-10-state": st.PAFTSync(interval=10, state=True),
+}
+TABLE = ("noised", "sync-5", "sync-10", "sync-50", "dyn-corrected", "dyn-paper")
+GUARDS: dict[str, tuple[st.Guard, ...]] = {
+    "none": (),
+    "replica": (st.ReplicaGuard(),),
+    "rest": (st.AtRest(),),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run, but for its seed."""
+
+    part: str
+    """Of the report: table, adam, bursts or guards."""
+    arm: str
+    optimizer: str = "sgd"
+    variance: float = 0.0
+    burst: float = 0.0
+    ranks: int = RANKS
+    """How many get noise, from rank 0."""
+    guard: str = "none"
+
+    @property
+    def strategy(self) -> st.Strategy:
+        return STRATEGIES.get(self.arm, st.DDP())
+
+
+def cells() -> Iterator[Cell]:
+    """Yield what is run for every seed."""
+    yield Cell(part="table", arm="clean")
+    for variance in VARIANCES:
+        for arm in TABLE:
+            yield Cell(part="table", arm=arm, variance=variance)
+    yield Cell(part="adam", arm="clean", optimizer="adamw")
+    for variance in ADAM_VARIANCES:
+        for arm in ("noised", "sync-10", "sync-10-state"):
+            yield Cell(part="adam", arm=arm, optimizer="adamw", variance=variance)
+    for burst in BURSTS:
+        for arm in ("noised", "sync-10", "dyn-corrected"):
+            yield Cell(part="bursts", arm=arm, variance=1e-4, burst=burst)
+    for ranks, guard in ((RANKS, "replica"), (RANKS, "rest"), (1, "none"), (1, "replica"), (1, "rest")):
+        yield Cell(part="guards", arm="noised", variance=1e-2, ranks=ranks, guard=guard)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all runs have in common."""
+
+    updates: int
+    width: int
+    batch: int
+
+
+def noise(cell: Cell, setting: Setting, seed: int) -> FaultPlan:
+    """Return the faults: the exchange gives a sum of RANKS means, so noise of its variance times RANKS² is that of the
+    mean."""
+
+    def fault(rank: int, variance: float, **when: Any) -> Fault:
+        return Fault(
+            site="reduced gradient",
+            rank=rank,
+            extent="all",
+            pattern="noise",
+            variance=variance * RANKS**2,
+            seed=10 * (10 * seed + rank) + (when.get("lasts") is None),
+            **when,
+        )
+
+    faults = []
+    for rank in range(cell.ranks):
+        if cell.variance:
+            faults.append(fault(rank, cell.variance, lasts="sticky"))
+        for instant in range(BURST_EVERY - 1, setting.updates, BURST_EVERY) if cell.burst else ():
+            faults.append(fault(rank, cell.burst, instant=instant))
+    return FaultPlan(tuple(faults))
+
+
+@dataclasses.dataclass
+class Seen:
+    """What one rank ended with."""
+
+    task: Task
+    values: list[Tensor]
+    averages: int
+    intervals: list[int]
+    verdicts: int
+    update: int
+    error: str | None = None
+
+
+def train(cell: Cell, setting: Setting, seed: int, rank: int, group: VirtualGroup) -> Seen:
+    """Train one rank to the last update, or to the error that ends it."""
+    recipe = DigitsResNet(width=setting.width, batch=setting.batch, optimizer=cell.optimizer)
+    task = recipe.build(rank, RANKS, seed, setting.updates)
+    # One bucket: a fault of the whole extent is one of a whole tensor.
+    parallel = st.DataParallel(
+        task.model,
+        task.optimizer,
+        cell.strategy,
+        micro_batches=1,
+        group=group,
+        guards=GUARDS[cell.guard],
+        options=st.Options(bucket_bytes=2**26),
+    )
+    strike_memory(parallel, Injector(noise(cell, setting, seed), rank))
+    seen = Seen(task, [], 0, [], 0, 0)
+    try:
+        for batch in parallel.feed(task.loader):
+            loss = task.loss(task.model, batch)
+            update = parallel.backward(loss.value, loss.weight, loss.samples)
+            if update is None:
+                continue
+            task.scheduler.step()
+            seen.update = update.step
+            seen.verdicts += len(update.verdicts)
+            seen.averages += update.gap == 0 and cell.arm not in ("clean", "noised")
+            if update.interval and (not seen.intervals or update.gap == 0):
+                seen.intervals.append(update.interval)
+            if update.step == setting.updates:
+                break
+    except StrettoError as error:
+        seen.error = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        seen.values = [p.detach().clone() for p in task.model.parameters()]
+        OUTCOMES[rank] = seen
+    return seen
+
+
+OUTCOMES: dict[int, Seen] = {}
+"""By rank; also of runs that an error ends."""
+
+
+def run(cell: Cell, setting: Setting, seed: int) -> dict[str, Any]:
+    """Make one run and return its record."""
+    started = time.process_time()
+    OUTCOMES.clear()
+    error = None
+    try:
+        VirtualCluster(RANKS).run(lambda rank, group: train(cell, setting, seed, rank, group))
+    except StrettoError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    record = {"seed": seed, **dataclasses.asdict(cell), "error": error, "update": OUTCOMES[0].update}
+    record |= {"averages": OUTCOMES[0].averages, "verdicts": OUTCOMES[0].verdicts}
+    record["median_interval"] = statistics.median(OUTCOMES[0].intervals) if OUTCOMES[0].intervals else None
+    if error is None:
+        record |= judged([OUTCOMES[rank] for rank in range(RANKS)])
+    return record | {"cpu_seconds": time.process_time() - started}
+
+
+def judged(ranks: list[Seen]) -> dict[str, Any]:
+    """Return held-out loss and accuracy, as a mean over replicas and of their mean, and how far they are apart."""
+    found = [(seen.task.evaluate(seen.task.model), seen.task.accuracy(seen.task.model)) for seen in ranks]
+    means = [torch.stack(values).mean(0) for values in zip(*(seen.values for seen in ranks), strict=True)]
+    apart = [
+        math.sqrt(sum(float((v - m).square().sum()) for v, m in zip(seen.values, means, strict=True)))
+        for seen in ranks
+    ]
+    task = ranks[0].task
+    with torch.no_grad():
+        for parameter, mean in zip(task.model.parameters(), means, strict=True):
+            parameter.copy_(mean)
+    losses = [loss for loss, _ in found]
+    return {
+        "loss": finite(statistics.mean(losses)),
+        "accuracy": statistics.mean(accuracy for _, accuracy in found),
+        "loss_of_mean": finite(task.evaluate(task.model)),
+        "accuracy_of_mean": task.accuracy(task.model),
+        "distance_from_mean": finite(max(apart)),
+        "digest": [st_digest(seen.values) for seen in ranks],
+    }
+
+
+def st_digest(values: list[Tensor]) -> str:
+    """Return a digest of all values, to tell whether two runs ended with the same bits."""
+    from stretto.digests import digest, hexadecimal
+
+    return hexadecimal(digest(torch.cat([value.flatten() for value in values])))
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, for every cell, means over seeds with 95 % t-intervals."""
+    rows = []
+    for cell in cells():
+        fields = dataclasses.asdict(cell)
+        own = [record for record in records if all(record[key] == value for key, value in fields.items())]
+        if not own:
+            continue
+        row: dict[str, Any] = {
+            **fields,
+            "seeds": len(own),
+            "errors": sum(r["error"] is not None for r in own),
+        }
+        row["error_updates"] = sorted(r["update"] + 1 for r in own if r["error"])
+        whole = [record for record in own if record["error"] is None]
+        for key in ("loss", "accuracy", "loss_of_mean", "accuracy_of_mean", "distance_from_mean", "averages"):
+            row[key] = interval([r[key] for r in whole if r[key] is not None])
+        row["median_intervals"] = [r["median_interval"] for r in own]
+        row["verdicts"] = [r["verdicts"] for r in own]
+        clean = {r["seed"]: r["digest"] for r in records if r["part"] == "table" and r["arm"] == "clean"}
+        row["identical_to_clean"] = sum(r["digest"] == clean.get(r["seed"]) for r in whole)
+        rows.append(row)
+    return rows
+
+
+def interval(values: list[float]) -> dict[str, float] | None:
+    """Return mean and half-width of a 95 % t-interval."""
+    if not values:
+        return None
+    half = 0.0
+    if len(values) > 1:
+        half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return {"mean": statistics.mean(values), "half": half}
+
+
+def main() -> None:
+    """Make the runs that are missing, seed after seed, and sum up."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for runs.jsonl and paft.json")
+    parser.add_argument("--updates", type=int, default=300)
+    parser.add_argument("--width", type=int, default=8, help="channels of the network's first stage")
+    parser.add_argument("--batch", type=int, default=16, help="images per rank and update")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=40.0, help="CPU time after which no run is begun")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    setting = Setting(options.updates, options.width, options.batch)
+    path = options.out / "runs.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for seed in range(options.seeds):
+        for cell in cells():
+            wanted = {"seed": seed, **dataclasses.asdict(cell)}
+            if any(all(record[key] == value for key, value in wanted.items()) for record in records):
+                continue
+            if time.process_time() > 60 * options.minutes:
+                break
+            records.append(run(cell, setting, seed))
+            with path.open("a") as lines:
+                lines.write(json.dumps(records[-1]) + "\n")
+            print(describe(records[-1]), flush=True)
+    report = {
+        "setting": dataclasses.asdict(setting),
+        "ranks": RANKS,
+        "burst_every": BURST_EVERY,
+        "rows": summarise(records),
+        "cpu_seconds": sum(record["cpu_seconds"] for record in records),
+        "torch": torch.__version__,
+    }
+    (options.out / "paft.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def describe(record: dict[str, Any]) -> str:
+    """Return a run as a line."""
+    what = f"{record['part']:7} {record['arm']:14} {record['optimizer']:5} {record['variance']:g}+{record['burst']:g}"
+    place = f"seed {record['seed']}, {record['ranks']} ranks, guard {record['guard']}"
+    if record["error"]:
+        return f"{what} {place}: ended behind update {record['update']}: {record['error'][:80]}"
+    loss = math.nan if record["loss"] is None else record["loss"]
+    return (
+        f"{what} {place}: loss {loss:.3f}, accuracy {record['accuracy']:.3f}, {record['cpu_seconds']:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
