@@ -49,6 +49,8 @@ class Copies:
         """Updates from one average to the next, where the strategy chooses."""
         self.are_equal = True
         """Whether masters and state were the same on all ranks when ranks last looked."""
+        self.states_are_equal = True
+        """As far as the last average went."""
         self._rates_squared = 0.0
         self._exchange = exchange
         self._owner = owner
@@ -120,7 +122,7 @@ class Copies:
         divergence = self._divergence(call, finite, coordinates, before) if effect.probe else None
         interval = self.interval
         self.begin_again()
-        self.interval = interval
+        self.interval, self.states_are_equal = interval, effect.state
         self._owner.publish(flats)
         return divergence
 

@@ -51,6 +51,11 @@ class Job:
     verdicts: Sequence[Verdict] = ()
     """What the compute lane has found damaged since the last take-off."""
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the accumulated gradients are."""
+        return all(bool(flat.sum().isfinite()) for flat in self.buffer.flats)
+
 
 @dataclasses.dataclass(slots=True)
 class Reduction:

@@ -77,6 +77,7 @@ class Lane:
         """What this rank does alone, for strategies with `Local`."""
         self.copies = Copies(exchange, owner) if ledger.averages and not ledger.local else None
         """What should be the same on all ranks, for strategies that average after `AllReduce`."""
+        sentry.company = self._company
         sentry.start(step=0)
         # Sums of finished updates, for the next ones: fresh pages would cost more than the arithmetic.
         self._spare_sums: list[list[torch.Tensor]] = []
@@ -126,7 +127,7 @@ class Lane:
         """Exchange the gradients of `job` and hold the roll call."""
         if self.replicas is not None:
             return self._keep(job, self.replicas)
-        finite = _is_finite(job)
+        finite = job.is_finite
         sums = self._spare_sums.pop() if self._spare_sums else self.owner.new_sums()
         if isinstance(self._waiting, AllReduce):
             self.exchange.all_reduce(job.buffer.flats, sums)
@@ -225,7 +226,7 @@ class Lane:
         sums = replicas.own_gradient(job.buffer.flats)
         gradient = ReducedGradient(sums, job.contribution.weight, 0.0, bytes(job.contribution.used))
         gradient.norm_squared = norm_squared = gradient.measure()
-        attendance = self._attendance(job, _is_finite(job), norm_squared)
+        attendance = self._attendance(job, job.is_finite, norm_squared)
         call = RollCall.alone(attendance, self.exchange.rank, self.exchange.world_size)
         skipped = self._leave_out(call, norm_squared, ReplicaNonFinite)
         if skipped:
@@ -247,6 +248,7 @@ class Lane:
                 interval = None if self.copies is None else self.copies.interval
                 return Moment(self.round_index, self._gap, drains, interval)
             case Average():
+                self.sentry.forget()  # what a step was to leave
                 return self._average(job, reduction, effect)
             case Postpone(updates) if self.copies is not None:
                 self.copies.interval = updates
@@ -386,10 +388,6 @@ class Lane:
             self._spare_sums.extend([list(reduction.gradient.sums) for reduction in self._reductions])
         self._begin_update(self._hyperparameters)
         return commit
-
-
-def _is_finite(job: Job) -> bool:
-    return all(bool(torch.isfinite(flat.sum())) for flat in job.buffer.flats)
 
 
 def _updates(strategy: Strategy, sentry: Sentry) -> Generator[Effect | GuardEffect, Any, None]:

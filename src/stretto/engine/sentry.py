@@ -11,7 +11,9 @@ from torch import distributed as dist
 
 from stretto.digests import Imprint, digest
 from stretto.engine.agreement import gather_text
+from stretto.engine.copies import Copies
 from stretto.engine.job import Job
+from stretto.engine.replicas import Replicas
 from stretto.engine.strikes import Strikes
 from stretto.errors import StateCorrupt
 from stretto.exchange import Exchange
@@ -63,6 +65,9 @@ class Sentry:
         replicated: bool,
     ) -> None:
         self.guards = tuple(guards)
+        self.company: Replicas | Copies | None = None
+        """Given by the lane, where replicas may differ: they are compared right after an average, and at no other
+        time."""
         self._exchange = exchange
         self._owner = owner
         self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
@@ -96,8 +101,10 @@ class Sentry:
 
     def ask(self, moment: Moment) -> GuardScript:
         """Yield what all guards ask for at a moment."""
+        is_apart = self.company is not None and self.company.rounds > 0
         for guard in self.guards:
-            yield from getattr(guard, moment)()
+            if not (guard.needs_replicas and is_apart):
+                yield from getattr(guard, moment)()
 
     def start(self, step: int) -> None:
         """Begin with the state as it is, behind `step` updates."""
@@ -223,7 +230,14 @@ class Sentry:
                 yield Part("reduced gradient", f"bucket {index} of round {number}"), total
 
     def _fingerprints(self, job: Job | None) -> dict[Part, int]:
-        return {part: self._fingerprint(part, tensor) for part, tensor in self._parts(job)}
+        # Ranks that keep their own state, or step alone, may have cut it into other segments too.
+        company = self.company
+        keeps_state = company is not None and not (isinstance(company, Copies) and company.states_are_equal)
+        return {
+            part: self._fingerprint(part, tensor)
+            for part, tensor in self._parts(job)
+            if not (keeps_state and part.site == "optimizer state")
+        }
 
     def _fingerprint(self, part: Part, tensor: Tensor) -> int:
         is_written = part in self._versions and self._versions[part] != tensor._version

@@ -89,7 +89,7 @@ def start_lanes(
     owner = Owner(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
     runtime = choose_runtime(group, layout.sets[0].device, overlaps=strategy.overlaps)
     strikes = _strikes(options, exchange)
-    sentry = Sentry(guards, exchange, owner, _fixed(model), strikes, replicated=ledger.replicated)
+    sentry = Sentry(guards, exchange, owner, _fixed(model), strikes, replicated=ledger.replicated and not ledger.local)
     lane = Lane(
         strategy,
         exchange,
@@ -145,12 +145,7 @@ def _check_guards(guards: Sequence[Guard], strategy: Strategy, ledger: Ledger) -
     for guard in guards:
         if not isinstance(guard, Guard):
             raise ConfigError(f"guards: expected instances such as ReplicaGuard(), found {guard!r}")
-        if ledger.local:
-            raise ConfigError(
-                f"guard {guard.name} speaks with all ranks at every update, and strategy {strategy.name} lets each "
-                "step alone between averages; take another strategy, or no guards"
-            )
-        if guard.needs_equal_parameters and ledger.local:
+        if guard.needs_equal_parameters and ledger.averages:
             raise ConfigError(
                 f"guard {guard.name} runs a rank's micro-batches again on another, and strategy {strategy.name} lets "
                 "parameters differ between ranks; take another strategy"

@@ -1,0 +1,67 @@
+"""Guards beside strategies whose replicas may differ: at rest always, between ranks right after an average."""
+
+import pytest
+import torch
+
+import stretto as st
+from stretto.errors import ConfigError
+from stretto.faults import Fault
+from tests.paft.noisy import Seen, network, noise, same, train
+
+STRATEGIES = {
+    "local": st.LocalSGD(rate=0.5),
+    "local, state averaged": st.LocalSGD(rate=0.5, state=True),
+    "paft-sync": st.PAFTSync(interval=2),
+    "paft-dyn": st.PAFTDyn(first=2, maximum=2),
+}
+EACH = pytest.mark.parametrize("name", STRATEGIES)
+
+
+def found_by(seen: Seen) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(v.guard, v.site, v.ranks) for update in seen.updates for v in update.verdicts]
+
+
+@EACH
+def test_guards_change_nothing_where_nothing_is_wrong(name: str) -> None:
+    plain = train(STRATEGIES[name])
+    watched = train(STRATEGIES[name], guards=(st.ReplicaGuard(), st.AtRest()))
+    for left, right in zip(plain, watched, strict=True):
+        assert same(left.final, right.final)
+        assert found_by(right) == []
+
+
+@EACH
+@pytest.mark.parametrize("site", ["masters", "optimizer state", "reduced gradient"])
+def test_a_damaged_word_at_rest_is_mended_to_the_bit(name: str, site: str) -> None:
+    fault = Fault(site=site, rank=1, instant=2)  # type: ignore[arg-type]  # parametrised
+    plain = train(STRATEGIES[name])
+    watched = train(STRATEGIES[name], faults=[fault], guards=(st.AtRest(),))
+    assert all(same(left.final, right.final) for left, right in zip(plain, watched, strict=True))
+    assert found_by(watched[0]) == [("rest", site, (1,))]
+
+
+@pytest.mark.parametrize("name", ["local", "local, state averaged"])
+def test_what_reaches_one_rank_wrong_in_an_average_is_copied_over(name: str) -> None:
+    fault = Fault(site="gathered values", rank=2, instant=0, extent="chunk", pattern="zero", seed=1)
+    plain = train(STRATEGIES[name])
+    watched = train(STRATEGIES[name], faults=[fault], guards=(st.ReplicaGuard(),))
+    assert all(same(left.final, right.final) for left, right in zip(plain, watched, strict=True))
+    assert {verdict[0] for verdict in found_by(watched[0])} == {"replica"}
+    assert {verdict[2] for verdict in found_by(watched[0])} == {(2,)}
+
+
+def test_replicas_that_noise_parts_between_averages_are_not_reported() -> None:
+    for state in (False, True):
+        found = train(
+            st.PAFTSync(interval=4, state=state), faults=noise(3, 1e-3), guards=(st.ReplicaGuard(),)
+        )
+        assert found[0].error is None
+        assert found_by(found[0]) == []
+
+
+@EACH
+def test_an_audit_which_needs_equal_parameters_is_refused(name: str) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="audit runs a rank's micro-batches again on another"):
+        st.DataParallel(model, optimizer, STRATEGIES[name], guards=(st.Audit(),))
