@@ -100,8 +100,9 @@ class Divergence:
     """Coordinates compared."""
     numel: int
     """Coordinates in all."""
-    rates_squared: float
-    """Squared learning rates, summed over the steps since the last average."""
+    gain: float
+    """Variance of a parameter since the last average, for noise of variance 1 in every gradient: Σ η² for plain SGD,
+    more with momentum (`stretto.engine.gain`); a mean over coordinates."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

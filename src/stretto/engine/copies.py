@@ -24,6 +24,7 @@ from torch import Tensor
 
 from stretto.digests import digest
 from stretto.effects import Average, Divergence
+from stretto.engine.gain import Gain, stepped
 from stretto.engine.replicas import Replica, Replicas
 from stretto.errors import NonFinite, StateCorrupt
 from stretto.exchange import Exchange
@@ -51,24 +52,26 @@ class Copies:
         """Whether masters and state were the same on all ranks when ranks last looked."""
         self.states_are_equal = True
         """As far as the last average went."""
-        self._rates_squared = 0.0
+        self._gains = [Gain() for _ in owner.optimizer.param_groups]
+        """By parameter group."""
         self._exchange = exchange
         self._owner = owner
         self._replicas = Replicas(exchange, owner)
 
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the last average."""
-        self.rounds, self._rates_squared, self.interval = 0, 0.0, None
+        self.rounds, self.interval = 0, None
+        self._gains = [Gain() for _ in self._gains]
         self._replicas.begin_again()
 
     def counts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps for every rank, beside the replicas."""
-        return {"rounds": self.rounds, "interval": self.interval, "rates_squared": self._rates_squared}
+        return {"rounds": self.rounds, "interval": self.interval, "gains": self._gains}
 
     def take_up(self, counts: dict[str, Any]) -> None:
         """Go on from `counts`."""
         self.rounds, self.interval = counts["rounds"], counts["interval"]
-        self._rates_squared = counts["rates_squared"]
+        self._gains = counts["gains"]
 
     def write(self) -> Replica:
         """Return this rank's replica; it refers to the job's own tensors."""
@@ -79,12 +82,8 @@ class Copies:
         self._replicas.adopt(replica)
 
     def stepped(self, hyperparameters: Hyperparameters) -> None:
-        """Take note of one step: the mean over coordinates of the squared learning rate."""
-        sizes = [0] * len(hyperparameters)
-        for slot in self._owner.layout.slots:
-            sizes[slot.group] += slot.numel
-        squares = [float(group["lr"]) ** 2 for group in hyperparameters]
-        self._rates_squared += float(np.dot(sizes, squares)) / sum(sizes)
+        """Take note of one step."""
+        stepped(self._gains, hyperparameters)
 
     def reunite(
         self, effect: Average, gradient: ReducedGradient, flats: Sequence[Tensor], step: int
@@ -111,7 +110,7 @@ class Copies:
             )
         coordinates = self._coordinates(effect.probe)
         before = self._at(coordinates)
-        if not _alike(call):
+        if not _alike(call) or len(finite) < len(call):
             self._unite(call, flats, state=effect.state)
             if not all(bool(master.isfinite().all()) for master in self._owner.masters):
                 raise StateCorrupt(
@@ -120,9 +119,10 @@ class Copies:
                     ranks=[self._exchange.rank],
                 )
         divergence = self._divergence(call, finite, coordinates, before) if effect.probe else None
-        interval = self.interval
-        self.begin_again()
-        self.interval, self.states_are_equal = interval, effect.state
+        for gain in self._gains:
+            gain.average(state=effect.state)
+        self._replicas.begin_again()
+        self.rounds, self.states_are_equal = 0, effect.state
         self._owner.publish(flats)
         return divergence
 
@@ -211,8 +211,15 @@ class Copies:
             gradient_norms=tuple(call["gradient_norm"][finite].tolist()),
             probe=sum(places.numel() for _, places in coordinates),
             numel=sum(slot.numel for slot in self._owner.layout.slots),
-            rates_squared=self._rates_squared,
+            gain=self._gain(),
         )
+
+    def _gain(self) -> float:
+        """Return the mean over coordinates."""
+        sizes = [0] * len(self._gains)
+        for slot in self._owner.layout.slots:
+            sizes[slot.group] += slot.numel
+        return float(np.dot(sizes, [gain.parameter for gain in self._gains])) / sum(sizes)
 
 
 def _alike(call: NDArray[np.void]) -> bool:

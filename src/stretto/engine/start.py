@@ -89,7 +89,9 @@ def start_lanes(
     owner = Owner(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
     runtime = choose_runtime(group, layout.sets[0].device, overlaps=strategy.overlaps)
     strikes = _strikes(options, exchange)
-    sentry = Sentry(guards, exchange, owner, _fixed(model), strikes, replicated=ledger.replicated and not ledger.local)
+    sentry = Sentry(
+        guards, exchange, owner, _fixed(model), strikes, replicated=ledger.replicated and not ledger.local
+    )
     lane = Lane(
         strategy,
         exchange,

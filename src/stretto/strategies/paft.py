@@ -52,19 +52,19 @@ class PAFTDyn(Strategy):
     """As `PAFTSync`, with an interval that every average chooses anew: signal over noise.
 
     Before an average, θ_r is the replica of rank r, d_r = ‖θ̄ - θ_r‖ on a probe of p out of d coordinates, ‖g_r‖ the
-    norm of its last gradient, and η_s the learning rates since the last average.
+    norm of its last gradient, and G = Σ η² over the steps since the last average, or what momentum makes of it.
 
-        corrected    σ² = mean_r d_r² · M / ((M - 1) · p · Σ η_s²)        per coordinate of the mean gradient
+        corrected    σ² = mean_r d_r² · M / ((M - 1) · p · G)             per coordinate of the mean gradient
                      H  = √max(0, mean_r ‖g_r‖² - d·σ²) / σ
         paper        H  = mean_r ‖g_r‖ / d_r
 
     H is rounded and clamped to [minimum, maximum], and the same on all ranks.
 
     Note [The two estimates]
-        Independent noise of variance σ² leaves E‖θ̄ - θ_r‖² = (M - 1)/M · p · σ² · Σ η_s² on the probe after steps of
-        plain SGD, so the corrected estimate does not depend on the interval that was chosen before; the paper's does.
-        It also takes the noise out of the gradient's norm, which otherwise never lets H fall below √d. Momentum and
-        Adam spread noise otherwise: with momentum β the estimate of σ is up to 1/(1 - β) too large, and H too small.
+        Independent noise of variance σ² leaves E‖θ̄ - θ_r‖² = (M - 1)/M · p · σ² · G on the probe under SGD, so
+        the corrected estimate does not depend on the interval that was chosen before; the paper's does. It also
+        takes the noise out of the gradient's norm, which otherwise never lets H fall below √d. Adam spreads
+        noise in another way, and there σ is no more than a number that grows with it.
 
     Staleness, memory: those of `paft-sync`. Traffic: by the interval that is chosen.
     Equals synchronous when: no fault parts the replicas.
@@ -130,9 +130,9 @@ class PAFTDyn(Strategy):
 
 
 def noise_variance(divergence: Divergence) -> float:
-    """Return the variance, per coordinate of the mean gradient, of noise that plain SGD turns into this divergence."""
+    """Return the variance, per coordinate of the mean gradient, of noise that SGD turns into this divergence."""
     replicas = len(divergence.distances)
-    if replicas < 2 or divergence.rates_squared == 0:
+    if replicas < 2 or divergence.gain == 0:
         return 0.0
     spread = sum(distance**2 for distance in divergence.distances) / replicas
-    return spread * replicas / ((replicas - 1) * divergence.probe * divergence.rates_squared)
+    return spread * replicas / ((replicas - 1) * divergence.probe * divergence.gain)
