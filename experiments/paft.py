@@ -137,8 +137,9 @@ class Seen:
     error: str | None = None
 
 
-def train(cell: Cell, setting: Setting, seed: int, rank: int, group: VirtualGroup) -> Seen:
-    """Train one rank to the last update, or to the error that ends it."""
+def train(cell: Cell, setting: Setting, seed: int, outcomes: dict[int, Seen], group: VirtualGroup) -> None:
+    """Train one rank to the last update, or to the error that ends it, and leave in `outcomes` what it ended with."""
+    rank = group.rank()
     recipe = DigitsResNet(width=setting.width, batch=setting.batch, optimizer=cell.optimizer)
     task = recipe.build(rank, RANKS, seed, setting.updates)
     # One bucket: a fault of the whole extent is one of a whole tensor.
@@ -172,28 +173,23 @@ def train(cell: Cell, setting: Setting, seed: int, rank: int, group: VirtualGrou
         raise
     finally:
         seen.values = [p.detach().clone() for p in task.model.parameters()]
-        OUTCOMES[rank] = seen
-    return seen
-
-
-OUTCOMES: dict[int, Seen] = {}
-"""By rank; also of runs that an error ends."""
+        outcomes[rank] = seen
 
 
 def run(cell: Cell, setting: Setting, seed: int) -> dict[str, Any]:
     """Make one run and return its record."""
     started = time.process_time()
-    OUTCOMES.clear()
+    outcomes: dict[int, Seen] = {}
     error = None
     try:
-        VirtualCluster(RANKS).run(lambda rank, group: train(cell, setting, seed, rank, group))
+        VirtualCluster(RANKS).run(lambda _, group: train(cell, setting, seed, outcomes, group))
     except StrettoError as raised:
         error = f"{type(raised).__name__}: {raised}"
-    record = {"seed": seed, **dataclasses.asdict(cell), "error": error, "update": OUTCOMES[0].update}
-    record |= {"averages": OUTCOMES[0].averages, "verdicts": OUTCOMES[0].verdicts}
-    record["median_interval"] = statistics.median(OUTCOMES[0].intervals) if OUTCOMES[0].intervals else None
+    record = {"seed": seed, **dataclasses.asdict(cell), "error": error, "update": outcomes[0].update}
+    record |= {"averages": outcomes[0].averages, "verdicts": outcomes[0].verdicts}
+    record["median_interval"] = statistics.median(outcomes[0].intervals) if outcomes[0].intervals else None
     if error is None:
-        record |= judged([OUTCOMES[rank] for rank in range(RANKS)])
+        record |= judged([outcomes[rank] for rank in range(RANKS)])
     return record | {"cpu_seconds": time.process_time() - started}
 
 
@@ -272,7 +268,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for runs.jsonl and paft.json")
-    parser.add_argument("--updates", type=int, default=300)
+    parser.add_argument("--updates", type=int, default=150)
     parser.add_argument("--width", type=int, default=8, help="channels of the network's first stage")
     parser.add_argument("--batch", type=int, default=16, help="images per rank and update")
     parser.add_argument("--seeds", type=int, default=5)
