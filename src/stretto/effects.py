@@ -104,6 +104,11 @@ class Divergence:
     """Variance of a parameter since the last average, for noise of variance 1 in every gradient: Σ η² for plain SGD,
     more with momentum (`stretto.engine.gain`); a mean over coordinates."""
 
+    @classmethod
+    def none(cls) -> "Divergence":
+        """Return that of a lone replica: for whoever reads a script without performing it."""
+        return cls(distances=(0.0,), gradient_norms=(0.0,), probe=1, numel=1, gain=0.0)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Postpone:

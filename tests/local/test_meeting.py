@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stretto import DataParallel, LocalSGD, Options, ReplicaGuard
+from stretto import Audit, DataParallel, LocalSGD, Options
 from stretto.errors import ConfigError
 from tests.exactness.jobs import (
     Case,
@@ -208,5 +208,5 @@ def test_what_averages_cannot_carry_is_refused() -> None:
     optimizer = build_optimizer(case, model.parameters())
     with pytest.raises(ConfigError, match="take wire='bf16'"):
         DataParallel(model, optimizer, case.strategy, options=Options(wire="int8"))
-    with pytest.raises(ConfigError, match="guard replica speaks with all ranks at every update"):
-        DataParallel(model, optimizer, case.strategy, guards=[ReplicaGuard()])
+    with pytest.raises(ConfigError, match="guard audit runs a rank's micro-batches again on another"):
+        DataParallel(model, optimizer, case.strategy, guards=[Audit()])

@@ -1,12 +1,13 @@
 """What crosses between the compute lane and the communication lane: jobs one way, landings the other."""
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
 
-from stretto.engine.roll_call import RollCall, Vote
+from stretto.engine.roll_call import Attendance, RollCall, Vote, settings_text
 from stretto.flat import GradientBuffer
 from stretto.owner import Hyperparameters, ReducedGradient
 from stretto.records import Verdict
@@ -55,6 +56,28 @@ class Job:
     def is_finite(self) -> bool:
         """Whether the accumulated gradients are."""
         return all(bool(flat.sum().isfinite()) for flat in self.buffer.flats)
+
+    def attendance(self, finite: bool, norm_squared: float) -> Attendance:
+        """Return this rank's record for the roll call.
+
+        Args:
+            finite: Whether the gradients were when the round began.
+            norm_squared: Of this rank's part of their sum.
+        """
+        contribution = self.contribution
+        return Attendance(
+            weight=contribution.weight,
+            samples=contribution.samples,
+            micro_batches=contribution.micro_batches,
+            loss_sum=float(contribution.loss_sum),
+            loss_weight=contribution.loss_weight,
+            gradient_is_finite=finite,
+            norm_squared=norm_squared,
+            vote=self.vote,
+            settings=zlib.crc32(settings_text(self.hyperparameters).encode()),
+            used=bytes(contribution.used),
+            changed=self.changed,
+        )
 
 
 @dataclasses.dataclass(slots=True)

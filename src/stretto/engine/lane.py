@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import zlib
 from collections.abc import Generator
 from typing import Any
 
@@ -30,7 +29,7 @@ from stretto.engine.job import Commit, Job, Landing, Reduction, Shown
 from stretto.engine.ledger import ledger_of
 from stretto.engine.options import Options
 from stretto.engine.replicas import Replicas
-from stretto.engine.roll_call import Attendance, RollCall, Vote, nothing, settings_text
+from stretto.engine.roll_call import RollCall, Vote, nothing, settings_text
 from stretto.engine.runtime import Runtime
 from stretto.engine.sentry import Sentry
 from stretto.engine.statistics import Statistics, average_statistics
@@ -134,7 +133,7 @@ class Lane:
         else:
             self.exchange.reduce_scatter(job.buffer.flats, sums)
         gradient = ReducedGradient(sums, 0.0, 0.0, b"")
-        attendance = self._attendance(job, finite, gradient.measure())
+        attendance = job.attendance(finite, gradient.measure())
         records = self.exchange.gather_bytes(RollCall.pack(attendance))
         call = RollCall.unpack(records, len(attendance.used), len(attendance.changed))
         self._check_settings(job, call)
@@ -226,7 +225,7 @@ class Lane:
         sums = replicas.own_gradient(job.buffer.flats)
         gradient = ReducedGradient(sums, job.contribution.weight, 0.0, bytes(job.contribution.used))
         gradient.norm_squared = norm_squared = gradient.measure()
-        attendance = self._attendance(job, job.is_finite, norm_squared)
+        attendance = job.attendance(job.is_finite, norm_squared)
         call = RollCall.alone(attendance, self.exchange.rank, self.exchange.world_size)
         skipped = self._leave_out(call, norm_squared, ReplicaNonFinite)
         if skipped:
@@ -261,7 +260,7 @@ class Lane:
             return self.copies.reunite(effect, reduction.gradient, job.buffer.flats, step)
         if self.replicas is None:
             raise TypeError("a strategy must step with Local or AllReduce before it averages")
-        attendance = self._attendance(job, True, 0.0)
+        attendance = job.attendance(True, 0.0)
         attendance = dataclasses.replace(
             attendance, round_index=self.round_index, step=self.watch.step, stepped=self._stepped
         )
@@ -287,22 +286,6 @@ class Lane:
     @property
     def _company(self) -> Replicas | Copies | None:
         return self.copies or self.replicas
-
-    def _attendance(self, job: Job, finite: bool, norm_squared: float) -> Attendance:
-        contribution = job.contribution
-        return Attendance(
-            weight=contribution.weight,
-            samples=contribution.samples,
-            micro_batches=contribution.micro_batches,
-            loss_sum=float(contribution.loss_sum),
-            loss_weight=contribution.loss_weight,
-            gradient_is_finite=finite,
-            norm_squared=norm_squared,
-            vote=job.vote,
-            settings=zlib.crc32(settings_text(job.hyperparameters).encode()),
-            used=bytes(contribution.used),
-            changed=job.changed,
-        )
 
     def _check_settings(self, job: Job, call: RollCall) -> None:
         if not call.settings_agree:

@@ -92,15 +92,7 @@ def start_lanes(
     sentry = Sentry(
         guards, exchange, owner, _fixed(model), strikes, replicated=ledger.replicated and not ledger.local
     )
-    lane = Lane(
-        strategy,
-        exchange,
-        owner,
-        watch,
-        sentry,
-        options=options,
-        runtime=runtime,
-    )
+    lane = Lane(strategy, exchange, owner, watch, sentry, options=options, runtime=runtime)
     guarded = GuardedModel(model, parameters, optimizer, layout, is_sealed=sentry.watches_shown)
     return ComputeLane(
         guarded,

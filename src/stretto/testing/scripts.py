@@ -2,7 +2,18 @@
 
 from typing import get_args
 
-from stretto.effects import AllReduce, Boundary, Effect, Look, Moment, Preview, Reduce, Step
+from stretto.effects import (
+    AllReduce,
+    Average,
+    Boundary,
+    Divergence,
+    Effect,
+    Look,
+    Moment,
+    Preview,
+    Reduce,
+    Step,
+)
 from stretto.strategies import Strategy
 
 KNOWN = tuple(kind for kind in get_args(Effect) if kind is not Boundary)
@@ -51,7 +62,7 @@ class Reading:
         names: list[str] = []
         self.asked.append(names)
         given, stepped = 0, frozenset[int]()
-        answer: Marked | Moment | None = None
+        answer: Marked | Moment | Divergence | None = None
         while True:
             try:
                 effect = script.send(answer)
@@ -66,6 +77,8 @@ class Reading:
                 given += 1
             elif isinstance(effect, Look):
                 answer = Moment(update, 1, drains=False)
+            elif isinstance(effect, Average) and effect.probe:
+                answer = Divergence.none()
             elif isinstance(effect, Step | Preview):
                 stepped |= self._use(effect, update)
         if left := set(range(given)) - stepped:
