@@ -27,6 +27,7 @@ from scipy import stats
 from torch import Tensor
 
 import stretto as st
+from stretto.digests import digest, hexadecimal
 from stretto.errors import StrettoError
 from stretto.faults import Fault, FaultPlan, Injector, strike_memory
 from stretto.recipes import DigitsResNet
@@ -212,14 +213,12 @@ def judged(ranks: list[Seen]) -> dict[str, Any]:
         "loss_of_mean": finite(task.evaluate(task.model)),
         "accuracy_of_mean": task.accuracy(task.model),
         "distance_from_mean": finite(max(apart)),
-        "digest": [st_digest(seen.values) for seen in ranks],
+        "digest": [bits(seen.values) for seen in ranks],
     }
 
 
-def st_digest(values: list[Tensor]) -> str:
+def bits(values: list[Tensor]) -> str:
     """Return a digest of all values, to tell whether two runs ended with the same bits."""
-    from stretto.digests import digest, hexadecimal
-
     return hexadecimal(digest(torch.cat([value.flatten() for value in values])))
 
 
