@@ -95,6 +95,15 @@ def test_every_verdict_stays_in_the_folder_also_of_updates_that_are_made_again()
     assert [one["verdicts"] for one in records("run")][5:] == [[]] * 5
 
 
+def test_what_is_found_behind_the_last_update_is_in_the_folder_too() -> None:
+    """Weight prediction gathers beside the next round; the last of it is installed in the drain."""
+    last = Fault(site="gathered values", rank=1, instant=26)
+    persist(struck("run", 2, strategy="wp", guards=("rest",), verified=True, faults=(last,)))
+    (verdict,) = read_json_lines(Path("run", "verdicts.jsonl"))
+    assert (verdict["step"], verdict["site"], verdict["action"]) == (11, "gathered values", "sent again")
+    assert [one["verdicts"] for one in records("run")] == [[]] * 10
+
+
 def test_where_nobody_can_be_named_the_same_ranks_go_on() -> None:
     once = Fault(site="step", rank=1, instant=6, extent="all")
     run = struck("run", 2, strategy="ddp", guards=("replica",), faults=(once,))

@@ -4,14 +4,11 @@ import torch
 from torch import distributed as dist
 
 from stretto.campaign.drawing import RANKS
-from stretto.campaign.trial import Seen, Trial, try_on_rank
+from stretto.campaign.trial import PATIENCE_SECONDS, Seen, Trial, try_on_rank
 from stretto.errors import StrettoError
 from stretto.groups import Link
 from stretto.train.seat import Seat, seated
 from stretto.virtual import VirtualCluster
-
-_PATIENCE_SECONDS = 30.0
-"""How long a real worker waits for another one: a guarded job that waited longer has broken a promise."""
 
 
 def try_virtually(trial: Trial) -> list[Seen]:
@@ -33,7 +30,7 @@ def try_really(seat: Seat, trials: list[Trial]) -> list[Seen]:
     """Run one trial after the other on this real worker and return what it saw; all workers must call."""
     torch.set_num_threads(1)
     found = []
-    with seated(seat, Link.parse("none"), torch.device("cpu"), _PATIENCE_SECONDS):
+    with seated(seat, Link.parse("none"), torch.device("cpu"), PATIENCE_SECONDS):
         whole = dist.group.WORLD
         if whole is None:
             raise RuntimeError("expected torch's default group behind a seat")

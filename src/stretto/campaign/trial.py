@@ -22,6 +22,9 @@ BUCKET_BYTES = 2**18
 """Of the jobs: several buckets, and more than a row of sums in a rank's share of most."""
 _SITES: tuple[Site, ...] = SITES  # type: ignore[assignment]  # the same words, without their type
 _NEVER = 10**9
+PATIENCE_SECONDS = 10.0
+"""How long a real worker waits for another one: a guarded job that waited longer has broken a promise. What a rank that
+has failed alone left the others waiting for ends by itself, and torch's groups end only when nothing waits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +94,9 @@ def try_on_rank(group: dist.ProcessGroup, trial: Trial, seen: Seen) -> None:
             micro_batches=trial.micro_batches,
             group=FaultyGroup(group, injector),
             guards=guards_of(trial),
-            options=Options(bucket_bytes=BUCKET_BYTES, verified=trial.is_guarded),
+            options=Options(
+                bucket_bytes=BUCKET_BYTES, verified=trial.is_guarded, timeout_seconds=PATIENCE_SECONDS
+            ),
         )
         strike_memory(parallel, injector)
         made = {site: injector.opportunities(site) for site in _SITES}

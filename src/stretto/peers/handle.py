@@ -16,7 +16,7 @@ from stretto.engine.kept_round import Weighed, weighed
 from stretto.errors import ConfigError
 from stretto.groups import SoloGroup, ThrottledGroup, private_group, release
 from stretto.peers.tally import Tally, Totals
-from stretto.records import Update
+from stretto.records import Update, Verdict
 
 Batch = TypeVar("Batch")
 
@@ -58,6 +58,7 @@ class Peer:
         self.group = private_group()
         self.steps = 0
         self.rounds = 0
+        self.late_verdicts: tuple[Verdict, ...] = ()
         self._control = dist.new_group(backend="gloo") if dist.is_initialized() else SoloGroup()
         self._tally = Tally()
         self._intake = Intake()

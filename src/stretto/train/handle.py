@@ -13,7 +13,7 @@ from stretto.guards.text import parse_guard
 from stretto.parallel import DataParallel
 from stretto.peers import make_peer
 from stretto.recipes import Task
-from stretto.records import Update
+from stretto.records import Update, Verdict
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig, TaskT
 
@@ -25,6 +25,8 @@ class Handle(Protocol):
 
     model: nn.Module
     """Whose forward pass gives the loss."""
+    late_verdicts: tuple[Verdict, ...]
+    """Found while `finish` drained, behind the last update."""
 
     @property
     def rank(self) -> int: ...

@@ -7,10 +7,10 @@ held and random states put back, so that a run is the same to the bit with and w
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 
 import torch
 
@@ -78,7 +78,7 @@ class Loop:
     def run(self) -> None:
         """Train until the plan's end, and drain."""
         loss_function = partial(self.task.loss, self.handle.model)
-        for batch in islice(self.handle.feed(self.task.loader), self.plan.batches):
+        for batch in itertools.islice(self.handle.feed(self.task.loader), self.plan.batches):
             self.batches_handed_out += 1
             update = self.handle.micro_batch(loss_function, batch)
             if update is not None:
@@ -87,6 +87,8 @@ class Loop:
                     break
         for update in self.handle.finish():
             self._count(update)
+        for verdict, observer in itertools.product(self.handle.late_verdicts, self._observers):
+            observer.noticed(verdict)
 
     def evaluate(self) -> None:
         """Take the held-out loss at the committed parameters, unless these have been looked at already.
