@@ -58,6 +58,8 @@ def test_a_campaign_is_reported_row_by_row_and_its_faults_come_out_the_same_agai
     assert report["clean_rounds"] >= 3
     assert report["broken"] == []
     assert sum(row["applied"] for row in report["sites"]) == report["applied"]
+    assert sum(row["drawn"] for row in report["patterns"]) == FAULTS
+    assert all(row["due"] == row["detected"] for row in report["patterns"])
     assert len(report["not_applied"]) == FAULTS - report["applied"]
     for row in report["sites"]:
         assert row["overhead"] > 0

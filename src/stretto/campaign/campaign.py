@@ -19,7 +19,7 @@ from stretto.campaign.configuration import CampaignConfig
 from stretto.campaign.drawing import CAMPAIGNED, RANKS, Drawn, draw, draw_real
 from stretto.campaign.judgement import Judged, judge
 from stretto.campaign.stage import try_really, try_virtually
-from stretto.campaign.table import rows
+from stretto.campaign.table import pattern_rows, rows
 from stretto.campaign.trial import Seen, Trial
 from stretto.campaign.twin import Twins, twins_of
 from stretto.train.configuration import TaskT
@@ -66,6 +66,7 @@ def run_campaign(campaign: CampaignConfig[TaskT], tell: Callable[[str], None]) -
     report = {
         **_summary(judged, clean),
         "sites": rows(judged, overheads),
+        "patterns": pattern_rows(judged),
         "campaign": dataclasses.asdict(campaign),
         "ranks": RANKS,
         "overheads": overheads,

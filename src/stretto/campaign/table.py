@@ -1,7 +1,7 @@
 """The rows of campaign.json: faults by what is promised about them, and whether they strike again."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,10 +28,34 @@ def rows(judged: Sequence[Judged], overheads: Mapping[str, float]) -> list[Row]:
     return found
 
 
+def pattern_rows(judged: Sequence[Judged]) -> list[Row]:
+    """Return one row per pattern of damage: what it does where nobody watches, and whether it is seen."""
+    by_pattern: dict[str, list[Judged]] = defaultdict(list)
+    for one in judged:
+        by_pattern[one.drawn.fault.pattern].append(one)
+    return [
+        {
+            "pattern": pattern,
+            "drawn": len(own),
+            **_harm(own),
+            "due": sum(one.is_due for one in own),
+            "detected": sum(one.is_due and one.is_detected for one in own),
+        }
+        for pattern, own in sorted(by_pattern.items())
+    ]
+
+
+def _harm(own: Sequence[Judged]) -> Row:
+    harms = Counter(one.harm for one in own)
+    return {
+        "harmful": sum(harms[harm] for harm in ("differs", "loss off", "error")),
+        "harm": dict(sorted(harms.items())),
+    }
+
+
 def _row(promise: Promise, own: Sequence[Judged], overheads: Mapping[str, float], *, lasts: bool) -> Row:
     struck = [one for one in own if one.is_applied]
     taken = [one.updates_to_detect for one in struck if one.updates_to_detect is not None]
-    harms = Counter(one.harm for one in own)
     strategies = [name for name in CAMPAIGNED if name in STRATEGIES[promise.strategies]]
     return {
         "site": promise.site,
@@ -43,8 +67,7 @@ def _row(promise: Promise, own: Sequence[Judged], overheads: Mapping[str, float]
         "drawn": len(own),
         "applied": len(struck),
         "applied_on_real_workers": sum(one.is_real for one in struck),
-        "harmful": sum(harms[harm] for harm in ("differs", "loss off", "error")),
-        "harm": dict(sorted(harms.items())),
+        **_harm(own),
         "due": sum(one.is_due for one in own),
         "detected": sum(one.is_detected for one in struck),
         "named": sum(one.is_named for one in struck),
