@@ -58,14 +58,15 @@ def judge(
     detected_at = _detected_at(drawn, guarded, twin)
     taken = None if detected_at is None or not applied else detected_at - (applied[0].step + 1)
     is_named = _is_named(drawn, guarded, applied)
-    is_due = _is_due(drawn, applied, twin)
+    harm = _harm(drawn, bare, twin)
+    is_due = _is_due(drawn, applied, harm, twin)
     breaks = _breaks(drawn, guarded, twin, final, taken, is_named=is_named) if is_due else None
     return Judged(
         drawn=drawn,
         is_real=is_real,
         is_applied=bool(applied),
         is_due=is_due,
-        harm=_harm(drawn, bare, twin),
+        harm=harm,
         is_detected=detected_at is not None,
         is_named=is_named,
         final=final,
@@ -75,12 +76,18 @@ def judge(
     )
 
 
-def _is_due(drawn: Drawn, applied: Sequence[Application], twin: Twin) -> bool:
-    """Return whether the promise speaks of the damage: audits see the rounds that are drawn, and no other."""
+def _is_due(drawn: Drawn, applied: Sequence[Application], harm: Harm, twin: Twin) -> bool:
+    """Return whether the promise speaks of the damage.
+
+    Audits see what a round comes to, if it is drawn, and nothing else: a flipped bit that the next micro-batch's
+    rounding takes back is gone by then.
+    """
     if drawn.promise.seen_by is None:
         return False
     if drawn.audit is None:
         return bool(applied)
+    if harm == "absorbed":
+        return False
     opportunities = twin.trial.micro_batches // ledger_of(STRATEGIES[drawn.strategy]()).rounds
     rounds = {application.opportunity // opportunities for application in applied}
     return any(drawn.audit.audit(index, RANKS) is not None for index in rounds)

@@ -1,11 +1,15 @@
 """An imprint: what is kept of a tensor to tell later whether it changed, and to mend it."""
 
 import dataclasses
+import itertools
 
 from torch import Tensor
 
 from stretto.digests.digest import digest
-from stretto.digests.locate import Located, locate, mend
+from stretto.digests.locate import Damage, Located, locate, mend
+
+_BYTES_TRIED = 2**34
+"""Read at most to tell which of several explanations is the right one: seconds, where the alternative is a restart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -23,13 +27,15 @@ class Imprint:
     def mends(self, tensor: Tensor) -> bool:
         """Bring a damaged tensor back to the bit, in place, and return whether that succeeded.
 
-        It does where all damaged words lie in one row or one column of the sums. Where it does not, the tensor is left
-        undefined.
+        It does where all damaged words lie in one column of the sums, or in a run of less than a row. Where it does
+        not, the tensor is as it was.
         """
         if not tensor.is_contiguous():
             return False
-        damage = self.located.damage(locate(tensor))
-        if not damage:
-            return False
-        mend(tensor, damage)
-        return digest(tensor) == self.digest
+        tries = max(1, _BYTES_TRIED // max(1, tensor.nbytes))
+        for damage in itertools.islice(self.located.explanations(locate(tensor)), tries):
+            mend(tensor, damage)
+            if digest(tensor) == self.digest:
+                return True
+            mend(tensor, [Damage(found.word, -found.change) for found in damage])
+        return False

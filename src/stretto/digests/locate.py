@@ -10,6 +10,7 @@ on every device. Changes of several words can cancel: four corners of a rectangl
 """
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -49,24 +50,21 @@ class Located:
             and torch.equal(self.columns, other.columns)
         )
 
-    def damage(self, found: "Located") -> list[Damage] | None:
-        """Return the words in which `found` differs from this, or None where the sums do not tell.
+    def explanations(self, found: "Located") -> Iterator[list[Damage]]:
+        """Yield what may have made `found` of this: words in one column, or in a run, likeliest first.
 
-        They tell when all changed words lie in one row or in one column. Whoever mends by them has to compare
-        digests afterwards: damage that cancels in some sums can look like another one.
+        Several explanations may have the same sums: whoever mends by one has to compare digests afterwards. Nothing is
+        yielded where the sums agree, or where no such damage fits them.
         """
         if self.num_bytes != found.num_bytes:
-            return None
+            return
         by_row, by_column = found.rows - self.rows, found.columns - self.columns
         rows, columns = by_row.nonzero()[:, 0].tolist(), by_column.nonzero()[:, 0].tolist()
-        width = self.columns.numel()
-        if len(rows) == 1:
-            words = [Damage(rows[0] * width + column, int(by_column[column])) for column in columns]
-        elif len(columns) == 1:
-            words = [Damage(row * width + columns[0], int(by_row[row])) for row in rows]
-        else:
-            return [] if not rows and not columns else None
-        return words
+        if len(columns) == 1:
+            width = self.columns.numel()
+            yield [Damage(row * width + columns[0], int(by_row[row])) for row in rows]
+        elif columns and len(rows) <= 2:
+            yield from _runs(by_row, by_column, columns, _first_rows(rows, by_row.numel()))
 
     def to_bytes(self) -> bytes:
         """Return the sums and the length as bytes."""
@@ -90,6 +88,37 @@ def locate(tensor: Tensor) -> Located:
         rows = torch.cat([rows, rest.sum().reshape(1)])
         columns[: rest.numel()] += rest
     return Located(rows, columns, content.numel())
+
+
+def _first_rows(changed: list[int], num_rows: int) -> Iterable[int]:
+    """Return in which rows a run may begin that has changed the sums of these; see Note [Runs]."""
+    if len(changed) == 2:
+        return changed[:1] if changed[1] == changed[0] + 1 else ()
+    return [row for row in (changed[0], changed[0] - 1) if row >= 0] if changed else range(num_rows)
+
+
+def _runs(
+    by_row: Tensor, by_column: Tensor, columns: list[int], first_rows: Iterable[int]
+) -> Iterator[list[Damage]]:
+    """Yield the runs of words with these changes of sums.
+
+    Note [Runs]
+        Damage tends to strike neighbours. A run of less than a row lies in one row, or in the last columns of one and
+        the first of the next. Its changes are those of the columns, if it has one word in each; in either part they
+        must add up to the change of the row. That may be none at all: a sign turned in two words by +2⁶³ and +2⁶³.
+    """
+    width = by_column.numel()
+    changes = by_column[columns]
+    late = torch.cat([changes.flip(0).cumsum(0).flip(0), changes.new_zeros(1)])  # from each changed column on
+    early = late[0] - late
+    for row in first_rows:
+        below = by_row[row + 1] if row + 1 < by_row.numel() else by_row.new_zeros(())
+        for split in ((late == by_row[row]) & (early == below)).nonzero()[:, 0].tolist():
+            if split < len(columns):
+                yield [
+                    Damage((row + (index < split)) * width + column, change)
+                    for index, (column, change) in enumerate(zip(columns, changes.tolist(), strict=True))
+                ]
 
 
 def mend(tensor: Tensor, damage: list[Damage]) -> None:

@@ -13,9 +13,10 @@ class AtRest(Guard):
 
     Watches: masters and optimizer state from the end of an update to the next step; the reduced gradient from its sum
     to its step; the parameters that the model shows, from their installation to the end of the round's micro-batches.
-    Damage: words of one row or column of the sums (`stretto.digests.locate`) are mended in place, to the bit. More is
-    taken from another rank where replicas exist, and is otherwise an error that ends the job. The model's parameters
-    are mended or installed anew with the round; its rank contributes weight zero to that round.
+    Damage: words of one column of the sums, or of a run of less than a row (`stretto.digests.locate`), are mended in
+    place, to the bit. More is taken from another rank where replicas exist, and is otherwise an error that ends the
+    job. The model's parameters are mended or installed anew with the round; its rank contributes weight zero to that
+    round.
     Traffic: eight bytes per rank and step for replicated strategies, nothing for sharded ones.
     Memory: 16 bytes per 32 KiB and 32 KiB per tensor.
     """
