@@ -41,7 +41,7 @@ from stretto.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore,
 
 RATIOS = (0.5, 1.0, 1.5, 2.5, 5.0)
 """L / C; below one there is nothing to gain, and nothing should be lost."""
-REACTIVE = Ready(pool=8, max_uses=64)
+REACTIVE = Ready(max_uses=64)
 """Without a bound that matters: at a ratio of 5 the default bound of 4 would rightly make the device wait."""
 
 
@@ -290,7 +290,7 @@ def two_ranks(seconds: float, repeats: int) -> list[dict[str, Any]]:
     before = measured("none", "none")["samples_per_second"]
     for ratio, jitter, turn in itertools.product((0.5, 1.5, 2.5, 5.0), (0, 1), range(repeats)):
         slow = f"{1000 * ratio * 2 * task.batch / before:.2f},jitter={jitter}"
-        plans = ("none", f"even:uses={max(1.0, ratio)}", "ready:pool=8:max_uses=64")
+        plans = ("none", f"even:uses={max(1.0, ratio)}", "ready:max_uses=64")
         runs = [measured(echo, slow) for echo in plans]
         after = measured("none", "none")["samples_per_second"]
         fast = (before + after) / 2
