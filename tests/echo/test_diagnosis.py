@@ -34,7 +34,7 @@ def test_a_slow_loader_is_named_with_its_free_uses_and_the_most_an_echo_gains() 
 
 
 def test_an_irregular_loader_is_met_with_the_reactive_plan() -> None:
-    assert diagnosis(0.050, 0.020, 0.060, variation=0.5).plan == Ready(max_uses=3)
+    assert diagnosis(0.050, 0.020, 0.060, variation=0.5).plan == Ready(max_uses=4)
 
 
 def test_however_slow_the_loader_no_more_than_four_uses_are_recommended() -> None:

@@ -71,10 +71,11 @@ class Diagnosis:
         """The plan to use; None where an echo cannot help."""
         if not self.is_input_bound:
             return None
-        uses = min(self.free_uses, USES_MAX)
         if self.load_variation >= IRREGULAR:
-            return Ready(max_uses=math.ceil(uses))
-        return Even(math.floor(100 * uses) / 100)
+            # It echoes only while nothing is ready, so the mean comes out right; a bound nearer to it would be waited
+            # for in every long pause.
+            return Ready(max_uses=math.ceil(USES_MAX))
+        return Even(math.floor(100 * min(self.free_uses, USES_MAX)) / 100)
 
     @property
     def verdict(self) -> str:
