@@ -42,12 +42,12 @@ SETTINGS = {
     "half": Setting(
         config=lambda lr: DigitsResNet(width=8, batch=64, lr=lr),
         batch=64, loads=80, uses=2, step_seconds=0.007, rates=(0.1, 0.2, 0.4), arms=ARMS,
-        tuning_seeds=(100, 101),
+        tuning_seeds=(100, 101, 102, 103),
     ),
     "quarter": Setting(
         config=lambda lr: DigitsResNet(width=8, batch=64, lr=lr),
         batch=64, loads=80, uses=4, step_seconds=0.007, rates=(0.05, 0.1, 0.2), arms=ARMS,
-        tuning_seeds=(100, 101),
+        tuning_seeds=(100, 101, 102, 103),
     ),
     "language": Setting(
         config=lambda lr: StdlibGPT(layers=2, width=64, heads=4, context=64, batch=8, lr=lr),
