@@ -45,7 +45,7 @@ SETTINGS = {
     ),
     "language": Setting(
         config=lambda lr: StdlibGPT(layers=2, width=64, heads=4, context=64, batch=8, lr=lr),
-        batch=8, loads=200, uses=1 / MEAN_P, step_seconds=0.010, rates=(0.004, 0.008, 0.016),
+        batch=8, loads=200, uses=1 / MEAN_P, step_seconds=0.010, rates=(0.002, 0.004, 0.008),
         arms=("fresh", "even", "falling"), tuning_seeds=(100, 101),
     ),
 }  # fmt: skip
