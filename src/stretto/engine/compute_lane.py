@@ -28,7 +28,8 @@ from stretto.engine.review import Review
 from stretto.engine.roll_call import Vote
 from stretto.engine.runtime import Arrived, Pending, Runtime
 from stretto.engine.statistics import Statistics
-from stretto.errors import Finished, OutOfTurn, UnusedParameters
+from stretto.engine.unused import check_used
+from stretto.errors import Finished, OutOfTurn
 from stretto.flat import GradientBuffer, Layout
 from stretto.owner import Hyperparameters, read_hyperparameters
 from stretto.records import Update, Verdict
@@ -74,6 +75,7 @@ class ComputeLane:
         self._review = Review(guarded, lane, runtime)
         self._idle = GradientBuffer(layout) if strategy.overlaps else None
         self._in_flight: Pending[Landing] | None = None
+        self._opening: Pending[None] | None = None  # what the script asks for ahead of the gradients
         self._job: Job | None = None
         """The round handed over at the next take-off, once its quota is met."""
         self._accumulating_round = 0
@@ -162,6 +164,8 @@ class ComputeLane:
         self.accumulation.buffer.check_unwritten(self.where)
         self._guarded.check_unwritten(self.where)
         self.take_off_if_ready()
+        if self.lane.asks_ahead and self._opening is None:
+            self._opening = self.runtime.spawn(self.lane.open)
 
     def begin_micro_batch(self, loss_function: LossFunction, batch: object) -> None:
         """As `before_micro_batch`, with what it takes to run the micro-batch again."""
@@ -209,8 +213,7 @@ class ComputeLane:
         self.lane.begin_again(round_index)
         self._use_is_known = steps > 0
         self.lane.sentry.start(steps)
-        self.shown = "committed"
-        self.votes = []
+        self.shown, self.votes = "committed", []
 
     def adopt(self, reduction: Reduction) -> None:
         """Let `reduction`, from a checkpoint, be the round that takes off next."""
@@ -237,7 +240,8 @@ class ComputeLane:
         job.hyperparameters = self._hyperparameters
         job.vote = self.vote
         self._job = None
-        self._in_flight = self.runtime.spawn(lambda: self.lane.advance(job))
+        opening, self._opening = self._opening or Arrived(None), None
+        self._in_flight = self.runtime.spawn(lambda: self.lane.advance(job, opening))
         if self._idle is not None:
             buffer, self._idle = self._idle, None
             self.accumulation.begin(buffer).attach()
@@ -291,6 +295,8 @@ class ComputeLane:
                 f"{self.where}: {what} while a round is in flight: do it right after an Update was returned, "
                 "before the next forward pass"
             )
+        if self._opening is not None:
+            self._opening = Arrived(self._opening.result())
 
     def check_between_updates(self, what: str) -> None:
         """Raise unless the last update has ended, or none has begun, and no micro-batch was counted since.
@@ -301,7 +307,7 @@ class ComputeLane:
         self.check_settled(what)
         accumulation = self.accumulation
         started = accumulation.has_arrived or (self._job is None and accumulation.contribution.count > 0)
-        if started or not self.at_boundary:
+        if started or self._opening is not None or not self.at_boundary:
             raise OutOfTurn(
                 f"{self.where}: {what} in the middle of an update: do it right after an Update was returned, "
                 "before training, or after finish()"
@@ -353,7 +359,7 @@ class ComputeLane:
         if self.accumulation.is_reviewed:
             return
         self._guarded.check_unwritten(self.where)
-        idle = self._in_flight is None
+        idle = self._in_flight is None and self._opening is None
         self._verdicts += self._review.inspect(self.accumulation, self.steps + 1, lane_is_idle=idle)
         self.accumulation.is_reviewed = True  # last: a replay begins the round anew
         self._wait_for_lane()
@@ -391,10 +397,4 @@ class ComputeLane:
         if self._use_is_known or self._allow_unused or not reductions[-1].met:
             return
         self._use_is_known = True
-        used = [any(flags) for flags in zip(*(r.call.used for r in reductions), strict=True)]
-        unused = [slot.name for slot in self._layout.slots if not used[slot.index]]
-        if unused:
-            raise UnusedParameters(
-                f"{self.where}: {len(unused)} parameters received no gradient on any rank, among them {unused[:3]}: "
-                "freeze them, or accept that they are skipped as PyTorch skips them with Options(allow_unused=True)"
-            )
+        check_used(reductions, self._layout, self.where)

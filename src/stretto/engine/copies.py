@@ -12,6 +12,7 @@ Note [Reunion]
     A replica that is left out has lost its optimizer's state too, so then the state is averaged whatever is asked.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from stretto.engine.gain import Gain, stepped
 from stretto.engine.replicas import Replica, Replicas
 from stretto.errors import NonFinite, StateCorrupt
 from stretto.exchange import Exchange
+from stretto.flat import GradientBuffer
 from stretto.owner import Hyperparameters, Owner, ReducedGradient, piece_states
 
 _STANDING = np.dtype([("digest", "<u8"), ("is_finite", "?"), ("gradient_norm", "<f8")])
@@ -54,6 +56,8 @@ class Copies:
         """As far as the last average went."""
         self._gains = [Gain() for _ in owner.optimizer.param_groups]
         """By parameter group."""
+        self._gradient_norm = 0.0
+        """2-norm of the mean gradient that this rank has stepped with last."""
         self._exchange = exchange
         self._owner = owner
         self._replicas = Replicas(exchange, owner)
@@ -66,12 +70,17 @@ class Copies:
 
     def counts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps for every rank, beside the replicas."""
-        return {"rounds": self.rounds, "interval": self.interval, "gains": self._gains}
+        return {
+            "rounds": self.rounds,
+            "interval": self.interval,
+            "gains": self._gains,
+            "gradient_norm": self._gradient_norm,
+        }
 
     def take_up(self, counts: dict[str, Any]) -> None:
         """Go on from `counts`."""
         self.rounds, self.interval = counts["rounds"], counts["interval"]
-        self._gains = counts["gains"]
+        self._gains, self._gradient_norm = counts["gains"], counts["gradient_norm"]
 
     def write(self) -> Replica:
         """Return this rank's replica; it refers to the job's own tensors."""
@@ -81,19 +90,17 @@ class Copies:
         """Put a written replica in the place of this rank's."""
         self._replicas.adopt(replica)
 
-    def stepped(self, hyperparameters: Hyperparameters) -> None:
+    def stepped(self, gradient: ReducedGradient, hyperparameters: Hyperparameters) -> None:
         """Take note of one step."""
+        self._gradient_norm = self._norm(gradient)
         stepped(self._gains, hyperparameters)
 
-    def reunite(
-        self, effect: Average, gradient: ReducedGradient, flats: Sequence[Tensor], step: int
-    ) -> Divergence | None:
+    def reunite(self, effect: Average, flats: Sequence[Tensor] | None, step: int) -> Divergence | None:
         """Average the replicas; all ranks must call.
 
         Args:
             effect: What the strategy asks for.
-            gradient: What this rank has stepped with last.
-            flats: One tensor per flat set; left with the average.
+            flats: One tensor per flat set; left with the average. None: the average is not to be shown.
             step: The update that this follows, for messages.
 
         Raises:
@@ -101,7 +108,7 @@ class Copies:
             StateCorrupt: The average is not finite, although all that went into it is.
         """
         where = f"rank {self._exchange.rank}, step {step}"
-        call = self._meet(state=effect.state, gradient_norm=self._norm(gradient))
+        call = self._meet(state=effect.state, gradient_norm=self._gradient_norm)
         finite = np.flatnonzero(call["is_finite"]).tolist()
         if not finite:
             raise NonFinite(
@@ -111,7 +118,7 @@ class Copies:
         coordinates = self._coordinates(effect.probe)
         before = self._at(coordinates)
         if not _alike(call) or len(finite) < len(call):
-            self._unite(call, flats, state=effect.state)
+            self._unite(call, self._scratch if flats is None else flats, state=effect.state)
             if not all(bool(master.isfinite().all()) for master in self._owner.masters):
                 raise StateCorrupt(
                     f"{where}: the average of finite replicas is not finite: damaged on its way; "
@@ -123,7 +130,8 @@ class Copies:
             gain.average(state=effect.state)
         self._replicas.begin_again()
         self.rounds, self.states_are_equal = 0, effect.state
-        self._owner.publish(flats)
+        if flats is not None:
+            self._owner.publish(flats)
         return divergence
 
     def show(self, flats: Sequence[Tensor]) -> None:
@@ -139,6 +147,11 @@ class Copies:
         call = self._meet(state=True)
         self.are_equal = _alike(call)
         return self._owner if self.are_equal else self._replicas.consensus(self._share(call))
+
+    @functools.cached_property
+    def _scratch(self) -> list[Tensor]:
+        """For averages beside the gradients of an update, whose buffer is filling."""
+        return GradientBuffer(self._owner.layout).flats
 
     def _meet(self, *, state: bool, gradient_norm: float = 0.0) -> NDArray[np.void]:
         """Return all ranks' standings."""

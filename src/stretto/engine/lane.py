@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from stretto.effects import (
     Average,
     Boundary,
     Divergence,
-    Effect,
     Gather,
     Local,
     Look,
@@ -30,13 +28,13 @@ from stretto.engine.ledger import ledger_of
 from stretto.engine.options import Options
 from stretto.engine.replicas import Replicas
 from stretto.engine.roll_call import RollCall, Vote, nothing, settings_text
-from stretto.engine.runtime import Runtime
+from stretto.engine.runtime import Pending, Runtime
+from stretto.engine.script import reduced, updates
 from stretto.engine.sentry import Sentry
 from stretto.engine.statistics import Statistics, average_statistics
 from stretto.engine.watch import Watch
 from stretto.errors import NonFinite, ReplicaNonFinite
 from stretto.exchange import Exchange
-from stretto.guards.effects import GuardEffect
 from stretto.owner import Hyperparameters, Owner, ReducedGradient
 from stretto.records import Verdict
 from stretto.strategies import Strategy
@@ -70,8 +68,13 @@ class Lane:
         self.replicated = ledger.replicated
         self._options = options
         self._runtime = runtime
-        self._script = _updates(strategy, sentry)
-        self._waiting = next(self._script)
+        self.asks_ahead = ledger.asks_ahead
+        """Whether an update may begin with something else than gradients."""
+        self._script = updates(strategy, sentry)
+        self._next = next(self._script)
+        """What the script waits for."""
+        self._is_ahead = False
+        """Whether masters have been averaged that the model does not show yet."""
         self.replicas = Replicas(exchange, owner) if ledger.local else None
         """What this rank does alone, for strategies with `Local`."""
         self.copies = Copies(exchange, owner) if ledger.averages and not ledger.local else None
@@ -84,9 +87,16 @@ class Lane:
         """Found, and not yet reported: an update that does not step reports nothing."""
         self._begin_update([])
 
-    def advance(self, job: Job) -> Landing:
-        """Hand `job` to the waiting `Reduce` and perform effects until the next one waits."""
+    def advance(self, job: Job, opening: Pending[None]) -> Landing:
+        """Hand `job` to the waiting `Reduce` and perform effects until the update ends, or the next one waits.
+
+        Args:
+            job: The round.
+            opening: A call of `open` that was spawned before; what it raised is raised here.
+        """
         started = self._runtime.now()
+        opening.result()
+        self.open()
         self.sentry.check_strikes(self.watch.step)
         reduction = job.reduction or self.reduce(job)
         if self.copies is not None:
@@ -103,13 +113,14 @@ class Lane:
             reply = None
             match effect:
                 case Reduce() | AllReduce() | Local():
-                    self.round_index += 1
                     break
+                case Look() | Average() if at_boundary:
+                    break  # ahead of the next gradients, and beside them: see `open`
                 case Step(gradient):
-                    self._step(_reduced(gradient), job)
+                    self._step(reduced(gradient), job)
                     shown = "committed"
                 case Preview(gradient):
-                    shown = self._preview(_reduced(gradient), job)
+                    shown = self._preview(reduced(gradient), job)
                 case Gather():
                     self.exchange.all_gather(job.buffer.flats)
                 case Look() | Average() | Postpone():
@@ -118,9 +129,19 @@ class Lane:
                     at_boundary = True
                 case _:
                     reply = self.sentry.perform(effect, job)
+        self._next = effect
+        self.round_index += 1
         self._lane_seconds += self._runtime.now() - started
         commit = self._commit() if at_boundary else None
         return Landing(job.buffer, job.statistics, shown, reduction, at_boundary, commit)
+
+    def open(self) -> None:
+        """Perform what the script asks for ahead of the next gradients, unless that has been done.
+
+        It may run beside them: the model goes on showing what it shows.
+        """
+        while isinstance(self._next, Look | Average | Postpone):
+            self._next = self._script.send(self._answer(self._next))
 
     def reduce(self, job: Job) -> Reduction:
         """Exchange the gradients of `job` and hold the roll call."""
@@ -128,7 +149,7 @@ class Lane:
             return self._keep(job, self.replicas)
         finite = job.is_finite
         sums = self._spare_sums.pop() if self._spare_sums else self.owner.new_sums()
-        if isinstance(self._waiting, AllReduce):
+        if self.replicated:
             self.exchange.all_reduce(job.buffer.flats, sums)
         else:
             self.exchange.reduce_scatter(job.buffer.flats, sums)
@@ -217,8 +238,8 @@ class Lane:
 
     @property
     def has_drifted(self) -> bool:
-        """Whether ranks have stepped alone since their replicas were last the same."""
-        return self._gap > 0
+        """Whether the model may show something else than other ranks' models."""
+        return self._gap > 0 or self._is_ahead
 
     def _keep(self, job: Job, replicas: Replicas) -> Reduction:
         """Take this rank's own gradients; nobody is asked."""
@@ -238,15 +259,21 @@ class Lane:
         replicas.window.rounds += 1
         return Reduction(gradient, call, {}, skipped, alone=True, met=False)
 
-    def _answer(self, effect: Look | Average | Postpone, job: Job, reduction: Reduction) -> Any:
-        """Answer what only strategies ask for that average replicas."""
+    def _answer(
+        self, effect: Look | Average | Postpone, job: Job | None = None, reduction: Reduction | None = None
+    ) -> Any:
+        """Answer what only strategies ask for that average replicas; without a job, ahead of it."""
         match effect:
             case Look():
-                votes = reduction.call.votes if reduction.met else [job.vote]
-                drains = all(vote == Vote.DRAIN for vote in votes)
+                drains = False
+                if job is not None and reduction is not None:
+                    votes = reduction.call.votes if reduction.met else [job.vote]
+                    drains = all(vote == Vote.DRAIN for vote in votes)
                 interval = None if self.copies is None else self.copies.interval
                 return Moment(self.round_index, self._gap, drains, interval)
             case Average():
+                if job is None or reduction is None:
+                    return self._average_ahead(effect)
                 self.sentry.forget()  # what a step was to leave
                 return self._average(job, reduction, effect)
             case Postpone(updates) if self.copies is not None:
@@ -257,7 +284,7 @@ class Lane:
         """Bring the replicas together; a round of `Local` ends as if all ranks had taken part in it."""
         if self.copies is not None:
             step = self.watch.step + self._stepped
-            return self.copies.reunite(effect, reduction.gradient, job.buffer.flats, step)
+            return self.copies.reunite(effect, job.buffer.flats, step)
         if self.replicas is None:
             raise TypeError("a strategy must step with Local or AllReduce before it averages")
         attendance = job.attendance(True, 0.0)
@@ -278,6 +305,18 @@ class Lane:
         self._stepped = call.stepped or (call.weight > 0 and not is_over)
         return None
 
+    def _average_ahead(self, effect: Average) -> Divergence | None:
+        """Average masters while the model shows what they were; the next step is one on the average."""
+        if self.copies is None:
+            raise TypeError("a strategy must step with AllReduce to average ahead of its gradients")
+        step = self.watch.step
+        self.sentry.run("before_step", None, step + 1)
+        self.sentry.forget()  # what is sealed is about to change
+        divergence = self.copies.reunite(effect, None, step)
+        self._is_ahead = True
+        self.sentry.run("after_update", None, step + 1)
+        return divergence
+
     @property
     def _gap(self) -> int:
         """Rounds since replicas were last averaged."""
@@ -294,20 +333,13 @@ class Lane:
 
     def _leave_out(self, call: RollCall, norm_squared: float, kind: type[NonFinite]) -> bool:
         """Return whether this round is to be left out; the same answer on every rank that took part."""
-        losses, gradients = call.ranks_with_bad_loss(), call.ranks_with_bad_gradient()
-        if not losses and not gradients and math.isfinite(norm_squared):
-            return False
-        if self._options.nonfinite == "raise":
-            found = (
-                f"the loss is not finite on ranks {losses}" if losses else
-                f"the gradient is not finite on ranks {gradients}" if gradients else
-                "the sum of the ranks' gradients overflows"
-            )  # fmt: skip
+        found = call.not_finite(norm_squared)
+        if found is not None and self._options.nonfinite == "raise":
             raise kind(
                 f"rank {self.exchange.rank}, step {self.watch.step + 1}, round {self.round_index}: {found}; "
                 "lower the learning rate, or leave such rounds out with Options(nonfinite='skip')"
             )
-        return True
+        return found is not None
 
     def _average_statistics(self, job: Job, call: RollCall) -> dict[int, torch.Tensor]:
         return average_statistics(self.exchange, job.statistics, call.changed, call.micro_batches)
@@ -324,8 +356,9 @@ class Lane:
             self._runtime.charge("step", self.owner.numel)
             self._stepped = True
             if self.copies is not None:
-                self.copies.stepped(self._hyperparameters)
+                self.copies.stepped(gradient, self._hyperparameters)
         self.owner.publish(job.buffer.flats)
+        self._is_ahead = False
 
     def _preview(self, gradient: ReducedGradient, job: Job) -> Shown:
         self.sentry.run("before_step", job, self.watch.step + 1)
@@ -371,16 +404,3 @@ class Lane:
             self._spare_sums.extend([list(reduction.gradient.sums) for reduction in self._reductions])
         self._begin_update(self._hyperparameters)
         return commit
-
-
-def _updates(strategy: Strategy, sentry: Sentry) -> Generator[Effect | GuardEffect, Any, None]:
-    while True:
-        yield from strategy.update()
-        yield Boundary()
-        yield from sentry.ask("after_update")
-
-
-def _reduced(gradient: object) -> ReducedGradient:
-    if not isinstance(gradient, ReducedGradient):
-        raise TypeError(f"a strategy must pass on the gradient it was given, not {type(gradient).__name__}")
-    return gradient

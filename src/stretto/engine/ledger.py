@@ -48,6 +48,8 @@ class Ledger:
     """Whether every rank holds the whole optimizer."""
     local: bool
     """Whether every rank steps with gradients of its own, so that replicas differ between averages."""
+    asks_ahead: bool
+    """Whether an update may begin with something else than gradients, performed beside them."""
     steps: int
     previews: int
     gradient_transfers: int
@@ -120,6 +122,7 @@ def ledger_of(strategy: Strategy) -> Ledger:
         rounds=sum(count[kind] for kind in _ACCUMULATIONS),
         replicated=count[AllReduce] + count[Local] > 0,
         local=count[Local] > 0,
+        asks_ahead=isinstance(runs[0][0], _ASIDES),
         steps=count[Step],
         previews=count[Preview],
         gradient_transfers=count[Reduce] + count[AllReduce],

@@ -6,6 +6,7 @@ different path.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -192,13 +193,15 @@ class RollCall:
         norms = self.records["norm_squared"]
         return float(norms[0]) if replicated else _in_order(norms)
 
-    def ranks_with_bad_loss(self) -> list[int]:
-        """Return the ranks whose loss is not finite."""
-        return np.flatnonzero(~np.isfinite(self.records["loss_sum"])).tolist()
-
-    def ranks_with_bad_gradient(self) -> list[int]:
-        """Return the ranks whose accumulated gradient is not finite."""
-        return np.flatnonzero(~self.records["gradient_is_finite"]).tolist()
+    def not_finite(self, norm_squared: float) -> str | None:
+        """Return what is not finite, and where; None if all is, the squared norm of the whole sum included."""
+        losses = np.flatnonzero(~np.isfinite(self.records["loss_sum"])).tolist()
+        gradients = np.flatnonzero(~self.records["gradient_is_finite"]).tolist()
+        if losses:
+            return f"the loss is not finite on ranks {losses}"
+        if gradients:
+            return f"the gradient is not finite on ranks {gradients}"
+        return None if math.isfinite(norm_squared) else "the sum of the ranks' gradients overflows"
 
     @property
     def stepped(self) -> bool:

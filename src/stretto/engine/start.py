@@ -87,7 +87,7 @@ def start_lanes(
     share_start(exchange, parameters, GradientBuffer(layout), model)
     rank, num_owners = (0, 1) if ledger.replicated else (group.rank(), group.size())
     owner = Owner(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
-    runtime = choose_runtime(group, layout.sets[0].device, overlaps=strategy.overlaps)
+    runtime = choose_runtime(group, layout.sets[0].device, overlaps=strategy.overlaps or ledger.asks_ahead)
     strikes = _strikes(options, exchange)
     sentry = Sentry(
         guards, exchange, owner, _fixed(model), strikes, replicated=ledger.replicated and not ledger.local

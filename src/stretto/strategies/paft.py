@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from stretto.effects import AllReduce, Average, Divergence, Look, Postpone, Script, Step
+from stretto.effects import AllReduce, Average, Divergence, Look, Moment, Postpone, Script, Step
 from stretto.errors import ConfigError
 from stretto.strategies.strategy import Strategy
 
@@ -18,9 +18,9 @@ class PAFTSync(Strategy):
 
     Replicas that are the same stay so, to the bit, and nothing but a digest is sent for them.
 
-    Staleness: 0.
-    Traffic per update: that of `ddp`, and where replicas differ 1 / interval of it again, exposed.
-    Memory: that of `ddp`; on the bf16 wire the last average too.
+    Staleness: 0; with `overlap` that of a gradient taken right before an average and applied to it.
+    Traffic per update: that of `ddp`, and where replicas differ 1 / interval of it again, exposed without `overlap`.
+    Memory: that of `ddp`; on the bf16 wire the last average too; with `overlap` one more gradient buffer.
     Equals synchronous when: no fault parts the replicas.
     Source: "Capturing and Mitigating Gradient Aggregation Errors for Fault-Tolerant Distributed Training", Algorithm 1.
     """
@@ -29,6 +29,8 @@ class PAFTSync(Strategy):
     """Updates from one average to the next."""
     state: bool = False
     """Average the optimizer's moments too; otherwise each rank keeps its own."""
+    overlap: bool = False
+    """Let averages travel beside the next gradients, which are taken at θ_r and applied to the mean."""
 
     name = "paft-sync"
     overlaps = False
@@ -39,11 +41,13 @@ class PAFTSync(Strategy):
             raise ConfigError(f"PAFTSync(interval={self.interval}): expected at least 1 update")
 
     def update(self) -> Script:
-        """One synchronous step, and perhaps an average."""
+        """One synchronous step, and perhaps an average behind it, or ahead of it and beside its gradients."""
+        if self.overlap and (yield Look()).gap >= self.interval:
+            yield Average(self.state)
         gradient = yield AllReduce()
         yield Step(gradient)
         moment = yield Look()
-        if moment.drains or moment.gap >= self.interval:
+        if moment.drains or (moment.gap >= self.interval and not self.overlap):
             yield Average(self.state)
 
 
@@ -68,7 +72,7 @@ class PAFTDyn(Strategy):
 
     Staleness, memory: those of `paft-sync`. Traffic: by the interval that is chosen.
     Equals synchronous when: no fault parts the replicas.
-    Source: the same paper, Algorithm 2, without the overlap.
+    Source: the same paper, Algorithm 2, which always overlaps.
     """
 
     first: int = 10
@@ -84,6 +88,8 @@ class PAFTDyn(Strategy):
     of them where a model has no more."""
     state: bool = False
     """Average the optimizer's moments too; otherwise each rank keeps its own."""
+    overlap: bool = False
+    """Let averages travel beside the next gradients, as in the paper; see `PAFTSync.overlap`."""
 
     name = "paft-dyn"
     overlaps = False
@@ -102,12 +108,20 @@ class PAFTDyn(Strategy):
 
     def update(self) -> Script:
         """One synchronous step, and perhaps an average and a new interval."""
+        if self.overlap and self._is_due((yield Look())):
+            yield from self._average()
         gradient = yield AllReduce()
         yield Step(gradient)
         moment = yield Look()
-        if moment.drains or moment.gap >= (moment.interval or self.first):
-            divergence = yield Average(self.state, self.probe)
-            yield Postpone(self.interval_after(divergence))
+        if moment.drains or (self._is_due(moment) and not self.overlap):
+            yield from self._average()
+
+    def _is_due(self, moment: Moment) -> bool:
+        return moment.gap >= (moment.interval or self.first)
+
+    def _average(self) -> Script:
+        divergence = yield Average(self.state, self.probe)
+        yield Postpone(self.interval_after(divergence))
 
     def interval_after(self, divergence: Divergence) -> int:
         """Return how many updates the next average is away; replicas that are the same may wait longest."""

@@ -1,0 +1,213 @@
+"""Averages that travel beside the next gradients: taken at θ_r, applied to the mean."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import stretto as st
+from stretto import checkpoint
+from stretto.errors import NonFinite, OutOfTurn
+from stretto.faults import Fault
+from stretto.flat import GradientBuffer
+from stretto.groups import Link
+from stretto.virtual import Compute, Network, VirtualCluster, VirtualGroup
+from tests.paft.noisy import flat, network, same, train, values
+
+RANKS, UPDATES, RATE = 3, 8, 0.05
+
+
+def nudge(rank: int, step: int) -> float:
+    """What parts the replicas: added to every master behind an update."""
+    return 1e-3 * (rank + 1) * (step + 1)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    output: Tensor = model(batch(rank, step))
+    return output.square().mean()
+
+
+@dataclasses.dataclass
+class Run:
+    """One rank's job on the virtual cluster."""
+
+    model: nn.Module
+    parallel: st.DataParallel
+    shown: list[list[Tensor]]
+    gaps: list[int]
+    times_ns: list[int]
+
+
+def start(rank: int, group: dist.ProcessGroup, strategy: st.Strategy) -> Run:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    options = st.Options(bucket_bytes=2**20)
+    parallel = st.DataParallel(model, optimizer, strategy, micro_batches=1, group=group, options=options)
+    return Run(model, parallel, [], [], [])
+
+
+def go_on(run: Run, rank: int, updates: range) -> None:
+    for step in updates:
+        update = run.parallel.backward(loss(run.model, rank, step))
+        assert update is not None
+        run.shown.append(values(run.model))
+        run.gaps.append(update.gap)
+        run.parallel.compute.lane.owner.masters[0].add_(nudge(rank, step))
+
+
+def nudged(
+    strategy: st.Strategy,
+) -> Callable[[int, VirtualGroup], tuple[list[list[Tensor]], list[int], list[int]]]:
+    def program(rank: int, group: VirtualGroup) -> tuple[list[list[Tensor]], list[int], list[int]]:
+        run = start(rank, group, strategy)
+        times = []
+        for step in range(UPDATES):
+            go_on(run, rank, range(step, step + 1))
+            times.append(group.now_ns)
+        run.parallel.finish()
+        return [*run.shown, values(run.model)], run.gaps, times
+
+    return program
+
+
+def unite(masters: list[list[Tensor]]) -> None:
+    """Make all replicas their mean, in rank order; the mean of equal ones is what they are."""
+    if all(same(own, masters[0]) for own in masters):
+        return
+    third = torch.tensor(1 / 3)
+    for parts in zip(*masters, strict=True):
+        mean = (parts[0] * third + parts[1] * third) + parts[2] * third
+        for part in parts:
+            part.copy_(mean)
+
+
+def show(models: list[nn.Module], masters: list[list[Tensor]]) -> None:
+    with torch.no_grad():
+        for model, own in zip(models, masters, strict=True):
+            for parameter, master in zip(model.parameters(), own, strict=True):
+                parameter.copy_(master)
+
+
+def by_the_equation(interval: int) -> list[list[list[Tensor]]]:
+    """θ_{t+1} = mean(θ_t) - lr·g(θ_t) where an average is due, otherwise θ_t - lr·g(θ_t); by update and rank."""
+    models = [network() for _ in range(RANKS)]
+    masters = [values(model) for model in models]
+    seen = []
+    for step in range(UPDATES):
+        gradients = [
+            torch.autograd.grad(loss(model, rank, step), list(model.parameters()))
+            for rank, model in enumerate(models)
+        ]
+        if step and step % interval == 0:
+            unite(masters)
+        means = [((first + second) + third) / 3 for first, second, third in zip(*gradients, strict=True)]
+        for own in masters:
+            torch._foreach_add_(own, means, alpha=-RATE)
+        show(models, masters)
+        seen.append([values(model) for model in models])
+        for rank, own in enumerate(masters):
+            torch._foreach_add_(own, nudge(rank, step))
+    unite(masters)
+    show(models, masters)
+    return [*seen, [values(model) for model in models]]
+
+
+@pytest.mark.parametrize("interval", [1, 3, 4])
+def test_an_overlapped_average_is_the_equation_to_the_bit(interval: int) -> None:
+    found = VirtualCluster(RANKS).run(nudged(st.PAFTSync(interval=interval, overlap=True))).values
+    expected = by_the_equation(interval)
+    for rank, (shown, gaps, _) in enumerate(found):
+        assert gaps == [step % interval + 1 for step in range(UPDATES)]
+        assert len(shown) == len(expected)
+        for step, (state, of_ranks) in enumerate(zip(shown, expected, strict=True)):
+            assert same(state, of_ranks[rank]), f"rank {rank}, update {step + 1}"
+
+
+def test_what_is_shown_while_the_average_travels_is_not_the_average() -> None:
+    exposed, overlapped = (
+        VirtualCluster(RANKS).run(nudged(st.PAFTSync(interval=3, overlap=overlap))).values[0][0]
+        for overlap in (False, True)
+    )
+    assert same(exposed[1], overlapped[1])
+    assert not same(exposed[2], overlapped[2])
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [st.PAFTSync(interval=2, overlap=True), st.PAFTDyn(first=1, maximum=2, overlap=True)],
+    ids=lambda strategy: strategy.name,
+)
+def test_without_noise_it_is_ddp_to_the_bit(strategy: st.Strategy) -> None:
+    guards = (st.ReplicaGuard(), st.AtRest())
+    for found, expected in zip(train(strategy, guards=guards), train(st.DDP()), strict=True):
+        assert found.error is None
+        assert all(same(*pair) for pair in zip(found.shown, expected.shown, strict=True))
+        assert same(found.final, expected.final)
+        assert not any(update.verdicts for update in found.updates)
+
+
+@pytest.mark.parametrize("micro_batch_ns", [10_000, 50_000, 5_000_000])
+def test_it_is_hidden_behind_the_gradients(micro_batch_ns: int) -> None:
+    """Without an average an update takes t + C, exposed t + C + A, overlapped max(t, A) + C."""
+
+    def update_ns(strategy: st.Strategy) -> int:
+        link = Link(bits_per_second=1e8, latency_seconds=3e-5)
+        cluster = VirtualCluster(
+            RANKS, network=Network(link=link), compute=Compute(micro_batch_ns=micro_batch_ns)
+        )
+        times = cluster.run(nudged(strategy)).values[0][2]
+        differences = {later - earlier for earlier, later in itertools.pairwise(times[1:])}
+        assert len(differences) == 1
+        return differences.pop()
+
+    plain, exposed, overlapped = (
+        update_ns(s) for s in (st.DDP(), st.PAFTSync(interval=1), st.PAFTSync(interval=1, overlap=True))
+    )
+    average = exposed - plain
+    assert average > 0
+    assert overlapped == max(micro_batch_ns, average) + plain - micro_batch_ns
+
+
+def test_an_error_beside_the_gradients_reaches_the_user() -> None:
+    lost = [Fault(site="step", rank=r, instant=2, extent="all", pattern="nan") for r in range(RANKS)]
+    found = train(st.PAFTSync(interval=3, overlap=True), faults=lost)
+    assert NonFinite.__name__ in str(found[0].error)
+    assert "step 3: no replica is finite any more" in str(found[0].error)
+
+
+def test_settling_beside_an_average_shows_the_average_and_saving_waits(tmp_path: Path) -> None:
+    def program(rank: int, group: VirtualGroup) -> tuple[Tensor, Tensor, Tensor]:
+        run = start(rank, group, st.PAFTSync(interval=2, overlap=True))
+        go_on(run, rank, range(2))
+        owner = run.parallel.compute.lane.owner
+        masters = GradientBuffer(owner.layout)
+        owner.publish(masters.flats)
+        before = flat([view.clone() for view in masters.views])
+        value = loss(run.model, rank, 2)
+        shown = flat(values(run.model))
+        with run.parallel.settled():
+            settled = flat(values(run.model))
+        assert torch.equal(flat(values(run.model)), shown)
+        with pytest.raises(OutOfTurn, match="middle of an update"):
+            run.parallel.compute.check_between_updates("a checkpoint")
+        run.parallel.backward(value)
+        checkpoint.save(run.parallel, tmp_path)
+        run.parallel.finish()
+        return before, shown, settled
+
+    found: Any = VirtualCluster(RANKS).run(program).values
+    third = torch.tensor(1 / 3)
+    mean = (found[0][0] * third + found[1][0] * third) + found[2][0] * third
+    for _, shown, settled in found:
+        assert torch.equal(settled, mean)
+        assert not torch.equal(shown, mean)
