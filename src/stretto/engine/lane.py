@@ -309,12 +309,11 @@ class Lane:
         """Average masters while the model shows what they were; the next step is one on the average."""
         if self.copies is None:
             raise TypeError("a strategy must step with AllReduce to average ahead of its gradients")
-        step = self.watch.step
-        self.sentry.run("before_step", None, step + 1)
+        self.sentry.run("before_step", None, self.watch.step + 1)
         self.sentry.forget()  # what is sealed is about to change
-        divergence = self.copies.reunite(effect, None, step)
+        divergence = self.copies.reunite(effect, None, self.watch.step)
         self._is_ahead = True
-        self.sentry.run("after_update", None, step + 1)
+        self.sentry.run("after_update", None, self.watch.step + 1)
         return divergence
 
     @property

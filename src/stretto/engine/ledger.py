@@ -150,6 +150,11 @@ def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[
             f"strategy {strategy.name}: Average needs replicas, after Local or AllReduce; after Reduce every rank "
             "holds another shard"
         )
+    if count[Local] and any(isinstance(run[0], _ASIDES) for run in runs):
+        raise ConfigError(
+            f"strategy {strategy.name}: ahead of its gradients an update may average after AllReduce only; after Local "
+            "ranks agree on their end at averages, so these come behind the step"
+        )
     for number, kind in enumerate(kinds):
         ends_round = number + 1 == len(kinds) or kinds[number + 1] in _ACCUMULATIONS
         if ends_round and kind not in ((Gather,) if count[Reduce] else (Step, Preview)):
