@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from stretto import ACCO, DDP, DPU, WeightPrediction, ZeRO1
-from stretto.effects import AllReduce, Gather, Reduce, Script, Step
+from stretto.effects import AllReduce, Gather, Look, Reduce, Script, Step
 from stretto.engine import ledger_of
 from stretto.errors import ConfigError
 from stretto.strategies import Strategy
@@ -59,6 +59,8 @@ class Odd(Strategy):
                     gradient = yield AllReduce()
                 case "step":
                     yield Step(gradient)
+                case "look":
+                    yield Look()
                 case "gather":
                     yield Gather()
 
@@ -74,6 +76,7 @@ class Odd(Strategy):
         (("reduce", "step"), "found Step as effect 2 of 2"),
         (("reduce", "reduce", "step", "gather"), "found Reduce as effect 1 of 4"),
         (("all-reduce", "step", "gather"), "found Gather as effect 3 of 3"),
+        (("look", "reduce", "step", "gather"), "only an update with AllReduce"),
     ],
 )
 def test_strategy_that_could_not_be_planned_is_refused(effects: tuple[str, ...], reason: str) -> None:

@@ -84,7 +84,8 @@ class Ledger:
             world_size: Ranks that share the optimizer.
         """
         owners = 1 if self.replicated else world_size
-        buffers = 2 if strategy.overlaps else 1
+        # A round beside the next one's gradients takes a buffer of its own, and so does an average.
+        buffers = 2 if strategy.overlaps or self.asks_ahead else 1
         # A rank that steps alone needs no sums beside its buffer, where that is wide enough to step with.
         sums = 0 if self.local and accumulation >= 4 else 4 * self.rounds
         # Narrower replicas are averaged by what they have changed, which takes the last average to tell.
@@ -150,10 +151,11 @@ def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[
             f"strategy {strategy.name}: Average needs replicas, after Local or AllReduce; after Reduce every rank "
             "holds another shard"
         )
-    if count[Local] and any(isinstance(run[0], _ASIDES) for run in runs):
+    asks_ahead = any(isinstance(run[0], _ASIDES) for run in runs)
+    if asks_ahead and (strategy.overlaps or not count[AllReduce]):
         raise ConfigError(
-            f"strategy {strategy.name}: ahead of its gradients an update may average after AllReduce only; after Local "
-            "ranks agree on their end at averages, so these come behind the step"
+            f"strategy {strategy.name}: only an update with AllReduce and without overlaps may look and average ahead "
+            "of its gradients; with Local ranks agree on their end at averages, so these come behind the step"
         )
     for number, kind in enumerate(kinds):
         ends_round = number + 1 == len(kinds) or kinds[number + 1] in _ACCUMULATIONS
