@@ -13,6 +13,8 @@ STRATEGIES = {
     "local, state averaged": st.LocalSGD(rate=0.5, state=True),
     "paft-sync": st.PAFTSync(interval=2),
     "paft-dyn": st.PAFTDyn(first=2, maximum=2),
+    "paft-sync, overlapped": st.PAFTSync(interval=2, overlap=True),
+    "paft-dyn, overlapped": st.PAFTDyn(first=2, maximum=2, overlap=True),
 }
 EACH = pytest.mark.parametrize("name", STRATEGIES)
 
@@ -50,13 +52,13 @@ def test_what_reaches_one_rank_wrong_in_an_average_is_copied_over(name: str) -> 
     assert {verdict[2] for verdict in found_by(watched[0])} == {(2,)}
 
 
-def test_replicas_that_noise_parts_between_averages_are_not_reported() -> None:
-    for state in (False, True):
-        found = train(
-            st.PAFTSync(interval=4, state=state), faults=noise(3, 1e-3), guards=(st.ReplicaGuard(),)
-        )
-        assert found[0].error is None
-        assert found_by(found[0]) == []
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("state", [False, True])
+def test_replicas_that_noise_parts_between_averages_are_not_reported(state: bool, overlap: bool) -> None:
+    strategy = st.PAFTSync(interval=4, state=state, overlap=overlap)
+    found = train(strategy, faults=noise(3, 1e-3), guards=(st.ReplicaGuard(),))
+    assert found[0].error is None
+    assert found_by(found[0]) == []
 
 
 @EACH

@@ -19,6 +19,7 @@ from stretto.flat import GradientBuffer
 from stretto.groups import Link
 from stretto.virtual import Compute, Network, VirtualCluster, VirtualGroup
 from tests.paft.noisy import flat, network, same, train, values
+from tests.processes import run_program
 
 RANKS, UPDATES, RATE = 3, 8, 0.05
 
@@ -45,15 +46,16 @@ class Run:
     parallel: st.DataParallel
     shown: list[list[Tensor]]
     gaps: list[int]
-    times_ns: list[int]
 
 
-def start(rank: int, group: dist.ProcessGroup, strategy: st.Strategy) -> Run:
+def start(rank: int, group: dist.ProcessGroup, strategy: st.Strategy, micro_batches: int = 1) -> Run:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     options = st.Options(bucket_bytes=2**20)
-    parallel = st.DataParallel(model, optimizer, strategy, micro_batches=1, group=group, options=options)
-    return Run(model, parallel, [], [], [])
+    parallel = st.DataParallel(
+        model, optimizer, strategy, micro_batches=micro_batches, group=group, options=options
+    )
+    return Run(model, parallel, [], [])
 
 
 def go_on(run: Run, rank: int, updates: range) -> None:
@@ -78,6 +80,13 @@ def nudged(
         return [*run.shown, values(run.model)], run.gaps, times
 
     return program
+
+
+def on_a_thread(rank: int, group: dist.ProcessGroup) -> list[list[Tensor]]:
+    run = start(rank, group, st.PAFTSync(interval=3, overlap=True))
+    go_on(run, rank, range(UPDATES))
+    run.parallel.finish()
+    return [*run.shown, values(run.model)]
 
 
 def unite(masters: list[list[Tensor]]) -> None:
@@ -133,6 +142,13 @@ def test_an_overlapped_average_is_the_equation_to_the_bit(interval: int) -> None
             assert same(state, of_ranks[rank]), f"rank {rank}, update {step + 1}"
 
 
+def test_real_ranks_whose_lane_is_a_thread_do_the_same_to_the_bit() -> None:
+    found = run_program(RANKS, on_a_thread)
+    for rank, shown in enumerate(found):
+        expected = [of_ranks[rank] for of_ranks in by_the_equation(3)]
+        assert all(same(*pair) for pair in zip(shown, expected, strict=True))
+
+
 def test_what_is_shown_while_the_average_travels_is_not_the_average() -> None:
     exposed, overlapped = (
         VirtualCluster(RANKS).run(nudged(st.PAFTSync(interval=3, overlap=overlap))).values[0][0]
@@ -185,23 +201,25 @@ def test_an_error_beside_the_gradients_reaches_the_user() -> None:
     assert "step 3: no replica is finite any more" in str(found[0].error)
 
 
-def test_settling_beside_an_average_shows_the_average_and_saving_waits(tmp_path: Path) -> None:
+def test_settling_between_micro_batches_shows_the_average() -> None:
     def program(rank: int, group: VirtualGroup) -> tuple[Tensor, Tensor, Tensor]:
-        run = start(rank, group, st.PAFTSync(interval=2, overlap=True))
-        go_on(run, rank, range(2))
+        run = start(rank, group, st.PAFTSync(interval=1, overlap=True), micro_batches=2)
+        for step in range(2):
+            run.parallel.backward(loss(run.model, rank, step))
         owner = run.parallel.compute.lane.owner
+        owner.masters[0].add_(nudge(rank, 0))
         masters = GradientBuffer(owner.layout)
         owner.publish(masters.flats)
-        before = flat([view.clone() for view in masters.views])
-        value = loss(run.model, rank, 2)
+        by_name = {
+            slot.name: view.clone() for slot, view in zip(owner.layout.slots, masters.views, strict=True)
+        }
+        before = flat([by_name[name] for name, _ in run.model.named_parameters()])
+        assert run.parallel.backward(loss(run.model, rank, 2)) is None
         shown = flat(values(run.model))
         with run.parallel.settled():
             settled = flat(values(run.model))
         assert torch.equal(flat(values(run.model)), shown)
-        with pytest.raises(OutOfTurn, match="middle of an update"):
-            run.parallel.compute.check_between_updates("a checkpoint")
-        run.parallel.backward(value)
-        checkpoint.save(run.parallel, tmp_path)
+        assert run.parallel.backward(loss(run.model, rank, 3)) is not None
         run.parallel.finish()
         return before, shown, settled
 
@@ -211,3 +229,14 @@ def test_settling_beside_an_average_shows_the_average_and_saving_waits(tmp_path:
     for _, shown, settled in found:
         assert torch.equal(settled, mean)
         assert not torch.equal(shown, mean)
+
+
+def test_saving_beside_an_average_is_refused(tmp_path: Path) -> None:
+    def program(rank: int, group: VirtualGroup) -> None:
+        run = start(rank, group, st.PAFTSync(interval=1, overlap=True))
+        go_on(run, rank, range(1))
+        loss(run.model, rank, 1)  # the forward pass, with which the average takes off
+        checkpoint.save(run.parallel, tmp_path)
+
+    with pytest.raises(OutOfTurn, match="a checkpoint in the middle of an update"):
+        VirtualCluster(RANKS).run(program)

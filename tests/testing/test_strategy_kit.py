@@ -68,6 +68,11 @@ class TestPAFTDyn(Kit):
     strategy = PAFTDyn(first=1, maximum=2)
 
 
+class TestOverlappedPAFTSync(Kit):
+    strategy = PAFTSync(interval=2, overlap=True)
+    world_sizes = (2,)
+
+
 class TestACCOOnGloo(Kit):
     strategy = ACCO()
     world_sizes = (2,)

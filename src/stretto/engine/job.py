@@ -95,6 +95,11 @@ class Reduction:
     met: bool = True
     """Whether all ranks took part; otherwise the call holds this rank alone."""
 
+    def drains(self, vote: Vote) -> bool:
+        """Return whether all who took part only hand over what is left; `vote` is this rank's."""
+        votes = self.call.votes if self.met else [vote]
+        return all(vote == Vote.DRAIN for vote in votes)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Commit:

@@ -94,9 +94,9 @@ class Lane:
             job: The round.
             opening: A call of `open` that was spawned before; what it raised is raised here.
         """
-        started = self._runtime.now()
         opening.result()
         self.open()
+        started = self._runtime.now()
         self.sentry.check_strikes(self.watch.step)
         reduction = job.reduction or self.reduce(job)
         if self.copies is not None:
@@ -124,7 +124,7 @@ class Lane:
                 case Gather():
                     self.exchange.all_gather(job.buffer.flats)
                 case Look() | Average() | Postpone():
-                    reply = self._answer(effect, job, reduction)
+                    reply = self._answer(effect, (job, reduction))
                 case Boundary():
                     at_boundary = True
                 case _:
@@ -140,8 +140,10 @@ class Lane:
 
         It may run beside them: the model goes on showing what it shows.
         """
+        started = self._runtime.now()
         while isinstance(self._next, Look | Average | Postpone):
             self._next = self._script.send(self._answer(self._next))
+        self._lane_seconds += self._runtime.now() - started
 
     def reduce(self, job: Job) -> Reduction:
         """Exchange the gradients of `job` and hold the roll call."""
@@ -259,29 +261,22 @@ class Lane:
         replicas.window.rounds += 1
         return Reduction(gradient, call, {}, skipped, alone=True, met=False)
 
-    def _answer(
-        self, effect: Look | Average | Postpone, job: Job | None = None, reduction: Reduction | None = None
-    ) -> Any:
-        """Answer what only strategies ask for that average replicas; without a job, ahead of it."""
+    def _answer(self, effect: Look | Average | Postpone, flight: tuple[Job, Reduction] | None = None) -> Any:
+        """Answer what only strategies ask for that average replicas; without a flight, ahead of it."""
         match effect:
             case Look():
-                drains = False
-                if job is not None and reduction is not None:
-                    votes = reduction.call.votes if reduction.met else [job.vote]
-                    drains = all(vote == Vote.DRAIN for vote in votes)
+                drains = flight is not None and flight[1].drains(flight[0].vote)
                 interval = None if self.copies is None else self.copies.interval
                 return Moment(self.round_index, self._gap, drains, interval)
             case Average():
-                if job is None or reduction is None:
-                    return self._average_ahead(effect)
-                self.sentry.forget()  # what a step was to leave
-                return self._average(job, reduction, effect)
+                return self._average_ahead(effect) if flight is None else self._average(*flight, effect)
             case Postpone(updates) if self.copies is not None:
                 self.copies.interval = updates
         return None
 
     def _average(self, job: Job, reduction: Reduction, effect: Average) -> Divergence | None:
         """Bring the replicas together; a round of `Local` ends as if all ranks had taken part in it."""
+        self.sentry.forget()  # what a step was to leave
         if self.copies is not None:
             step = self.watch.step + self._stepped
             return self.copies.reunite(effect, job.buffer.flats, step)

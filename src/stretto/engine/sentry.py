@@ -209,11 +209,14 @@ class Sentry:
         return f"rank {self._exchange.rank}, update {self._step}"
 
     def _parts(self, job: Job | None) -> Iterator[tuple[Part, Tensor]]:
-        """Yield everything that ranks of a replicated strategy hold alike, in an order that all share."""
+        """Yield everything that ranks of a replicated strategy hold alike, in an order that all share.
+
+        Without a job the model may be running, so that what it holds beside its parameters may be being written.
+        """
         yield from self._state()
         for index, flat in enumerate(job.buffer.flats if job is not None else ()):
             yield Part(SHOWN, f"set {index}"), flat
-        yield from self._fixed.items()
+        yield from self._fixed.items() if job is not None else ()
 
     def _state(self) -> Iterator[tuple[Part, Tensor]]:
         for index, master in enumerate(self._owner.masters):
