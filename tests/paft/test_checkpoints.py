@@ -19,7 +19,9 @@ STRATEGIES = {
     "sync, state averaged": st.PAFTSync(interval=4, state=True),
     "dyn": st.PAFTDyn(first=2, maximum=9),
     "sync, an average due beside the next gradients": st.PAFTSync(interval=3, overlap=True),
-    "dyn, an average due beside the next gradients": st.PAFTDyn(first=3, maximum=4, overlap=True),
+    "dyn, an average due beside the next gradients": st.PAFTDyn(
+        first=3, maximum=9, estimate="paper", overlap=True
+    ),
 }
 
 
