@@ -8,6 +8,8 @@ WORD_BYTES = 8
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes in the order of its elements, `(nbytes,)` uint8; a view where it is contiguous."""
+    if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 

@@ -1,6 +1,7 @@
 """Sealed rows: values on their way, and behind them a digest of what they are and whose."""
 
-import numpy as np
+import struct
+
 import torch
 import xxhash
 from torch import Tensor
@@ -13,7 +14,7 @@ SEAL_BYTES = 8
 
 def seed_of(*what: int) -> int:
     """Return a number for what a row is, so that the right bytes in the wrong place do not fit their seal."""
-    return xxhash.xxh3_64_intdigest(np.array(what, "<u8").tobytes())
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(what)}Q", *what))
 
 
 def seal(row: Tensor, values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
