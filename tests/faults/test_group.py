@@ -1,4 +1,4 @@
-"""The faulty group damages what collectives bring, also under PyTorch's own DistributedDataParallel."""
+"""The faulty group damages what collectives bring, also under PyTorch's own data parallelism."""
 
 from datetime import timedelta
 from typing import Any
@@ -10,6 +10,7 @@ from torch import nn
 
 from stretto.errors import ConfigError
 from stretto.faults import Fault, FaultPlan, FaultyGroup, register_faulty
+from stretto.faults.plan import Site
 from tests.docs.pages import DOCS, code_blocks
 from tests.processes import run_ranks
 
@@ -41,6 +42,45 @@ def test_stock_ddp_goes_on_with_replicas_that_differ_and_says_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(clean[0], other_clean[0], strict=True))
     assert (struck[1], other_struck[1]) == ([], [True])
     assert not all(torch.equal(a, b) for a, b in zip(struck[0], other_struck[0], strict=True))
+
+
+def sharded_training(rank: int, plan: FaultPlan) -> tuple[torch.Tensor, list[bool]]:
+    """Train with stock FSDP2 on a faulty group; return the gathered parameters, and which applications changed bits."""
+    from torch.distributed.device_mesh import DeviceMesh  # slow to import
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    register_faulty(plan)
+    group = dist.new_group(backend="faulty")
+    assert isinstance(group, FaultyGroup)
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 8), mesh=DeviceMesh.from_group(group, "cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=batches)).square().mean().backward()
+        optimizer.step()
+    applied = [application.changed for application in group.injector.applications]
+    shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    return torch.cat([shard.detach().flatten() for shard in shards]), applied
+
+
+def sharded_clean_and_struck(rank: int) -> list[tuple[torch.Tensor, list[bool]]]:
+    plans = [Fault(site=site, rank=1, instant=2, pattern="sign", seed=2) for site in SHARDED_SITES]
+    return [sharded_training(rank, plan) for plan in (FaultPlan(), *(FaultPlan((fault,)) for fault in plans))]
+
+
+SHARDED_SITES: tuple[Site, ...] = ("contribution", "gathered values")
+"""What FSDP2 receives: its share of the reduced gradients, and everybody's parameters."""
+
+
+def test_stock_fsdp2_goes_on_with_other_shards_and_says_nothing() -> None:
+    (_, *struck), (other_clean, *other_struck) = run_ranks(2, sharded_clean_and_struck)
+    assert [applied for _, applied in struck] == [[], []]
+    assert [applied for _, applied in other_struck] == [[True], [True]]
+    for shard, _ in other_struck:
+        assert not torch.equal(shard, other_clean[0])
 
 
 COLLECTIVES = ("contribution", "gathered values", "broadcast values", "all-reduced values", "roll call")
