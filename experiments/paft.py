@@ -44,11 +44,12 @@ STRATEGIES: dict[str, st.Strategy] = {
     "sync-5": st.PAFTSync(interval=5),
     "sync-10": st.PAFTSync(interval=10),
     "sync-50": st.PAFTSync(interval=50),
+    "sync-10-overlap": st.PAFTSync(interval=10, overlap=True),
     "dyn-corrected": st.PAFTDyn(),
     "dyn-paper": st.PAFTDyn(estimate="paper"),
     "sync-10-state": st.PAFTSync(interval=10, state=True),
 }
-TABLE = ("noised", "sync-5", "sync-10", "sync-50", "dyn-corrected", "dyn-paper")
+TABLE = ("noised", "sync-5", "sync-10", "sync-10-overlap", "sync-50", "dyn-corrected", "dyn-paper")
 GUARDS: dict[str, tuple[st.Guard, ...]] = {
     "none": (),
     "replica": (st.ReplicaGuard(),),
@@ -73,6 +74,11 @@ class Cell:
     @property
     def strategy(self) -> st.Strategy:
         return STRATEGIES.get(self.arm, st.DDP())
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether an average is part of the update that follows it."""
+        return isinstance(self.strategy, st.PAFTSync) and self.strategy.overlap
 
 
 def cells() -> Iterator[Cell]:
@@ -164,7 +170,8 @@ def train(cell: Cell, setting: Setting, seed: int, outcomes: dict[int, Seen], gr
             task.scheduler.step()
             seen.update = update.step
             seen.verdicts += len(update.verdicts)
-            seen.averages += update.gap == 0 and cell.arm not in ("clean", "noised")
+            is_averaged = update.gap == 1 and update.step > 1 if cell.is_overlapped else update.gap == 0
+            seen.averages += is_averaged and cell.arm not in ("clean", "noised")
             if update.interval and (not seen.intervals or update.gap == 0):
                 seen.intervals.append(update.interval)
             if update.step == setting.updates:
