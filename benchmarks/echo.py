@@ -23,7 +23,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -270,7 +270,9 @@ def virtual_seconds(
     }
 
 
-def two_ranks(seconds: float, repeats: int) -> list[dict[str, Any]]:
+def two_ranks(
+    seconds: float, repeats: int, ratios: Sequence[float], jitters: Sequence[float]
+) -> list[dict[str, Any]]:
     """Measure runs of two workers, each with a slow loader of its own, between two runs whose loader is fast.
 
     The machine's own speed drifts: a run is held against the mean of the fast ones before and after its cell.
@@ -288,7 +290,7 @@ def two_ranks(seconds: float, repeats: int) -> list[dict[str, Any]]:
 
     found = []
     before = measured("none", "none")["samples_per_second"]
-    for ratio, jitter, turn in itertools.product((0.5, 1.5, 2.5, 5.0), (0, 1), range(repeats)):
+    for ratio, jitter, turn in itertools.product(ratios, jitters, range(repeats)):
         slow = f"{1000 * ratio * 2 * task.batch / before:.2f},jitter={jitter}"
         plans = ("none", f"even:uses={max(1.0, ratio)}", "ready:max_uses=64")
         runs = [measured(echo, slow) for echo in plans]
@@ -314,6 +316,12 @@ def main() -> None:
     parser.add_argument("--virtual-steps", type=int, default=400, help="of every arm, on virtual ranks")
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of a measurement on two ranks")
     parser.add_argument("--repeats", type=int, default=2, help="of all measurements on two ranks")
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[0.5, 1.5, 2.5, 5.0], help="L / C, of two ranks"
+    )
+    parser.add_argument(
+        "--jitters", type=float, nargs="+", default=[0, 1], help="of the loaders of two ranks"
+    )
     parser.add_argument("--parts", nargs="+", default=["overhead", "one", "virtual", "two"])
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -324,7 +332,7 @@ def main() -> None:
         "overhead": overhead,
         "one": lambda: one_rank(options.milliseconds, options.steps, options.blocks),
         "virtual": lambda: virtual_ranks(options.virtual_steps),
-        "two": lambda: two_ranks(options.seconds, options.repeats),
+        "two": lambda: two_ranks(options.seconds, options.repeats, options.ratios, options.jitters),
     }
     for name in options.parts:
         found = parts[name]()

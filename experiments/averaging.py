@@ -131,6 +131,7 @@ def real(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 def check_on_workers(options: argparse.Namespace) -> None:
     """Write real.json: every setting on two workers."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    Path(options.out).mkdir(parents=True, exist_ok=True)
     report = {
         "link": options.link,
         "environment": describe_environment(),
