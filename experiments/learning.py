@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from scipy import stats
+from paired_comparison import half_width
 
 import stretto as st
 from stretto.recipes import StdlibGPT
@@ -110,7 +110,7 @@ def compare(runs: list[dict], arm: str) -> dict[str, float | list[float]]:
     seeds = sorted({r["seed"] for r in runs})
     differences = [loss[arm, seed] - loss[SYNCHRONOUS, seed] for seed in seeds]
     mean = statistics.mean(differences)
-    half = stats.t.ppf(0.975, len(seeds) - 1) * statistics.stdev(differences) / len(seeds) ** 0.5
+    half = half_width(differences)
     return {"mean": mean, "low": mean - half, "high": mean + half, "differences": differences}
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy import stats
+from paired_comparison import half_width
 from torch import Tensor
 
 import stretto as st
@@ -141,7 +141,6 @@ class Seen:
     intervals: list[int]
     verdicts: int
     update: int
-    error: str | None = None
 
 
 def train(cell: Cell, setting: Setting, seed: int, outcomes: dict[int, Seen], group: VirtualGroup) -> None:
@@ -176,9 +175,6 @@ def train(cell: Cell, setting: Setting, seed: int, outcomes: dict[int, Seen], gr
                 seen.intervals.append(update.interval)
             if update.step == setting.updates:
                 break
-    except StrettoError as error:
-        seen.error = f"{type(error).__name__}: {error}"
-        raise
     finally:
         seen.values = [p.detach().clone() for p in task.model.parameters()]
         outcomes[rank] = seen
@@ -262,10 +258,7 @@ def interval(values: list[float]) -> dict[str, float] | None:
     """Return mean and half-width of a 95 % t-interval."""
     if not values:
         return None
-    half = 0.0
-    if len(values) > 1:
-        half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
-    return {"mean": statistics.mean(values), "half": half}
+    return {"mean": statistics.mean(values), "half": half_width(values) if len(values) > 1 else 0.0}
 
 
 def main() -> None:

@@ -23,12 +23,16 @@ Interval = dict[str, float]
 """Mean, low and high."""
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """Return the mean and its 95 % t-interval, which is wide beyond all bounds for a single value."""
-    mean = statistics.mean(values)
+def half_width(values: Sequence[float]) -> float:
+    """Return that of the mean's 95 % t-interval, beyond all bounds for a single value."""
     if len(values) < 2:
-        return {"mean": mean, "low": -math.inf, "high": math.inf}
-    half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+        return math.inf
+    return float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Return the mean and its 95 % t-interval."""
+    mean, half = statistics.mean(values), half_width(values)
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 

@@ -15,19 +15,29 @@ from tests.docs.pages import DOCS, code_blocks
 from tests.processes import run_ranks
 
 
-def stock_training(rank: int, plan: FaultPlan) -> tuple[list[torch.Tensor], list[bool]]:
-    """Train with stock DDP on a faulty group; return parameters, and which applications changed bits."""
+def faulty_group(plan: FaultPlan) -> FaultyGroup:
+    """Return a group that the plan damages; a model that is made next has the same values on all ranks."""
     register_faulty(plan)
     group = dist.new_group(backend="faulty")
     assert isinstance(group, FaultyGroup)
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8), process_group=group)
+    return group
+
+
+def take_four_steps(model: nn.Module, rank: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = torch.Generator().manual_seed(rank)
     for _ in range(4):
         optimizer.zero_grad()
         model(torch.randn(4, 8, generator=batches)).square().mean().backward()
         optimizer.step()
+
+
+def stock_training(rank: int, plan: FaultPlan) -> tuple[list[torch.Tensor], list[bool]]:
+    """Train with stock DDP on a faulty group; return parameters, and which applications changed bits."""
+    group = faulty_group(plan)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8), process_group=group)
+    take_four_steps(model, rank)
     final = [parameter.detach().clone() for parameter in model.parameters()]
     return final, [application.changed for application in group.injector.applications]
 
@@ -45,22 +55,14 @@ def test_stock_ddp_goes_on_with_replicas_that_differ_and_says_nothing() -> None:
 
 
 def sharded_training(rank: int, plan: FaultPlan) -> tuple[torch.Tensor, list[bool]]:
-    """Train with stock FSDP2 on a faulty group; return the gathered parameters, and which applications changed bits."""
+    """Train with stock FSDP2 on a faulty group; return this rank's shards, and which applications changed bits."""
     from torch.distributed.device_mesh import DeviceMesh  # slow to import
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    register_faulty(plan)
-    group = dist.new_group(backend="faulty")
-    assert isinstance(group, FaultyGroup)
-    torch.manual_seed(0)
+    group = faulty_group(plan)
     model = fully_shard(nn.Linear(8, 8), mesh=DeviceMesh.from_group(group, "cpu"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = torch.Generator().manual_seed(rank)
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.randn(4, 8, generator=batches)).square().mean().backward()
-        optimizer.step()
+    take_four_steps(model, rank)
     applied = [application.changed for application in group.injector.applications]
     shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
     return torch.cat([shard.detach().flatten() for shard in shards]), applied

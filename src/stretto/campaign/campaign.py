@@ -1,7 +1,6 @@
 """The campaign: twins, faults, clean rounds, and the report of it all."""
 
 import dataclasses
-import json
 import multiprocessing
 import statistics
 import time
@@ -22,6 +21,7 @@ from stretto.campaign.stage import try_really, try_virtually
 from stretto.campaign.table import pattern_rows, rows
 from stretto.campaign.trial import Seen, Trial
 from stretto.campaign.twin import Twins, twins_of
+from stretto.observe import replace_json
 from stretto.train.configuration import TaskT
 from stretto.train.environment import describe_environment
 from stretto.train.launch import LocalRanks
@@ -49,7 +49,7 @@ def run_campaign(campaign: CampaignConfig[TaskT], tell: Callable[[str], None]) -
     """
     begun = time.perf_counter()
     torch.set_num_threads(1)
-    all_twins = _all_twins(campaign)
+    all_twins = {name: twins_of(campaign.task, name, campaign.seed) for name in CAMPAIGNED}
     turns = -(-campaign.faults // _FAULTS_PER_TURN)
     overheads = {strategy: _overhead(all_twins[strategy], turns) for strategy in CAMPAIGNED}
     drawn = list(islice(draw(campaign.seed), campaign.faults))
@@ -73,7 +73,7 @@ def run_campaign(campaign: CampaignConfig[TaskT], tell: Callable[[str], None]) -
         "seconds": time.perf_counter() - begun,
         "environment": describe_environment(),
     }
-    _write(Path(campaign.out, RESULTS), report)
+    replace_json(Path(campaign.out, RESULTS), report)
     return report
 
 
@@ -85,10 +85,6 @@ def repeat_fault(campaign: CampaignConfig[TaskT], number: int) -> Judged:
     is_real = number in draw_real(campaign.seed, campaign.faults, campaign.num_real)
     really, _ = _on_real_workers([drawn] if is_real else [], {drawn.strategy: twins})
     return _strike((drawn, twins, really.get(number)))
-
-
-def _all_twins(campaign: CampaignConfig[TaskT]) -> dict[str, Twins]:
-    return {strategy: twins_of(campaign.task, strategy, campaign.seed) for strategy in CAMPAIGNED}
 
 
 def _overhead(twins: Twins, turns: int) -> float:
@@ -166,11 +162,3 @@ def _summary(judged: Sequence[Judged], clean: Sequence[Clean]) -> dict[str, Any]
             if one.breaks is not None
         ],
     }
-
-
-def _write(path: Path, report: Mapping[str, Any]) -> None:
-    """Replace the report in one step: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-    unfinished.replace(path)

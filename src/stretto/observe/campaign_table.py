@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from stretto.errors import MissingExtra
+from stretto.observe.table import print_table
 
 _HEADINGS = (
     "site",
@@ -31,22 +31,15 @@ def print_campaign(report: Mapping[str, Any]) -> None:
     Raises:
         MissingExtra: rich is not installed.
     """
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError as error:
-        raise MissingExtra("rich", "cli", "the table of a campaign") from error
-    table = Table(
-        caption="applied of drawn; harmful without guards; detected, named and identical of applied; the most updates "
+    print_table(
+        "campaign",
+        "applied of drawn; harmful without guards; detected, named and identical of applied; the most updates "
         "to detection; overhead of a guarded job's processor time, at this small size",
-        caption_justify="left",
+        _HEADINGS,
+        map(_cells, report["sites"]),
+        left=5,
+        width=200,
     )
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading in _HEADINGS[:5] else "right")
-    for row in report["sites"]:
-        table.add_row(*_cells(row))
-    # A file has no width of its own that long rows would have to be folded to.
-    Console(width=None if Console().is_terminal else 200).print(table)
     print(
         f"{report['applied']} of {report['faults']} faults changed bits ({report['on_real_workers']} drawn for real "
         f"workers); {len(report['broken'])} promises broken; {report['false_alarms']} false alarms in "

@@ -4,10 +4,21 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stretto.errors import MissingExtra
+from stretto.observe.table import print_table
 
 LIMIT = "compute"
 """The arm that never communicates: the limit of throughput."""
+
+_HEADINGS = (
+    "strategy",
+    "samples/s",
+    f"of {LIMIT}",
+    "updates",
+    "held-out loss",
+    "to target",
+    "exposed",
+    "sent",
+)
 
 Run = dict[str, Any]
 
@@ -21,29 +32,15 @@ def print_comparison(runs: Sequence[Run]) -> None:
     Raises:
         MissingExtra: rich is not installed.
     """
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError as error:
-        raise MissingExtra("rich", "cli", "the table of a comparison") from error
-    table = Table(
-        caption="median, and least to greatest where there are several repeats", caption_justify="left"
+    arms = dict.fromkeys(run["strategy"] for run in runs)
+    print_table(
+        "comparison",
+        "median, and least to greatest where there are several repeats",
+        _HEADINGS,
+        ([arm, *_cells([run for run in runs if run["strategy"] == arm], runs)] for arm in arms),
+        left=1,
+        width=140,
     )
-    for heading in (
-        "strategy",
-        "samples/s",
-        f"of {LIMIT}",
-        "updates",
-        "held-out loss",
-        "to target",
-        "exposed",
-        "sent",
-    ):
-        table.add_column(heading, justify="left" if heading == "strategy" else "right")
-    for arm in dict.fromkeys(run["strategy"] for run in runs):
-        table.add_row(arm, *_cells([run for run in runs if run["strategy"] == arm], runs))
-    # A file has no width of its own that long rows would have to be folded to.
-    Console(width=None if Console().is_terminal else 140).print(table)
 
 
 def shares_of_limit(own: Sequence[Run], runs: Sequence[Run]) -> list[float]:

@@ -1,11 +1,11 @@
 """Strategies side by side: every arm once, then all again, on the same link."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stretto.observe import replace_json
 from stretto.train.arms import Arm, parse_arms
 from stretto.train.configuration import CompareConfig, RunConfig, TaskT
 from stretto.train.environment import describe_environment
@@ -43,7 +43,12 @@ def compare(
             runs.append(_record(arm, run, repeat, outcome))
             tell(_summary(runs[-1]))
             if ranks.is_first:
-                _write(Path(comparison.out, RESULTS), runs, environment, comparison)
+                content = {
+                    "runs": runs,
+                    "environment": environment,
+                    "comparison": dataclasses.asdict(comparison),
+                }
+                replace_json(Path(comparison.out, RESULTS), content)
     return runs
 
 
@@ -66,16 +71,6 @@ def _record(arm: Arm, run: RunConfig[TaskT], repeat: int, outcome: Outcome) -> d
         "seconds": measured.pop("training_seconds"),
         **measured,
     }
-
-
-def _write(
-    path: Path, runs: list[dict[str, Any]], environment: dict[str, Any], comparison: CompareConfig[TaskT]
-) -> None:
-    """Replace the results in one step: a reader never sees half of them."""
-    content = {"runs": runs, "environment": environment, "comparison": dataclasses.asdict(comparison)}
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    unfinished.replace(path)
 
 
 def _summary(record: dict[str, Any]) -> str:
