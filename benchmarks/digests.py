@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stretto.digests import Imprint, digest, locate
-from stretto.train.environment import describe_environment
+from stretto.checksums import Checksum, digest, locate
+from stretto.train.outcome import describe_environment
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEBIBYTES = (0.25, 4, 64, 256)
@@ -40,11 +40,11 @@ BY_TENSOR: dict[str, Callable[[Tensor], object]] = {
     "sum": lambda tensor: tensor.view(torch.int64).sum(),
     "digest": digest,
     "locate": locate,
-    "imprint": Imprint.of,
+    "checksum": Checksum.of,
     "SHA-1": sha1,
     "hash_tensor": torch.hash_tensor,
 }
-"""`imprint` is a digest and a locate: what AtRest takes of every tensor at every update."""
+"""`checksum` is a digest and a locate: what AtRest takes of every tensor at every update."""
 
 
 def measure(values: list[Tensor], seconds: float) -> dict[str, list[float]]:

@@ -34,8 +34,8 @@ from torch.utils.data import DataLoader
 from stretto import Auto, Bernoulli, DataParallel, EchoLoader, EchoOptions, Even, Ready, ZeRO1
 from stretto.recipes import DigitsResNet
 from stretto.train.configuration import RunConfig
-from stretto.train.environment import describe_environment
 from stretto.train.launch import LocalRanks
+from stretto.train.outcome import describe_environment
 from stretto.train.slow_loader import SlowStore
 from stretto.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
 

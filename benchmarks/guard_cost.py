@@ -24,7 +24,7 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto.recipes import StdlibGPT
-from stretto.train.environment import describe_environment
+from stretto.train.outcome import describe_environment
 
 STRATEGIES: dict[str, Callable[[], st.Strategy]] = {"ddp": st.DDP, "zero1": st.ZeRO1, "acco": st.ACCO}
 MICRO_BATCHES = 4
@@ -74,8 +74,8 @@ class Training:
         for batch in self._batches:
             loss = self._task.loss(self._task.model, batch)
             if update := self._parallel.backward(loss.value, loss.weight, loss.samples):
-                if update.verdicts:
-                    raise SystemExit(f"a false alarm: {update.verdicts}")
+                if update.incidents:
+                    raise SystemExit(f"a false alarm: {update.incidents}")
                 return
 
     def finish(self) -> None:

@@ -34,8 +34,8 @@ from stretto.echo.text import parse_plan
 from stretto.recipes import DigitsResNet, StdlibGPT
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig
-from stretto.train.environment import describe_environment
 from stretto.train.launch import LocalRanks
+from stretto.train.outcome import describe_environment
 
 ARMS = ("ddp", "accumulate", "interval", "coin", "coin+state", "unechoed")
 SETTINGS = {

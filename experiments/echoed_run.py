@@ -16,7 +16,7 @@ from typing import Any
 
 from stretto import DataParallel, EchoLoader, EchoOptions, LocalSGD
 from stretto.echo import Plan
-from stretto.echo.length import epoch_length
+from stretto.echo.loader import epoch_length
 from stretto.recipes import TaskConfig
 from stretto.recipes.task import Task
 from stretto.strategies import Strategy

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from stretto.observe import read_json_lines
-from stretto.train.environment import describe_environment
+from stretto.train.outcome import describe_environment
 
 STRATEGIES = ("acco", "wp", "dpu", "zero1", "ddp")
 UPDATES = 24

@@ -21,7 +21,7 @@ from paired_comparison import half_width
 
 import stretto as st
 from stretto.recipes import StdlibGPT
-from stretto.recipes.schedule import Schedule
+from stretto.recipes.optimizers import Schedule
 from stretto.strategies import strategy_by_name
 
 SYNCHRONOUS = "zero1"

@@ -27,7 +27,7 @@ from paired_comparison import half_width
 from torch import Tensor
 
 import stretto as st
-from stretto.digests import digest, hexadecimal
+from stretto.checksums import digest, hexadecimal
 from stretto.errors import StrettoError
 from stretto.faults import Fault, FaultPlan, Injector, strike_memory
 from stretto.recipes import DigitsResNet
@@ -139,7 +139,7 @@ class Seen:
     values: list[Tensor]
     averages: int
     intervals: list[int]
-    verdicts: int
+    incidents: int
     update: int
 
 
@@ -168,7 +168,7 @@ def train(cell: Cell, setting: Setting, seed: int, outcomes: dict[int, Seen], gr
                 continue
             task.scheduler.step()
             seen.update = update.step
-            seen.verdicts += len(update.verdicts)
+            seen.incidents += len(update.incidents)
             is_averaged = update.gap == 1 and update.step > 1 if cell.is_overlapped else update.gap == 0
             seen.averages += is_averaged and cell.arm not in ("clean", "noised")
             if update.interval and (not seen.intervals or update.gap == 0):
@@ -190,7 +190,7 @@ def run(cell: Cell, setting: Setting, seed: int) -> dict[str, Any]:
     except StrettoError as raised:
         error = f"{type(raised).__name__}: {raised}"
     record = {"seed": seed, **dataclasses.asdict(cell), "error": error, "update": outcomes[0].update}
-    record |= {"averages": outcomes[0].averages, "verdicts": outcomes[0].verdicts}
+    record |= {"averages": outcomes[0].averages, "incidents": outcomes[0].incidents}
     record["median_interval"] = statistics.median(outcomes[0].intervals) if outcomes[0].intervals else None
     if error is None:
         record |= judged([outcomes[rank] for rank in range(RANKS)])
@@ -247,7 +247,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for key in ("loss", "accuracy", "loss_of_mean", "accuracy_of_mean", "distance_from_mean", "averages"):
             row[key] = interval([r[key] for r in whole if r[key] is not None])
         row["median_intervals"] = [r["median_interval"] for r in own]
-        row["verdicts"] = [r["verdicts"] for r in own]
+        row["incidents"] = [r["incidents"] for r in own]
         clean = {r["seed"]: r["digest"] for r in records if r["part"] == "table" and r["arm"] == "clean"}
         row["identical_to_clean"] = sum(r["digest"] == clean.get(r["seed"]) for r in whole)
         rows.append(row)

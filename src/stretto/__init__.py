@@ -6,7 +6,7 @@ from stretto.engine import Clock, Options
 from stretto.errors import StrettoError
 from stretto.guards import AtRest, Audit, Guard, ReplicaGuard
 from stretto.parallel import DataParallel
-from stretto.records import Update, Verdict
+from stretto.records import Incident, Update
 from stretto.strategies import (
     ACCO,
     DDP,
@@ -34,6 +34,7 @@ __all__ = [
     "EchoOptions",
     "Even",
     "Guard",
+    "Incident",
     "LocalSGD",
     "Options",
     "PAFTDyn",
@@ -43,7 +44,6 @@ __all__ = [
     "Strategy",
     "StrettoError",
     "Update",
-    "Verdict",
     "WeightPrediction",
     "ZeRO1",
     "diagnose",

@@ -145,7 +145,7 @@ class CorruptionError(StrettoError, RuntimeError):
         message: For people.
         ranks: Whom the damage is laid to, where that is known.
         links: Sender and receiver of damaged links.
-        verdicts: What has led to it, each a `stretto.Verdict`.
+        incidents: What has led to it, each a `stretto.Incident`.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ class CorruptionError(StrettoError, RuntimeError):
         *,
         ranks: Sequence[int] = (),
         links: Sequence[tuple[int, int]] = (),
-        verdicts: Sequence[object] = (),
+        incidents: Sequence[object] = (),
     ) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
         self.links = tuple(links)
-        self.verdicts = tuple(verdicts)
+        self.incidents = tuple(incidents)
 
 
 class TransferCorrupt(CorruptionError):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.echo.intake import Intake
+from stretto.echo.statistics import Intake
 from stretto.engine import Clock, Options, start_lanes
 from stretto.engine.accumulation import run_backward
 from stretto.engine.kept_round import Weighed, weighed
@@ -19,7 +19,7 @@ from stretto.engine.watch import Watch
 from stretto.errors import ConfigError, LossNotScalar, OutOfTurn, UsageError
 from stretto.groups.private import private_group
 from stretto.guards import Guard
-from stretto.records import Update, Verdict
+from stretto.records import Incident, Update
 from stretto.strategies import ACCO, Strategy
 
 Batch = TypeVar("Batch")
@@ -80,7 +80,7 @@ class DataParallel:
         self._group = private_group(
             group, ranks, timeout_seconds=self.options.timeout_seconds + _BACKEND_MARGIN_SECONDS
         )
-        self.late_verdicts: tuple[Verdict, ...] = ()
+        self.late_incidents: tuple[Incident, ...] = ()
         """What guards and the verified exchange found behind the last update; known once `finish` has
         returned."""
         self._until: Literal["any", "all"] = "any"
@@ -291,7 +291,7 @@ class DataParallel:
                 if update is not None:
                     updates.append(self._intake.fill(update))
             self.compute.show_committed()
-            self.late_verdicts = self.compute.lane.conclude()
+            self.late_incidents = self.compute.lane.conclude()
             self.compute.close()
         return updates
 

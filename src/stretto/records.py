@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class Incident:
     """One corruption that was found, whom it is laid to, and what was done about it; the same on every rank."""
 
     step: int
@@ -33,8 +33,8 @@ class Verdict:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Verdict":
-        """Return the verdict that `as_json` wrote, also after a way through text."""
+    def from_json(cls, fields: dict[str, Any]) -> "Incident":
+        """Return the incident that `as_json` wrote, also after a way through text."""
         link = fields["link"]
         return cls(
             **{
@@ -89,7 +89,7 @@ class Update:
     step alone this rank's own samples, weight and loss stand here; the update with gap 0 brings those of the others."""
     interval: int | None = None
     """Updates from one average to the next, as the strategy has last chosen; None for strategies that do not choose."""
-    verdicts: tuple[Verdict, ...] = ()
+    incidents: tuple[Incident, ...] = ()
     """What guards and the verified exchange have found since the previous update, on any rank."""
 
     fresh: int = 0
@@ -106,7 +106,7 @@ class Update:
     def as_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; a number that is not finite becomes None."""
         fields = {name: getattr(self, name) for name in self.__slots__}
-        fields["verdicts"] = [verdict.as_json() for verdict in self.verdicts]
+        fields["incidents"] = [incident.as_json() for incident in self.incidents]
         return {name: None if _is_lost(value) else value for name, value in fields.items()}
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from stretto.campaign import RESULTS, CampaignConfig, repeat_fault, small
 from stretto.campaign.drawing import draw
-from stretto.campaign.table import rows
+from stretto.campaign.judgement import rows
 from stretto.cli import main
-from stretto.cli.campaign import _complain
+from stretto.cli.commands import _complain
 from stretto.guards import GUARDS, Guard
-from stretto.guards.effects import GuardScript
+from stretto.guards.contract import GuardScript
 from stretto.recipes import stdlib_gpt
 
 FAULTS = 3

@@ -3,10 +3,11 @@
 from collections import Counter
 from itertools import islice
 
-from stretto.campaign.drawing import CAMPAIGNED, draw, draw_real
-from stretto.campaign.promises import EXTENTS, ROWS, SAMPLED, STRATEGIES
+from stretto.campaign.drawing import CAMPAIGNED, EXTENTS, ROWS, SAMPLED, STRATEGIES_OF, draw, draw_real
 
-CELLS = [(promise, name) for promise in ROWS for name in CAMPAIGNED if name in STRATEGIES[promise.strategies]]
+CELLS = [
+    (promise, name) for promise in ROWS for name in CAMPAIGNED if name in STRATEGIES_OF[promise.strategies]
+]
 
 
 def test_every_promise_is_tried_as_often_in_the_jobs_of_every_strategy() -> None:

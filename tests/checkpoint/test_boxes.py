@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from stretto.flat.boxes import cover, whole
+from stretto.flat.parted import cover, whole
 
 
 def test_boxes_are_the_run_and_no_more() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stretto import ACCO, DataParallel, ZeRO1, checkpoint
-from stretto.checkpoint.manifest import Manifest
+from stretto.checkpoint.files import Manifest
 from stretto.errors import CheckpointError, ForeignCheckpoint, OutOfTurn, StrettoError, TornCheckpoint
 from tests.checkpoint.jobs import SAVED_AT, Case, Job, differing
 from tests.processes import run_ranks

@@ -111,7 +111,7 @@ def test_a_rank_that_is_hit_again_and_again_is_left_out_and_the_run_ends_well(
     assert "8 updates in" in shown
     (record,) = read_json_lines(Path("run", "quarantine.jsonl"))
     assert (record["error"], record["left_out"]) == ("Quarantined", [1])
-    assert len(read_json_lines(Path("run", "verdicts.jsonl"))) == 3
+    assert len(read_json_lines(Path("run", "incidents.jsonl"))) == 3
 
 
 def test_ctrl_c_ends_the_run_and_all_its_workers() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from stretto.engine.ledger import ledger_of
 from stretto.strategies import STRATEGIES, LocalSGD, PAFTSync, Strategy
+from stretto.strategies.ledger import ledger_of
 from tests.docs.pages import DOCS, table
 
 ROWS = {

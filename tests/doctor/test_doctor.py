@@ -14,9 +14,8 @@ from torch import distributed as dist
 
 from stretto.cli import main
 from stretto.doctor import Examination, Report, examine
-from stretto.doctor.arithmetic import OPERATORS, Operator
+from stretto.doctor.device import OPERATORS, Operator, write_and_read
 from stretto.doctor.examination import Subject
-from stretto.doctor.memory import write_and_read
 from stretto.errors import ConfigError
 from stretto.faults import Fault, FaultPlan, FaultyGroup
 from stretto.faults.injector import Injector
@@ -95,7 +94,7 @@ def checks(report: Report) -> set[str]:
 def test_a_sound_machine_is_found_sound_and_every_link_is_measured() -> None:
     report = outcomes()[0]["sound"]
     assert report.is_sound, [finding for finding in report.findings if not finding.is_sound]
-    assert report.verdict.startswith("sound: ")
+    assert report.incident.startswith("sound: ")
     rates = {f.link: f.megabytes_per_second for f in report.findings if f.check == "link"}
     assert set(rates) == {(a, b) for a in range(RANKS) for b in range(RANKS) if a != b}
     assert all(rate is not None and rate > 0 for rate in rates.values())
@@ -124,7 +123,7 @@ def test_the_bad_rank_is_named_by_every_rank(case: str, unsound: set[str]) -> No
     for found in outcomes():
         assert checks(found[case]) == unsound
         assert (found[case].suspects, found[case].links) == ((BAD,), ())
-        assert found[case].verdict.startswith("not to be trusted: rank 1 (host ")
+        assert found[case].incident.startswith("not to be trusted: rank 1 (host ")
 
 
 def test_a_wrong_broadcast_names_the_rank_that_all_roots_fail_to_reach() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from stretto import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
 from stretto.echo import Cosine, Linear, MultiStep, Plan
-from stretto.echo.auto import free_uses
+from stretto.echo.measured import free_uses
 from stretto.echo.text import parse_plan
 from tests.echo.sources import Numbers, Tap
 
@@ -150,7 +150,7 @@ def test_the_free_number_of_uses_is_what_loads_take_of_a_use() -> None:
 def test_auto_measures_without_echo_freezes_and_is_even_from_there() -> None:
     plan = Auto(window=10, skip=2, max_uses=3)
     chooser = plan.chooser(0)
-    from stretto.echo.chooser import Held, Taken
+    from stretto.echo.plans import Held, Taken
 
     held, uses = [Held(number=0)], []
     for step in range(100):

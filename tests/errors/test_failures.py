@@ -168,11 +168,11 @@ def test_a_silent_rank_is_named_by_all_others_after_the_timeout(
     silences: dict[tuple[int, str], list[Outcome]], world_size: int, strategy: str
 ) -> None:
     outcomes = silences[world_size, strategy]
-    verdict = f"no answer for {TIMEOUT_SECONDS:g} s from ranks [{world_size - 1}]"
-    check_others(outcomes, "PeerSilent: ", verdict, "raise Options(timeout_seconds=...)")
+    incident = f"no answer for {TIMEOUT_SECONDS:g} s from ranks [{world_size - 1}]"
+    check_others(outcomes, "PeerSilent: ", incident, "raise Options(timeout_seconds=...)")
     # It comes back to a job that has ended, and is told that it was waited for.
     assert outcomes[-1].error is None, outcomes[-1].error
-    assert verdict in outcomes[-1].value
+    assert incident in outcomes[-1].value
 
 
 def test_a_rank_that_keeps_the_store_is_named_when_it_dies() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stretto.exchange import Int8Exchange
-from stretto.exchange.blocks import BLOCK, pack, packed_bytes, unpack
+from stretto.exchange.int8 import BLOCK, pack, packed_bytes, unpack
 from stretto.flat import Layout
 from stretto.groups.private import private_group
 from tests.exchange.test_exchange import contribution, layout_for, new_sums, wait

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 import stretto as st
-from stretto.engine.ledger import ledger_of
 from stretto.errors import CorruptionError, PeerFailed
 from stretto.faults import Application, Fault, FaultPlan, FaultyGroup, register_faulty, strike_memory
 from stretto.guards import GUARDS
-from stretto.records import Verdict
+from stretto.records import Incident
+from stretto.strategies.ledger import ledger_of
 from tests.guards.watched import STRATEGIES, Job, same
 
 WIDTH = 9000
@@ -35,7 +35,7 @@ class Outcome:
     """What one rank saw."""
 
     applications: list[Application]
-    verdicts: list[Verdict]
+    incidents: list[Incident]
     final: list[Tensor] | None
     error: str | None
     """Class and message."""
@@ -53,17 +53,17 @@ def run(rank: int, case: Case) -> Outcome:
         guards.append(st.Audit(rate=1.0))
     choices: dict[str, Any] = {"guards": guards} if case.guarded else {}
     options = st.Options(bucket_bytes=2**17, verified=case.guarded)
-    verdicts: list[Verdict] = []
+    incidents: list[Incident] = []
     error, job = None, None
     try:
         job = Job(strategy, rank, width=WIDTH, group=group, options=options, **choices)
         strike_memory(job.parallel, group.injector)
-        verdicts = [verdict for update in job.run() for verdict in update.verdicts]
+        incidents = [incident for update in job.run() for incident in update.incidents]
     except (CorruptionError, PeerFailed) as raised:
         error = f"{type(raised).__name__}: {raised}"
     final = job.final() if job is not None and error is None else None
     dist.barrier()
-    return Outcome(applications=group.injector.applications, verdicts=verdicts, final=final, error=error)
+    return Outcome(applications=group.injector.applications, incidents=incidents, final=final, error=error)
 
 
 def run_all(rank: int, cases: list[Case]) -> list[Outcome]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stretto.digests import digest, hexadecimal
+from stretto.checksums import digest, hexadecimal
 from stretto.errors import ConfigError
 from stretto.faults import EXTENTS, LASTS, PATTERNS, Fault, FaultPlan, Injector, draw_fault
 from stretto.faults.plan import SITES

@@ -5,8 +5,7 @@ import functools
 
 import pytest
 
-from stretto.campaign.promises import AUDITED, PROMISES, WORDS
-from stretto.campaign.promises import STRATEGIES as STRATEGIES_OF
+from stretto.campaign.drawing import AUDITED, PROMISES, STRATEGIES_OF, WORDS
 from stretto.faults import Fault
 from stretto.faults.plan import SITES, Site
 from tests.docs.pages import DOCS, table
@@ -109,7 +108,7 @@ def test_every_site_of_a_fault_that_our_exchanges_have_is_in_the_table() -> None
 def test_guards_change_nothing_and_say_nothing_where_nothing_is_wrong(name: str) -> None:
     unguarded = outcomes()[0][CLEAN.index(Case(strategy=name, fault=None, guarded=False))]
     assert equal(clean(name), unguarded)
-    assert clean(name).verdicts == []
+    assert clean(name).incidents == []
 
 
 @EVERY_ROW
@@ -124,21 +123,21 @@ def test_it_is_seen_by_whom_the_table_says(index: int) -> None:
         assert all(result.error is not None for result in results)
         return
     assert [result.error for result in results] == [None] * WORLD_SIZE
-    assert all(result.verdicts == results[0].verdicts for result in results)
+    assert all(result.incidents == results[0].incidents for result in results)
     # Starting values are sent again before there is anything to report to.
     silent = row.seen_by == "-" or row.named == "-"
-    assert {verdict.guard for verdict in results[0].verdicts} == (set() if silent else {row.seen_by})
+    assert {incident.guard for incident in results[0].incidents} == (set() if silent else {row.seen_by})
 
 
 @EVERY_ROW
 def test_it_is_laid_to_the_right_rank_or_link(index: int) -> None:
     row, results = ROWS[index], found(index)
     if row.named == "rank":
-        assert {verdict.ranks for verdict in results[0].verdicts} == {(RANK,)}
+        assert {incident.ranks for incident in results[0].incidents} == {(RANK,)}
     if row.named == "link":
-        links = [verdict.link for verdict in results[0].verdicts]
+        links = [incident.link for incident in results[0].incidents]
         assert all(link is not None and link[1] == RANK for link in links)
-        assert [verdict.ranks for verdict in results[0].verdicts] == [(link[0],) for link in links if link]
+        assert [incident.ranks for incident in results[0].incidents] == [(link[0],) for link in links if link]
     if row.final == "error":
         own = results[RANK].error
         assert own is not None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stretto.groups import traffic
+from stretto.groups import link as traffic
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 13])

@@ -8,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-from stretto.groups.work import CompletedWork, LateWork
+from stretto.groups.wrapped import CompletedWork, LateWork
 
 MOMENT = timedelta(milliseconds=10)
 

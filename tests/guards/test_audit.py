@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import stretto as st
-from stretto.coin import coin
 from stretto.errors import ConfigError, UsageError
 from stretto.faults import Fault, FaultPlan, strike_memory
 from stretto.faults.injector import Injector
 from stretto.guards.text import parse_guard
-from stretto.records import Verdict
+from stretto.randomness import coin
+from stretto.records import Incident
 from stretto.virtual import VirtualCluster
 from tests.guards.watched import STRATEGIES
 from tests.processes import run_ranks
@@ -26,7 +26,7 @@ ALWAYS = st.Audit(rate=1.0)
 DAMAGE = Fault(
     site="gradient", rank=STRUCK, instant=3, extent="fraction", fraction=0.1, pattern="sign", seed=4
 )
-Seen = tuple[list[Tensor], list[Verdict]]
+Seen = tuple[list[Tensor], list[Incident]]
 
 
 class Trainer:
@@ -49,16 +49,16 @@ class Trainer:
         return self.model(batch).square().mean(), float(len(batch)), len(batch)
 
     def run(self, length: int = 2 * UPDATES) -> Seen:
-        verdicts: list[Verdict] = []
+        incidents: list[Incident] = []
         with self.parallel:
             for index in range(length):
                 batch = torch.randn(3 + index % 3, 5, generator=self._data)
                 update = self.parallel.micro_batch(self.loss, batch)
-                verdicts += update.verdicts if update else ()
+                incidents += update.incidents if update else ()
             for update in self.parallel.finish():
-                verdicts += update.verdicts
+                incidents += update.incidents
         values = [*self.model.parameters(), *self.model.buffers()]
-        return [value.detach().clone() for value in values], verdicts
+        return [value.detach().clone() for value in values], incidents
 
 
 def trained(
@@ -101,7 +101,7 @@ def same(left: list[Seen], right: list[Seen]) -> bool:
 def test_audits_of_sound_ranks_change_nothing_and_say_nothing(name: str, ranks: int) -> None:
     found = trained(STRATEGIES[name], (ALWAYS,), ranks=ranks)
     assert same(found, clean(name, ranks))
-    assert [verdicts for _, verdicts in found] == [[]] * ranks
+    assert [incidents for _, incidents in found] == [[]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -112,17 +112,17 @@ def test_a_damaged_gradient_is_missed_without_an_audit_and_put_right_with_one(na
     assert missed[0][1] == []
     found = trained(STRATEGIES[name], (ALWAYS,), ranks=ranks, fault=DAMAGE)
     assert same(found, clean(name, ranks))
-    for _, (verdict,) in found:
-        assert (verdict.guard, verdict.site, verdict.ranks) == ("audit", "gradient", (STRUCK,))
-        assert verdict.action == "taken again"
-        assert verdict.expected != verdict.found
+    for _, (incident,) in found:
+        assert (incident.guard, incident.site, incident.ranks) == ("audit", "gradient", (STRUCK,))
+        assert incident.action == "taken again"
+        assert incident.expected != incident.found
 
 
 def test_a_single_rank_takes_its_own_round_again() -> None:
     damage = Fault(site="gradient", rank=0, instant=3, pattern="sign", seed=4)
     found = trained(st.DDP(), (ALWAYS,), ranks=1, fault=damage)
     assert same(found, clean("ddp", 1))
-    assert [verdict.ranks for verdict in found[0][1]] == [(0,)]
+    assert [incident.ranks for incident in found[0][1]] == [(0,)]
 
 
 def wrong_from_the_start(rank: int, trainer: Trainer) -> None:
@@ -135,16 +135,16 @@ def wrong_from_the_start(rank: int, trainer: Trainer) -> None:
 def test_a_rank_that_is_always_wrong_is_outvoted_and_named(name: str) -> None:
     found = trained(STRATEGIES[name], (ALWAYS,), ranks=3, spoil=wrong_from_the_start)
     assert same(found, clean(name, 3))
-    verdicts = found[0][1]
-    assert {verdict.ranks for verdict in verdicts} == {(STRUCK,)}
-    assert {verdict.action for verdict in verdicts} == {"taken again", "kept: its audit was wrong"}
+    incidents = found[0][1]
+    assert {incident.ranks for incident in incidents} == {(STRUCK,)}
+    assert {incident.action for incident in incidents} == {"taken again", "kept: its audit was wrong"}
 
 
 def test_between_two_ranks_that_both_stand_by_their_gradient_nobody_is_named_alone() -> None:
     found = trained(st.DDP(), (ALWAYS,), ranks=2, spoil=wrong_from_the_start)
-    verdicts = found[0][1]
-    assert {verdict.ranks for verdict in verdicts} == {(0, 1)}
-    assert {verdict.action for verdict in verdicts} == {"kept: nobody can say who is right"}
+    incidents = found[0][1]
+    assert {incident.ranks for incident in incidents} == {(0, 1)}
+    assert {incident.action for incident in incidents} == {"kept: nobody can say who is right"}
 
 
 def test_as_many_rounds_are_audited_as_the_rate_says() -> None:
@@ -178,7 +178,7 @@ def test_ranks_whose_data_end_apart_are_audited_to_the_end(name: str) -> None:
 def test_rounds_by_the_clock_are_audited() -> None:
     clock = st.Clock(minimum=1, maximum=4)
     found = trained(st.ACCO(), (ALWAYS,), ranks=3, micro_batches=clock, spoil=wrong_from_the_start)
-    assert {verdict.ranks for verdict in found[0][1]} == {(STRUCK,)}
+    assert {incident.ranks for incident in found[0][1]} == {(STRUCK,)}
 
 
 def wrong_in_another_way_each_time(rank: int, trainer: Trainer) -> None:
@@ -194,7 +194,7 @@ def wrong_in_another_way_each_time(rank: int, trainer: Trainer) -> None:
 def test_a_rank_that_does_not_repeat_itself_is_named_also_by_a_single_other(ranks: int) -> None:
     found = trained(st.ZeRO1(), (ALWAYS,), ranks=ranks, spoil=wrong_in_another_way_each_time)
     assert same(found, clean("zero1", ranks))
-    assert {verdict.ranks for verdict in found[0][1]} == {(STRUCK,)}
+    assert {incident.ranks for incident in found[0][1]} == {(STRUCK,)}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -258,7 +258,7 @@ def test_a_round_that_another_guard_left_out_stays_left_out() -> None:
     plain, audited = with_rest((st.AtRest(),)), with_rest((st.AtRest(), ALWAYS))
     assert same(plain, audited)
     assert audited[0][1] == plain[0][1]
-    assert {"left out" in verdict.action for verdict in plain[0][1]} == {True}
+    assert {"left out" in incident.action for incident in plain[0][1]} == {True}
 
 
 def test_an_audit_after_a_replay_finds_nothing_left_to_say() -> None:
@@ -266,7 +266,7 @@ def test_an_audit_after_a_replay_finds_nothing_left_to_say() -> None:
     for name in STRATEGIES:
         found = trained(STRATEGIES[name], (st.AtRest(), ALWAYS), fault=word)
         assert same(found, clean(name))
-        assert {verdict.guard for verdict in found[0][1]} == {"rest"}
+        assert {incident.guard for incident in found[0][1]} == {"rest"}
 
 
 @pytest.mark.parametrize("name", ["dpu", "acco"])
@@ -318,7 +318,7 @@ def test_where_nothing_repeats_values_are_compared_within_the_tolerance_and_it_i
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         apart = trained(st.DDP(), (ALWAYS,), spoil=unrepeatable(0.5))
-    assert {verdict.ranks for verdict in apart[0][1]} == {(0, 1)}
+    assert {incident.ranks for incident in apart[0][1]} == {(0, 1)}
 
 
 def test_micro_batches_that_cannot_be_run_again_are_an_error_at_once() -> None:
@@ -365,4 +365,4 @@ def test_audits_work_over_sockets() -> None:
     for found in run_ranks(2, on_sockets):
         assert same([found["struck"]], [found["clean"]])
         assert found["clean"][1] == []
-        assert [verdict.ranks for verdict in found["struck"][1]] == [(STRUCK,)]
+        assert [incident.ranks for incident in found["struck"][1]] == [(STRUCK,)]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import stretto as st
-from stretto.engine.ledger import ledger_of
 from stretto.errors import ConfigError, RanksDisagree
 from stretto.guards import GUARDS
-from stretto.records import Update, Verdict
+from stretto.records import Incident, Update
+from stretto.strategies.ledger import ledger_of
 from tests.guards.watched import STRATEGIES, Job, Telltale, same
 from tests.processes import rank_outcomes, run_ranks
 
@@ -65,23 +65,23 @@ def test_guards_are_asked_before_every_step_and_after_every_update(name: str, wo
         updates = updates_of(found, name, "guarded")
         assert len(updates) >= 4
         for update in updates:
-            sites = [verdict.site for verdict in update.verdicts]
+            sites = [incident.site for incident in update.incidents]
             # Reports that say the same are there once: those ahead of a preview and of its step do.
             assert sites == ["before", "after"], (previews, sites)
-            assert {verdict.step for verdict in update.verdicts} == {update.step}
-            assert update.verdicts[1].part == str(world_size)
+            assert {incident.step for incident in update.incidents} == {update.step}
+            assert update.incidents[1].part == str(world_size)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_rank_holds_the_same_verdicts(name: str) -> None:
-    first, second = ([u.verdicts for u in updates_of(found, name, "guarded")] for found in outcome(2))
+def test_every_rank_holds_the_same_incidents(name: str) -> None:
+    first, second = ([u.incidents for u in updates_of(found, name, "guarded")] for found in outcome(2))
     assert first == second
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_where_nothing_is_damaged_nothing_is_reported(name: str) -> None:
     for kind in ("plain", "all guards", "verified"):
-        assert all(update.verdicts == () for update in updates_of(outcome(2)[0], name, kind))
+        assert all(update.incidents == () for update in updates_of(outcome(2)[0], name, kind))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -91,15 +91,15 @@ def test_only_what_is_asked_for_travels(name: str) -> None:
         for kind in ("plain", "all guards", "verified")
     )
     replicated = name == "ddp"
-    # To one other rank: the length of the verdicts, and where replicas exist a digest and what cannot be mended.
+    # To one other rank: the length of the incidents, and where replicas exist a digest and what cannot be mended.
     assert [more - few for more, few in zip(guarded, plain, strict=True)] == [8 + 16 * replicated] * len(
         plain
     )
     assert all(more > few for more, few in zip(verified, plain, strict=True))
 
 
-def test_a_verdict_survives_the_way_through_a_record() -> None:
-    verdict = Verdict(
+def test_a_incident_survives_the_way_through_a_record() -> None:
+    incident = Incident(
         step=3,
         guard="g",
         site="masters",
@@ -109,8 +109,8 @@ def test_a_verdict_survives_the_way_through_a_record() -> None:
         action="mended",
         found="ff",
     )
-    assert Verdict.from_json(json.loads(json.dumps(verdict.as_json()))) == verdict
-    assert "rank 1 to rank 0" in str(verdict)
+    assert Incident.from_json(json.loads(json.dumps(incident.as_json()))) == incident
+    assert "rank 1 to rank 0" in str(incident)
 
 
 def differ(rank: int) -> None:

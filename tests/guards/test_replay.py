@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import stretto as st
-from stretto.records import Update, Verdict
+from stretto.records import Incident, Update
 from stretto.virtual import VirtualCluster
 from tests.guards.watched import STRATEGIES
 
@@ -25,7 +25,7 @@ class Seen:
     final: list[Tensor]
     """Parameters and buffers."""
     losses: list[float]
-    verdicts: list[Verdict]
+    incidents: list[Incident]
     draw: float
     """The next number that the rank would have drawn."""
 
@@ -66,7 +66,7 @@ class Trainer:
         return Seen(
             final=[value.detach().clone() for value in values],
             losses=[update.loss for update in self.updates],
-            verdicts=[verdict for update in self.updates for verdict in update.verdicts],
+            incidents=[incident for update in self.updates for incident in update.incidents],
             draw=float(torch.rand(())),
         )
 
@@ -107,9 +107,9 @@ def test_a_replayed_round_ends_as_the_clean_one(name: str, struck_before: int) -
     strategy = STRATEGIES[name]
     clean, struck = trained(None, strategy=strategy), trained(struck_before, strategy=strategy)
     for one, other in zip(clean, struck, strict=True):
-        assert one.verdicts == []
+        assert one.incidents == []
         assert equal(one, other)
-        ((action, ranks),) = {(verdict.action, verdict.ranks) for verdict in other.verdicts}
+        ((action, ranks),) = {(incident.action, incident.ranks) for incident in other.incidents}
         assert (action, ranks) == (REPLAYED, (STRUCK,))
 
 
@@ -117,22 +117,22 @@ def test_a_round_that_the_clock_decided_is_replayed_too() -> None:
     choices = {"strategy": st.ACCO(), "micro_batches": st.Clock(minimum=1, maximum=3)}
     # The replay takes time, after which the clock decides anew: only the round itself can be compared.
     seen = trained(3, **choices)
-    assert {verdict.action for verdict in seen[0].verdicts} == {REPLAYED}
-    assert seen[0].verdicts == seen[1].verdicts
+    assert {incident.action for incident in seen[0].incidents} == {REPLAYED}
+    assert seen[0].incidents == seen[1].incidents
     assert all(torch.equal(a, b) for a, b in zip(seen[0].final[:6], seen[1].final[:6], strict=True))
 
 
 @pytest.mark.parametrize("path", ["backward", "both"])
-def test_without_all_loss_functions_the_gradients_are_left_out_and_the_verdict_says_so(path: str) -> None:
+def test_without_all_loss_functions_the_gradients_are_left_out_and_the_incident_says_so(path: str) -> None:
     clean, struck = trained(None, strategy=st.ZeRO1(), path=path), trained(5, strategy=st.ZeRO1(), path=path)
-    assert {verdict.action for verdict in struck[0].verdicts} == {LEFT_OUT}
+    assert {incident.action for incident in struck[0].incidents} == {LEFT_OUT}
     assert not equal(clean[0], struck[0])
 
 
 def test_a_round_cut_short_by_the_end_is_replayed() -> None:
     clean, struck = (trained(at, strategy=st.ZeRO1(), length=6) for at in (None, 5))
     assert all(equal(one, other) for one, other in zip(clean, struck, strict=True))
-    assert {verdict.action for verdict in struck[0].verdicts} == {REPLAYED}
+    assert {incident.action for incident in struck[0].incidents} == {REPLAYED}
 
 
 def test_both_paths_train_the_same() -> None:
@@ -157,7 +157,7 @@ def test_a_rank_whose_data_have_ended_replays_its_weightless_passes() -> None:
         for s in (False, True)
     )
     assert all(equal(one, other) for one, other in zip(clean, struck, strict=True))
-    assert {verdict.action for verdict in struck[0].verdicts} == {REPLAYED}
+    assert {incident.action for incident in struck[0].incidents} == {REPLAYED}
 
 
 def test_an_error_in_the_loss_function_ends_the_job_with_its_cause() -> None:

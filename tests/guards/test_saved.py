@@ -13,9 +13,9 @@ import stretto as st
 from stretto import checkpoint
 from stretto.errors import PeerFailed, StateCorrupt
 from stretto.faults import Fault
-from stretto.faults.patterns import alias_of
+from stretto.faults.injector import alias_of
 from stretto.observe import read_json_lines
-from stretto.records import Verdict
+from stretto.records import Incident
 from stretto.virtual import VirtualCluster, VirtualGroup
 from tests.guards.watched import Job, same
 from tests.train.runs import model_bits, tiny_run, train
@@ -31,7 +31,7 @@ class Seen:
     """What became of one rank."""
 
     final: list[Tensor]
-    verdicts: list[Verdict]
+    incidents: list[Incident]
 
 
 class Struck:
@@ -42,13 +42,13 @@ class Struck:
         self.job = Job(strategy, rank, width=width, group=group, guards=(st.AtRest(),), options=options)
         self.parallel = self.job.parallel
         self.rank = rank
-        self.verdicts: list[Verdict] = []
+        self.incidents: list[Incident] = []
 
     def train_to(self, step: int) -> None:
         """Train until `step` updates are committed; ends right after one."""
         while self.parallel.steps < step:
             if update := self.job.micro_batch():
-                self.verdicts += update.verdicts
+                self.incidents += update.incidents
 
     def damage(self, words: int) -> None:
         """Flip a bit in the first words of a moment, on one of the ranks: unlike masters, nobody else holds it."""
@@ -59,8 +59,8 @@ class Struck:
 
     def end(self) -> Seen:
         for update in self.parallel.finish():
-            self.verdicts += update.verdicts
-        return Seen(final=self.job.final(), verdicts=self.verdicts)
+            self.incidents += update.incidents
+        return Seen(final=self.job.final(), incidents=self.incidents)
 
 
 def on_all(program: Callable[[int, VirtualGroup], Any]) -> list[Any]:
@@ -88,8 +88,8 @@ def test_what_is_damaged_right_before_a_save_is_mended_before_it_is_written(
     for (saved, seen), (saved_struck, seen_struck) in zip(clean, struck, strict=True):
         assert saved == saved_struck
         assert same(seen.final, seen_struck.final)
-        assert seen.verdicts == []
-        assert [(one.site, one.ranks, one.action) for one in seen_struck.verdicts] == [
+        assert seen.incidents == []
+        assert [(one.site, one.ranks, one.action) for one in seen_struck.incidents] == [
             ("optimizer state", (STRUCK,), "mended")
         ]
 
@@ -132,7 +132,7 @@ def test_what_comes_from_a_checkpoint_is_sealed_anew(strategy: st.Strategy, tmp_
     for damaged in (False, True):
         for whole, resumed in on_all(lambda rank, group, damaged=damaged: train(rank, group, damaged)):
             assert same(whole.final, resumed.final)
-            assert [one.action for one in resumed.verdicts] == ["mended"] * damaged
+            assert [one.action for one in resumed.incidents] == ["mended"] * damaged
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "acco"])
@@ -147,8 +147,8 @@ def test_a_repaired_run_over_echoed_batches_is_the_clean_one(strategy: str) -> N
     train(run)
     train(dataclasses.replace(run, run_dir="struck", faults=faults))
     assert model_bits("clean") == model_bits("struck")
-    assert read_json_lines(Path("clean", "verdicts.jsonl")) == []
-    sites = {one["site"] for one in read_json_lines(Path("struck", "verdicts.jsonl"))}
+    assert read_json_lines(Path("clean", "incidents.jsonl")) == []
+    sites = {one["site"] for one in read_json_lines(Path("struck", "incidents.jsonl"))}
     assert sites == {"masters", "optimizer state", "contribution", "gathered values"}
     (echoed,) = {
         sum(one["echoed"] for one in read_json_lines(Path(folder, "updates.jsonl")))

@@ -15,7 +15,7 @@ from stretto.errors import ConfigError, PeerFailed, Quarantined, TransferCorrupt
 from stretto.faults import Fault, FaultPlan, FaultyGroup, strike_memory
 from stretto.faults.injector import Injector
 from stretto.faults.plan import WireSite
-from stretto.records import Verdict
+from stretto.records import Incident
 from stretto.virtual import VirtualCluster, VirtualGroup
 
 RANKS, STRUCK = 3, 1
@@ -53,13 +53,13 @@ def test_the_third_strike_ends_the_job_on_all_ranks_at_the_same_update(strategy:
     (first, error), *others = ended(STICKY_MASTERS, strategy, strikes=3)
     assert isinstance(error, Quarantined)
     assert (error.ranks, error.links) == ((STRUCK,), ())
-    steps = [verdict.step for verdict in error.verdicts]
+    steps = [incident.step for incident in error.incidents]
     assert len(set(steps)) == 3
     assert first in (max(steps), max(steps) - 1)  # an overlap has the next round under way
     for last, seen in others:
         assert last == first
         assert isinstance(seen, Quarantined)
-        assert seen.verdicts == error.verdicts
+        assert seen.incidents == error.incidents
 
 
 def test_the_message_names_rank_host_device_and_every_strike() -> None:
@@ -119,24 +119,24 @@ def test_links_are_laid_to_the_end_that_they_share(
     assert [found[link] for link in links] == laid
 
 
-def verdict(step: int, **fields: Any) -> Verdict:
+def incident(step: int, **fields: Any) -> Incident:
     settings = {"guard": "rest", "site": "masters", "part": "bucket 0", "ranks": (1,), "action": "mended"}
-    return Verdict(step=step, **{**settings, **fields})
+    return Incident(step=step, **{**settings, **fields})
 
 
 def test_an_update_is_one_strike_however_much_it_damaged() -> None:
-    several = [verdict(4), verdict(4, part="bucket 1"), verdict(5)]
+    several = [incident(4), incident(4, part="bucket 1"), incident(5)]
     assert laid_to(several) == {1: {4: several[0], 5: several[2]}}
 
 
-def test_a_verdict_that_names_nobody_strikes_nobody() -> None:
-    assert laid_to([verdict(4, ranks=())]) == {}
+def test_a_incident_that_names_nobody_strikes_nobody() -> None:
+    assert laid_to([incident(4, ranks=())]) == {}
 
 
 def test_an_error_keeps_what_it_names_on_its_way_between_processes() -> None:
-    error = Quarantined("why", ranks=[1], links=[(0, 1)], verdicts=[verdict(3)])
+    error = Quarantined("why", ranks=[1], links=[(0, 1)], incidents=[incident(3)])
     copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), copy.ranks, copy.links, copy.verdicts) == ("why", (1,), ((0, 1),), (verdict(3),))
+    assert (str(copy), copy.ranks, copy.links, copy.incidents) == ("why", (1,), ((0, 1),), (incident(3),))
 
 
 @pytest.mark.parametrize("options", [{"strikes": 0}, {"strikes_within": 0}])

@@ -12,7 +12,7 @@ import stretto as st
 from stretto.errors import PeerFailed, ReplicasDiverged
 from stretto.faults import Fault, FaultPlan, strike_memory
 from stretto.faults.injector import Injector
-from stretto.records import Verdict
+from stretto.records import Incident
 from stretto.virtual import VirtualCluster, VirtualGroup
 from tests.guards.watched import Job, same
 
@@ -24,7 +24,7 @@ class Seen:
     """What became of one rank."""
 
     final: list[Tensor]
-    verdicts: list[Verdict]
+    incidents: list[Incident]
     error: Exception | None
 
 
@@ -41,13 +41,13 @@ def trained(
         if damage is not None and rank == STRUCK:
             step = owner.optimizer.step
             owner.optimizer.step = lambda: (step(), damage(owner))
-        verdicts: list[Verdict] = []
+        incidents: list[Incident] = []
         error = None
         try:
-            verdicts = [verdict for update in job.run() for verdict in update.verdicts]
+            incidents = [incident for update in job.run() for incident in update.incidents]
         except (ReplicasDiverged, PeerFailed) as raised:
             error = raised
-        return Seen(final=job.final(), verdicts=verdicts, error=error)
+        return Seen(final=job.final(), incidents=incidents, error=error)
 
     return list(VirtualCluster(ranks).run(train).values)
 
@@ -80,8 +80,8 @@ PUBLISHED = Fault(
 
 def test_values_that_follow_from_masters_that_agree_are_told_apart_without_more() -> None:
     for seen in trained(st.ReplicaGuard(), PUBLISHED):
-        (verdict,) = seen.verdicts
-        assert (verdict.site, verdict.ranks, verdict.action) == (
+        (incident,) = seen.incidents
+        assert (incident.site, incident.ranks, incident.action) == (
             "values to be shown",
             (STRUCK,),
             "copied from rank 0",
@@ -91,15 +91,15 @@ def test_values_that_follow_from_masters_that_agree_are_told_apart_without_more(
 
 def test_a_step_that_went_wrong_is_named_and_repaired_between_two_ranks() -> None:
     for seen in trained(st.ReplicaGuard(recompute=True), STEP):
-        assert {verdict.ranks for verdict in seen.verdicts} == {(STRUCK,)}
-        assert {verdict.site for verdict in seen.verdicts} == {"masters", "values to be shown"}
+        assert {incident.ranks for incident in seen.incidents} == {(STRUCK,)}
+        assert {incident.site for incident in seen.incidents} == {"masters", "values to be shown"}
         assert same(seen.final, CLEAN)
 
 
 @pytest.mark.parametrize("damage", [flip_moment, flip_step_count])
 def test_so_is_optimizer_state(damage: Callable[[Any], None]) -> None:
     for seen in trained(st.ReplicaGuard(recompute=True), damage=at_third_step(damage)):
-        assert [(one.site, one.ranks) for one in seen.verdicts] == [("optimizer state", (STRUCK,))]
+        assert [(one.site, one.ranks) for one in seen.incidents] == [("optimizer state", (STRUCK,))]
         assert same(seen.final, CLEAN)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto as st
-from stretto.guards.effects import Fingerprint, GuardScript, Report, Share
+from stretto.guards.contract import Fingerprint, GuardScript, Report, Share
 from stretto.records import Update
 
 STRATEGIES: dict[str, st.Strategy] = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stretto.strategies.pace import Pace
+from stretto.strategies.local import Pace
 from tests.exactness.jobs import Case, State, build_model, build_optimizer, mean_loss, rate, same, stream
 
 CLIP_EPSILON = 1e-6

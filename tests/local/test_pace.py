@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from stretto.strategies.pace import Pace
+from stretto.strategies.local import Pace
 
 EVEN = [0.0, 0.1, 0.25, 1 / 3, 0.7, 0.9, 1.0]
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stretto.observe import print_comparison
-from stretto.observe.comparison_table import shares_of_limit
+from stretto.observe.tables import shares_of_limit
 
 
 def run(strategy: str, repeat: int, rate: float | None, reached: float | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from stretto.observe import Header, Progress
-from stretto.records import Verdict
+from stretto.records import Incident
 from tests.observe.updates import update
 
 HEADER = Header(title="acco on 2 workers", updates=10, seconds=None)
@@ -26,8 +26,8 @@ def test_without_a_terminal_it_prints_plain_lines(capsys: pytest.CaptureFixture[
     assert end == ("update 5/10  loss 3.5000  50 samples/s  exposed 12.5%  lane 25%  1.5 MB/s  0:10 left")
 
 
-def test_a_verdict_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    verdict = Verdict(
+def test_a_incident_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    incident = Incident(
         step=2,
         guard="verified",
         site="contribution",
@@ -37,7 +37,7 @@ def test_a_verdict_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
         action="sent again",
     )
     progress = Progress(HEADER)
-    progress.updated(update(2, verdicts=(verdict,)), 1.0)
+    progress.updated(update(2, incidents=(incident,)), 1.0)
     assert capsys.readouterr().out.splitlines()[1] == (
         "update 2: contribution damaged (bucket 0; rank 1, on the way from rank 1 to rank 0): sent again"
     )

@@ -123,8 +123,8 @@ def test_a_verified_average_that_is_hit_is_sent_again() -> None:
     found = train(st.PAFTSync(interval=2), faults=struck_average(3), options=options)
     for left, right in zip(found, healthy, strict=True):
         assert same(left.final, right.final)
-    verdicts = [verdict for update in found[0].updates for verdict in update.verdicts]
-    assert {(verdict.site, verdict.action) for verdict in verdicts} == {("gathered values", "sent again")}
+    incidents = [incident for update in found[0].updates for incident in update.incidents]
+    assert {(incident.site, incident.action) for incident in incidents} == {("gathered values", "sent again")}
 
 
 def test_an_average_that_arrives_infinite_ends_the_job() -> None:

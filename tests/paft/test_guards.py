@@ -20,7 +20,7 @@ EACH = pytest.mark.parametrize("name", STRATEGIES)
 
 
 def found_by(seen: Seen) -> list[tuple[str, str, tuple[int, ...]]]:
-    return [(v.guard, v.site, v.ranks) for update in seen.updates for v in update.verdicts]
+    return [(v.guard, v.site, v.ranks) for update in seen.updates for v in update.incidents]
 
 
 @EACH
@@ -48,8 +48,8 @@ def test_what_reaches_one_rank_wrong_in_an_average_is_copied_over(name: str) -> 
     plain = train(STRATEGIES[name])
     watched = train(STRATEGIES[name], faults=[fault], guards=(st.ReplicaGuard(),))
     assert all(same(left.final, right.final) for left, right in zip(plain, watched, strict=True))
-    assert {verdict[0] for verdict in found_by(watched[0])} == {"replica"}
-    assert {verdict[2] for verdict in found_by(watched[0])} == {(2,)}
+    assert {incident[0] for incident in found_by(watched[0])} == {"replica"}
+    assert {incident[2] for incident in found_by(watched[0])} == {(2,)}
 
 
 @pytest.mark.parametrize("overlap", [False, True])

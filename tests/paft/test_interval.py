@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import stretto as st
-from stretto.effects import Divergence
 from stretto.errors import ConfigError
+from stretto.strategies.contract import Divergence
 from stretto.strategies.paft import noise_variance
 from tests.paft.noisy import NUMEL, flat, noise, train
 

@@ -169,7 +169,7 @@ def test_without_noise_it_is_ddp_to_the_bit(strategy: st.Strategy) -> None:
         assert found.error is None
         assert all(same(*pair) for pair in zip(found.shown, expected.shown, strict=True))
         assert same(found.final, expected.final)
-        assert not any(update.verdicts for update in found.updates)
+        assert not any(update.incidents for update in found.updates)
 
 
 @pytest.mark.parametrize("micro_batch_ns", [10_000, 50_000, 5_000_000])

@@ -21,7 +21,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 
 from stretto import errors, recipes
-from stretto.recipes.stdlib_corpus import Text
+from stretto.recipes.corpus import Text
 
 def complaint(options):
     try:

@@ -9,13 +9,11 @@ import torch
 from torch.nn import functional
 
 from stretto import errors
+from stretto.recipes.corpus import Text, read_corpus
 from stretto.recipes.gpt import SHAPES, Architecture, Shape, Size, causal_lm
-from stretto.recipes.snippet import Snippet
-from stretto.recipes.stdlib_corpus import Text, read_corpus
 from stretto.recipes.stdlib_gpt import StdlibGPT, stdlib_gpt
 from stretto.recipes.task import Task
-from stretto.recipes.tokens import END, Bytes
-from stretto.recipes.windows import IGNORED, Windows
+from stretto.recipes.text import END, IGNORED, Bytes, Snippet, Windows
 
 SMALL = StdlibGPT(
     size="0.1m",

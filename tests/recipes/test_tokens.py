@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from stretto import errors
-from stretto.recipes.stdlib_corpus import Text, read_corpus
-from stretto.recipes.tokens import END, BytePairs, Bytes, Tokens
-from stretto.recipes.windows import IGNORED, Windows
+from stretto.recipes.corpus import Text, read_corpus
+from stretto.recipes.text import END, IGNORED, BytePairs, Bytes, Tokens, Windows
 
 DOCUMENTS = list(read_corpus(Text(megabytes=0.1)).train.values())
 
 TRAIN = """
 import json
 from recipes.test_tokens import DOCUMENTS
-from stretto.recipes.tokens import BytePairs
+from stretto.recipes.text import BytePairs
 print(json.dumps(BytePairs(DOCUMENTS, 400).stream(DOCUMENTS).tolist()))
 """
 

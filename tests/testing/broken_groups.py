@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from stretto.groups.names import OlderNames
 from stretto.groups.private import private_group
-from stretto.groups.work import CompletedWork
+from stretto.groups.wrapped import CompletedWork, OlderNames
 
 
 class Spoiled(OlderNames, dist.ProcessGroup):

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from stretto import ACCO, DPU, ZeRO1
-from stretto.effects import AllReduce, Gather, Preview, Reduce, Script, Step
 from stretto.strategies import Strategy
+from stretto.strategies.contract import AllReduce, Gather, Preview, Reduce, Script, Step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 from stretto.errors import ConformanceFailed
 from stretto.groups.link import Link
-from stretto.groups.solo import SoloGroup
+from stretto.groups.private import SoloGroup
 from stretto.groups.throttled import register_throttled
 from stretto.testing import ProcessGroupConformance
 from stretto.testing.conformance import Program

@@ -9,7 +9,7 @@ import pytest
 from stretto import DDP, ZeRO1
 from stretto.errors import CollectivesDisagree, ConformanceFailed
 from stretto.guards import GUARDS, AtRest, Audit, Guard, ReplicaGuard
-from stretto.guards.effects import Copy, Fingerprint, GuardScript, Inspect, Mend, Report, Seal, Share
+from stretto.guards.contract import Copy, Fingerprint, GuardScript, Inspect, Mend, Report, Seal, Share
 from stretto.testing import Damage, GuardConformance
 
 
@@ -74,8 +74,8 @@ class SeesNothing(Guard):
 class NamesItsNeighbour(AtRest):
     name = "unjust"
 
-    def _verdict(self, difference: Any, action: str) -> Report:
-        return dataclasses.replace(super()._verdict(difference, action), ranks=(0,))
+    def _incident(self, difference: Any, action: str) -> Report:
+        return dataclasses.replace(super()._incident(difference, action), ranks=(0,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,13 +146,13 @@ class Broken(GuardConformance):
 
 
 BROKEN = [
-    (SeesNothing, "test_damage_is_noticed", "expected a verdict on it by update 3, found none"),
+    (SeesNothing, "test_damage_is_noticed", "expected an incident on it by update 3, found none"),
     (NamesItsNeighbour, "test_damage_is_noticed", "ranks named: expected {1}, found {0}"),
     (OnlySaysThatItMends, "test_repaired_runs", "masters repaired in zero1, rank 0 of 3"),
     (
         CriesWolf,
         "test_a_clean_run_raises",
-        "verdicts of a clean run of zero1, rank 0 of 3: expected [], found",
+        "incidents of a clean run of zero1, rank 0 of 3: expected [], found",
     ),
     (SpreadsOneRanksState, "test_a_clean_run_is", "zero1 with guards, rank 0 of 3"),
     (Remembers, "test_options_decide", "guards made again"),

@@ -14,8 +14,8 @@ from torch import Tensor
 from stretto.echo import EchoLoader, Even
 from stretto.errors import ConformanceFailed
 from stretto.recipes.batches import MicroBatches, reshard
+from stretto.recipes.corpus import Text
 from stretto.recipes.digits_resnet import DigitsResNet
-from stretto.recipes.stdlib_corpus import Text
 from stretto.recipes.stdlib_gpt import StdlibGPT
 from stretto.recipes.task import TaskConfig
 from stretto.testing import LoaderConformance

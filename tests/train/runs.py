@@ -11,11 +11,9 @@ import torch
 
 from stretto.observe import read_json_lines
 from stretto.train.configuration import RunConfig
-from stretto.train.outcome import Outcome
+from stretto.train.outcome import Outcome, prepare_run_folder
 from stretto.train.rank import train_rank
-from stretto.train.run_folder import prepare_run_folder
-from stretto.train.seat import Seat, host_store
-from stretto.train.workers import run_workers
+from stretto.train.workers import Seat, host_store, run_workers
 from tests.train.tiny import Tiny
 
 OWN = {

@@ -17,15 +17,15 @@ from stretto.faults import Fault, faults_text
 from stretto.observe import read_json_lines
 from stretto.train.configuration import RunConfig
 from stretto.train.launch import LocalRanks
+from stretto.train.outcome import prepare_run_folder
 from stretto.train.restarts import to_leave_out, train_on
-from stretto.train.run_folder import prepare_run_folder
-from stretto.train.seat import Seat
+from stretto.train.workers import Seat
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train
 from tests.train.tiny import Tiny
 
 STICKY = Fault(site="masters", rank=1, instant=3, lasts="sticky")
 LARGE = Fault(site="masters", rank=1, instant=7, extent="chunk", chunk_bytes=2**16, pattern="zero")
-"""More than the imprints can mend, on a model wide enough."""
+"""More than the checksums can mend, on a model wide enough."""
 
 
 def struck(folder: str, workers: int = 3, **settings: Any) -> RunConfig[Tiny]:
@@ -76,32 +76,32 @@ def test_a_run_without_the_bad_rank_is_the_one_continued_by_hand(
     train(dataclasses.replace(run, run_dir="hand", faults=(), resume=True, workers=2), world_size=2)
     assert model_bits("run") == model_bits("hand")
     assert evaluations("run") == evaluations("hand")
-    found = [{**one, "verdicts": []} for one in records("run")]
+    found = [{**one, "incidents": []} for one in records("run")]
     assert found == records("hand")
     assert [len(one["micro_batches"]) for one in found][-1] == 2
     assert found[-1]["step"] == 10
 
 
-def test_every_verdict_stays_in_the_folder_also_of_updates_that_are_made_again() -> None:
+def test_every_incident_stays_in_the_folder_also_of_updates_that_are_made_again() -> None:
     persist(struck("run", faults=(STICKY,), checkpoint_every=5))
-    verdicts = read_json_lines(Path("run", "verdicts.jsonl"))
-    assert [(one["step"], one["guard"], one["ranks"]) for one in verdicts] == [
+    incidents = read_json_lines(Path("run", "incidents.jsonl"))
+    assert [(one["step"], one["guard"], one["ranks"]) for one in incidents] == [
         (4, "rest", [1]), (5, "rest", [1]), (6, "rest", [1])
     ]  # fmt: skip
     (record,) = quarantine("run")
     assert record["checkpoint"] == "000001-step-5"
-    assert record["verdicts"] == verdicts
+    assert record["incidents"] == incidents
     # The sixth update was made again, without the rank.
-    assert [one["verdicts"] for one in records("run")][5:] == [[]] * 5
+    assert [one["incidents"] for one in records("run")][5:] == [[]] * 5
 
 
 def test_what_is_found_behind_the_last_update_is_in_the_folder_too() -> None:
     """Weight prediction gathers beside the next round; the last of it is installed in the drain."""
     last = Fault(site="gathered values", rank=1, instant=26)
     persist(struck("run", 2, strategy="wp", guards=("rest",), verified=True, faults=(last,)))
-    (verdict,) = read_json_lines(Path("run", "verdicts.jsonl"))
-    assert (verdict["step"], verdict["site"], verdict["action"]) == (11, "gathered values", "sent again")
-    assert [one["verdicts"] for one in records("run")] == [[]] * 10
+    (incident,) = read_json_lines(Path("run", "incidents.jsonl"))
+    assert (incident["step"], incident["site"], incident["action"]) == (11, "gathered values", "sent again")
+    assert [one["incidents"] for one in records("run")] == [[]] * 10
 
 
 def test_where_nobody_can_be_named_the_same_ranks_go_on() -> None:

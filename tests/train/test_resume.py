@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stretto import checkpoint
-from stretto.checkpoint.manifest import Manifest
+from stretto.checkpoint.files import Manifest
 from stretto.errors import WorkerFailed
 from stretto.observe import read_json_lines
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train, train_until_killed
@@ -60,9 +60,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_told() -> None:
     (last / stored.extent.file).write_bytes(content)
     train(dataclasses.replace(run, resume=True))
     assert written("run") == whole
-    (verdict,) = read_json_lines(Path("run", "verdicts.jsonl"))
-    assert (verdict["guard"], verdict["part"]) == ("checkpoint", last.name)
-    assert verdict["action"] == f"went back to {checkpoints[1].name}"
+    (incident,) = read_json_lines(Path("run", "incidents.jsonl"))
+    assert (incident["guard"], incident["part"]) == ("checkpoint", last.name)
+    assert incident["action"] == f"went back to {checkpoints[1].name}"
 
 
 def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew() -> None:

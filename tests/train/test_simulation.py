@@ -32,7 +32,7 @@ def test_faults_strike_virtual_ranks_and_guards_find_them() -> None:
     faults = (Fault(site="masters", rank=2, instant=2), Fault(site="contribution", rank=1, instant=4))
     simulate(simulation("run", faults=faults, guards=("rest",), verified=True, strategy="zero1"))
     simulate(simulation("clean", strategy="zero1"))
-    found = read_json_lines(Path("run", "verdicts.jsonl"))
+    found = read_json_lines(Path("run", "incidents.jsonl"))
     assert {(one["site"], tuple(one["link"] or one["ranks"])[-1]) for one in found} == {
         ("masters", 2), ("contribution", 1)
     }  # fmt: skip

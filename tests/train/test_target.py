@@ -1,7 +1,7 @@
 """When a held-out loss counts as reached."""
 
+from stretto.train.loop import seconds_to_loss
 from stretto.train.outcome import Evaluation
-from stretto.train.target import seconds_to_loss
 
 
 def evaluations(*losses: float) -> list[Evaluation]:

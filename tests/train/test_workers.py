@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import CommunicationError, ConfigError, WorkerFailed
-from stretto.train.seat import Seat
-from stretto.train.workers import run_workers
+from stretto.train.workers import Seat, run_workers
 
 
 def seats(count: int) -> list[Seat]:

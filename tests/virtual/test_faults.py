@@ -43,6 +43,6 @@ def test_a_verified_exchange_names_the_links_and_ends_with_the_bits_of_the_clean
     clean, struck = trained(None, verified=True), trained(site, verified=True)
     assert all(are_equal(one, other) for one, other in zip(clean, struck, strict=True))
     for seen in struck:
-        verdicts = [verdict for update in seen.updates for verdict in update.verdicts]
-        assert {verdict.site for verdict in verdicts} == {site}
-        assert {verdict.link for verdict in verdicts} == {(sender, STRUCK) for sender in range(RANKS)}
+        incidents = [incident for update in seen.updates for incident in update.incidents]
+        assert {incident.site for incident in incidents} == {site}
+        assert {incident.link for incident in incidents} == {(sender, STRUCK) for sender in range(RANKS)}

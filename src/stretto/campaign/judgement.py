@@ -1,18 +1,20 @@
-"""What became of a fault, against the clean twin and against what is promised."""
+"""What became of a fault, against the clean twin and against what is promised.
+
+The rows of campaign.json: faults by what is promised about them, and whether they strike again.
+"""
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from stretto.campaign.drawing import RANKS, Drawn
-from stretto.campaign.promises import Final
-from stretto.campaign.trial import Seen
-from stretto.campaign.twin import Twin
-from stretto.engine.ledger import ledger_of
+from stretto.campaign.drawing import CAMPAIGNED, RANKS, ROWS, STRATEGIES_OF, Drawn, Final, Promise
+from stretto.campaign.trial import Seen, Twin
 from stretto.faults import Application
-from stretto.records import Verdict
+from stretto.records import Incident
 from stretto.strategies import STRATEGIES
+from stretto.strategies.ledger import ledger_of
 
 Harm = Literal["absorbed", "differs", "loss off", "error", "not applied"]
 
@@ -42,7 +44,7 @@ class Judged:
     final: Final
     """Of the guarded job."""
     updates_to_detect: int | None
-    """From the update under way when it struck first to that of the first verdict or the error."""
+    """From the update under way when it struck first to that of the first incident or the error."""
     breaks: str | None
     """What of the promise does not hold."""
     story: str
@@ -117,8 +119,8 @@ def _final(seen: Sequence[Seen], twin: Twin) -> Final:
 
 
 def _detected_at(drawn: Drawn, guarded: Sequence[Seen], twin: Twin) -> int | None:
-    """Return the update in which damage was first spoken of, by a verdict or an error."""
-    steps = [verdict.step for of_rank in guarded for verdict in of_rank.verdicts]
+    """Return the update in which damage was first spoken of, by an incident or an error."""
+    steps = [incident.step for of_rank in guarded for incident in of_rank.incidents]
     steps += [of_rank.ended_at for of_rank in guarded if of_rank.names_damage]
     if steps:
         return min(steps)
@@ -133,17 +135,17 @@ def _detected_at(drawn: Drawn, guarded: Sequence[Seen], twin: Twin) -> int | Non
 
 def _is_named(drawn: Drawn, guarded: Sequence[Seen], applied: Sequence[Application]) -> bool:
     """Return whether what was struck was named on some rank, and nobody else on any."""
-    verdicts = [verdict for of_rank in guarded for verdict in of_rank.verdicts]
+    incidents = [incident for of_rank in guarded for incident in of_rank.incidents]
     if drawn.promise.seen_by == "verified" and drawn.fault.site != "sum":
-        links = [verdict.link for verdict in verdicts] + [link for one in guarded for link in one.links]
+        links = [incident.link for incident in incidents] + [link for one in guarded for link in one.links]
         return bool(links) and all(_is_struck(link, drawn, applied, len(guarded)) for link in links)
-    ranks = [rank for verdict in verdicts for rank in _accused(verdict)]
+    ranks = [rank for incident in incidents for rank in _accused(incident)]
     ranks += [rank for of_rank in guarded for rank in of_rank.ranks]
     return set(ranks) == {drawn.fault.rank}
 
 
-def _accused(verdict: Verdict) -> tuple[int, ...]:
-    return verdict.ranks if verdict.link is None else (-1,)
+def _accused(incident: Incident) -> tuple[int, ...]:
+    return incident.ranks if incident.link is None else (-1,)
 
 
 def _is_struck(
@@ -173,7 +175,7 @@ def _breaks(
         silent = [rank for rank, of_rank in enumerate(guarded) if of_rank.error is None]
         wrong = [rank for rank in silent if guarded[rank].parameters != twin.seen[rank].parameters]
         return f"left ranks {wrong} with other parameters and no error" if wrong else None
-    guards = {verdict.guard for of_rank in guarded for verdict in of_rank.verdicts}
+    guards = {incident.guard for of_rank in guarded for incident in of_rank.incidents}
     if guards - {promise.seen_by}:
         return f"was seen by {', '.join(sorted(guards))}, not by {promise.seen_by} alone"
     return "was laid to somebody else" if promise.named is not None and not is_named else None
@@ -184,5 +186,75 @@ def _story(guarded: Sequence[Seen], final: Final, breaks: str | None) -> str:
     for rank, of_rank in enumerate(guarded):
         lines += [f"rank {rank}: {application}" for application in of_rank.applications[:2]]
         lines += [f"rank {rank}: {of_rank.error}"] if of_rank.error else []
-    verdicts = dict.fromkeys(str(verdict) for of_rank in guarded for verdict in of_rank.verdicts)
-    return "\n".join([*lines, *verdicts])
+    incidents = dict.fromkeys(str(incident) for of_rank in guarded for incident in of_rank.incidents)
+    return "\n".join([*lines, *incidents])
+
+
+Row = dict[str, Any]
+
+
+def rows(judged: Sequence[Judged], overheads: Mapping[str, float]) -> list[Row]:
+    """Return one row per promise and lastingness of which there is a fault.
+
+    Args:
+        judged: All faults.
+        overheads: Processor time of a guarded clean job over that of one without guards, by strategy.
+    """
+    found = []
+    for promise in ROWS:
+        for lasts in (False, True):
+            own = [one for one in judged if one.drawn.promise == promise and one.drawn.lasts == lasts]
+            if own:
+                found.append(_row(promise, own, overheads, lasts=lasts))
+    return found
+
+
+def pattern_rows(judged: Sequence[Judged]) -> list[Row]:
+    """Return one row per pattern of damage: what it does where nobody watches, and whether it is seen."""
+    by_pattern: dict[str, list[Judged]] = defaultdict(list)
+    for one in judged:
+        by_pattern[one.drawn.fault.pattern].append(one)
+    return [
+        {
+            "pattern": pattern,
+            "drawn": len(own),
+            **_harm_of_row(own),
+            "due": sum(one.is_due for one in own),
+            "detected": sum(one.is_due and one.is_detected for one in own),
+        }
+        for pattern, own in sorted(by_pattern.items())
+    ]
+
+
+def _harm_of_row(own: Sequence[Judged]) -> Row:
+    harms = Counter(one.harm for one in own)
+    return {
+        "harmful": sum(harms[harm] for harm in ("differs", "loss off", "error")),
+        "harm": dict(sorted(harms.items())),
+    }
+
+
+def _row(promise: Promise, own: Sequence[Judged], overheads: Mapping[str, float], *, lasts: bool) -> Row:
+    struck = [one for one in own if one.is_applied]
+    taken = [one.updates_to_detect for one in struck if one.updates_to_detect is not None]
+    strategies = [name for name in CAMPAIGNED if name in STRATEGIES_OF[promise.strategies]]
+    return {
+        "site": promise.site,
+        "extent": promise.extent,
+        "strategies": promise.strategies,
+        "lasts": lasts,
+        "guard": promise.seen_by,
+        "promised": own[0].drawn.held_to.summary,
+        "drawn": len(own),
+        "applied": len(struck),
+        "applied_on_real_workers": sum(one.is_real for one in struck),
+        **_harm_of_row(own),
+        "due": sum(one.is_due for one in own),
+        "detected": sum(one.is_detected for one in struck),
+        "named": sum(one.is_named for one in struck),
+        "identical": sum(one.final == "identical" for one in struck),
+        "ended_with_error": sum(one.final == "error" for one in struck),
+        "updates_to_detect": max(taken) if taken else None,
+        "overhead": math.fsum(overheads[name] for name in strategies) / len(strategies),
+        "broken": [one.drawn.number for one in own if one.breaks is not None],
+    }

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.job import Reduction
-from stretto.engine.random_states import random_states, restore_random_states
 from stretto.engine.replicas import Replica
 from stretto.engine.roll_call import Attendance, RollCall, Vote
 from stretto.engine.state import JobState, State
 from stretto.flat import GradientBuffer
+from stretto.randomness import random_states, restore_random_states
 
 _ADDED = ("weight", "samples", "micro_batches", "loss_sum", "loss_weight", "norm_squared")
 """Fields of a roll call that are sums over what a rank has contributed or owns."""

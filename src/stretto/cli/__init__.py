@@ -35,12 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return 0 if words else MISUSED
     # Not earlier: the help needs none of what the commands are made of.
-    from stretto.cli.campaign import campaign_command
-    from stretto.cli.compare import compare_command
-    from stretto.cli.diagnose import diagnose_command
-    from stretto.cli.doctor import doctor_command
-    from stretto.cli.simulate import simulate_command
-    from stretto.cli.train import train_command
+    from stretto.cli.commands import (
+        campaign_command,
+        compare_command,
+        diagnose_command,
+        doctor_command,
+        simulate_command,
+        train_command,
+    )
     from stretto.errors import ConfigError, CorruptionError, StrettoError, UnknownName, WorkerFailed
 
     commands: dict[str, Callable[[Sequence[str]], int | None]] = {

@@ -1,19 +1,65 @@
-"""Typed configurations from words of the command line: every field is an option, its docstring the help."""
+"""What the environment says about ranks: those of torchrun and its like, or none.
+
+Typed configurations from words of the command line: every field is an option, its docstring the help.
+"""
 
 import ast
 import dataclasses
 import inspect
 import itertools
+import os
+import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from stretto.engine import Clock
-from stretto.errors import MissingExtra, UnknownName
+from stretto.errors import ConfigError, MissingExtra, UnknownName
 from stretto.faults import Fault, faults_text, parse_faults
 from stretto.recipes import RECIPES
 from stretto.train.arms import parse_clock, parse_learning_rates, split_list
+from stretto.train.launch import JoinedRank, LocalRanks, Ranks
+from stretto.train.workers import Seat
 from stretto.virtual import parse_slowness
+
+
+def find_ranks(workers: int) -> Ranks:
+    """Return the rank that a launcher has made of this process, or else `workers` local ones.
+
+    Raises:
+        ConfigError: A launcher's variables are incomplete.
+    """
+    if is_joined():
+        # torchrun's agent may host the store itself; otherwise rank 0 does.
+        agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        seat = _seat(os.environ)
+        return JoinedRank(seat, hosts_store=seat.rank == 0 and not agent_hosts)
+    # Gloo otherwise looks the machine's own name up, which many machines cannot.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    return LocalRanks(workers)
+
+
+def is_joined() -> bool:
+    """Whether a launcher has started this process as one of its ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _seat(variables: Mapping[str, str]) -> Seat:
+    try:
+        return Seat(
+            rank=int(variables["RANK"]),
+            world_size=int(variables["WORLD_SIZE"]),
+            local_rank=int(variables.get("LOCAL_RANK", "0")),
+            local_world_size=int(variables.get("LOCAL_WORLD_SIZE", "1")),
+            host=variables["MASTER_ADDR"],
+            port=int(variables["MASTER_PORT"]),
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE say that a launcher started this process, but its other variables do not fit "
+            f"({error}): expected MASTER_ADDR and MASTER_PORT too"
+        ) from error
+
 
 if TYPE_CHECKING:
     from tyro.constructors import PrimitiveConstructorSpec, StructConstructorSpec, StructTypeInfo

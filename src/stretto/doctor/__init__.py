@@ -1,7 +1,6 @@
 """Whether a machine can be trusted: its arithmetic, its memory, its collectives, its links."""
 
 from stretto.doctor.examination import Examination, examine, examine_seat
-from stretto.doctor.finding import Finding, Link
-from stretto.doctor.report import Report
+from stretto.doctor.report import Finding, Link, Report
 
 __all__ = ["Examination", "Finding", "Link", "Report", "examine", "examine_seat"]

@@ -19,16 +19,14 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from stretto.doctor.arithmetic import OPERATORS, Operator, Work, repeat
-from stretto.doctor.finding import Finding, Link
-from stretto.doctor.memory import write_and_read
-from stretto.doctor.report import Report
+from stretto.doctor.device import OPERATORS, Operator, Work, repeat, write_and_read
+from stretto.doctor.report import Finding, Link, Report
 from stretto.doctor.wire import COLLECTIVES, Flow, Tally, Wire
 from stretto.errors import ConfigError
 from stretto.faults import WIRE_SITES, Fault, FaultPlan, FaultyGroup, Injector
 from stretto.groups import Link as Speed
-from stretto.train.environment import processor_name
-from stretto.train.seat import Seat, seated
+from stretto.train.outcome import processor_name
+from stretto.train.workers import Seat, seated
 
 _SHARES = {"arithmetic": 0.4, "memory": 0.2, "collectives": 0.2, "links": 0.2}
 """Of the time."""

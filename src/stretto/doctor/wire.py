@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.doctor.finding import Link
+from stretto.doctor.report import Link
 
 _NUMEL = 4096
 """Elements that a rank sends to each other rank in a collective."""

@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from stretto.coin import draw
 from stretto.errors import ConfigError
+from stretto.randomness import draw
 
 Sample = TypeVar("Sample")
 

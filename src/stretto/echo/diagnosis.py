@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
-from stretto.echo.chooser import Plan
-from stretto.echo.even import Even
 from stretto.echo.loader import EchoLoader
-from stretto.echo.ready import Ready
+from stretto.echo.plans import Even, Plan, Ready
 from stretto.errors import ConfigError
 from stretto.records import Update
 
@@ -78,7 +76,7 @@ class Diagnosis:
         return Even(math.floor(100 * min(self.free_uses, USES_MAX)) / 100)
 
     @property
-    def verdict(self) -> str:
+    def incident(self) -> str:
         """One line: the bottleneck, what to do, and the most it could gain."""
         facts = f"a batch takes {_ms(self.load_seconds)} to load and {_ms(self.step_seconds)} to train on"
         first = f"first {self.advice[0]}" if self.advice else "cheaper remedies are in use"

@@ -1,4 +1,11 @@
-"""`EchoLoader`: uses batches again while the next ones are on their way."""
+"""`EchoLoader`: uses batches again while the next ones are on their way.
+
+Telling a loader, and what it is made of, which epoch begins.
+
+How many batches an epoch of a planned echo has: its decisions, made without the data.
+
+`EchoLoader`: uses batches again while the next ones are on their way.
+"""
 
 import copy
 import math
@@ -7,17 +14,59 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from stretto.echo.chooser import Plan, Taken
-from stretto.echo.even import Even
-from stretto.echo.forwarding import set_epoch
-from stretto.echo.hand import Hand, HeldBatch
-from stretto.echo.length import epoch_length
-from stretto.echo.options import EchoOptions
-from stretto.echo.position import Position
+from stretto.echo.buffer import Hand, HeldBatch
+from stretto.echo.plans import Chooser, Even, Held, Plan, Ready, Taken, least_used
 from stretto.echo.reader import Fetched, Reader, open_reader
-from stretto.echo.ready import Ready, least_used
-from stretto.echo.saved import VERSION, Pending, check_state, restore_loader
+from stretto.echo.state import VERSION, EchoOptions, Pending, Position, check_state, restore_loader
 from stretto.errors import ConfigError
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch(epoch)` once on each of the loader, its samplers and its dataset that has it."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = [
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "dataset", None),
+    ]
+    told: list[Any] = []
+    for part in parts:
+        if hasattr(part, "set_epoch") and not any(part is other for other in told):
+            part.set_epoch(epoch)
+            told.append(part)
+
+
+def epoch_length(chooser: Chooser, fresh: int, step: int) -> int:
+    """Return the batches from `step` on, where an epoch of `fresh` fresh batches begins.
+
+    Args:
+        chooser: Of a planned kind, as it is at the beginning of the epoch; it is used up.
+        fresh: Batches of the bare loader.
+        step: Batches handed out before.
+    """
+    held: Held | None = None
+    taken = 0
+    length = 0
+    while taken <= fresh:
+        is_fresh = held is None or chooser.choose(step + length, [held], _never) is None
+        if is_fresh:
+            held = Held(number=taken)
+            taken += 1
+        if taken > fresh or held is None:
+            break
+        held.uses += 1
+        chooser.took(
+            Taken(step=step + length, is_fresh=is_fresh, load_seconds=math.nan, use_seconds=math.nan)
+        )
+        length += 1
+    return length
+
+
+def _never() -> bool:
+    return False
+
 
 Batch = TypeVar("Batch")
 

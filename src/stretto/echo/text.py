@@ -11,13 +11,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from stretto.echo.auto import Auto
-from stretto.echo.bernoulli import Bernoulli
-from stretto.echo.chooser import Plan
-from stretto.echo.even import Even
-from stretto.echo.ready import Ready
-from stretto.echo.schedule import Cosine, Linear, MultiStep, Schedule
+from stretto.echo.measured import Auto
+from stretto.echo.plans import Bernoulli, Even, Plan, Ready
 from stretto.errors import ConfigError, UnknownName
+from stretto.schedules import Cosine, Linear, MultiStep, Schedule
 
 PLANS: Mapping[str, Callable[..., Plan]] = MappingProxyType(
     {"even": Even, "bernoulli": Bernoulli, "ready": Ready, "auto": Auto}

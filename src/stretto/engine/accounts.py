@@ -43,7 +43,7 @@ class Accounts:
             sent_bytes=commit.sent_bytes,
             learning_rates=commit.learning_rates,
             skipped_rounds=self.skipped_rounds,
-            verdicts=commit.verdicts,
+            incidents=commit.incidents,
             gap=commit.gap,
             interval=commit.interval,
         )

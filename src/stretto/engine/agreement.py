@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.digests import digest
+from stretto.checksums import digest
 from stretto.errors import RanksDisagree, TransferCorrupt
 from stretto.exchange import Exchange
 from stretto.flat import GradientBuffer

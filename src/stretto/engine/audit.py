@@ -11,13 +11,13 @@ import xxhash
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.digests import digest, hexadecimal
+from stretto.checksums import digest, hexadecimal
 from stretto.engine.accumulation import Accumulation
 from stretto.engine.kept_round import KeptRound
 from stretto.errors import TransferCorrupt
 from stretto.flat import GradientBuffer
-from stretto.guards.guard import Appointment
-from stretto.records import Verdict
+from stretto.guards.contract import Appointment
+from stretto.records import Incident
 
 if TYPE_CHECKING:
     from stretto.engine.compute_lane import ComputeLane
@@ -64,14 +64,14 @@ class Audit:
         self._kept = kept
         self._guard = guard
         self._round_index = compute.lane.round_index  # the lane is at rest
-        self._verdicts: list[Verdict] = []
+        self._incidents: list[Incident] = []
         self._distance = appointment.distance
         self._tolerance = appointment.tolerance
         self._own = compute.accumulation
         self._buffers = kept.buffers()
         """To go on with."""
 
-    def perform(self) -> Sequence[Verdict]:
+    def perform(self) -> Sequence[Incident]:
         """Take a round again, compare, and repair what was wrong; return what there is to report."""
         received = self._exchange_rounds()
         own = _digest(self._own, self._buffers)
@@ -91,7 +91,7 @@ class Audit:
             elif first["audited"] != first["auditor"]:
                 self._settle(audited, first, theirs)
         self._kept.restore_buffers(self._buffers)
-        return self._verdicts
+        return self._incidents
 
     def _run(self, kept: KeptRound) -> Accumulation:
         """Run a round again, apart from this rank's own."""
@@ -263,9 +263,9 @@ class Audit:
         *,
         site: str = "gradient",
     ) -> None:
-        """Put a verdict into the next update; from one rank, which passes it on to all."""
+        """Put an incident into the next update; from one rank, which passes it on to all."""
         if self._rank == audited:
-            verdict = Verdict(
+            incident = Incident(
                 step=self._compute.steps + 1,
                 guard=self._guard,
                 site=site,
@@ -275,7 +275,7 @@ class Audit:
                 expected=None if expected is None else hexadecimal(expected),
                 found=None if found is None else hexadecimal(found),
             )
-            self._verdicts.append(verdict)
+            self._incidents.append(incident)
 
 
 _SILENT, _CLAIMS, _LEFT_OUT = range(3)

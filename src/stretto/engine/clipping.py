@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from stretto.exchange import Exchange
-from stretto.owner import ReducedGradient
+from stretto.optimizer import ReducedGradient
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as in `torch.nn.utils.clip_grad_norm_`."""

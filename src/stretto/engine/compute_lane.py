@@ -31,8 +31,8 @@ from stretto.engine.statistics import Statistics
 from stretto.engine.unused import check_used
 from stretto.errors import Finished, OutOfTurn
 from stretto.flat import GradientBuffer, Layout
-from stretto.owner import Hyperparameters, read_hyperparameters
-from stretto.records import Update, Verdict
+from stretto.optimizer import Hyperparameters, read_hyperparameters
+from stretto.records import Incident, Update
 from stretto.strategies import Strategy
 
 
@@ -83,7 +83,7 @@ class ComputeLane:
         self._hyperparameters: Hyperparameters = []
         self._accounts = Accounts(strategy.staleness, runtime.now())
         self._use_is_known = False
-        self._verdicts: list[Verdict] = []
+        self._incidents: list[Incident] = []
         guarded.hook(
             on_gradient=self._note_gradient,
             on_forward=self._before_forward,
@@ -177,7 +177,7 @@ class ComputeLane:
         if self._job is None:
             kept = (*self.statistics.snapshot(), self.statistics.agreed, self.vote)
             self._job = Job(self.accumulation.buffer, self.accumulation.contribution, *kept, [])
-            self._job.verdicts, self._verdicts = self._verdicts, []
+            self._job.incidents, self._incidents = self._incidents, []
             self._review.forget()
         return self._job
 
@@ -360,11 +360,11 @@ class ComputeLane:
             return
         self._guarded.check_unwritten(self.where)
         idle = self._in_flight is None and self._opening is None
-        self._verdicts += self._review.inspect(self.accumulation, self.steps + 1, lane_is_idle=idle)
+        self._incidents += self._review.inspect(self.accumulation, self.steps + 1, lane_is_idle=idle)
         self.accumulation.is_reviewed = True  # last: a replay begins the round anew
         self._wait_for_lane()
         for guard, appointment in self._review.appointments(self.lane.round_index):
-            self._verdicts += Audit(self, self._review.kept, guard, appointment).perform()
+            self._incidents += Audit(self, self._review.kept, guard, appointment).perform()
 
     def _wait_for_lane(self) -> None:
         """Wait until the round in flight, if one is, could land."""

@@ -23,14 +23,14 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stretto.digests import digest
-from stretto.effects import Average, Divergence
+from stretto.checksums import digest
 from stretto.engine.gain import Gain, stepped
 from stretto.engine.replicas import Replica, Replicas
 from stretto.errors import NonFinite, StateCorrupt
 from stretto.exchange import Exchange
 from stretto.flat import GradientBuffer
-from stretto.owner import Hyperparameters, Owner, ReducedGradient, piece_states
+from stretto.optimizer import Hyperparameters, ReducedGradient, ShardedOptimizer, piece_states
+from stretto.strategies.contract import Average, Divergence
 
 _STANDING = np.dtype([("digest", "<u8"), ("is_finite", "?"), ("gradient_norm", "<f8")])
 _SEED = 0
@@ -45,7 +45,7 @@ class Copies:
         owner: Of this rank's masters, all of them.
     """
 
-    def __init__(self, exchange: Exchange, owner: Owner) -> None:
+    def __init__(self, exchange: Exchange, owner: ShardedOptimizer) -> None:
         self.rounds = 0
         """Since the last average."""
         self.interval: int | None = None
@@ -142,7 +142,7 @@ class Copies:
         else:
             self._replicas.show_mean(self._share(call), flats)
 
-    def consensus(self) -> Owner:
+    def consensus(self) -> ShardedOptimizer:
         """Return the owner, or where replicas differ a copy that holds their mean; all ranks must call."""
         call = self._meet(state=True)
         self.are_equal = _alike(call)

@@ -13,7 +13,7 @@ Note [Gain]
 
 import dataclasses
 
-from stretto.owner import Hyperparameters
+from stretto.optimizer import Hyperparameters
 
 
 @dataclasses.dataclass(slots=True)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.digests import Imprint, digest, hexadecimal
+from stretto.checksums import Checksum, digest, hexadecimal
 from stretto.errors import EstimateShown, OptimizerStepped, ParametersTouched
 from stretto.flat import Layout
-from stretto.records import Verdict
+from stretto.records import Incident
 
 
 class GuardedModel:
@@ -36,7 +36,7 @@ class GuardedModel:
         self._num_groups = len(optimizer.param_groups)
         self._handles: list[Any] = []
         self._is_sealed = is_sealed
-        self._imprints: list[Imprint] = []
+        self._checksums: list[Checksum] = []
         self.remember(parameters)
 
     def hook(
@@ -96,41 +96,41 @@ class GuardedModel:
         if self._is_sealed:
             # Of the values, not of the parameters: what went wrong on the way in is then seen too.
             pairs = zip(installed, self.parameters, strict=True)
-            self._imprints = [Imprint.of(value.detach().to(parameter.dtype)) for value, parameter in pairs]
+            self._checksums = [Checksum.of(value.detach().to(parameter.dtype)) for value, parameter in pairs]
 
-    def mend_damaged(self, rank: int, step: int) -> list[Verdict]:
+    def mend_damaged(self, rank: int, step: int) -> list[Incident]:
         """Mend parameters whose bits are not those that were installed; the rest has to be installed again.
 
         Args:
             rank: Whose model this is.
             step: The update that is under way.
         """
-        verdicts = []
-        for name, parameter, imprint in zip(self._names, self.parameters, self._imprints, strict=False):
+        incidents = []
+        for name, parameter, checksum in zip(self._names, self.parameters, self._checksums, strict=False):
             found = digest(parameter)
-            if found == imprint.digest:
+            if found == checksum.digest:
                 continue
-            repair = "mended" if imprint.mends(parameter) else "installed anew"
-            verdicts.append(
-                Verdict(
+            repair = "mended" if checksum.mends(parameter) else "installed anew"
+            incidents.append(
+                Incident(
                     step=step,
                     guard="rest",
                     site="shown parameters",
                     part=name,
                     ranks=(rank,),
                     action=repair,
-                    expected=hexadecimal(imprint.digest),
+                    expected=hexadecimal(checksum.digest),
                     found=hexadecimal(found),
                 )
             )
-        if verdicts:
+        if incidents:
             self._noted = self._state()
-        return verdicts
+        return incidents
 
     def is_as_installed(self) -> bool:
-        """Return whether all parameters hold the bits that were installed, as far as imprints were taken."""
-        pairs = zip(self.parameters, self._imprints, strict=False)
-        return all(digest(parameter) == imprint.digest for parameter, imprint in pairs)
+        """Return whether all parameters hold the bits that were installed, as far as checksums were taken."""
+        pairs = zip(self.parameters, self._checksums, strict=False)
+        return all(digest(parameter) == checksum.digest for parameter, checksum in pairs)
 
     def install_again(self, values: Sequence[Tensor]) -> bool:
         """Put `values`, one per parameter, in place, and return whether they are what was installed."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from stretto.engine.roll_call import Attendance, RollCall, Vote, settings_text
 from stretto.flat import GradientBuffer
-from stretto.owner import Hyperparameters, ReducedGradient
-from stretto.records import Verdict
+from stretto.optimizer import Hyperparameters, ReducedGradient
+from stretto.records import Incident
 
 Shown = Literal["committed", "estimate"]
 """Which parameters the model holds."""
@@ -49,7 +49,7 @@ class Job:
     hyperparameters: Hyperparameters
     reduction: "Reduction | None" = None
     """The outcome of a reduction performed ahead of take-off, for a checkpoint."""
-    verdicts: Sequence[Verdict] = ()
+    incidents: Sequence[Incident] = ()
     """What the compute lane has found damaged since the last take-off."""
 
     @property
@@ -111,7 +111,7 @@ class Commit:
     round_index: int
     lane_seconds: float
     sent_bytes: int
-    verdicts: tuple[Verdict, ...]
+    incidents: tuple[Incident, ...]
     """What guards have found since the previous commit, on any rank."""
     gap: int
     """Updates since replicas were last averaged; 0 where they do not differ."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.serialization import default_restore_location
 
-from stretto.digests import same_bytes
-from stretto.echo.containers import rebuilt
+from stretto.checksums import same_bytes
+from stretto.echo.buffer import rebuilt
 from stretto.engine.accumulation import Accumulation, run_backward
-from stretto.engine.random_states import random_states, restore_random_states
 from stretto.errors import UsageError
+from stretto.randomness import random_states, restore_random_states
 
 Weighed = tuple[Tensor, float, int]
 """A loss, its weight and its samples."""

@@ -6,7 +6,24 @@ from typing import Any
 
 import torch
 
-from stretto.effects import (
+from stretto.engine.agreement import agree
+from stretto.engine.clipping import clip_factor, mean_norm
+from stretto.engine.copies import Copies
+from stretto.engine.job import Commit, Job, Landing, Reduction, Shown
+from stretto.engine.options import Options
+from stretto.engine.replicas import Replicas
+from stretto.engine.roll_call import RollCall, Vote, nothing, settings_text
+from stretto.engine.runtime import Pending, Runtime
+from stretto.engine.script import reduced, updates
+from stretto.engine.sentry import Sentry
+from stretto.engine.statistics import Statistics, average_statistics
+from stretto.engine.watch import Watch
+from stretto.errors import NonFinite, ReplicaNonFinite
+from stretto.exchange import Exchange
+from stretto.optimizer import Hyperparameters, ReducedGradient, ShardedOptimizer
+from stretto.records import Incident
+from stretto.strategies import Strategy
+from stretto.strategies.contract import (
     AllReduce,
     Average,
     Boundary,
@@ -20,24 +37,7 @@ from stretto.effects import (
     Reduce,
     Step,
 )
-from stretto.engine.agreement import agree
-from stretto.engine.clipping import clip_factor, mean_norm
-from stretto.engine.copies import Copies
-from stretto.engine.job import Commit, Job, Landing, Reduction, Shown
-from stretto.engine.ledger import ledger_of
-from stretto.engine.options import Options
-from stretto.engine.replicas import Replicas
-from stretto.engine.roll_call import RollCall, Vote, nothing, settings_text
-from stretto.engine.runtime import Pending, Runtime
-from stretto.engine.script import reduced, updates
-from stretto.engine.sentry import Sentry
-from stretto.engine.statistics import Statistics, average_statistics
-from stretto.engine.watch import Watch
-from stretto.errors import NonFinite, ReplicaNonFinite
-from stretto.exchange import Exchange
-from stretto.owner import Hyperparameters, Owner, ReducedGradient
-from stretto.records import Verdict
-from stretto.strategies import Strategy
+from stretto.strategies.ledger import ledger_of
 
 
 class Lane:
@@ -51,7 +51,7 @@ class Lane:
         self,
         strategy: Strategy,
         exchange: Exchange,
-        owner: Owner,
+        owner: ShardedOptimizer,
         watch: Watch,
         sentry: Sentry,
         *,
@@ -83,7 +83,7 @@ class Lane:
         sentry.start(step=0)
         # Sums of finished updates, for the next ones: fresh pages would cost more than the arithmetic.
         self._spare_sums: list[list[torch.Tensor]] = []
-        self._verdicts: tuple[Verdict, ...] = ()
+        self._incidents: tuple[Incident, ...] = ()
         """Found, and not yet reported: an update that does not step reports nothing."""
         self._begin_update([])
 
@@ -103,7 +103,7 @@ class Lane:
             self.copies.rounds += 1
         self._reductions.append(reduction)
         self._hyperparameters = job.hyperparameters
-        self.sentry.note(job.verdicts)
+        self.sentry.note(job.incidents)
         self.sentry.reduced(reduction.gradient, job, self.watch.step + 1)
         reply: Any = reduction.gradient
         shown: Shown = "committed"
@@ -186,9 +186,9 @@ class Lane:
         """Let guards look at masters and optimizer state before they are shown or saved; all ranks must call."""
         self.sentry.run("before_step", None, self.watch.step + 1)
 
-    def conclude(self) -> tuple[Verdict, ...]:
+    def conclude(self) -> tuple[Incident, ...]:
         """Return what was found on any rank behind the last update; all ranks must call, at rest."""
-        found, self._verdicts = self._verdicts, ()
+        found, self._incidents = self._incidents, ()
         return found + self.sentry.conclude_job(self.watch.step + 1)
 
     def gather_committed(self, flats: list[torch.Tensor], statistics: Statistics) -> list[torch.Tensor]:
@@ -219,7 +219,7 @@ class Lane:
         absent = nothing(len(self.owner.layout.slots), changed, self.watch.step)
         return replicas.meet(dataclasses.replace(absent, round_index=~self.round_index))
 
-    def agreed_owner(self, changed: bytes) -> Owner:
+    def agreed_owner(self, changed: bytes) -> ShardedOptimizer:
         """Return the owner, or where replicas differ a copy that holds their mean; all ranks must call."""
         if self.copies is not None:
             return self.copies.consensus()
@@ -378,7 +378,7 @@ class Lane:
         """Close the update: return what is known of it, and reuse the storage of its gradients."""
         commit = None
         if self._reductions[-1].met:
-            self._verdicts += self.sentry.conclude(self.watch.step + 1)
+            self._incidents += self.sentry.conclude(self.watch.step + 1)
         # Nobody asks the others after a step alone: it counts on every rank, whatever this one contributed.
         if self._stepped or not self._reductions[-1].met:
             self.watch.step += 1
@@ -389,11 +389,11 @@ class Lane:
                 round_index=self.round_index - 1,
                 lane_seconds=self._lane_seconds,
                 sent_bytes=self.exchange.sent_bytes - self._bytes_before,
-                verdicts=self._verdicts,
+                incidents=self._incidents,
                 gap=self._gap,
                 interval=None if self.copies is None else self.copies.interval,
             )
-            self._verdicts = ()
+            self._incidents = ()
         if self.replicas is None:
             self._spare_sums.extend([list(reduction.gradient.sums) for reduction in self._reductions])
         self._begin_update(self._hyperparameters)

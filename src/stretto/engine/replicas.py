@@ -22,7 +22,7 @@ from stretto.engine.window import Window
 from stretto.errors import RanksDisagree
 from stretto.exchange import Exchange, narrower
 from stretto.flat import GradientBuffer, Layout
-from stretto.owner import Owner, PieceState, adopt_states, average_states, piece_states
+from stretto.optimizer import PieceState, ShardedOptimizer, adopt_states, average_states, piece_states
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class Replicas:
         owner: Of this rank's masters, all of them.
     """
 
-    def __init__(self, exchange: Exchange, owner: Owner) -> None:
+    def __init__(self, exchange: Exchange, owner: ShardedOptimizer) -> None:
         self.window = self._new_window(owner.layout)
         self.last_average: list[Tensor] | None = None
         """One tensor per bucket, equal on all ranks; None where the wire is as wide as the masters."""
@@ -168,7 +168,7 @@ class Replicas:
         for bucket, mean in zip(self._layout.buckets, means, strict=True):
             flats[bucket.set_index][bucket.start : bucket.stop].copy_(mean)
 
-    def consensus(self, share: float | None) -> Owner:
+    def consensus(self, share: float | None) -> ShardedOptimizer:
         """Return a copy of the owner that holds the mean of all replicas and states; all ranks must call."""
         owner = copy.deepcopy(self._owner, {id(self._layout): self._layout})
         if share is not None:
@@ -184,7 +184,7 @@ class Replicas:
         if self.last_average is not None:
             torch._foreach_add_(list(masters), self.last_average)
 
-    def _average_state(self, owner: Owner, share: float) -> None:
+    def _average_state(self, owner: ShardedOptimizer, share: float) -> None:
         """In full width whatever the wire: a second moment changes by less, per update, than 16 bits resolve."""
         flats = [
             torch.zeros(f.numel, dtype=torch.promote_types(f.dtype, torch.float32), device=f.device)

@@ -10,8 +10,8 @@ from stretto.engine.lane import Lane
 from stretto.engine.runtime import Runtime
 from stretto.errors import UsageError
 from stretto.flat import GradientBuffer
-from stretto.guards.guard import Appointment
-from stretto.records import Verdict
+from stretto.guards.contract import Appointment
+from stretto.records import Incident
 
 
 class Review:
@@ -52,7 +52,7 @@ class Review:
         """Let go of the round: it is handed over."""
         self.kept.forget()
 
-    def inspect(self, accumulation: Accumulation, step: int, *, lane_is_idle: bool) -> list[Verdict]:
+    def inspect(self, accumulation: Accumulation, step: int, *, lane_is_idle: bool) -> list[Incident]:
         """Take the round's gradients anew if parameters were damaged while they were taken, or leave them out.
 
         Args:
@@ -72,7 +72,7 @@ class Review:
             accumulation.contribution.count = count
             accumulation.is_left_out = True
             outcome = "this rank's gradients of the round left out"
-        return [dataclasses.replace(verdict, action=f"{verdict.action}, {outcome}") for verdict in found]
+        return [dataclasses.replace(incident, action=f"{incident.action}, {outcome}") for incident in found]
 
     def appointments(self, round_index: int) -> Iterator[tuple[str, Appointment]]:
         """Yield the audits that are due, with the name of the guard."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stretto.owner import Hyperparameters
+from stretto.optimizer import Hyperparameters
 
 
 class Vote(IntEnum):

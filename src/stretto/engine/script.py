@@ -3,11 +3,11 @@
 from collections.abc import Generator
 from typing import Any
 
-from stretto.effects import Boundary, Effect
 from stretto.engine.sentry import Sentry
-from stretto.guards.effects import GuardEffect
-from stretto.owner import ReducedGradient
+from stretto.guards.contract import GuardEffect
+from stretto.optimizer import ReducedGradient
 from stretto.strategies import Strategy
+from stretto.strategies.contract import Boundary, Effect
 
 
 def updates(strategy: Strategy, sentry: Sentry) -> Generator[Effect | GuardEffect, Any, None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.digests import Imprint, digest
+from stretto.checksums import Checksum, digest
 from stretto.engine.agreement import gather_text
 from stretto.engine.copies import Copies
 from stretto.engine.job import Job
@@ -18,7 +18,7 @@ from stretto.engine.strikes import Strikes
 from stretto.errors import StateCorrupt
 from stretto.exchange import Exchange
 from stretto.guards import Guard
-from stretto.guards.effects import (
+from stretto.guards.contract import (
     Copy,
     Difference,
     Fingerprint,
@@ -34,8 +34,8 @@ from stretto.guards.effects import (
     Share,
     Where,
 )
-from stretto.owner import MASTER, Hyperparameters, Owner, ReducedGradient
-from stretto.records import Verdict
+from stretto.optimizer import MASTER, Hyperparameters, ReducedGradient, ShardedOptimizer
+from stretto.records import Incident
 
 SHOWN = "values to be shown"
 """Site of what the model shows next."""
@@ -58,7 +58,7 @@ class Sentry:
         self,
         guards: Sequence[Guard],
         exchange: Exchange,
-        owner: Owner,
+        owner: ShardedOptimizer,
         fixed: Sequence[tuple[str, Tensor]],
         strikes: Strikes,
         *,
@@ -75,10 +75,10 @@ class Sentry:
         self._strikes = strikes
         self._replicated = replicated
         self._step = 1
-        self._verdicts: list[Verdict] = []
+        self._incidents: list[Incident] = []
         self._gradients: list[ReducedGradient] = []
         """Reduced and not yet stepped with."""
-        self._imprints: dict[Part, Imprint] = {}
+        self._checksums: dict[Part, Checksum] = {}
         self._sealed: dict[Part, Tensor] = {}
         """The tensors that were sealed: others may have taken their place."""
         self._rehearsed: list[dict[str, int]] = []
@@ -138,12 +138,12 @@ class Sentry:
         """Let go of everything that is known of the state: it is about to change, or was put there from outside."""
         self._rehearsed.clear()
         self._gradients.clear()
-        self._imprints.clear()
+        self._checksums.clear()
         self._sealed.clear()
 
-    def note(self, verdicts: Sequence[Verdict]) -> None:
+    def note(self, incidents: Sequence[Incident]) -> None:
         """Take over what the compute lane has found."""
-        self._verdicts.extend(verdicts)
+        self._incidents.extend(incidents)
 
     def perform(self, effect: GuardEffect, job: Job | None) -> Any:
         """Perform one effect and return its answer."""
@@ -157,7 +157,7 @@ class Sentry:
             case Inspect():
                 return list(self._differences())
             case Mend(part):
-                return self._imprints[part].mends(self._sealed[part])
+                return self._checksums[part].mends(self._sealed[part])
             case Recompute():
                 return self._recompute(job)
             case Where():
@@ -165,7 +165,7 @@ class Sentry:
             case Report():
                 fields = dataclasses.asdict(effect)
                 ranks = (self._exchange.rank,) if effect.ranks is None else effect.ranks
-                self._verdicts.append(Verdict(**{**fields, "ranks": ranks, "step": self._step}))
+                self._incidents.append(Incident(**{**fields, "ranks": ranks, "step": self._step}))
         return None
 
     def _perform_together(self, effect: Share | Copy | Replace, job: Job | None) -> Any:
@@ -178,27 +178,27 @@ class Sentry:
             case Replace(parts):
                 return self._replace(parts)
 
-    def conclude(self, step: int) -> tuple[Verdict, ...]:
+    def conclude(self, step: int) -> tuple[Incident, ...]:
         """Return what was found on any rank since the last call, at the end of the `step`-th update.
 
         All ranks must call; without guards and without a verified exchange nothing travels.
         """
         if not self.guards and not self._exchange.is_verified:
             return ()
-        arrivals = [dataclasses.replace(verdict, step=step) for verdict in self._exchange.verdicts]
-        held = [*arrivals, *self._verdicts]
-        self._exchange.verdicts, self._verdicts = [], []
-        own = json.dumps([verdict.as_json() for verdict in held]) if held else ""
+        arrivals = [dataclasses.replace(incident, step=step) for incident in self._exchange.incidents]
+        held = [*arrivals, *self._incidents]
+        self._exchange.incidents, self._incidents = [], []
+        own = json.dumps([incident.as_json() for incident in held]) if held else ""
         texts = [text for text in gather_text(self._exchange, own) if text]
-        found = [Verdict.from_json(fields) for text in texts for fields in json.loads(text)]
-        verdicts = tuple(dict.fromkeys(found))
-        self._strikes.note(step, verdicts)
-        return verdicts
+        found = [Incident.from_json(fields) for text in texts for fields in json.loads(text)]
+        incidents = tuple(dict.fromkeys(found))
+        self._strikes.note(step, incidents)
+        return incidents
 
-    def conclude_job(self, step: int) -> tuple[Verdict, ...]:
+    def conclude_job(self, step: int) -> tuple[Incident, ...]:
         """Return what was found behind the last update: on any rank, and by this one in the gather that tells so."""
         shared = self.conclude(step)
-        return (*shared, *(dataclasses.replace(verdict, step=step) for verdict in self._exchange.verdicts))
+        return (*shared, *(dataclasses.replace(incident, step=step) for incident in self._exchange.incidents))
 
     def check_strikes(self, step: int) -> None:
         """Raise `Quarantined`, on all ranks at the same round, if by `step` somebody has been named too often."""
@@ -270,14 +270,14 @@ class Sentry:
     def _seal(self, what: str) -> None:
         for part, tensor in self._state() if what == "state" else self._sums():
             if part not in self._sealed:
-                self._sealed[part], self._imprints[part] = tensor, Imprint.of(tensor)
+                self._sealed[part], self._checksums[part] = tensor, Checksum.of(tensor)
 
     def _differences(self) -> Iterator[Difference]:
         """Yield what is not as it was sealed; parts that have been cut anew since are not compared."""
         present = {part: tensor for parts in (self._state(), self._sums()) for part, tensor in parts}
         for part, tensor in self._sealed.items():
             if present.get(part) is tensor:
-                expected, found = self._imprints[part].digest, digest(tensor)
+                expected, found = self._checksums[part].digest, digest(tensor)
                 if expected != found:
                     yield Difference(part, expected, found)
 

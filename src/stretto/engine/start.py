@@ -11,7 +11,6 @@ from stretto.engine.agreement import agree, gather_text, share_start, untrained
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.guarded_model import GuardedModel
 from stretto.engine.lane import Lane
-from stretto.engine.ledger import Ledger, ledger_of
 from stretto.engine.options import Options
 from stretto.engine.quota import Clock, plan_quota
 from stretto.engine.roll_call import settings_text
@@ -30,8 +29,9 @@ from stretto.exchange import (
 )
 from stretto.flat import GradientBuffer, Layout, plan_layout
 from stretto.guards import Guard
-from stretto.owner import Owner, check_shardable, read_hyperparameters
+from stretto.optimizer import ShardedOptimizer, check_shardable, read_hyperparameters
 from stretto.strategies import Strategy
+from stretto.strategies.ledger import Ledger, ledger_of
 
 
 def start_lanes(
@@ -86,7 +86,7 @@ def start_lanes(
             parameter.grad_dtype = flat.accumulation_dtype
     share_start(exchange, parameters, GradientBuffer(layout), model)
     rank, num_owners = (0, 1) if ledger.replicated else (group.rank(), group.size())
-    owner = Owner(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
+    owner = ShardedOptimizer(layout, parameters, optimizer, rank=rank, num_owners=num_owners)
     runtime = choose_runtime(group, layout.sets[0].device, overlaps=strategy.overlaps or ledger.asks_ahead)
     strikes = _strikes(options, exchange)
     sentry = Sentry(

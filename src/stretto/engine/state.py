@@ -19,7 +19,7 @@ from stretto.engine.compute_lane import ComputeLane
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
 from stretto.exchange import narrower
 from stretto.flat import Fragments, PartedTensor, Shares, Slot
-from stretto.owner import Piece, PieceState, adopt_states, piece_states, read_hyperparameters, state_like
+from stretto.optimizer import Piece, PieceState, adopt_states, piece_states, read_hyperparameters, state_like
 
 State = dict[str, Any]
 

@@ -14,7 +14,7 @@ import torch
 
 from stretto.engine.options import Options
 from stretto.errors import Quarantined
-from stretto.records import Verdict
+from stretto.records import Incident
 
 Link = tuple[int, int]
 """Sender and receiver."""
@@ -24,7 +24,7 @@ Culprit = int | Link
 class Strikes:
     """Counts, on every rank alike, the updates in which each rank and each link was named.
 
-    An update is one strike, however many verdicts it brings: one accident may damage much.
+    An update is one strike, however many incidents it brings: one accident may damage much.
 
     Args:
         options: The limit, and how long a strike counts.
@@ -35,32 +35,34 @@ class Strikes:
         self._limit = options.strikes
         self._within = options.strikes_within
         self._seats = seats
-        self._verdicts: list[Verdict] = []
+        self._incidents: list[Incident] = []
 
-    def note(self, step: int, verdicts: Sequence[Verdict]) -> None:
+    def note(self, step: int, incidents: Sequence[Incident]) -> None:
         """Take note of what was found up to the `step`-th update."""
-        if verdicts and self._limit is not None:
-            self._verdicts += verdicts
-            self._verdicts = [verdict for verdict in self._verdicts if verdict.step > step - self._within]
+        if incidents and self._limit is not None:
+            self._incidents += incidents
+            self._incidents = [
+                incident for incident in self._incidents if incident.step > step - self._within
+            ]
 
     def check(self, step: int) -> None:
         """Raise on all ranks, alike to the letter, if by `step` somebody has reached the limit.
 
         Raises:
-            Quarantined: Names ranks and links, with their verdicts.
+            Quarantined: Names ranks and links, with their incidents.
         """
-        if not self._verdicts or self._limit is None:
+        if not self._incidents or self._limit is None:
             return
-        laid = {who: found for who, found in laid_to(self._verdicts).items() if len(found) >= self._limit}
+        laid = {who: found for who, found in laid_to(self._incidents).items() if len(found) >= self._limit}
         if laid:
-            verdicts = [verdict for found in laid.values() for verdict in found.values()]
+            incidents = [incident for found in laid.values() for incident in found.values()]
             raise Quarantined(
                 f"after step {step}: {' and '.join(map(self._named, laid))} reached {self._limit} strikes within "
-                f"{self._within} updates: {'; '.join(map(str, verdicts))}; go on from the last checkpoint without "
+                f"{self._within} updates: {'; '.join(map(str, incidents))}; go on from the last checkpoint without "
                 f"{'it' if len(laid) == 1 else 'them'}",
                 ranks=[who for who in laid if isinstance(who, int)],
                 links=[who for who in laid if not isinstance(who, int)],
-                verdicts=verdicts,
+                incidents=incidents,
             )
 
     def _named(self, who: Culprit) -> str:
@@ -69,14 +71,14 @@ class Strikes:
         return f"the link from {self._named(who[0])} to {self._named(who[1])}"
 
 
-def laid_to(verdicts: Sequence[Verdict]) -> dict[Culprit, Mapping[int, Verdict]]:
-    """Return the ranks and links that verdicts are laid to, each with its first verdict of every update."""
-    culprits = blame({verdict.link for verdict in verdicts if verdict.link is not None})
-    laid: defaultdict[Culprit, dict[int, Verdict]] = defaultdict(dict)
-    for verdict in verdicts:
-        named: Sequence[Culprit] = verdict.ranks if verdict.link is None else [culprits[verdict.link]]
+def laid_to(incidents: Sequence[Incident]) -> dict[Culprit, Mapping[int, Incident]]:
+    """Return the ranks and links that incidents are laid to, each with its first incident of every update."""
+    culprits = blame({incident.link for incident in incidents if incident.link is not None})
+    laid: defaultdict[Culprit, dict[int, Incident]] = defaultdict(dict)
+    for incident in incidents:
+        named: Sequence[Culprit] = incident.ranks if incident.link is None else [culprits[incident.link]]
         for who in named:
-            laid[who].setdefault(verdict.step, verdict)
+            laid[who].setdefault(incident.step, incident)
     return dict(laid)
 
 

@@ -9,7 +9,7 @@ Note [Who is to blame]
     - A rank stopped answering, or entered another collective. Nothing happens until the timeout.
 
     In the last two cases the first rank to find out raises an alarm, every waiting rank that hears of it answers,
-    and who has not answered within `_ANSWER_SECONDS` is to blame. A verdict is told like a failure, so that all
+    and who has not answered within `_ANSWER_SECONDS` is to blame. An incident is told like a failure, so that all
     ranks report the same one.
 """
 
@@ -42,7 +42,7 @@ _POLL_SECONDS = 0.05
 _TROUBLE = "trouble"
 """The one key that a look reads while nobody has said anything, however many ranks there are."""
 _SEEN_BY_ALL = (NonFinite, Quarantined, RanksDisagree, UnusedParameters)
-"""Errors that every rank raises by itself, from the same roll call or the same verdicts."""
+"""Errors that every rank raises by itself, from the same roll call or the same incidents."""
 
 
 class Watch:
@@ -137,22 +137,22 @@ class Watch:
                 time.sleep(_POLL_SECONDS)
             if told is not None:
                 return told
-            verdict = _verdict(kind, reason, missing, {self.rank: f"{kind.__name__} {what}", **answers})
-            self._say("verdict", f"{kind.__name__} {verdict}")
+            incident = _incident(kind, reason, missing, {self.rank: f"{kind.__name__} {what}", **answers})
+            self._say("incident", f"{kind.__name__} {incident}")
         except RuntimeError:
-            kind, verdict = PeerFailed, f"the rank that keeps the store, usually rank 0, died ({reason})"
-        return kind(self._where(what) + verdict)
+            kind, incident = PeerFailed, f"the rank that keeps the store, usually rank 0, died ({reason})"
+        return kind(self._where(what) + incident)
 
     def _told(self, what: str) -> CommunicationError | None:
-        """Return the error that another rank's failure or verdict calls for."""
+        """Return the error that another rank's failure or incident calls for."""
         failures = self._hear("failure")
         if failures:
             self._say("heard", "")
             return PeerFailed(self._where(what) + "; ".join(failures.values()))
-        for told in self._hear("verdict").values():
-            name, _, verdict = told.partition(" ")
+        for told in self._hear("incident").values():
+            name, _, incident = told.partition(" ")
             kind = PeerSilent if name == PeerSilent.__name__ else PeerFailed
-            return kind(self._where(what) + verdict)
+            return kind(self._where(what) + incident)
         return None
 
     @property
@@ -201,7 +201,9 @@ def _reason(error: RuntimeError) -> str:
     return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
-def _verdict(kind: type[CommunicationError], reason: str, missing: list[int], answers: dict[int, str]) -> str:
+def _incident(
+    kind: type[CommunicationError], reason: str, missing: list[int], answers: dict[int, str]
+) -> str:
     """Say who is to blame, given who does not answer and what the others wait for."""
     if not missing:
         waits = {rank: answer.partition(" ")[2] for rank, answer in sorted(answers.items())}

@@ -1,17 +1,32 @@
-"""The contract of an exchange, and what all exchanges share: gathering parameters and small records."""
+"""Wire formats: how wide values are that travel.
+
+The contract of an exchange, and what all exchanges share: gathering parameters and small records.
+"""
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.exchange.wire import narrower
 from stretto.flat import Bucket, Layout
-from stretto.records import Verdict
+from stretto.records import Incident
+
+WireFormat = Literal["fp32", "bf16", "int8"]
+
+
+def wire_dtype(wire: WireFormat) -> torch.dtype:
+    """Return the dtype in which a wire format sends parameters; int8 is for gradients."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}[wire]
+
+
+def narrower(wire: torch.dtype, storage: torch.dtype) -> torch.dtype:
+    """Return the dtype in which `storage` values travel: a wire wider than what is stored adds bytes, no bits."""
+    return wire if wire.itemsize < storage.itemsize else storage
+
 
 Wait = Callable[[dist.Work, str], None]
 """Waits for a collective; the text says what is waited for. Raises the job's error if it cannot complete."""
@@ -56,7 +71,7 @@ class Exchange(ABC):
         self.owed: list[Tensor] = []
         """What a coarse wire has kept from this rank's contributions and sends with the next, one tensor per flat set;
         a continuation to the bit needs it."""
-        self.verdicts: list[Verdict] = []
+        self.incidents: list[Incident] = []
         """What a verified exchange has found and repaired; whoever reports it takes it out."""
         self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 

@@ -3,8 +3,18 @@
 from stretto.faults.group import FaultyGroup, register_faulty
 from stretto.faults.injector import Application, Injector
 from stretto.faults.memory import strike_memory
-from stretto.faults.plan import EXTENTS, LASTS, PATTERNS, SITES, WIRE_SITES, Fault, FaultPlan, draw_fault
-from stretto.faults.text import faults_text, parse_faults
+from stretto.faults.plan import (
+    EXTENTS,
+    LASTS,
+    PATTERNS,
+    SITES,
+    WIRE_SITES,
+    Fault,
+    FaultPlan,
+    draw_fault,
+    faults_text,
+    parse_faults,
+)
 
 __all__ = [
     "EXTENTS",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stretto.faults.injector import Injector
 from stretto.faults.plan import Site
-from stretto.owner import Owner, ReducedGradient
+from stretto.optimizer import ReducedGradient, ShardedOptimizer
 from stretto.parallel import DataParallel
 
 
@@ -67,7 +67,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
         _after(exchange, "add_up", lambda _, contributions, total: injector.offer("sum", [total]))
 
 
-def _state(owner: Owner) -> Iterator[Tensor]:
+def _state(owner: ShardedOptimizer) -> Iterator[Tensor]:
     for segment in owner.segments:
         for value in owner.optimizer.state.get(segment.master, {}).values():
             if isinstance(value, Tensor):

@@ -1,13 +1,72 @@
-"""A tensor that is spread over ranks, as `torch.distributed.checkpoint` writes and reads it."""
+"""Parameters in parts, as `torch.distributed.checkpoint` writes and reads them, and which rank writes which.
+
+N-dimensional boxes that cover a run of elements.
+
+A tensor that is spread over ranks, as `torch.distributed.checkpoint` writes and reads it.
+
+Who writes which elements of every parameter into a checkpoint.
+"""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stretto.flat.boxes import Box
+from stretto.flat.layout import Layout, Slot
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a tensor that is contiguous in row-major order."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    """First element in the flattened tensor."""
+    numel: int
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box that is all of a tensor, also of one without dimensions or without elements."""
+    return Box((0,) * len(shape), tuple(shape), 0, math.prod(shape))
+
+
+def cover(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield, in order, at most `2 * len(shape) - 1` disjoint boxes that hold the elements `start` to `stop`.
+
+    A run begins in the middle of a row, goes on over whole rows, and ends in the middle of a row; what lies
+    in one row is a run of a tensor with one dimension less.
+
+    Args:
+        shape: Of the tensor.
+        start: First element in row-major order.
+        stop: One past the last.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield whole(shape)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:
+        yield from _within(shape, last, start, stop)
+        return
+    yield from _within(shape, first - 1, start, first * row)
+    if first < last:
+        rest = (0,) * (len(shape) - 1)
+        yield Box((first, *rest), (last - first, *shape[1:]), first * row, (last - first) * row)
+    yield from _within(shape, last, last * row, stop)
+
+
+def _within(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of a run that stays in row `index`."""
+    base = index * math.prod(shape[1:])
+    for box in cover(shape[1:], start - base, stop - base):
+        yield Box((index, *box.offsets), (1, *box.sizes), box.start + base, box.numel)
 
 
 @dataclasses.dataclass(slots=True)
@@ -95,3 +154,91 @@ def _chunk(box: Box) -> Any:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+Fragments = Sequence[tuple[int, Tensor]]
+"""Runs of one parameter's elements that this rank holds: first element, and values `(numel,)`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """A run of one parameter's elements that one rank writes."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+class Shares:
+    """The shares of all ranks: what each owns, or would own where every rank holds everything.
+
+    A parameter's boxes follow from the shares alone, so every rank cuts it alike.
+    """
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.rank = rank
+        self._of_slot = [list(_shares_of(layout, slot)) for slot in layout.slots]
+
+    def cut(
+        self, slot: Slot, dtype: torch.dtype, fragments: Fragments = (), *, everywhere: bool
+    ) -> PartedTensor:
+        """Return something that has the shape of a parameter, in parts.
+
+        Args:
+            slot: The parameter.
+            dtype: Of the values.
+            fragments: Those that this rank has.
+            everywhere: Whether this rank wants all of it, or only its own share.
+        """
+        parts = [
+            Part(box, _find(fragments, box), share.rank == self.rank)
+            for share in self._of_slot[slot.index]
+            if everywhere or share.rank == self.rank
+            for box in _boxes(slot, share)
+        ]
+        return PartedTensor(slot.shape, dtype, parts)
+
+    def uncut(self, value: Tensor, *, blank: bool, alike: bool) -> PartedTensor:
+        """Return something that is not cut.
+
+        Args:
+            value: Its shape, its dtype and, unless blank, its values.
+            blank: Leave the values out.
+            alike: Whether all ranks hold the same values, so that any may write them; otherwise rank 0 does.
+        """
+        flat = None if blank else value.detach().reshape(-1)
+        return PartedTensor(
+            value.shape, value.dtype, [Part(whole(value.shape), flat, alike or self.rank == 0)]
+        )
+
+    def number(self, slot: Slot, dtype: torch.dtype, value: Tensor | None) -> PartedTensor:
+        """Return a number that belongs to a parameter; whoever writes its first element writes it."""
+        writer = self._of_slot[slot.index][0].rank
+        flat = None if value is None else value.reshape(1)
+        return PartedTensor((), dtype, [Part(whole(()), flat, writer == self.rank)])
+
+
+def _shares_of(layout: Layout, slot: Slot) -> Iterator[Share]:
+    if slot.numel == 0:
+        yield Share(0, 0, 0)
+    for bucket in layout.buckets:
+        low, high = max(slot.start, bucket.start), min(slot.stop, bucket.stop)
+        if bucket.set_index != slot.set_index or low >= high:
+            continue
+        each = bucket.numel // layout.world_size
+        for rank in range((low - bucket.start) // each, (high - 1 - bucket.start) // each + 1):
+            start, stop = bucket.owned_range(rank, layout.world_size)
+            yield Share(rank, max(low, start) - slot.start, min(high, stop) - slot.start)
+
+
+def _boxes(slot: Slot, share: Share) -> Iterator[Box]:
+    if slot.numel == 0:
+        yield whole(slot.shape)
+    yield from cover(slot.shape, share.start, share.stop)
+
+
+def _find(fragments: Fragments, box: Box) -> Tensor | None:
+    for start, values in fragments:
+        if start <= box.start and box.start + box.numel <= start + values.numel():
+            return values[box.start - start : box.start - start + box.numel]
+    return None

@@ -1,7 +1,20 @@
-"""A network link as two numbers."""
+"""A network link: its rate and latency, what a collective sends over it, and when that has arrived.
+
+A network link as two numbers.
+
+Bytes that one rank sends in a collective, by the algorithm that Gloo runs.
+
+N is the world size. Only payload counts, no headers; a division rounds down.
+
+The slow wire of one process: one transmission after the other, in the order they begin.
+"""
 
 import dataclasses
+import queue
 import re
+import threading
+import time
+from collections.abc import Callable
 
 from stretto.errors import ConfigError
 
@@ -57,3 +70,77 @@ def _quantity(text: str, units: dict[str, int] | dict[str, float], whole: str) -
     if match is None or match[2] not in units:
         raise ConfigError(f"cannot read the link {whole!r}: {_FORMS}")
     return float(match[1]) * units[match[2]]
+
+
+def all_reduce(size: int, world_size: int) -> int:
+    """Ring over a vector of `size` bytes: reduce-scatter, then all-gather, 2 (N-1)/N of it."""
+    return 2 * (world_size - 1) * size // world_size
+
+
+def reduce_scatter(size: int, world_size: int) -> int:
+    """Of `size` input bytes. Gloo all-reduces the whole input and keeps one part: 2 (N-1)/N of it."""
+    return all_reduce(size, world_size)
+
+
+def all_gather(own: int, world_size: int) -> int:
+    """Ring: `own` bytes of every other rank but the next are passed on, N-1 times `own` in all."""
+    return (world_size - 1) * own
+
+
+def all_to_all(parts: list[int], rank: int) -> int:
+    """`parts[r]` bytes to every rank r but oneself."""
+    return sum(parts) - parts[rank]
+
+
+def broadcast(size: int, rank: int, root: int, world_size: int) -> int:
+    """Binomial tree: in round i the ranks at a distance below 2^i from the root send `size` bytes 2^i further."""
+    distance = (rank - root) % world_size
+    rounds = range((world_size - 1).bit_length())
+    return size * sum(distance < 1 << i and distance + (1 << i) < world_size for i in rounds)
+
+
+def reduce(size: int, rank: int, root: int, world_size: int) -> int:
+    """Ring reduce-scatter, (N-1)/N of `size`, after which everybody hands a 1/N to the root."""
+    return (world_size - 1) * size // world_size + (0 if rank == root else size // world_size)
+
+
+def gather(own: int, rank: int, root: int) -> int:
+    """`own` bytes to the root."""
+    return 0 if rank == root else own
+
+
+def scatter(part: int, rank: int, root: int, world_size: int) -> int:
+    """`part` bytes from the root to every other rank."""
+    return (world_size - 1) * part if rank == root else 0
+
+
+class Wire:
+    """Tells when what was sent over a link has arrived.
+
+    A transmission occupies the wire for  8 bytes / rate  seconds, from the moment the previous one is through, and
+    arrives `latency` later. Arrivals therefore keep the order of sending, and one thread that sleeps until the
+    next of them is all it takes: nothing polls.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._free_from = 0.0  # in seconds of time.monotonic
+        self._order = threading.Lock()
+        self._under_way: queue.SimpleQueue[tuple[float, Callable[[], None]]] = queue.SimpleQueue()
+        self._courier: threading.Thread | None = None
+
+    def send(self, sent_bytes: int, arrived: Callable[[], None]) -> None:
+        """Queue a transmission behind those before it; call `arrived` on the courier's thread, never early."""
+        with self._order:
+            self._free_from = max(self._free_from, time.monotonic()) + self.link.occupied_seconds(sent_bytes)
+            self._under_way.put((self._free_from + self.link.latency_seconds, arrived))
+            if self._courier is None:
+                self._courier = threading.Thread(target=self._deliver, name="stretto-wire", daemon=True)
+                self._courier.start()
+
+    def _deliver(self) -> None:
+        while True:
+            due, arrived = self._under_way.get()
+            while (left := due - time.monotonic()) > 0:
+                time.sleep(left)
+            arrived()

@@ -5,7 +5,7 @@ for what was sent before it, and is complete when its bytes have arrived and Glo
 
     complete = max(ran, arrived),   arrived = max(entered, wire free) + 8 sent / rate + latency
 
-`sent` is what this rank sends (`stretto.groups.traffic`): links are full duplex, and the collectives move as much
+`sent` is what this rank sends (`stretto.groups.link`): links are full duplex, and the collectives move as much
 in as out.
 """
 
@@ -21,11 +21,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.errors import ConfigError
-from stretto.groups import traffic
-from stretto.groups.link import Link
-from stretto.groups.wire import Wire
-from stretto.groups.work import LateWork
-from stretto.groups.wrapped import WrappedGroup
+from stretto.groups import link as traffic
+from stretto.groups.link import Link, Wire
+from stretto.groups.wrapped import LateWork, WrappedGroup
 
 
 def register_throttled(link: Link, name: str = "throttled") -> None:

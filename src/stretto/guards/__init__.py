@@ -1,7 +1,7 @@
 """What watches over a job's values: one file per guard."""
 
 from stretto.guards.audit import Audit
-from stretto.guards.guard import Appointment, Guard
+from stretto.guards.contract import Appointment, Guard
 from stretto.guards.replica import ReplicaGuard
 from stretto.guards.rest import AtRest
 

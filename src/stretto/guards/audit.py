@@ -2,10 +2,9 @@
 
 import dataclasses
 
-from stretto.coin import coin, draw
 from stretto.errors import ConfigError
-from stretto.guards.effects import GuardScript
-from stretto.guards.guard import Appointment, Guard
+from stretto.guards.contract import Appointment, Guard, GuardScript
+from stretto.randomness import coin, draw
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from stretto.digests import hexadecimal
+from stretto.checksums import hexadecimal
 from stretto.errors import ReplicasDiverged
-from stretto.guards.effects import (
+from stretto.guards.contract import (
     Copy,
     Fingerprint,
+    Guard,
     GuardEffect,
     GuardScript,
     Part,
@@ -22,7 +23,6 @@ from stretto.guards.effects import (
     Share,
     Where,
 )
-from stretto.guards.guard import Guard
 
 _ATTEMPTS = 2
 """How often copies are made before the ranks are given up: a copy is compared like everything else."""

@@ -2,18 +2,17 @@
 
 import dataclasses
 
-from stretto.digests import hexadecimal
-from stretto.guards.effects import Difference, GuardScript, Inspect, Mend, Replace, Report, Seal
-from stretto.guards.guard import Guard
+from stretto.checksums import hexadecimal
+from stretto.guards.contract import Difference, Guard, GuardScript, Inspect, Mend, Replace, Report, Seal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtRest(Guard):
-    """Imprints at the end of each use against the tensors at the start of the next, on every rank by itself.
+    """Checksums at the end of each use against the tensors at the start of the next, on every rank by itself.
 
     Watches: masters and optimizer state from the end of an update to the next step; the reduced gradient from its sum
     to its step; the parameters that the model shows, from their installation to the end of the round's micro-batches.
-    Damage: words of one column of the sums, or of a run of less than a row (`stretto.digests.locate`), are mended in
+    Damage: words of one column of the sums, or of a run of less than a row (`stretto.checksums`), are mended in
     place, to the bit. More is taken from another rank where replicas exist, and is otherwise an error that ends the
     job. The model's parameters are mended or installed anew with the round; its rank contributes weight zero to that
     round.
@@ -42,15 +41,15 @@ class AtRest(Guard):
         broken: dict[object, Difference] = {}
         for difference in differences:
             if (yield Mend(difference.part)):
-                yield self._verdict(difference, "mended")
+                yield self._incident(difference, "mended")
             else:
                 broken[difference.part] = difference
         sources = yield Replace(tuple(difference.part for difference in broken.values()))
         for part, source in sources.items():
             if part in broken:
-                yield self._verdict(broken[part], f"copied from rank {source}")
+                yield self._incident(broken[part], f"copied from rank {source}")
 
-    def _verdict(self, difference: Difference, action: str) -> Report:
+    def _incident(self, difference: Difference, action: str) -> Report:
         return Report(
             guard=self.name,
             site=difference.part.site,

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import MissingExtra
-from stretto.records import Update, Verdict
+from stretto.records import Incident, Update
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,14 +69,14 @@ class Progress:
     def updated(self, update: Update, training_seconds: float) -> None:
         """See `Observer.updated`."""
         self._recent.append((update, training_seconds))
-        for verdict in update.verdicts:
-            self.noticed(verdict)
+        for incident in update.incidents:
+            self.noticed(incident)
         if self._live is None and time.monotonic() - self._last_line > LINE_SECONDS:
             self._print_line()
 
-    def noticed(self, verdict: Verdict) -> None:
+    def noticed(self, incident: Incident) -> None:
         """See `Observer.noticed`."""
-        self._say(str(verdict))
+        self._say(str(incident))
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
         """See `Observer.evaluated`."""

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from stretto.errors import MissingExtra
-from stretto.records import Update, Verdict
+from stretto.records import Incident, Update
 
 
 class TensorBoard:
@@ -42,7 +42,7 @@ class TensorBoard:
         if math.isfinite(update.first_use_loss):
             self._add("train/first_use_loss", update.first_use_loss, update.step)
 
-    def noticed(self, verdict: Verdict) -> None:
+    def noticed(self, incident: Incident) -> None:
         """See `Observer.noticed`: damage is no curve."""
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:

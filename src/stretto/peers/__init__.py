@@ -4,11 +4,8 @@ import torch
 from torch import nn
 
 from stretto.errors import ConfigError, UnknownName
-from stretto.peers.compute import Compute
-from stretto.peers.handle import Peer
-from stretto.peers.torch_ddp import TorchDDP, TorchDDPbf16
-from stretto.peers.torch_ddp_zero import TorchDDPZero
-from stretto.peers.torch_fsdp2 import TorchFSDP2
+from stretto.peers.peer import Peer
+from stretto.peers.stock import Compute, TorchDDP, TorchDDPbf16, TorchDDPZero, TorchFSDP2
 
 PEERS: dict[str, type[Peer]] = {
     kind.name: kind for kind in (Compute, TorchDDP, TorchDDPbf16, TorchDDPZero, TorchFSDP2)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from stretto import errors
-from stretto.recipes.extras import extra
+from stretto.recipes.task import extra
 
 Architecture = Literal["gpt2", "llama"]
 Size = Literal["0.1m", "0.2m", "0.5m", "1m", "2m", "5m", "10m", "20m", "50m", "100m"]

@@ -11,15 +11,11 @@ from torch.nn import functional
 
 from stretto import errors
 from stretto.recipes.batches import MicroBatches
+from stretto.recipes.corpus import Text, read_corpus
 from stretto.recipes.gpt import SHAPES, Architecture, Shape, Size, causal_lm
-from stretto.recipes.heldout import mean_loss
-from stretto.recipes.optimizers import AdamW
-from stretto.recipes.schedule import Schedule
-from stretto.recipes.snippet import Snippet
-from stretto.recipes.stdlib_corpus import Text, read_corpus
-from stretto.recipes.task import Loss, Task
-from stretto.recipes.tokens import BytePairs, Bytes, Tokens
-from stretto.recipes.windows import IGNORED, Window, Windows
+from stretto.recipes.optimizers import AdamW, Schedule
+from stretto.recipes.task import Loss, Task, mean_loss
+from stretto.recipes.text import IGNORED, BytePairs, Bytes, Snippet, Tokens, Window, Windows
 
 Weigh = Literal["micro-batch", "token"]
 

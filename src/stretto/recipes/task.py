@@ -1,12 +1,43 @@
-"""What a recipe builds on one rank, and what it promises to whoever trains it."""
+"""Optional packages, imported where they are used and missed with the command that installs them.
 
-from collections.abc import Callable, Iterator
+What a recipe builds on one rank, and what it promises to whoever trains it.
+
+Looking at a model without touching it.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from stretto import errors
+
+
+def extra(module: str, purpose: str) -> ModuleType:
+    """Imports a module that the extra `recipes` installs.
+
+    Args:
+        module: Its full name.
+        purpose: What needs it, as the subject of the error's sentence.
+
+    Raises:
+        MissingExtra: It is not installed. An installed module that fails to import raises its own error.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise  # it is there, but something that it needs is not
+        raise errors.MissingExtra(package, "recipes", purpose) from error
+
 
 Batch = Any
 """One micro-batch of a task; only the task's own loss looks inside."""
@@ -87,3 +118,23 @@ class TaskConfig(Protocol):
             MissingExtra: A package of the `recipes` extra is not installed.
         """
         ...
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every module has the mode that it had."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode  # not `train()`, which would also turn the modules below
+
+
+def mean_loss(model: nn.Module, batches: Iterable[Batch], loss: Callable[[nn.Module, Batch], Loss]) -> float:
+    """The weighted mean of `loss` over `batches`: `sum(weight * value) / sum(weight)`, summed in float64."""
+    with evaluating(model):
+        losses = [loss(model, batch) for batch in batches]
+    return sum(one.weight * one.value.item() for one in losses) / sum(one.weight for one in losses)

@@ -2,13 +2,11 @@
 
 from stretto.errors import UnknownName
 from stretto.strategies.acco import ACCO
-from stretto.strategies.ddp import DDP
-from stretto.strategies.dpu import DPU
+from stretto.strategies.contract import Strategy
+from stretto.strategies.delayed import DPU, WeightPrediction
 from stretto.strategies.local import LocalSGD
 from stretto.strategies.paft import PAFTDyn, PAFTSync
-from stretto.strategies.strategy import Strategy
-from stretto.strategies.wp import WeightPrediction
-from stretto.strategies.zero1 import ZeRO1
+from stretto.strategies.synchronous import DDP, ZeRO1
 
 STRATEGIES: dict[str, type[Strategy]] = {
     kind.name: kind for kind in (DDP, ZeRO1, DPU, WeightPrediction, ACCO, LocalSGD, PAFTSync, PAFTDyn)

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from stretto.effects import Gather, Preview, Reduce, Script, Step
 from stretto.errors import ConfigError
-from stretto.strategies.strategy import Strategy
+from stretto.strategies.contract import Gather, Preview, Reduce, Script, Step, Strategy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,9 +4,18 @@ import dataclasses
 import math
 from typing import Literal
 
-from stretto.effects import AllReduce, Average, Divergence, Look, Moment, Postpone, Script, Step
 from stretto.errors import ConfigError
-from stretto.strategies.strategy import Strategy
+from stretto.strategies.contract import (
+    AllReduce,
+    Average,
+    Divergence,
+    Look,
+    Moment,
+    Postpone,
+    Script,
+    Step,
+    Strategy,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from stretto.errors import ConformanceFailed
 from stretto.guards import Guard
 from stretto.strategies import ACCO, DDP, DPU, Strategy, WeightPrediction, ZeRO1
 from stretto.testing.conformance import Conformance, Program, expect, expect_nothing, expect_nothing_on_ranks
-from stretto.testing.damage import Damage
-from stretto.testing.jobs import Course, Job, different_courses, saved_and_resumed, train
+from stretto.testing.jobs import Course, Damage, Job, different_courses, saved_and_resumed, train
 from stretto.virtual import VirtualCluster
 
 
@@ -37,7 +36,7 @@ class GuardConformance(Conformance):
     options: ClassVar[Options] = Options(bucket_bytes=512)
     """Of the jobs."""
     updates_to_notice: ClassVar[int] = 1
-    """How many updates after the damage the verdict has to come."""
+    """How many updates after the damage the incident has to come."""
 
     def make_guards(self) -> tuple[Guard, ...]:
         """Return the guards, with the same options every time."""
@@ -54,11 +53,11 @@ class GuardConformance(Conformance):
         expect("guards pickled and read again", guards, pickle.loads(pickle.dumps(guards)))
 
     def test_a_clean_run_raises_no_alarm(self) -> None:
-        """No verdict, with any strategy and on any number of ranks."""
+        """No incident, with any strategy and on any number of ranks."""
         for job, world_size in self._jobs():
             for rank, course in enumerate(self._train(job, world_size)):
-                what = f"verdicts of a clean run of {job.strategy.name}, rank {rank} of {world_size}"
-                expect(what, [], _texts(course.verdicts))
+                what = f"incidents of a clean run of {job.strategy.name}, rank {rank} of {world_size}"
+                expect(what, [], _texts(course.incidents))
 
     def test_a_clean_run_is_the_same_to_the_bit(self) -> None:
         """Parameters shown and committed, buffers, records: as without guards."""
@@ -81,21 +80,23 @@ class GuardConformance(Conformance):
                 )
 
     def test_damage_is_noticed_and_named(self) -> None:
-        """A verdict comes in time and names the site and the rank; no other rank is suspected."""
+        """An incident comes in time and names the site and the rank; no other rank is suspected."""
         for job, world_size, damage in self._struck():
             if damage.outcome == "ends the job":
                 continue
             rank, latest = damage.rank % world_size, damage.behind + self.updates_to_notice
-            verdicts = self._train(job, world_size)[0].verdicts
+            incidents = self._train(job, world_size)[0].incidents
             where = f"{job.strategy.name}, rank {rank} of {world_size}"
             what = f"{damage.site} damaged behind update {damage.behind}, {where}"
-            sites = {verdict.site for verdict in verdicts if damage.behind < verdict.step <= latest}
+            sites = {incident.site for incident in incidents if damage.behind < incident.step <= latest}
             if damage.site not in sites:
                 raise ConformanceFailed(
-                    f"{what}: expected a verdict on it by update {latest}, found {_texts(verdicts) or 'none'}"
+                    f"{what}: expected an incident on it by update {latest}, found {_texts(incidents) or 'none'}"
                 )
             expect(
-                f"{what}: ranks named", {rank}, {suspect for verdict in verdicts for suspect in verdict.ranks}
+                f"{what}: ranks named",
+                {rank},
+                {suspect for incident in incidents for suspect in incident.ranks},
             )
 
     def test_repaired_runs_end_as_clean_ones(self) -> None:
@@ -123,13 +124,13 @@ class GuardConformance(Conformance):
                         "ends the job, found that it went on"
                     )
 
-    def test_every_rank_holds_the_same_verdicts(self) -> None:
+    def test_every_rank_holds_the_same_incidents(self) -> None:
         """Whoever found it, all report it."""
         for job, world_size, damage in self._struck():
             first, *others = self._train(job, world_size)
             for rank, course in enumerate(others, start=1):
-                what = f"verdicts on {damage.site} in {job.strategy.name}, rank {rank} of {world_size}"
-                expect(what, _texts(first.verdicts), _texts(course.verdicts))
+                what = f"incidents on {damage.site} in {job.strategy.name}, rank {rank} of {world_size}"
+                expect(what, _texts(first.incidents), _texts(course.incidents))
 
     def test_guarded_runs_are_resumed_to_the_bit(self) -> None:
         """Saved behind every update and resumed there, without an alarm about what came from the checkpoint."""
@@ -157,5 +158,5 @@ class GuardConformance(Conformance):
         return self.run_ranks(world_size, functools.partial(train, job))
 
 
-def _texts(verdicts: Sequence[object]) -> list[str]:
-    return [str(verdict) for verdict in verdicts]
+def _texts(incidents: Sequence[object]) -> list[str]:
+    return [str(incident) for incident in incidents]

@@ -1,9 +1,14 @@
-"""A small training job whose every state can be compared to the bit."""
+"""A small training job whose every state can be compared to the bit, and damage planted in it.
+
+Damage that a check plants in the memory of a running job, between two updates.
+
+A small training job whose every state can be compared to the bit.
+"""
 
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +17,75 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from stretto import checkpoint
 from stretto.engine import Options
-from stretto.errors import StrettoError
+from stretto.errors import ConfigError, StrettoError
 from stretto.guards import Guard
 from stretto.parallel import DataParallel
-from stretto.records import Update, Verdict
+from stretto.records import Incident, Update
 from stretto.strategies import Strategy
 from stretto.testing.conformance import difference
-from stretto.testing.damage import Damage
+
+Site = Literal["masters", "optimizer state", "shown parameters", "gradient"]
+Outcome = Literal["repaired", "reported", "ends the job"]
+
+_BIT = 1 << 22
+"""Of every damaged float32 word: the highest bit of the mantissa, so that the value stays finite."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Damage:
+    """Bits flipped on one rank behind one update, and what a guard promises about it."""
+
+    site: Site
+    """Which tensor: the first of the owner's masters, of its optimizer's state, or of the model's parameters; or the
+    gradient that this parameter is given by the next backward pass."""
+    outcome: Outcome = "repaired"
+    """Promised: the run ends as the clean one, to the bit; or the damage is named only; or the job ends with an
+    error."""
+    words: int = 1
+    """Damaged float32 words, spread evenly over the tensor."""
+    rank: int = 1
+    """Whose memory; taken modulo the number of ranks."""
+    behind: int = 2
+    """The update after which it strikes, from 1: momentum exists by then."""
+
+    def strike(self, parallel: DataParallel) -> None:
+        """Flip the bits, if this is the rank."""
+        if parallel.rank != self.rank % parallel.world_size:
+            return
+        if self.site == "gradient":
+            self._strike_next_gradient(parallel.compute.guarded.parameters[0])
+        else:
+            self._flip(self._target(parallel))
+
+    def _flip(self, tensor: Tensor) -> None:
+        # Through `.data`: faulty memory tells no version counter.
+        content = tensor.data.view(-1).view(torch.int32)
+        content[torch.arange(self.words) * len(content) // self.words] ^= _BIT
+
+    def _strike_next_gradient(self, parameter: Tensor) -> None:
+        """Let one backward pass go wrong; whoever repeats it gets it right."""
+
+        def wrong(gradient: Tensor) -> Tensor:
+            handle.remove()
+            computed = gradient.contiguous().clone()
+            self._flip(computed)
+            return computed
+
+        handle = parameter.register_hook(wrong)
+
+    def _target(self, parallel: DataParallel) -> Tensor:
+        compute = parallel.compute
+        owner = compute.lane.owner
+        if self.site == "masters":
+            return owner.masters[0]
+        if self.site == "shown parameters":
+            return compute.guarded.parameters[0]
+        state = owner.optimizer.state[owner.segments[0].master]
+        for value in state.values():
+            if isinstance(value, Tensor) and value.numel() > 1:
+                return value
+        raise ConfigError(f"{self}: the optimizer has no state to damage; plant it behind a later update")
+
 
 State = list[Tensor]
 """Parameters and floating-point buffers, in the model's order."""
@@ -75,8 +142,8 @@ class Course:
     returned: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """How many micro-batches had been counted when an update was returned, and its step."""
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """What every update reported, but for times, bytes and verdicts."""
-    verdicts: list[Verdict] = dataclasses.field(default_factory=list)
+    """What every update reported, but for times, bytes and incidents."""
+    incidents: list[Incident] = dataclasses.field(default_factory=list)
     """What guards have found."""
     ended_by: str | None = None
     """The error that ended a damaged job early."""
@@ -96,7 +163,7 @@ class Course:
         )
 
 
-_APART = ("seconds", "lane_seconds", "exposed_seconds", "sent_bytes", "verdicts")
+_APART = ("seconds", "lane_seconds", "exposed_seconds", "sent_bytes", "incidents")
 
 
 class Training:
@@ -166,7 +233,7 @@ class Training:
         checkpoint.save(self.parallel, directory, loader=self.batches, extra=self.scheduler.state_dict())
 
     def _note(self, update: Update) -> None:
-        self.course.verdicts += update.verdicts
+        self.course.incidents += update.incidents
         fields = update.as_json()
         self.course.records.append({name: fields[name] for name in fields if name not in _APART})
 

@@ -1,16 +1,30 @@
-"""Strategies side by side: every arm once, then all again, on the same link."""
+"""Strategies side by side on the same link, and whether the input holds a run back.
+
+Strategies side by side: every arm once, then all again, on the same link.
+
+Measures one rank's loader and steps, beside those of the other ranks.
+"""
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from stretto.echo import Diagnosis, diagnose
+from stretto.groups import Link
 from stretto.observe import replace_json
-from stretto.train.arms import Arm, parse_arms
-from stretto.train.configuration import CompareConfig, RunConfig, TaskT
-from stretto.train.environment import describe_environment
+from stretto.recipes.task import Batch
+from stretto.records import Update
+from stretto.train.arms import Arm, parse_arm, parse_arms
+from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig, TaskT
+from stretto.train.handle import open_handle
 from stretto.train.launch import Ranks
-from stretto.train.outcome import Outcome
+from stretto.train.outcome import Outcome, describe_environment
+from stretto.train.past import slowed
+from stretto.train.workers import Seat, choose_device, seated
 
 RESULTS = "compare.json"
 
@@ -81,3 +95,29 @@ def _summary(record: dict[str, Any]) -> str:
         f"held-out loss {record['heldout_loss']:.4f}"
         + ("" if reached is None else f", target reached after {reached:.1f} s")
     )
+
+
+def diagnose_rank(seat: Seat, job: DiagnoseConfig[TaskT]) -> Diagnosis:
+    """Measure on this rank; every rank of the job calls this with equal settings.
+
+    Args:
+        seat: Which rank this is.
+        job: What to measure.
+
+    Raises:
+        StrettoError: A setting, a step or a rank failed.
+    """
+    torch.set_num_threads(job.threads)
+    run = parse_arm(job.strategy).configure(job)
+    device = choose_device(run.device, seat)
+    with seated(seat, Link.parse(run.link), device, run.timeout_seconds):
+        task = run.task.build(seat.rank, seat.world_size, run.seed, run.planned_updates)
+        task.model.to(device)
+        with open_handle(run, task) as handle:
+
+            def step(batch: Batch) -> Update | None:
+                return handle.micro_batch(partial(task.loss, handle.model), batch)
+
+            found = diagnose(slowed(run, task.loader, seat.rank), step, batches=job.batches)
+            handle.finish()
+    return found

@@ -1,4 +1,7 @@
-"""What the training loop holds: our `DataParallel`, or a stock method that offers the same."""
+"""What the training loop holds: our `DataParallel`, or a stock method that offers the same.
+
+A rehearsal: a run to which damage is done on purpose, on the wire and in memory.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -6,14 +9,17 @@ from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
 
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from stretto.engine.kept_round import Weighed
+from stretto.errors import ConfigError
+from stretto.faults import FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto.guards.text import parse_guard
 from stretto.parallel import DataParallel
 from stretto.peers import make_peer
 from stretto.recipes import Task
-from stretto.records import Update, Verdict
+from stretto.records import Incident, Update
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig, TaskT
 
@@ -25,7 +31,7 @@ class Handle(Protocol):
 
     model: nn.Module
     """Whose forward pass gives the loss."""
-    late_verdicts: tuple[Verdict, ...]
+    late_incidents: tuple[Incident, ...]
     """Found while `finish` drained, behind the last update."""
 
     @property
@@ -78,3 +84,33 @@ def open_handle(run: RunConfig[TaskT], task: Task, group: ProcessGroup | None = 
         guards=tuple(map(parse_guard, run.guards)),
         options=run.options,
     )
+
+
+class Rehearsal:
+    """One rank's share of the faults of a run; does nothing where it has none.
+
+    Args:
+        run: With its faults.
+        rank: This rank.
+    """
+
+    def __init__(self, run: RunConfig[TaskT], rank: int) -> None:
+        self._injector = Injector(FaultPlan(run.faults), rank)
+        self._is_on = bool(run.faults)
+
+    def wrap(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """Return the group that the job is to be given in the place of `group`, None being torch's default one."""
+        whole = dist.group.WORLD if group is None else group
+        return FaultyGroup(whole, self._injector) if self._is_on and whole is not None else group
+
+    def begin(self, handle: Handle) -> None:
+        """Let faults strike the memory of the job from now on.
+
+        Raises:
+            ConfigError: The job is a stock method's.
+        """
+        if not self._is_on:
+            return
+        if not isinstance(handle, DataParallel):
+            raise ConfigError(f"faults strike jobs of DataParallel, not {type(handle).__name__}")
+        strike_memory(handle, self._injector)

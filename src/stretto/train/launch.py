@@ -8,8 +8,7 @@ from typing import Any, Protocol, Self, TypeVar
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.outcome import Outcome
 from stretto.train.rank import train_rank
-from stretto.train.seat import Seat, host_store
-from stretto.train.workers import run_workers
+from stretto.train.workers import Seat, host_store, run_workers
 
 T = TypeVar("T")
 

@@ -1,4 +1,14 @@
-"""The training loop, the same for every strategy and every stock method.
+"""When a held-out loss counts as reached.
+
+A single evaluation at or below the target may be luck of one update, so the next one has to confirm it. The time
+is where the straight line between the last evaluation above the target and the first of the two below crosses it,
+which makes it finer than the distance between evaluations:
+
+    t = t0 + (t1 - t0) (l0 - X) / (l0 - l1),      l0 > X >= l1
+
+Training time: wall time, and time on processors, without what only looks at the run.
+
+The training loop, the same for every strategy and every stock method.
 
     feed -> micro-batch -> on an update: scheduler, observers, evaluation, checkpoint
 
@@ -9,7 +19,9 @@ held and random states put back, so that a run is the same to the bit with and w
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -19,8 +31,78 @@ from stretto.recipes import Task
 from stretto.records import Update
 from stretto.train.handle import Handle
 from stretto.train.outcome import Evaluation, Tally
-from stretto.train.stopwatch import Stopwatch
-from stretto.train.target import seconds_to_loss
+
+
+def seconds_to_loss(evaluations: Sequence[Evaluation], target: float) -> float | None:
+    """Return the training time at which `target` was reached for good, or None.
+
+    Args:
+        evaluations: In the order of time.
+        target: Held-out loss.
+    """
+    for index in range(len(evaluations) - 1):
+        first, confirming = evaluations[index], evaluations[index + 1]
+        if first.heldout_loss <= target and confirming.heldout_loss <= target:
+            return _crossing(evaluations[index - 1], first, target) if index else first.training_seconds
+    return None
+
+
+def _crossing(above: Evaluation, below: Evaluation, target: float) -> float:
+    # The evaluation before a confirmed pair is above the target, or it would have been the pair's first.
+    share = (above.heldout_loss - target) / (above.heldout_loss - below.heldout_loss)
+    return above.training_seconds + share * (below.training_seconds - above.training_seconds)
+
+
+class Stopwatch:
+    """Runs from its making, but for the blocks in which it is held.
+
+    Args:
+        before: Seconds that an earlier part of the run has taken.
+        now: The clock, in seconds; a virtual cluster has its own.
+    """
+
+    def __init__(self, before: float = 0.0, now: Callable[[], float] = time.perf_counter) -> None:
+        self._wall = _Hand(now, before)
+        self._cpu = _Hand(time.process_time, 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far."""
+        return self._wall.seconds
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Time that all threads of the process have spent on processors, in this part of the run."""
+        return self._cpu.seconds
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Leave the time spent in the block out; blocks do not nest."""
+        with self._wall.held(), self._cpu.held():
+            yield
+
+
+class _Hand:
+    """Reads one clock."""
+
+    def __init__(self, clock: Callable[[], float], before: float) -> None:
+        self._clock = clock
+        self._started = clock() - before
+        self._held_at: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        now = self._clock() if self._held_at is None else self._held_at
+        return now - self._started
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self._held_at = self._clock()
+        try:
+            yield
+        finally:
+            self._started += self._clock() - self._held_at
+            self._held_at = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +169,8 @@ class Loop:
                     break
         for update in self.handle.finish():
             self._count(update)
-        for verdict, observer in itertools.product(self.handle.late_verdicts, self._observers):
-            observer.noticed(verdict)
+        for incident, observer in itertools.product(self.handle.late_incidents, self._observers):
+            observer.noticed(incident)
 
     def evaluate(self) -> None:
         """Take the held-out loss at the committed parameters, unless these have been looked at already.

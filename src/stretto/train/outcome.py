@@ -1,10 +1,28 @@
-"""What a run came to, on one rank."""
+"""What a run came to on one rank, where it ran, and the folder that holds it.
+
+What a run came to, on one rank.
+
+What a measurement depends on beside its settings.
+
+The folder of a run: config.json, updates.jsonl, evaluations.jsonl, tensorboard/, checkpoints/, model.pt.
+"""
 
 import dataclasses
+import json
+import os
+import platform
 import resource
+import subprocess
 import sys
+import time
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from stretto.errors import ConfigError
 from stretto.records import Update
+from stretto.train.configuration import RunConfig, TaskT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,3 +132,61 @@ def peak_resident_bytes() -> int:
     """Return the largest resident memory that this process has had."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return versions, processor and commit; the commit is None where the sources are not a git checkout."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "commit": _commit(),
+    }
+
+
+def processor_name() -> str:
+    """Return what the host's processor is called."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _commit() -> str | None:
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):  # no git, or sources that were installed from a package
+        return None
+    return found.stdout.strip()
+
+
+def new_run_folder(recipe: str) -> str:
+    """Return the name of a folder for a run that begins now."""
+    return str(Path("runs", f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"))
+
+
+def prepare_run_folder(run: RunConfig[TaskT]) -> None:
+    """Make the run's folder and write its configuration; one process calls this before the ranks begin.
+
+    Raises:
+        ConfigError: The folder holds a run already, and this one does not continue it.
+    """
+    if run.run_dir is None:
+        return
+    folder = Path(run.run_dir)
+    if (folder / "updates.jsonl").exists() and not run.resume:
+        raise ConfigError(
+            f"{folder} holds a run already: continue it with --resume, or name another --run-dir"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {**dataclasses.asdict(run), "environment": describe_environment()}
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")

@@ -1,20 +1,86 @@
-"""What a run saves beside model and optimizer, and how it goes on from there."""
+"""What a run reads, what it saves beside model and optimizer, and how it goes on from there.
+
+The micro-batches of a run: the task's own, slowed down and echoed where the run says so.
+
+What a run saves beside model and optimizer, and how it goes on from there.
+"""
 
 import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
+
+from torch import distributed as dist
 
 from stretto import checkpoint
+from stretto.echo import EchoLoader, EchoOptions, Even, Plan
+from stretto.echo.text import parse_plan
 from stretto.errors import TornCheckpoint
 from stretto.parallel import DataParallel
-from stretto.recipes import Task
-from stretto.records import Verdict
+from stretto.recipes import ResumableLoader, Task, reshard
+from stretto.recipes.task import Batch
+from stretto.records import Incident
 from stretto.train.configuration import RunConfig, TaskT
-from stretto.train.data import reshard_loader
 from stretto.train.handle import Handle
 from stretto.train.outcome import Evaluation
+from stretto.train.slow_loader import SlowLoader, SlowStore
+from stretto.virtual import VirtualGroup, VirtualStore
+
+
+def loader_of(
+    run: RunConfig[TaskT],
+    loader: ResumableLoader[Batch],
+    rank: int,
+    group: dist.ProcessGroup | None = None,
+) -> ResumableLoader[Batch]:
+    """Return what the run reads on this rank.
+
+    A slow loader is read ahead in the background also where nothing is echoed, as loaders with workers are: what an
+    echo gains is measured against a loop that overlaps already.
+
+    Args:
+        run: What to do.
+        loader: The task's.
+        rank: This rank.
+        group: Whose ranks train; on a virtual one a slow loader takes virtual time.
+    """
+    if run.echo == "none" and run.slow_loader == "none":
+        return loader
+    return EchoLoader(slowed(run, loader, rank, group), _plan(run), options=EchoOptions(seed=run.seed))
+
+
+def slowed(
+    run: RunConfig[TaskT],
+    loader: ResumableLoader[Batch],
+    rank: int,
+    group: dist.ProcessGroup | None = None,
+) -> ResumableLoader[Batch]:
+    """Return the task's loader, slowed down where the run says so; the arguments are those of `loader_of`."""
+    store = SlowStore.parse(run.slow_loader)
+    if store is None:
+        return loader
+    seed = run.seed + rank
+    if isinstance(group, VirtualGroup):
+        # It has the loader's attributes, those of a state among them.
+        return cast(ResumableLoader[Batch], VirtualStore(loader, group, store.durations(seed)))
+    return SlowLoader(loader, store, seed)
+
+
+def reshard_loader(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the loader state for `rank` of `world_size`, from those of all ranks of the saved run.
+
+    As `recipes.reshard`; batches in hand are dropped, their remaining uses with them.
+    """
+    if "position" not in states[0]:
+        return reshard(states, rank, world_size)
+    after = reshard([state["after"] for state in states], rank, world_size)
+    position = {**states[0]["position"], "in_epoch": False}
+    return {**states[0], "position": position, "uses": [], "before": after, "after": after, "batches": None}
+
+
+def _plan(run: RunConfig[TaskT]) -> Plan:
+    return Even(1) if run.echo == "none" else parse_plan(run.echo, run.planned_steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,13 +95,13 @@ class Past:
     """Training time."""
     evaluations: tuple[Evaluation, ...] = ()
     """All looks at the held-out samples, the one before the first update among them."""
-    verdicts: tuple[Verdict, ...] = ()
+    incidents: tuple[Incident, ...] = ()
     """One for every damaged checkpoint that this process has passed over."""
 
     def save(self, run: RunConfig[TaskT], task: Task, parallel: Handle) -> None:
         """Write a checkpoint; all ranks must call, right after an update, with the past that it is then."""
         extra = dataclasses.asdict(self)
-        del extra["verdicts"]
+        del extra["incidents"]
         extra["scheduler"] = None if task.scheduler is None else task.scheduler.state_dict()
         checkpoint.save(
             _savable(parallel),
@@ -64,8 +130,8 @@ class Past:
         if task.scheduler is not None:
             task.scheduler.load_state_dict(scheduler)
         evaluations = tuple(Evaluation(**one) for one in extra.pop("evaluations"))
-        verdicts = tuple(
-            Verdict(
+        incidents = tuple(
+            Incident(
                 step=restored.step,
                 guard="checkpoint",
                 site="checkpoint",
@@ -75,7 +141,7 @@ class Past:
             )
             for path in paths[: paths.index(restored.path)]
         )
-        return cls(**{**extra, "step": restored.step, "evaluations": evaluations, "verdicts": verdicts})
+        return cls(**{**extra, "step": restored.step, "evaluations": evaluations, "incidents": incidents})
 
 
 def _load_first_sound(paths: Sequence[Path], task: Task, parallel: Handle) -> checkpoint.Restored:

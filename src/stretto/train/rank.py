@@ -17,15 +17,11 @@ from stretto.observe import Header, Observer, Progress, Recorder, TensorBoard
 from stretto.recipes import Task
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig, TaskT
-from stretto.train.data import loader_of
-from stretto.train.handle import Handle, open_handle
-from stretto.train.loop import Loop, Plan
+from stretto.train.handle import Handle, Rehearsal, open_handle
+from stretto.train.loop import Loop, Plan, Stopwatch, seconds_to_loss
 from stretto.train.outcome import Outcome, Tally, peak_resident_bytes
-from stretto.train.past import Past
-from stretto.train.rehearsal import Rehearsal
-from stretto.train.seat import Seat, choose_device, seated
-from stretto.train.stopwatch import Stopwatch
-from stretto.train.target import seconds_to_loss
+from stretto.train.past import Past, loader_of
+from stretto.train.workers import Seat, choose_device, seated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +73,8 @@ def train_at(post: Post, run: RunConfig[TaskT], warmup_updates: int, shows_progr
         tally.evaluations.extend(past.evaluations)
         stopwatch = Stopwatch(past.training_seconds, post.now)
         observers = _observers(run, past, post, shows_progress)
-        for observer, verdict in itertools.product(observers, past.verdicts):
-            observer.noticed(verdict)
+        for observer, incident in itertools.product(observers, past.incidents):
+            observer.noticed(incident)
         try:
             return _train(run, task, handle, past, tally, stopwatch, observers)
         finally:

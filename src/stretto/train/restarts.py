@@ -14,7 +14,7 @@ from stretto.engine.strikes import blame
 from stretto.errors import CorruptionError, Quarantined, WorkerFailed
 from stretto.faults import FaultPlan
 from stretto.observe import append_json_line
-from stretto.records import Verdict
+from stretto.records import Incident
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.launch import Ranks
 from stretto.train.outcome import Outcome
@@ -75,7 +75,7 @@ def _record(
     left_out: Collection[int],
     remaining: Ranks | None,
 ) -> None:
-    found = dict.fromkeys(verdict for damage in failure.damages for verdict in damage.verdicts)
+    found = dict.fromkeys(incident for damage in failure.damages for incident in damage.incidents)
     latest = checkpoint.latest(checkpoints_of(run))
     append_json_line(
         Path(str(run.run_dir), FILE),
@@ -89,7 +89,7 @@ def _record(
             "left_out": list(left_out),
             "goes_on_with": None if remaining is None else remaining.world_size,
             "checkpoint": None if latest is None else latest.name,
-            "verdicts": [verdict.as_json() for verdict in found if isinstance(verdict, Verdict)],
+            "incidents": [incident.as_json() for incident in found if isinstance(incident, Incident)],
         },
     )
 

@@ -12,9 +12,8 @@ from stretto.faults import Fault
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.launch import STEADY_AFTER
-from stretto.train.outcome import Outcome
+from stretto.train.outcome import Outcome, prepare_run_folder
 from stretto.train.rank import Post, train_at
-from stretto.train.run_folder import prepare_run_folder
 from stretto.train.slow_loader import SlowStore
 from stretto.virtual import Compute, Results, VirtualCluster, VirtualGroup, parse_network
 

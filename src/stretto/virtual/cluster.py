@@ -8,14 +8,12 @@ from typing import Any, Generic, TypeVar
 from torch import distributed as dist
 
 from stretto.errors import ConfigError, Deadlock, PeerFailed
-from stretto.virtual.compute import Compute, Costs
+from stretto.virtual.clock import Schedule
+from stretto.virtual.collectives import Hall, Surroundings
 from stretto.virtual.group import VirtualGroup
-from stretto.virtual.meeting import Hall, Surroundings
 from stretto.virtual.network import Network, Wires
-from stretto.virtual.runtime import Desk
-from stretto.virtual.schedule import Schedule
-from stretto.virtual.standing import standings
-from stretto.virtual.trace import Trace
+from stretto.virtual.runtime import Compute, Costs, Desk
+from stretto.virtual.trace import Trace, standings
 
 T = TypeVar("T")
 Faults = Callable[[dist.ProcessGroup], dist.ProcessGroup]

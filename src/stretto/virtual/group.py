@@ -10,12 +10,11 @@ from torch.distributed.distributed_c10d import GroupName
 
 from stretto.engine.runtime import Runtime, Work
 from stretto.errors import CommunicationError, ConfigError, OutOfTurn
-from stretto.groups import traffic
-from stretto.groups.names import OlderNames
-from stretto.virtual.call import Call, Terms, terms
-from stretto.virtual.meeting import Hall
+from stretto.groups import link as traffic
+from stretto.groups.wrapped import OlderNames
+from stretto.virtual.collectives import Hall, VirtualWork
+from stretto.virtual.movement import Call, Terms, terms
 from stretto.virtual.runtime import Desk, VirtualRuntime
-from stretto.virtual.work import VirtualWork
 
 
 class VirtualGroup(OlderNames, dist.ProcessGroup):

@@ -7,7 +7,7 @@ Note [Network]
 
         over = max over links of  max(begun, link free) + bytes / rate + latency
 
-    With `bytes` from the algorithms in `stretto.groups.traffic` this is the throttled group's model, with all
+    With `bytes` from the algorithms in `stretto.groups.link` this is the throttled group's model, with all
     ranks in view. Processors send without cost, and switches drop nothing.
 """
 

@@ -1,11 +1,22 @@
-"""The trace of a run: what every rank did when, in virtual time, in the order in which it happened."""
+"""What every rank did when, in virtual time, and where every rank stands.
 
+The trace of a run: what every rank did when, in virtual time, in the order in which it happened.
+
+Where every rank stands: one row per rank, for errors that concern them all.
+"""
+
+import dataclasses
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
+import torch
 import xxhash
+
+from stretto.virtual.clock import Task
 
 
 class Span(NamedTuple):
@@ -57,3 +68,75 @@ class Trace:
     def write(self, path: Path) -> None:
         """Write the lines to a file."""
         path.write_text("".join(f"{line}\n" for line in self.lines()))
+
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_LIBRARY = tuple(
+    str(path)
+    for path in (
+        *(
+            _PACKAGE / name
+            for name in ("virtual", "engine", "exchange", "checkpoint", "groups", "parallel.py")
+        ),
+        Path(torch.__file__).parent,
+        Path(sys.modules["threading"].__file__ or ""),
+        Path(sys.modules["contextlib"].__file__ or ""),
+    )
+)
+"""Frames in these files are not the user's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What one rank does at the moment when something failed."""
+
+    rank: int
+    doing: str
+    """What it waits for, or that it computes, has returned or has raised."""
+    since_ns: int
+    """Since when, in virtual nanoseconds."""
+    line: str
+    """The user's line where its program stands, as `file:line in function`; empty once it has ended."""
+
+    def __str__(self) -> str:
+        place = f", at {self.line}" if self.line else ""
+        return f"rank {self.rank}: {self.doing}, since {self.since_ns / 1e6:.6f} ms{place}"
+
+
+def standings(tasks: Sequence[Task], now_ns: int) -> list[Standing]:
+    """Return where every rank stands, in rank order."""
+    programs = {task.rank: task for task in tasks if not task.is_lane}
+    # Of a rank's lanes, the last is the one that its present job has.
+    lanes = {task.rank: task for task in tasks if task.is_lane and not task.has_ended}
+    return [_standing(programs[rank], lanes.get(rank), now_ns) for rank in sorted(programs)]
+
+
+def _standing(program: Task, lane: Task | None, now_ns: int) -> Standing:
+    if program.has_ended:
+        return Standing(rank=program.rank, doing="has returned", since_ns=program.waits_since_ns, line="")
+    line = _user_line(program.frame)
+    if program.waits_for is None:
+        return Standing(rank=program.rank, doing="is computing", since_ns=now_ns, line=line)
+    if lane is not None and lane.waits_for is not None and str(program.waits_for) == LANE:
+        doing, since_ns = f"its communication lane waits for {lane.waits_for}", lane.waits_since_ns
+    else:
+        doing, since_ns = f"waits for {program.waits_for}", program.waits_since_ns
+    return Standing(rank=program.rank, doing=doing, since_ns=since_ns, line=line)
+
+
+LANE = "its communication lane"
+"""What a program waits for that takes its lane's result."""
+
+
+def _user_line(frame: FrameType | None) -> str:
+    """Return the innermost line outside the library, or the innermost at all."""
+    innermost = frame
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((*_LIBRARY, "<")):
+            return _describe(frame)
+        frame = frame.f_back
+    return "" if innermost is None else _describe(innermost)
+
+
+def _describe(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,163 @@
+"""Reads a checkpoint."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from stretto.checkpoint import files as folder
+from stretto.checkpoint.continuation import Continuation, Loader, unpack
+from stretto.checkpoint.files import Manifest, Tensors, VerifyingReader, file_digest
+from stretto.checkpoint.save import METADATA, Ranks
+from stretto.engine.state import State
+from stretto.errors import CheckpointError, TornCheckpoint
+from stretto.parallel import DataParallel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What `load` has brought back, beside the state of the job itself."""
+
+    step: int
+    """Committed updates behind the checkpoint."""
+    extra: Any
+    """What `save` was given."""
+    path: Path
+    """The checkpoint's own folder."""
+    loader_states: tuple[Any, ...]
+    """The loader state of every rank that saved one, in rank order: what a loader for another world size needs."""
+    notes: tuple[str, ...]
+    """What could not be continued exactly, and why; empty where the continuation is bit-identical."""
+
+
+def load(
+    parallel: DataParallel, directory: str | os.PathLike[str], *, loader: Loader | None = None
+) -> Restored:
+    """Put a checkpoint in the place of the job's state; all ranks must call, before training or after an `Update`.
+
+    At the saved world size and strategy the run goes on to the bit. At another world size parameters,
+    optimizer, carry and prediction are resharded; random states and loader positions are per rank and are
+    left as they are, with a note. Under another strategy parameters and optimizer load, and the carry and the
+    prediction, which mean nothing there, are dropped with a note. Nothing changes unless all of it can be read.
+
+    Only load checkpoints you trust: as everywhere in PyTorch, parts of them are pickled.
+
+    Args:
+        parallel: The job; its optimizer gets the saved hyperparameters too.
+        directory: One checkpoint, or a folder of them, of which the latest complete one is taken.
+        loader: This rank's, to be told its position at the same world size: `load_state_dict`.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
+        TornCheckpoint: It is incomplete or damaged; names the file or the entry.
+        ForeignCheckpoint: It is of another model, optimizer or format version; says what differs.
+        OutOfTurn: An update is under way.
+        CommunicationError: A rank died, raised or fell silent.
+    """
+    with parallel.compute.running():
+        parallel.compute.check_between_updates("loading a checkpoint")
+    ranks = Ranks(parallel)
+    paths = ranks.gather(
+        "looking for a checkpoint", lambda: folder.find(Path(directory)) if ranks.rank == 0 else None
+    )
+    reading = _Reading(paths[0] or Path(directory))
+    manifest = ranks.agree("opening a checkpoint", reading.open)
+    with parallel.compute.running():
+        continuation = Continuation(parallel.compute)
+        same = manifest.strategy == parallel.strategy.name
+        state = continuation.blank(
+            reading.names,
+            manifest.world_size,
+            same_strategy=same,
+            same_layout=manifest.layout == parallel.compute.lane.owner.layout.digest(),
+        )
+    optimizer = type(parallel.optimizer).__name__
+    ranks.agree("checking a checkpoint", lambda: reading.check(state, optimizer))
+    ranks.agree("reading a checkpoint", reading.read)
+    positions = tuple(unpack(packed) for packed in state.get("loader", {}).values())
+    if loader is not None and positions and manifest.world_size == parallel.world_size:
+        ranks.agree("restoring the loader", lambda: loader.load_state_dict(positions[ranks.rank]))
+    with parallel.compute.running():
+        continuation.load(state)
+    return Restored(
+        step=parallel.steps,
+        extra=unpack(state["extra"]),
+        path=reading.path,
+        loader_states=positions,
+        notes=tuple(_notes(parallel, manifest, reading.names, state)),
+    )
+
+
+class _Reading:
+    """One rank's part in reading, by PyTorch's protocol of planners and readers."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.names: set[str] = set()
+        """Every entry of the checkpoint."""
+        self._reader = VerifyingReader(path)
+        self._planner = DefaultLoadPlanner()
+        self._plan = LoadPlan([])
+
+    def open(self) -> Manifest:
+        """Read what the checkpoint says about itself."""
+        if not self.path.is_dir():
+            raise CheckpointError(
+                f"{self.path}, found by rank 0, is not there: expected a file system that all share"
+            )
+        self._manifest = Manifest.read(self.path)
+        self._manifest.check_files(self.path)
+        if file_digest(self.path / METADATA) != self._manifest.metadata_digest:
+            raise TornCheckpoint(f"{self.path / METADATA} is damaged; go back to an older checkpoint")
+        self._metadata = self._reader.read_metadata()
+        self.names = set(self._metadata.state_dict_metadata)
+        return self._manifest
+
+    def check(self, state: State, optimizer: str) -> None:
+        """Plan to read into `state`, and make sure that all of it fits and is whole."""
+        model: Tensors = {
+            name: (tuple(value.shape), str(value.dtype))
+            for name, value in state["model"].items()
+            if isinstance(value, Tensor)
+        }
+        self._manifest.check_model(model, optimizer)
+        self._planner.set_up_planner(state, self._metadata)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        self._plan = self._planner.finish_plan(
+            self._reader.prepare_local_plan(self._planner.create_local_plan())
+        )
+        self._reader.verify(self._plan, {stored.extent: stored for stored in self._manifest.stored})
+
+    def read(self) -> None:
+        """Read; `state` is filled."""
+        self._reader.read_data(self._plan, self._planner).wait()
+
+
+def _notes(parallel: DataParallel, manifest: Manifest, names: set[str], state: State) -> Iterator[str]:
+    """Yield what keeps the continuation from being exact."""
+    if manifest.world_size != parallel.world_size:
+        yield (
+            f"saved by {manifest.world_size} ranks, continued by {parallel.world_size}: random states and loader "
+            "positions are not restored"
+        )
+    kinds = {name.partition(".")[0] for name in names}
+    dropped = [words for part, words in _AHEAD.items() if part in kinds and part not in state]
+    if dropped:
+        why = (
+            f"saved under {manifest.strategy}, continued under {parallel.strategy.name}"
+            if manifest.strategy != parallel.strategy.name
+            else "other parameters are trained, or on other ranks, or in other buckets"
+        )
+        yield f"{why}: {' and '.join(dropped)} dropped"
+
+
+_AHEAD = {
+    "carry": "gradients accumulated ahead",
+    "shown": "the prediction that was shown",
+    "replica": "what each rank has stepped alone since the last average",
+}

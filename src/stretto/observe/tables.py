@@ -1,0 +1,175 @@
+"""Tables on the screen: comparisons and campaigns.
+
+A table on the screen, or in a file.
+
+The table of a comparison: medians with their spread, speed also as a share of what computing alone reaches.
+
+The table of a campaign: what was promised about each kind of damage, and what became of it.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from stretto.errors import MissingExtra
+
+
+def print_table(
+    what: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int, width: int
+) -> None:
+    """Print rows of cells under headings.
+
+    Args:
+        what: The table is of, for the error.
+        caption: Below it.
+        headings: One per column.
+        rows: As many cells each.
+        left: So many columns begin at their left edge; the others end at their right one.
+        width: In a file, which has none of its own that long rows would have to be folded to; characters.
+
+    Raises:
+        MissingExtra: rich is not installed.
+    """
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError as error:
+        raise MissingExtra("rich", "cli", f"the table of a {what}") from error
+    table = Table(caption=caption, caption_justify="left")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < left else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if Console().is_terminal else width).print(table)
+
+
+LIMIT = "compute"
+"""The arm that never communicates: the limit of throughput."""
+
+_COMPARISON_HEADINGS = (
+    "strategy",
+    "samples/s",
+    f"of {LIMIT}",
+    "updates",
+    "held-out loss",
+    "to target",
+    "exposed",
+    "sent",
+)
+
+Run = dict[str, Any]
+
+
+def print_comparison(runs: Sequence[Run]) -> None:
+    """Print one row per arm, in the order of their first runs.
+
+    Args:
+        runs: Records of a comparison.
+
+    Raises:
+        MissingExtra: rich is not installed.
+    """
+    arms = dict.fromkeys(run["strategy"] for run in runs)
+    print_table(
+        "comparison",
+        "median, and least to greatest where there are several repeats",
+        _COMPARISON_HEADINGS,
+        ([arm, *_comparison_cells([run for run in runs if run["strategy"] == arm], runs)] for arm in arms),
+        left=1,
+        width=140,
+    )
+
+
+def shares_of_limit(own: Sequence[Run], runs: Sequence[Run]) -> list[float]:
+    """Return the rate of each run as a share of the limit's in the same repeat, where both have one."""
+    limits = {run["repeat"]: run["samples_per_second"] for run in runs if run["strategy"] == LIMIT}
+    return [
+        run["samples_per_second"] / limits[run["repeat"]]
+        for run in own
+        if run["samples_per_second"] and limits.get(run["repeat"])
+    ]
+
+
+def _comparison_cells(own: Sequence[Run], runs: Sequence[Run]) -> list[str]:
+    return [
+        _spread(_known(own, "samples_per_second"), "{:,.0f}".format),
+        _spread(shares_of_limit(own, runs), "{:.0%}".format),
+        _spread(_known(own, "updates"), "{:g}".format),
+        _spread(_known(own, "heldout_loss"), "{:.4f}".format),
+        _spread(_known(own, "seconds_to_loss"), "{:.1f} s".format, of=len(own)),
+        _spread(
+            [run["exposed_seconds"] / run["seconds"] for run in own if run["exposed_seconds"] is not None],
+            "{:.0%}".format,
+        ),
+        _spread([run["sent_bytes"] / 1e6 for run in own], "{:,.1f} MB".format),
+    ]
+
+
+def _known(runs: Sequence[Run], field: str) -> list[float]:
+    return [run[field] for run in runs if run[field] is not None]
+
+
+def _spread(values: Sequence[float], text: Callable[[float], str], of: int | None = None) -> str:
+    """Return the median and the range; with `of`, also how many of that many runs have a value."""
+    if not values:
+        return "-"
+    shown = text(statistics.median(values))
+    if min(values) != max(values):
+        shown += f" ({text(min(values))} to {text(max(values))})"
+    return shown if of is None or of == len(values) else f"{shown}, {len(values)} of {of}"
+
+
+_CAMPAIGN_HEADINGS = (
+    "site",
+    "extent",
+    "strategies",
+    "guard",
+    "promised",
+    "applied",
+    "harmful",
+    "detected",
+    "named",
+    "identical",
+    "error",
+    "updates",
+    "overhead",
+)
+
+
+def print_campaign(report: Mapping[str, Any]) -> None:
+    """Print one row per kind of damage, and what all rows come to.
+
+    Args:
+        report: Of a campaign.
+
+    Raises:
+        MissingExtra: rich is not installed.
+    """
+    print_table(
+        "campaign",
+        "applied of drawn; harmful without guards; detected, named and identical of applied; the most updates "
+        "to detection; overhead of a guarded job's processor time, at this small size",
+        _CAMPAIGN_HEADINGS,
+        map(_campaign_cells, report["sites"]),
+        left=5,
+        width=200,
+    )
+    print(
+        f"{report['applied']} of {report['faults']} faults changed bits ({report['on_real_workers']} drawn for real "
+        f"workers); {len(report['broken'])} promises broken; {report['false_alarms']} false alarms in "
+        f"{report['clean_rounds']:,} clean rounds; {report['seconds']:.0f} s"
+    )
+
+
+def _campaign_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        row["site"],
+        row["extent"] + (", again and again" if row["lasts"] else ""),
+        row["strategies"],
+        row["guard"] or "-",
+        row["promised"],
+        f"{row['applied']} of {row['drawn']}",
+        *(str(row[key]) for key in ("harmful", "detected", "named", "identical", "ended_with_error")),
+        "-" if row["updates_to_detect"] is None else str(row["updates_to_detect"]),
+        f"{row['overhead'] - 1:+.0%}",
+    )

@@ -1,0 +1,22 @@
+"""The owner's side: fp32 masters, a private optimizer, and the two things it can do with a gradient."""
+
+from stretto.optimizer.gradient import ReducedGradient
+from stretto.optimizer.probe import Hyperparameters, check_shardable, read_hyperparameters
+from stretto.optimizer.sharded import MASTER, Piece, Segment, ShardedOptimizer
+from stretto.optimizer.state import PieceState, adopt_states, average_states, piece_states, state_like
+
+__all__ = [
+    "MASTER",
+    "Hyperparameters",
+    "Piece",
+    "PieceState",
+    "ReducedGradient",
+    "Segment",
+    "ShardedOptimizer",
+    "adopt_states",
+    "average_states",
+    "check_shardable",
+    "piece_states",
+    "read_hyperparameters",
+    "state_like",
+]

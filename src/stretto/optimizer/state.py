@@ -1,0 +1,187 @@
+"""The optimizer's state by parameter: cut out of its segments, put back, averaged over ranks.
+
+An owner's optimizer state by parameter: cut out of its segments, and put back into new ones.
+
+Averages the optimizer's state over owners that each hold all of it.
+
+Element-wise entries become weighted means. Numbers, such as a step count, cannot be averaged: per parameter, all
+take them from the rank that has stepped it most often, the first of several. Where a rank has no state, because it
+has not used a parameter yet, it contributes zeros.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stretto.flat import ALIGNMENT
+from stretto.optimizer.probe import is_elementwise, rebuild
+from stretto.optimizer.sharded import Piece, Segment, ShardedOptimizer, segment_of
+
+PieceState = Mapping[str, Any]
+"""The state of one piece by the optimizer's own keys: flat tensors where it is element-wise, otherwise as it is."""
+
+
+def piece_states(owner: ShardedOptimizer) -> Iterator[tuple[Piece, PieceState]]:
+    """Yield every owned piece with views of its state, `(piece.numel,)`; empty before the first step."""
+    for segment in owner.segments:
+        state = owner.optimizer.state.get(segment.master, {})
+        for piece in segment.pieces:
+            low = piece.start - segment.start
+            run = slice(low, low + piece.numel)
+            yield (
+                piece,
+                {k: v[run] if is_elementwise(v, segment.master) else v for k, v in state.items()},
+            )
+
+
+def state_like(owner: ShardedOptimizer, group: int, dtype: torch.dtype) -> PieceState:
+    """Return state of the kind that one step would give a piece, found out by stepping a probe.
+
+    Args:
+        owner: Whose optimizer.
+        group: Index of the parameter group.
+        dtype: Of the masters.
+
+    Returns:
+        Meaningless values under the optimizer's keys; tensors with one dimension are element-wise.
+    """
+    probe = torch.zeros(ALIGNMENT, dtype=dtype, device=owner.masters[0].device)
+    probe.grad = torch.zeros_like(probe)
+    groups = [[probe] if index == group else [] for index in range(len(owner.optimizer.param_groups))]
+    optimizer = rebuild(owner.optimizer, groups)
+    optimizer.step()
+    return dict(optimizer.state.get(probe, {}))
+
+
+def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) -> None:
+    """Replace the optimizer's state.
+
+    Pieces share a segment only where their state outside the elements agrees: parameters that were left out
+    of some updates have counted fewer steps.
+
+    Args:
+        owner: Whose optimizer.
+        states: For every owned piece; empty where the optimizer has not stepped it.
+    """
+    runs = groupby(
+        owner.pieces, key=lambda piece: (piece.bucket, piece.slot.group, _signature(states[piece]))
+    )
+    owner.segments = [segment_of(list(run), owner.masters) for _, run in runs]
+    owner.optimizer.state.clear()
+    for index, group in enumerate(owner.optimizer.param_groups):
+        group["params"] = [segment.master for segment in owner.segments if segment.group == index]
+    packed = owner.optimizer.state_dict()
+    by_group = sorted(owner.segments, key=lambda segment: segment.group)
+    joined = [_join(segment, states) for segment in by_group]
+    packed["state"] = {index: state for index, state in enumerate(joined) if state}
+    owner.optimizer.load_state_dict(packed)  # it knows on which device each entry belongs
+
+
+def _signature(state: PieceState) -> tuple[tuple[str, Any], ...]:
+    """Return what the pieces of one segment must have in common."""
+    return tuple((key, _number(value)) for key, value in sorted(state.items()))
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return None if value.dim() else value.item()
+
+
+def _join(segment: Segment, states: Mapping[Piece, PieceState]) -> dict[str, Any]:
+    """Return the state of a segment from that of its pieces."""
+    joined: dict[str, Any] = {}
+    for key, value in states[segment.pieces[0]].items():
+        if not isinstance(value, Tensor):
+            joined[key] = value
+        elif value.dim() == 0:
+            joined[key] = value.clone()
+        else:
+            joined[key] = value.new_zeros(segment.master.numel())
+            for piece in segment.pieces:
+                low = piece.start - segment.start
+                joined[key][low : low + piece.numel] = states[piece][key]
+    return joined
+
+
+def average_states(
+    owner: ShardedOptimizer,
+    gather: Callable[[bytes], Sequence[bytes]],
+    mean: Callable[[Sequence[Tensor]], None],
+) -> None:
+    """Replace the optimizer's state by the average over ranks; all ranks must call.
+
+    Args:
+        owner: Of all masters, on this rank.
+        gather: Returns every rank's record, in rank order.
+        mean: Replaces tensors, one per bucket, by their weighted mean over ranks.
+    """
+    own = dict(piece_states(owner))
+    kinds = _kinds(owner)
+    numbers = sorted({key for kind in kinds.values() for key, value in kind.items() if _is_number(value)})
+    table = _agree(gather, _table(len(owner.layout.slots), own, numbers))
+    states: dict[Piece, dict[str, Any]] = {}
+    for piece, kind in kinds.items():
+        age, *values = table[piece.slot.index].tolist()
+        found = dict(zip(numbers, values, strict=True))
+        states[piece] = {key: _like(value, found.get(key)) for key, value in kind.items()} if age else {}
+    for key in sorted(
+        {key for state in states.values() for key, value in state.items() if _is_moment(value)}
+    ):
+        sums = owner.new_sums()
+        for piece, state in own.items():
+            if key in state:
+                owner.values(sums, piece).copy_(state[key])
+        mean(sums)
+        for piece, state in states.items():
+            if _is_moment(state.get(key)):
+                state[key] = owner.values(sums, piece)
+    adopt_states(owner, states)
+
+
+def _kinds(owner: ShardedOptimizer) -> Mapping[Piece, PieceState]:
+    """Return, for every piece, meaningless state of the kind that a step would give it."""
+    found: dict[tuple[int, torch.dtype], PieceState] = {}
+    for piece in owner.pieces:
+        key = piece.slot.group, owner.masters[piece.bucket].dtype
+        if key not in found:
+            found[key] = state_like(owner, *key)
+    return {piece: found[piece.slot.group, owner.masters[piece.bucket].dtype] for piece in owner.pieces}
+
+
+def _table(num_slots: int, states: Mapping[Piece, PieceState], numbers: Sequence[str]) -> NDArray[np.float64]:
+    """Return a row per parameter: steps taken plus one, zero without any state; then its numbers."""
+    table = np.zeros((num_slots, 1 + len(numbers)))
+    for piece, state in states.items():
+        if state:
+            age = 1.0 + float(state.get("step", 0))
+            table[piece.slot.index] = [age, *(float(state.get(key, 0)) for key in numbers)]
+    return table
+
+
+def _agree(gather: Callable[[bytes], Sequence[bytes]], own: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return, for every parameter, the row of the rank that has stepped it most often."""
+    tables = np.stack([np.frombuffer(record).reshape(own.shape) for record in gather(own.tobytes())])
+    oldest = tables[:, :, 0].argmax(axis=0)
+    agreed: NDArray[np.float64] = tables[oldest, np.arange(own.shape[0])]
+    return agreed
+
+
+def _like(kind: Any, number: float | None) -> Any:
+    """Return a number in the form of `kind`; what is none stays what it is."""
+    if number is None or not _is_number(kind):
+        return kind
+    return torch.full_like(kind, number) if isinstance(kind, Tensor) else type(kind)(number)
+
+
+def _is_number(value: Any) -> bool:
+    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, int | float)
+
+
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1

@@ -1,0 +1,204 @@
+"""Text as tokens, tokens as windows, and a snippet of what a model writes.
+
+Two ways to cut text into tokens: single bytes, or a byte-level BPE trained on the spot.
+
+A stream of tokens as windows for next-token prediction.
+
+A short text from the model, to see what it has learned.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stretto import errors
+from stretto.recipes.task import evaluating, extra
+
+END = 0
+"""The token after every document. For bytes it is NUL, which text does not contain."""
+
+
+class Tokens(Protocol):
+    """A reversible cut of text into numbers below `vocabulary`."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of different tokens, `END` included."""
+        ...
+
+    def encode(self, document: bytes) -> list[int]:
+        """The tokens of one text, without an end."""
+        ...
+
+    def stream(self, documents: Iterable[bytes]) -> Tensor:
+        """All documents behind each other, `END` after each: one dimension, the smallest fitting integers."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens; incomplete UTF-8 shows as the replacement character."""
+        ...
+
+
+class Bytes:
+    """One token per byte."""
+
+    vocabulary = 256
+
+    def encode(self, document: bytes) -> list[int]:
+        return list(document)
+
+    def stream(self, documents: Iterable[bytes]) -> Tensor:
+        # A bytearray because torch wants writable memory; the tensor keeps it alive.
+        return torch.frombuffer(bytearray(b"".join(text + b"\0" for text in documents)), dtype=torch.uint8)
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
+
+
+class BytePairs:
+    """A byte-level BPE, trained on `documents`: the same documents give the same tokens in every process.
+
+    Args:
+        documents: What it learns from.
+        vocabulary: Number of tokens to reach, `END` included.
+
+    Raises:
+        ConfigError: The documents are too short for that many tokens.
+        MissingExtra: `tokenizers` is not installed.
+    """
+
+    def __init__(self, documents: Iterable[bytes], vocabulary: int) -> None:
+        tokenizers = extra("tokenizers", "a BPE trained on the spot (data.tokens bpe)")
+        byte_level = tokenizers.pre_tokenizers.ByteLevel
+        self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        self._tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+        self._tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=["<end>"],  # the first special token is number 0, that is END
+            initial_alphabet=byte_level.alphabet(),
+            show_progress=False,
+        )
+        self._tokenizer.train_from_iterator((_text(document) for document in documents), trainer)
+        self.vocabulary: int = self._tokenizer.get_vocab_size()
+        if self.vocabulary != vocabulary:
+            raise errors.ConfigError(
+                f"the training text is too short for a BPE of {vocabulary} tokens: it gave "
+                f"{self.vocabulary}; lower data.vocabulary or give more text"
+            )
+
+    def encode(self, document: bytes) -> list[int]:
+        return list(self._tokenizer.encode(_text(document)).ids)
+
+    def stream(self, documents: Iterable[bytes]) -> Tensor:
+        encodings = self._tokenizer.encode_batch_fast([_text(document) for document in documents])
+        return torch.cat([torch.tensor([*encoding.ids, END], dtype=torch.int32) for encoding in encodings])
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
+
+
+def _text(document: bytes) -> str:
+    return document.decode("utf-8", "replace")
+
+
+IGNORED = -100
+"""Target that no loss is taken of."""
+
+
+class Window(NamedTuple):
+    """A micro-batch of windows, both tensors int64 of shape (windows, context)."""
+
+    inputs: Tensor
+    """The tokens read."""
+
+    targets: Tensor
+    """The token after each; `IGNORED` after the end of a document, where an unrelated one begins."""
+
+    predicted: int
+    """Number of targets that are not ignored, counted where the data are made: the device is not asked."""
+
+
+class Windows:
+    """Window `i` reads the tokens from `i * context` on; every token is a target once, save the first.
+
+    Args:
+        stream: Integers, one dimension.
+        context: Tokens read per window.
+
+    Raises:
+        ConfigError: The stream is shorter than one window and its last target.
+    """
+
+    def __init__(self, stream: Tensor, context: int) -> None:
+        if len(stream) <= context:
+            raise errors.ConfigError(
+                f"a text of {len(stream)} tokens has no window of {context} tokens and their targets: "
+                "give more text or a shorter context"
+            )
+        self.stream = stream
+        self.context = context
+
+    def __len__(self) -> int:
+        return (len(self.stream) - 1) // self.context
+
+    def batch(self, indices: Tensor) -> Window:
+        places = indices.unsqueeze(1) * self.context + torch.arange(self.context + 1)
+        tokens = self.stream[places].long()
+        inputs = tokens[:, :-1].contiguous()
+        targets = tokens[:, 1:].masked_fill(inputs == END, IGNORED)
+        return Window(inputs, targets, int((targets != IGNORED).sum()))
+
+    def spread(self, count: int) -> Tensor:
+        """Indices of up to `count` windows, evenly spread over the stream."""
+        count = min(count, len(self))
+        return torch.arange(count) * len(self) // count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snippet:
+    """How the sample at the end of a run is drawn."""
+
+    prompt: str = "def "
+    """What the text begins with; not empty."""
+
+    length: int = 200
+    """Most tokens to add; the end of the document ends it sooner."""
+
+    temperature: float = 0.7
+    """Divides the logits before a token is drawn; 0 takes the likeliest token always."""
+
+    seed: int = 0
+    """Of the draws: equal models write equal texts."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise errors.ConfigError("the prompt of the sample must not be empty: the model continues it")
+        if self.temperature < 0 or self.length < 0:
+            raise errors.ConfigError(
+                f"temperature and length of the sample must not be negative, found {self.temperature} and "
+                f"{self.length}"
+            )
+
+    def write(self, model: nn.Module, tokens: Tokens, context: int) -> str:
+        """Continues the prompt with `model`, which reads the last `context` tokens each time."""
+        device = next(model.parameters()).device
+        generator = torch.Generator().manual_seed(self.seed)
+        written = tokens.encode(self.prompt.encode("utf-8"))
+        with evaluating(model):
+            for _ in range(self.length):
+                recent = torch.tensor([written[-context:]], device=device)
+                chosen = self._choose(model(recent).logits[0, -1].float().cpu(), generator)
+                if chosen == END:
+                    break
+                written.append(chosen)
+        return tokens.decode(written)
+
+    def _choose(self, logits: torch.Tensor, generator: torch.Generator) -> int:
+        if self.temperature == 0:
+            return int(logits.argmax())
+        shares = torch.softmax(logits / self.temperature, dim=0)
+        return int(torch.multinomial(shares, 1, generator=generator))

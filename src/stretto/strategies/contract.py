@@ -1,0 +1,170 @@
+"""The contract of a strategy: the effects it may ask for, and the coroutine that asks.
+
+All that a strategy may ask for.
+
+A strategy is a generator that yields effects; whoever runs it answers each. `Reduce`, `AllReduce` and `Local`
+answer with a `Gradient`, `Look` with a `Moment`, an `Average` with a probe with a `Divergence`, the others with None.
+See `docs/adding-a-strategy.md`.
+
+The contract of an update strategy: a coroutine over effects, and its options.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import Any, ClassVar, Protocol
+
+
+class Gradient(Protocol):
+    """A reduced gradient, held in shards by the ranks; all a strategy may do with it is add and pass it on."""
+
+    def __add__(self, other: Any, /) -> "Gradient":
+        """Return the sum of two reduced gradients; the parts must not be used alone afterwards."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reduce:
+    """Sum the next round's gradients over ranks; each rank keeps the shard it owns. Answer: a `Gradient`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Sum the next round's gradients over ranks; each rank keeps all of it. Answer: a `Gradient`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Local:
+    """Take the next round's gradients of this rank alone; nothing is sent. Answer: a `Gradient`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """Commit one optimizer step with the mean of `gradient` and publish the new parameters."""
+
+    gradient: Gradient
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preview:
+    """Publish what one more step with the mean of `gradient` would give; no state changes."""
+
+    gradient: Gradient
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gather:
+    """Send every rank's published shard to all ranks; shown at the next landing."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """Ask where the job stands. Answer: a `Moment`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """Where the job stands after a step."""
+
+    round_index: int
+    """Rounds before this one."""
+    gap: int
+    """Rounds since the last average, this one included."""
+    drains: bool
+    """Whether this rank only hands over what is left: an average is due then, whatever the plan, because only
+    averages let ranks agree on an end. After an `AllReduce`, whether all ranks do. All else here is the same on all
+    ranks."""
+    interval: int | None = None
+    """What the script has last asked for by `Postpone`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Average:
+    """Replace every rank's replica by the mean of all.
+
+    After `Local`, replicas are weighted by what their ranks have contributed since the last time. After `AllReduce`
+    every rank has stepped with everything: replicas count alike, those that are not finite are left out, and nothing
+    is sent where all are equal. Answer: a `Divergence` where a probe is given, otherwise None.
+    """
+
+    state: bool = False
+    """Average the optimizer's element-wise state too."""
+    probe: int = 0
+    """Coordinates at which replicas are compared with their mean, after `AllReduce`; 0 compares nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence:
+    """How far replicas had come apart until an average; the same on all ranks. Replicas left out are left out here."""
+
+    distances: tuple[float, ...]
+    """2-norm of what the average has changed at the probe's coordinates, by replica."""
+    gradient_norms: tuple[float, ...]
+    """2-norm of the mean gradient that the replica was last stepped with, as its rank holds it."""
+    probe: int
+    """Coordinates compared."""
+    numel: int
+    """Coordinates in all."""
+    gain: float
+    """Variance of a parameter since the last average, for noise of variance 1 in every gradient: Σ η² for plain SGD,
+    more with momentum (`stretto.engine.gain`); a mean over coordinates."""
+
+    @classmethod
+    def none(cls) -> "Divergence":
+        """Return that of a lone replica: for whoever reads a script without performing it."""
+        return cls(distances=(0.0,), gradient_norms=(0.0,), probe=1, numel=1, gain=0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Postpone:
+    """Remember after how many updates the next average is wanted: in every `Moment`, in records and checkpoints."""
+
+    updates: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Boundary:
+    """The end of one committed update; the job loop yields it, strategies do not."""
+
+
+Effect = Reduce | AllReduce | Local | Step | Preview | Gather | Look | Average | Postpone | Boundary
+Script = Generator[Effect, Any, None]
+
+
+class Strategy(ABC):
+    """How gradients become parameter updates.
+
+    A subclass is a frozen dataclass of options with one generator, `update`, that performs exactly one
+    committed update. It may branch on its options only, so that every rank takes the same path. The number
+    of rounds, the traffic and the buffers follow from a dry run of the generator (`stretto.strategies.ledger`).
+    """
+
+    name: ClassVar[str]
+    """The one spelling: file name, command-line word, row in the tables."""
+    overlaps: ClassVar[bool]
+    """Whether the exchange of one round runs beside the gradients of the next."""
+    staleness: ClassVar[int]
+    """Committed updates between the parameters a gradient is taken at and those it is applied to."""
+
+    @property
+    def fixes_split(self) -> bool:
+        """Whether the options fix how micro-batches are split over rounds, which a clock could not keep."""
+        return False
+
+    @abstractmethod
+    def update(self) -> Script:
+        """Yield the effects of one update, from its first `Reduce` to its last publication."""
+
+    def quotas(self, micro_batches: int, rounds: int) -> tuple[int, ...]:
+        """Split one update's micro-batches of a rank over the rounds, as evenly as integers allow.
+
+        Args:
+            micro_batches: Micro-batches per rank and update.
+            rounds: Rounds per update.
+
+        Returns:
+            Micro-batches per round, at least one each when `micro_batches >= rounds`; later rounds are larger.
+        """
+        return tuple(
+            (micro_batches * (i + 1)) // rounds - (micro_batches * i) // rounds for i in range(rounds)
+        )

@@ -1,0 +1,55 @@
+"""The delayed strategies: one update late as it is (DPU), or at a prediction (WP).
+
+Delayed parameter update: the synchronous update, one round late.
+
+Weight prediction: a delayed update whose gradients are taken at a guess of the next parameters.
+"""
+
+import dataclasses
+
+from stretto.strategies.contract import Gather, Preview, Reduce, Script, Step, Strategy
+from stretto.strategies.synchronous import ZeRO1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DPU(ZeRO1):
+    """The update of ZeRO-1, performed beside the next update's gradients.
+
+        θ_{t+1} = Opt(θ_t, g(θ_{t-1}))
+
+    Staleness: 1 update, uncompensated: with Adam it costs loss, and more at larger learning rates.
+    Traffic per update: as ZeRO-1, hidden.
+    Memory: as ZeRO-1 and a second gradient buffer.
+    Equals synchronous when: never; the warning example.
+    Source: Ren et al., "ZeRO-Offload"; Li et al., "Pipe-SGD".
+    """
+
+    name = "dpu"
+    overlaps = True
+    staleness = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightPrediction(Strategy):
+    """Commit with the delayed gradient, and show what one more such step would give.
+
+        θ_t     = Opt(θ_{t-1}, g_{t-1})            committed
+        x_{t+1} = peek(θ_t, g_{t-1})               shown; g_{t+1} is taken here
+
+    Staleness: 1 update, predicted away to first order.
+    Traffic per update: as ZeRO-1, hidden; only the prediction is sent.
+    Memory: as DPU.
+    Equals synchronous when: approximately, while successive gradients are alike.
+    Source: Chen et al., "SAPipe" (option 2); the "ACCO-WP" ablation of Nabli et al., "ACCO".
+    """
+
+    name = "wp"
+    overlaps = True
+    staleness = 1
+
+    def update(self) -> Script:
+        """Step, then peek once more with the same gradient."""
+        gradient = yield Reduce()
+        yield Step(gradient)
+        yield Preview(gradient)
+        yield Gather()

@@ -1,0 +1,197 @@
+"""The ledger: runs a strategy's coroutine without performing anything, and adds up what it asks for."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from stretto.errors import ConfigError
+from stretto.strategies import Strategy
+from stretto.strategies.contract import (
+    AllReduce,
+    Average,
+    Divergence,
+    Effect,
+    Gather,
+    Local,
+    Look,
+    Moment,
+    Postpone,
+    Preview,
+    Reduce,
+    Step,
+)
+
+_DRY_UPDATES = 3
+_DRY_UPDATES_THAT_LOOK = 1000
+"""Where averages come and go: over so many they are counted."""
+_ACCUMULATIONS = (Reduce, AllReduce, Local)
+"""Effects that wait for the compute lane's gradients: each begins a round."""
+_ASIDES = (Look, Average, Postpone)
+"""Effects that an update may ask for or not."""
+
+
+class _StandIn:
+    """A gradient that can be added and passed on, and holds nothing."""
+
+    def __add__(self, other: object) -> "_StandIn":
+        return self
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ledger:
+    """What one update of a strategy costs, read off its coroutine."""
+
+    rounds: int
+    """Exchanges that need a gradient from the compute lane."""
+    replicated: bool
+    """Whether every rank holds the whole optimizer."""
+    local: bool
+    """Whether every rank steps with gradients of its own, so that replicas differ between averages."""
+    asks_ahead: bool
+    """Whether an update may begin with something else than gradients, performed beside them."""
+    steps: int
+    previews: int
+    gradient_transfers: int
+    """Gradients sent, in buffers' worth: a reduce-scatter or half an all-reduce is one."""
+    parameter_transfers: int
+    """Parameters (or, for an all-reduce, sums) gathered, in buffers' worth."""
+    averages: float
+    """Averages of the parameters, all-reduces each; a mean over many updates. After `AllReduce`, the most there are:
+    replicas that are the same are not sent."""
+    state_averages: float
+    """Averages of the optimizer's state; likewise."""
+
+    def wire_bytes(self, bytes_per_element: float, moments: int = 2) -> float:
+        """Return bytes per parameter and update that cross the wire, before the factor (N - 1) / N.
+
+        Args:
+            bytes_per_element: Of the wire.
+            moments: What the optimizer keeps per element; averaged in float32, if at all.
+        """
+        transfers = self.gradient_transfers + self.parameter_transfers + 2 * self.averages
+        return transfers * bytes_per_element + 2 * self.state_averages * moments * 4
+
+    def memory_bytes(
+        self, strategy: Strategy, *, parameter: int, accumulation: int, world_size: int
+    ) -> float:
+        """Return bytes per parameter that a rank holds with an Adam-like optimizer (two fp32 moments).
+
+        Args:
+            strategy: Whose ledger this is.
+            parameter: Bytes of one parameter.
+            accumulation: Bytes of one element of the gradient buffer.
+            world_size: Ranks that share the optimizer.
+        """
+        owners = 1 if self.replicated else world_size
+        # A round beside the next one's gradients takes a buffer of its own, and so does an average.
+        buffers = 2 if strategy.overlaps or self.asks_ahead else 1
+        # A rank that steps alone needs no sums beside its buffer, where that is wide enough to step with.
+        sums = 0 if self.local and accumulation >= 4 else 4 * self.rounds
+        # Narrower replicas are averaged by what they have changed, which takes the last average to tell.
+        last_average = 4 if self.averages and parameter < 4 else 0
+        master, moments = 4, 8
+        return parameter + buffers * accumulation + (master + moments + sums) / owners + last_average
+
+
+def ledger_of(strategy: Strategy) -> Ledger:
+    """Return the strategy's ledger.
+
+    Raises:
+        ConfigError: Updates differ from each other, do not start with a reduction, or mix sharded and
+            replicated reductions, so that quotas and ownership would be undefined.
+    """
+    runs = [_dry_run(strategy, Moment(0, 1, drains=True))]
+    if Average not in map(type, runs[0]) and Local in map(type, runs[0]):
+        raise ConfigError(
+            f"strategy {strategy.name}: an update of a rank that drains must end with an Average, so that ranks "
+            "that step alone can agree on an end"
+        )
+    num_updates = _DRY_UPDATES_THAT_LOOK if Look in map(type, runs[0]) else _DRY_UPDATES
+    averages: list[Average] = []
+    gap, interval = 0, None
+    for index in range(num_updates):
+        gap += 1
+        runs.append(_dry_run(strategy, Moment(index, gap, drains=False, interval=interval)))
+        interval = next((e.updates for e in runs[-1] if isinstance(e, Postpone)), interval)
+        found = [effect for effect in runs[-1] if isinstance(effect, Average)]
+        averages += found
+        gap = 0 if found else gap
+    kinds = _check_rounds(strategy, runs)
+    count = Counter(kinds)
+    return Ledger(
+        rounds=sum(count[kind] for kind in _ACCUMULATIONS),
+        replicated=count[AllReduce] + count[Local] > 0,
+        local=count[Local] > 0,
+        asks_ahead=isinstance(runs[0][0], _ASIDES),
+        steps=count[Step],
+        previews=count[Preview],
+        gradient_transfers=count[Reduce] + count[AllReduce],
+        parameter_transfers=count[Gather] + count[AllReduce],
+        averages=len(averages) / num_updates,
+        state_averages=sum(effect.state for effect in averages) / num_updates,
+    )
+
+
+def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[type[Effect]]:
+    """Return the effects that every update asks for, once all is well with them."""
+    distinct = {tuple(type(e) for e in run if not isinstance(e, _ASIDES)) for run in runs}
+    if len(distinct) > 1:
+        raise ConfigError(
+            f"strategy {strategy.name}: every update must ask for the same effects, found {sorted(map(str, distinct))}"
+        )
+    kinds: list[type[Effect]] = list(distinct.pop())
+    if not kinds or kinds[0] not in _ACCUMULATIONS:
+        raise ConfigError(f"strategy {strategy.name}: an update must begin with Reduce, AllReduce or Local")
+    count = Counter(kinds)
+    if sum(count[kind] > 0 for kind in _ACCUMULATIONS) > 1:
+        raise ConfigError(f"strategy {strategy.name}: Reduce, AllReduce and Local cannot be mixed")
+    if count[Reduce] and any(isinstance(effect, Average) for run in runs for effect in run):
+        raise ConfigError(
+            f"strategy {strategy.name}: Average needs replicas, after Local or AllReduce; after Reduce every rank "
+            "holds another shard"
+        )
+    asks_ahead = any(isinstance(run[0], _ASIDES) for run in runs)
+    if asks_ahead and (strategy.overlaps or not count[AllReduce]):
+        raise ConfigError(
+            f"strategy {strategy.name}: only an update with AllReduce and without overlaps may look and average ahead "
+            "of its gradients; with Local ranks agree on their end at averages, so these come behind the step"
+        )
+    for number, kind in enumerate(kinds):
+        ends_round = number + 1 == len(kinds) or kinds[number + 1] in _ACCUMULATIONS
+        if ends_round and kind not in ((Gather,) if count[Reduce] else (Step, Preview)):
+            raise ConfigError(
+                f"strategy {strategy.name}: every round must end with what its landing shows, a Gather after Reduce, "
+                f"a Step or Preview after AllReduce or Local; found {kind.__name__} as effect {number + 1} of "
+                f"{len(kinds)}"
+            )
+    if count[Step] != 1:
+        raise ConfigError(
+            f"strategy {strategy.name}: an update must step exactly once, found {count[Step]} steps"
+        )
+    if count[Local] > 1:
+        raise ConfigError(
+            f"strategy {strategy.name}: expected one Local per update, found {count[Local]}: raise "
+            "micro_batches instead"
+        )
+    return kinds
+
+
+def _dry_run(strategy: Strategy, moment: Moment) -> list[Effect]:
+    effects: list[Effect] = []
+    script = strategy.update()
+    try:
+        effect = next(script)
+        while True:
+            effects.append(effect)
+            effect = script.send(_answer(effect, moment))
+    except StopIteration:
+        return effects
+
+
+def _answer(effect: Effect, moment: Moment) -> Any:
+    if isinstance(effect, Look):
+        return moment
+    if isinstance(effect, Average) and effect.probe:
+        return Divergence.none()
+    return _StandIn() if isinstance(effect, _ACCUMULATIONS) else None

@@ -1,0 +1,128 @@
+"""Digests see every byte; `locate` finds the word that changed and mends it."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.checksums import Checksum, digest, locate, mend
+
+TENSORS = {
+    "one word": torch.arange(2, dtype=torch.float32),
+    "less than a word": torch.tensor([1.5]),
+    "ends within a word": torch.arange(77, dtype=torch.float32),
+    "16-bit": torch.arange(91, dtype=torch.float32).bfloat16(),
+    "bytes": torch.arange(253, dtype=torch.uint8),
+    "flags": torch.tensor([True, False, True]),
+    "strided": torch.arange(60, dtype=torch.float32).view(6, 10).t(),
+    "number": torch.tensor(3.0),
+    "several rows": torch.arange(4096 * 3 + 5, dtype=torch.int64).neg() * 7919,
+}
+
+
+def with_byte(tensor: Tensor, byte: int, mask: int) -> Tensor:
+    """Return a copy whose `byte`-th byte, in the order of elements, is xored with `mask`."""
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    copy.view(-1).view(torch.uint8)[byte] ^= mask
+    return copy
+
+
+@pytest.mark.parametrize("name", [name for name in TENSORS if name != "several rows"])
+def test_every_bit_of_every_byte_shows_in_both_digests(name: str) -> None:
+    tensor = TENSORS[name]
+    healthy, sums = digest(tensor), locate(tensor)
+    for byte, bit in itertools.product(range(tensor.nbytes), range(8)):
+        flipped = with_byte(tensor, byte, 1 << bit)
+        assert digest(flipped) != healthy
+        assert not locate(flipped).equals(sums)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_damaged_word_is_found_and_mended_to_the_bit(name: str) -> None:
+    tensor = TENSORS[name]
+    sums = locate(tensor)
+    stride = max(1, tensor.nbytes // 50)
+    for byte in [*range(0, tensor.nbytes, stride), tensor.nbytes - 1]:
+        damaged = with_byte(tensor, byte, 0xA5)
+        (found,) = sums.explanations(locate(damaged))
+        assert [word.word for word in found] == [byte // 8]
+        mend(damaged, found)
+        assert digest(damaged) == digest(tensor)
+
+
+@pytest.mark.parametrize("first", [8190, 8189, 8188])
+def test_a_run_around_the_end_of_a_row_is_mended(first: int) -> None:
+    tensor = torch.randn(3 * 8192)
+    damaged = tensor.clone()
+    damaged[first : first + 5].neg_()  # every changed sign is the same change of its word
+    assert Checksum.of(tensor).mends(damaged)
+    assert torch.equal(damaged, tensor)
+
+
+def test_what_looks_like_a_run_around_the_end_of_a_row_and_is_none_is_not_mended() -> None:
+    tensor = torch.randn(3 * 8192)
+    damaged = tensor.clone()
+    damaged[0].neg_()
+    damaged[2 * 8192 - 2].neg_()  # the same sums as of a run at the end of the first row
+    before = damaged.clone()
+    assert not Checksum.of(tensor).mends(damaged)
+    assert torch.equal(damaged, before)
+    apart = tensor.clone()
+    apart[5:7] += 1.0
+    apart[8192 + 77] += 3.0
+    assert list(locate(tensor).explanations(locate(apart))) == []
+
+
+def test_a_run_whose_changes_cancel_in_the_sum_of_its_row_is_mended() -> None:
+    words = torch.arange(3 * 4096, dtype=torch.int64)
+    damaged = words.clone()
+    damaged[6000:6004] ^= -(2**63)
+    assert torch.equal(locate(damaged).rows, locate(words).rows)
+    assert Checksum.of(words).mends(damaged)
+    assert torch.equal(damaged, words)
+
+
+def test_a_run_of_four_elements_is_mended_too() -> None:
+    tensor = torch.randn(3 * 8192)
+    damaged = tensor.clone()
+    damaged[101:105] *= -3
+    found = next(locate(tensor).explanations(locate(damaged)))
+    assert len(found) == 3
+    mend(damaged, found)
+    assert torch.equal(damaged, tensor)
+
+
+def test_equal_tensors_show_no_damage_and_other_lengths_no_place() -> None:
+    tensor = torch.randn(20000)
+    assert list(locate(tensor).explanations(locate(tensor.clone()))) == []
+    longer = torch.cat([tensor, torch.zeros(2)])
+    assert not locate(tensor).equals(locate(longer))
+    assert list(locate(tensor).explanations(locate(longer))) == []
+    assert digest(tensor) != digest(longer)
+
+
+def test_the_seed_tells_equal_values_apart() -> None:
+    tensor = torch.zeros(64)
+    assert len({digest(tensor, seed) for seed in range(100)}) == 100
+
+
+def test_what_hides_from_the_sums_does_not_hide_from_the_digest() -> None:
+    tensor = torch.zeros(2 * 4096, dtype=torch.int64)
+    hidden = tensor.view(2, 4096).clone()
+    hidden[0, 3] += 5
+    hidden[0, 9] -= 5
+    hidden[1, 3] -= 5
+    hidden[1, 9] += 5
+    assert locate(hidden.view(-1)).equals(locate(tensor))  # the documented miss
+    assert digest(hidden.view(-1)) != digest(tensor)
+
+
+def test_sums_are_those_of_the_definition() -> None:
+    words = torch.randint(-(2**62), 2**62, (4096 * 2 + 9,))
+    padded = [*words.tolist(), *[0] * (3 * 4096 - words.numel())]
+    rows = [sum(padded[i * 4096 : (i + 1) * 4096]) % 2**64 for i in range(3)]
+    columns = [sum(padded[j::4096]) % 2**64 for j in range(4096)]
+    sums = locate(words)
+    assert [value % 2**64 for value in sums.rows.tolist()] == rows
+    assert [value % 2**64 for value in sums.columns.tolist()] == columns

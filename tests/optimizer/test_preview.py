@@ -1,0 +1,126 @@
+"""A preview shows what a step would give, and leaves no trace."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.optimizer import ShardedOptimizer, read_hyperparameters
+from tests.optimizer.owners import (
+    OPTIMIZERS,
+    gradients_for,
+    model_of,
+    new_flats,
+    owners_of,
+    reduced,
+    values_by_name,
+)
+
+CLIP = 0.75
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+before_or_after_first_step = pytest.mark.parametrize("steps", [0, 2])
+
+
+def stepped_owner(name: str, steps: int) -> ShardedOptimizer:
+    layout, owners = owners_of(model_of(), OPTIMIZERS[name], 2)
+    owner = owners[1]
+    for seed in range(steps):
+        settings = read_hyperparameters(owner.optimizer)
+        owner.step(reduced(owner, gradients_for(layout, seed, set())), settings, 1.0)
+    return owner
+
+
+def identical(left: object, right: object) -> bool:
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return (
+            isinstance(right, dict)
+            and left.keys() == right.keys()
+            and all(identical(left[key], right[key]) for key in left)
+        )
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(identical, left, right))
+    return left == right
+
+
+@before_or_after_first_step
+@every_optimizer
+def test_preview_leaves_no_trace(name: str, steps: int) -> None:
+    owner = stepped_owner(name, steps)
+    gradient = reduced(owner, gradients_for(owner.layout, 9, set()))
+    before = copy.deepcopy((owner.optimizer.state_dict(), owner.masters, gradient.sums))
+    owner.preview(gradient, read_hyperparameters(owner.optimizer), CLIP, new_flats(owner.layout))
+    after = (owner.optimizer.state_dict(), owner.masters, gradient.sums)
+    assert identical(list(before), list(after))
+    assert all(segment.master.grad is None for segment in owner.segments)
+
+
+@pytest.mark.parametrize("unused", [set(), {"1.weight"}, {"0.bias", "2.weight"}], ids=str)
+@before_or_after_first_step
+@every_optimizer
+def test_preview_shows_what_a_step_then_gives(name: str, steps: int, unused: set[str]) -> None:
+    owner = stepped_owner(name, steps)
+    gradient = reduced(owner, gradients_for(owner.layout, 9, unused))
+    settings = read_hyperparameters(owner.optimizer)
+    settings[0]["lr"] = settings[1]["lr"] = 0.0625
+    previewed, stepped = new_flats(owner.layout), new_flats(owner.layout)
+    owner.preview(gradient, settings, CLIP, previewed)
+    owner.step(gradient, settings, CLIP)
+    owner.publish(stepped)
+    assert identical(previewed, stepped)
+
+
+@before_or_after_first_step
+@every_optimizer
+def test_step_after_a_preview_equals_step_without(name: str, steps: int) -> None:
+    results = []
+    for previews in (0, 2):
+        owner = stepped_owner(name, steps)
+        settings = read_hyperparameters(owner.optimizer)
+        for seed in range(previews):
+            other = reduced(owner, gradients_for(owner.layout, 20 + seed, {"1.weight"}))
+            owner.preview(other, settings, CLIP, new_flats(owner.layout))
+        owner.step(reduced(owner, gradients_for(owner.layout, 9, set())), settings, CLIP)
+        flats = new_flats(owner.layout)
+        owner.publish(flats)
+        results.append(values_by_name(owner.layout, flats))
+    assert identical(*results)
+
+
+@every_optimizer
+def test_preview_after_the_step_looks_one_step_further(name: str) -> None:
+    # Prediction: the gradient has become a mean in place, and is used once more.
+    ahead, twice = stepped_owner(name, 1), stepped_owner(name, 1)
+    settings = read_hyperparameters(ahead.optimizer)
+    gradients = gradients_for(ahead.layout, 9, set())
+    gradient = reduced(ahead, gradients)
+    previewed, stepped = new_flats(ahead.layout), new_flats(ahead.layout)
+    ahead.step(gradient, settings, CLIP)
+    ahead.preview(gradient, settings, CLIP, previewed)
+    for _ in range(2):
+        twice.step(reduced(twice, gradients), settings, CLIP)
+    twice.publish(stepped)
+    assert identical(previewed, stepped)
+
+
+class Breaking(torch.optim.SGD):
+    """Raises in its third step, after it has changed its parameters."""
+
+    countdown = 3
+
+    def step(self, closure: object = None) -> None:
+        super().step()
+        type(self).countdown -= 1
+        if type(self).countdown == 0:
+            raise RuntimeError("out of luck")
+
+
+def test_preview_that_raises_leaves_no_trace_either() -> None:
+    layout, (owner,) = owners_of(model_of(), lambda groups: Breaking(groups, lr=0.1, momentum=0.9), 1)
+    gradient = reduced(owner, gradients_for(layout, 0, set()))
+    before = copy.deepcopy((owner.optimizer.state_dict(), owner.masters, gradient.sums))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        owner.preview(gradient, read_hyperparameters(owner.optimizer), CLIP, new_flats(layout))
+    assert identical(list(before), [owner.optimizer.state_dict(), owner.masters, gradient.sums])
