@@ -1,4 +1,4 @@
-"""The ground every test stands on: one thread, fixed seeds, a clean environment, a folder of its own."""
+"""The ground every test stands on: fixed threads and seeds, a clean environment, a folder of its own."""
 
 import os
 import random
@@ -15,10 +15,11 @@ LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_
 for name in [name for name in os.environ if name.startswith(LAUNCHER_PREFIXES)]:
     del os.environ[name]
 os.environ["PYTHONPATH"] = str(SOURCES)  # `python -m stretto` works from any folder, installed or not
-os.environ["OMP_NUM_THREADS"] = "1"  # bit-identity holds for one thread count
+# Bit-identity holds for one thread count, whichever it is: STRETTO_TEST_THREADS=2 runs the suite with two.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("STRETTO_TEST_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would download something is a mistake
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # Also fills fresh memory with NaN, which makes every read of an unwritten element visible.
 torch.use_deterministic_algorithms(True)
 

@@ -64,8 +64,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(rank, *args)`` in ``world_size`` processes and return the results in rank order.
 
-    Each process has one torch thread and, unless ``backend`` is None, an initialised default group. ``prepare()``
-    is called before that, to register a backend.
+    Each process has as many torch threads as this one was given and, unless ``backend`` is None, an initialised
+    default group. ``prepare()`` is called before that, to register a backend.
 
     Raises:
         RankFailed: with the traceback of the rank that failed first; the others are killed at the end.
@@ -158,7 +158,7 @@ def _outcome(connection: Connection, rank: int, process: Any) -> Outcome:
 
 def _rank_main(sender: Connection, rank: int, job: _Job) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         if job.prepare is not None:
             job.prepare()

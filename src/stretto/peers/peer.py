@@ -270,7 +270,8 @@ class Peer:
 
     def _scale_and_clip(self, scale: float) -> float:
         """Return the gradients' norm before clipping; nan without clipping: a stock loop does not compute it."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        # In the model's order, as a plain loop hands them over: the order decides the last bit of the norm.
+        parameters = list(self.model.parameters())
         if scale != 1.0:
             for parameter in parameters:
                 if parameter.grad is not None:
