@@ -1,5 +1,7 @@
 """`DataParallel`: what a user holds."""
 
+import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -10,37 +12,37 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.echo.statistics import Intake
-from stretto.engine import Clock, Options, start_lanes
-from stretto.engine.accumulation import run_backward
-from stretto.engine.kept_round import Weighed, weighed
-from stretto.engine.roll_call import Vote
+from stretto.engine import Clock, Job, Options
+from stretto.engine.listener import Weighed, weighed
+from stretto.engine.report import Vote
 from stretto.engine.state import JobState, State
-from stretto.engine.watch import Watch
-from stretto.errors import ConfigError, LossNotScalar, OutOfTurn, UsageError
+from stretto.errors import ConfigError, LossNotScalar, UsageError
+from stretto.exchange import WireFormat
+from stretto.groups.launcher import join_launched_group
 from stretto.groups.private import private_group
 from stretto.guards import Guard
 from stretto.records import Incident, Update
-from stretto.strategies import ACCO, Strategy
+from stretto.start import Parts, standard_guards, start
+from stretto.strategies import Strategy, ZeRO1
 
 Batch = TypeVar("Batch")
 
 _BACKEND_MARGIN_SECONDS = 5.0
 """The backend's timeout comes after the library's, which names the silent rank, and not long after: a process
 cannot end while the backend waits."""
+_log = logging.getLogger("stretto")
 
 
 class DataParallel:
     """Trains `model` on all ranks of a group, with the communication where the strategy puts it.
 
-        parallel = DataParallel(model, optimizer, strategy=ACCO(), micro_batches=4)
-        for batch in parallel.feed(loader):
-            loss = loss_function(model(batch))
-            if update := parallel.backward(loss):
-                scheduler.step()
+        parallel = DataParallel(model, optimizer, ACCO(), scheduler=scheduler, micro_batches=4)
+        for batch in parallel.feed(loader, updates=1000):
+            parallel.backward(loss_function(model(batch)))
         parallel.finish()
 
     Use it as a context manager, so that an exception that leaves the block ends the job on all ranks with its
-    cause named. Parameters change only inside `backward`, `step` and `finish`.
+    cause named. Parameters change only inside `backward`, `micro_batch`, `count_micro_batch`, `feed` and `finish`.
     """
 
     def __init__(  # noqa: PLR0913  # what the whole job is made of, each by its own name
@@ -49,10 +51,12 @@ class DataParallel:
         optimizer: torch.optim.Optimizer,
         strategy: Strategy | None = None,
         *,
-        micro_batches: int | Clock = 2,
+        micro_batches: int | Clock = 1,
+        scheduler: Any = None,
+        wire: WireFormat | None = None,
+        guards: Sequence[Guard] | Literal["standard"] = (),
         group: dist.ProcessGroup | None = None,
         ranks: Sequence[int] | None = None,
-        guards: Sequence[Guard] = (),
         options: Options | None = None,
     ) -> None:
         """Wrap `model`; all ranks of the group must call, with equal settings.
@@ -61,12 +65,16 @@ class DataParallel:
             model: On its device, complete, with its starting weights: every rank takes rank 0's.
             optimizer: Over the model's trainable parameters, in any groups. Its class and settings are read;
                 it stays the face that schedulers turn, and must not be stepped by hand.
-            strategy: How gradients become updates; None is `ACCO()`.
+            strategy: How gradients become updates; None is `ZeRO1()`, which is exact.
             micro_batches: Per rank and update, or a `Clock` per round.
-            group: Whose ranks train; None is the default group, or this process alone without one. The job
-                makes a group of its own over these ranks.
-            ranks: Ranks of the default group, instead of `group`.
+            scheduler: Of `optimizer`, turned by the library at every committed update; None leaves it to the caller.
+            wire: Short for `Options(wire=...)`.
             guards: What watches over the job's values, in the order in which they are asked; see docs/guards.md.
+                "standard" takes what fits the strategy: `AtRest`, `ReplicaGuard` and a verified exchange.
+            group: Whose ranks train; None is the default group. Without one, the ranks that a launcher (torchrun,
+                srun) has started make it; otherwise this process trains alone. The job makes a group of its own
+                over these ranks.
+            ranks: Ranks of the default group, instead of `group`.
             options: Everything else.
 
         Raises:
@@ -74,27 +82,42 @@ class DataParallel:
         """
         self.model = model
         self.optimizer = optimizer
-        self.strategy = ACCO() if strategy is None else strategy
-        self.guards = tuple(guards)
-        self.options = Options() if options is None else options
+        self.strategy = ZeRO1() if strategy is None else strategy
+        self.options = _with_wire(Options() if options is None else options, wire)
+        self.guards: tuple[Guard, ...]
+        if isinstance(guards, str):
+            self.guards, self.options, left_out = standard_guards(guards, self.strategy, self.options)
+            for name, reason in left_out.items():
+                _log.info("guards='standard' leaves out %s: it %s", name, reason)
+        else:
+            self.guards = tuple(guards)
+        parts = Parts(
+            model=model,
+            optimizer=optimizer,
+            strategy=self.strategy,
+            micro_batches=micro_batches,
+            scheduler=scheduler,
+            guards=self.guards,
+            options=self.options,
+        )
+        if group is None:
+            join_launched_group(next(model.parameters(), torch.empty(0)).device)
+        self.scheduler = scheduler
         self._group = private_group(
             group, ranks, timeout_seconds=self.options.timeout_seconds + _BACKEND_MARGIN_SECONDS
         )
         self.late_incidents: tuple[Incident, ...] = ()
         """What guards and the verified exchange found behind the last update; known once `finish` has
         returned."""
-        self._until: Literal["any", "all"] = "any"
+        self.job: Job = start(parts, self._group)
+        """The job's parts, for checkpoints, faults and tests."""
+        self._compute = self.job.compute
+        self._intake = Intake(self._compute.runtime.now)
         self._samples_fed: int | None = None
-        self._exhausted = False
-        watch = Watch(self._group, self.options.timeout_seconds)
-        try:
-            self.compute = start_lanes(
-                model, optimizer, self.strategy, micro_batches, self.guards, self.options, watch
-            )
-        except BaseException as error:
-            watch.tell(error)
-            raise
-        self._intake = Intake(self.compute.runtime.now)
+        self._last_update: int | None = None
+        """After which `feed` was told to end."""
+        self._landed: list[Update] = []
+        """Updates that no call has returned yet."""
 
     @property
     def rank(self) -> int:
@@ -109,48 +132,53 @@ class DataParallel:
     @property
     def steps(self) -> int:
         """Committed updates so far."""
-        return self.compute.steps
+        return self._compute.steps
 
     @property
     def sent_bytes(self) -> int:
         """Bytes this rank has handed to collectives for other ranks so far."""
-        return self.compute.lane.exchange.sent_bytes
+        return self.job.exchange.sent_bytes
 
-    def feed(self, loader: Iterable[Batch], until: Literal["any", "all"] = "any") -> Iterator[Batch]:
-        """Yield the loader's batches until all ranks agree to end, at the same round on every rank.
+    def feed(
+        self, loader: Iterable[Batch], updates: int | None = None, until: Literal["any", "all"] = "any"
+    ) -> Iterator[Batch]:
+        """Yield every batch of the loader once, until all ranks agree to end, at the same round on every rank.
 
-        A rank whose loader has ended goes on with its last batch at weight zero, so that every rank passes
-        through the same rounds and turns its schedule alike, until the agreed end.
+        What is left then (landing what is in flight, rounds with ranks that have more data) happens in here, without
+        a batch: the loop's body never sees one twice.
 
         Args:
-            loader: This rank's batches.
+            loader: This rank's batches. One with a length ends there; one without costs a round more, for only
+                rounds tell the other ranks.
+            updates: End when so many updates have been committed since the job began (`steps`), and commit none
+                behind; None goes on to the end of the data.
             until: End when any rank's data have ended, or when all ranks' have.
 
         Raises:
-            ConfigError: The loader has not a single batch, or `until` is neither.
-            OutOfTurn: The loop over the batches does not call `backward` or `step`.
+            ConfigError: The loader has not a single batch, or an argument cannot be.
             Finished: The job has ended.
         """
-        with self.compute.running():
-            self._begin_feed(until)
+        with self._compute.running():
+            self._begin_feed(updates, until)
             self._intake.begin(loader)
-            batches = iter(loader)
+            batches, length = iter(loader), _length_of(loader)
         nothing = object()
-        batch: Any = nothing
-        counted = -1
-        while not self._should_end():
-            following = nothing if self._exhausted else self._intake.take(batches, nothing)
-            with self.compute.running():
-                if following is nothing:
-                    was_idle = self._exhausted and self.compute.num_contributions == counted
-                    self._check_exhausted(has_batch=batch is not nothing, was_idle=was_idle)
-                    self._exhausted = True
-                    self.compute.vote = max(self.compute.vote, Vote.EXHAUSTED)
-                else:
-                    batch = following
-                    self._samples_fed = _num_samples(batch)
-                counted = self.compute.num_contributions
+        num_fed = 0
+        while not self._is_over(until):
+            batch: Any = self._intake.take(batches, nothing)
+            if batch is nothing:
+                with self._compute.running():
+                    self._pass_rounds(until, has_fed=num_fed > 0)
+                return
+            num_fed += 1
+            if num_fed == length:
+                with self._compute.running():
+                    self._compute.take_off_if_ready()  # the round before: it does not hold this last batch
+                    self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
+            self._samples_fed = _num_samples(batch)
             yield batch
+            with self._compute.running():
+                self._land_last_update()
 
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int | None = None) -> Update | None:
         """Run one micro-batch's backward pass and count it.
@@ -168,18 +196,8 @@ class DataParallel:
             NonFinite: Some rank's loss or gradient is not finite, and the policy is to raise.
             CommunicationError: A rank died, raised or fell silent.
         """
-        with self.compute.running():
+        with self._compute.running():
             return self._backward(loss, weight, samples)
-
-    def step(
-        self, weight: float = 1.0, loss: Tensor | None = None, samples: int | None = None
-    ) -> Update | None:
-        """Count one micro-batch whose backward pass the caller has run, on a loss multiplied by `weight`.
-
-        Args and errors are as for `backward`; without a `loss` the records hold nan.
-        """
-        with self.compute.running():
-            return self._count(self._effective_weight(weight), loss, samples)
 
     def micro_batch(
         self,
@@ -190,8 +208,8 @@ class DataParallel:
     ) -> Update | None:
         """Run the forward and backward pass of one micro-batch: `backward(loss_function(batch))`.
 
-        Guards can run it again, which `backward` and `step` do not let them: until the round has ended they hold on
-        to the batch.
+        Guards can run it again, which `backward` does not let them: until the round has ended they hold on to the
+        batch.
 
         Args:
             loss_function: Returns the loss, or (loss, weight, samples) where only the forward pass tells these. What it
@@ -202,44 +220,68 @@ class DataParallel:
 
         Returns and errors are those of `backward`.
         """
-        with self.compute.running():
-            self.compute.begin_micro_batch(loss_function, batch)
+        with self._compute.running():
+            self._compute.begin_micro_batch(loss_function, batch)
             samples = _num_samples(batch) if samples is None else samples
             return self._backward(*weighed(loss_function(batch), weight, samples))
+
+    def count_micro_batch(
+        self, weight: float = 1.0, loss: Tensor | None = None, samples: int | None = None
+    ) -> Update | None:
+        """Count one micro-batch whose backward pass the caller has run, on a loss multiplied by `weight`.
+
+        Args and errors are as for `backward`; without a `loss` the records hold nan.
+        """
+        with self._compute.running():
+            weight = self._checked_weight(weight)
+            self._compute.take_off_if_ready()
+            self._compute.accumulation.collect()
+            return self._count(weight, loss, samples)
+
+    def discard(self) -> None:
+        """Drop gradients of backward passes that were not this job's.
+
+        Another job's backward pass may reach this one's parameters (a generator's, through its discriminator), and so
+        may a look at gradients by `loss.backward()`. What micro-batches of this job have brought stays.
+        """
+        with self._compute.running():
+            self._compute.accumulation.discard()
 
     @contextmanager
     def settled(self) -> Iterator[None]:
         """Show the committed parameters and the agreed buffers inside the block, then what was shown before.
 
-        All ranks must enter, right after an `Update`, before training, or after `finish`.
+        All ranks must enter, after the same micro-batch. Under a `Clock` only right after an `Update`, before training,
+        or after `finish`, because in between ranks may have handed over different rounds.
 
         Raises:
-            OutOfTurn: A round is in flight.
+            OutOfTurn: A round is in flight under a `Clock`.
             Finished: An error has ended the job.
         """
-        if self.compute.has_finished:
+        if self._compute.has_finished:
             yield
             return
-        with self.compute.running():
-            held = self.compute.show_committed()
+        with self._compute.running():
+            settled = self._compute.settled()
+            settled.__enter__()
         try:
             yield
         finally:
-            self.compute.show_again(held)
+            settled.__exit__(None, None, None)
 
     @contextmanager
     def between_updates(self, what: str) -> Iterator[None]:
-        """Refuse `what` unless the last update has ended and nothing was counted since; errors end the job.
+        """For checkpoints: refuse `what` unless no update is under way; errors end the job.
 
         Raises:
             OutOfTurn: An update is under way.
             Finished: An error has ended the job.
         """
-        if self.compute.has_finished:
+        if self._compute.has_finished:
             yield
             return
-        with self.compute.running():
-            self.compute.check_between_updates(what)
+        with self._compute.running(), self._compute.model.unsettled():
+            self._compute.check_between_updates(what)
             yield
 
     def state_dict(self) -> State:
@@ -255,7 +297,7 @@ class DataParallel:
             Finished: An error has ended the job.
         """
         with self.between_updates("state_dict()"):
-            return JobState(self.compute).write()
+            return JobState(self.job).write()
 
     def load_state_dict(self, state: State) -> None:
         """Go on from `state`, a `state_dict()` that `torch.distributed.checkpoint.load` has read into.
@@ -267,37 +309,36 @@ class DataParallel:
             CheckpointError: The state is of another model or optimizer.
             Finished: The job has ended.
         """
-        with self.compute.running():
-            self.compute.check_between_updates("load_state_dict()")
-            JobState(self.compute).load(state)
+        with self._compute.running():
+            self._compute.check_between_updates("load_state_dict()")
+            JobState(self.job).load(state)
 
     def stop(self) -> None:
         """Ask all ranks to end `feed` at the same round, soon."""
-        self.compute.vote = max(self.compute.vote, Vote.STOP)
+        self._compute.vote = max(self._compute.vote, Vote.STOP)
 
     def finish(self) -> list[Update]:
-        """Drain: hand over what is left, commit it, and end the job with the committed parameters shown.
+        """Commit what is left, and end the job with the committed parameters shown; all ranks must call.
 
-        All ranks must call. The communication lane is joined; the model is an ordinary one again.
+        The communication lane is joined; the model is an ordinary one again.
 
         Returns:
-            The updates that were committed on the way; schedules cannot turn between them.
+            The updates that no call has returned: those of the end of `feed`, and those committed here.
         """
-        updates: list[Update] = []
-        with self.compute.running():
-            self.compute.vote = Vote.DRAIN
-            while not (self.compute.is_at_rest and self.compute.votes == [Vote.DRAIN] * self.world_size):
-                update = self.compute.hand_over()
-                if update is not None:
-                    updates.append(self._intake.fill(update))
-            self.compute.show_committed()
-            self.late_incidents = self.compute.lane.conclude()
-            self.compute.close()
+        with self._compute.running():
+            self._compute.accumulation.check_own(self._compute.where)
+            self._compute.vote = Vote.DRAIN
+            while not self._is_drained():
+                self._keep(self._compute.pass_round())
+            self._compute.show_committed()
+            self.late_incidents = tuple(self._compute.model.listener.ended())
+            self._compute.close()
+        updates, self._landed = self._landed, []
         return updates
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one ends because of `error`, and end the job here."""
-        self.compute.fail(error)
+        self._compute.fail(error)
 
     def __enter__(self) -> Self:
         return self
@@ -308,11 +349,12 @@ class DataParallel:
         if error is not None:
             self.fail(error)
 
+    # Micro-batches
+
     def _backward(self, loss: Tensor, weight: float, samples: int | None) -> Update | None:
         self._check_loss(loss)
-        weight = self._effective_weight(weight)
-        self.compute.before_micro_batch()
-        run_backward(loss, weight)
+        weight = self._checked_weight(weight)
+        self._compute.backward(loss, weight)
         return self._count(weight, loss.reshape(()), samples)
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
@@ -320,15 +362,15 @@ class DataParallel:
             samples = 1 if self._samples_fed is None else self._samples_fed
         if loss is not None:
             self._intake.note_loss(loss, weight)
-        update = self.compute.contribute(weight, loss, samples)
+        update = self._compute.count(weight, loss, samples)
         return None if update is None else self._intake.fill(update)
 
-    def _effective_weight(self, weight: float) -> float:
+    def _checked_weight(self, weight: float) -> float:
         if not 0 <= weight < float("inf"):
             raise ConfigError(
-                f"{self.compute.where}: weight {weight}: expected a finite number of at least 0"
+                f"{self._compute.where}: weight {weight}: expected a finite number of at least 0"
             )
-        return 0.0 if self._exhausted else float(weight)
+        return float(weight)
 
     def _check_loss(self, loss: object) -> None:
         if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
@@ -338,43 +380,84 @@ class DataParallel:
                 else f"a {type(loss).__name__}"
             )
             raise LossNotScalar(
-                f"{self.compute.where}: expected a loss of one floating-point element, found {found}: reduce it "
+                f"{self._compute.where}: expected a loss of one floating-point element, found {found}: reduce it "
                 "with .mean()"
             )
         if not loss.requires_grad:
             raise UsageError(
-                f"{self.compute.where}: the loss depends on no parameter that requires a gradient: expected one "
+                f"{self._compute.where}: the loss depends on no parameter that requires a gradient: expected one "
                 "computed by the model outside torch.no_grad(), and not detached"
             )
 
-    def _begin_feed(self, until: str) -> None:
+    # The end of the data
+
+    def _begin_feed(self, updates: int | None, until: str) -> None:
         """Start anew after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
         if until not in ("any", "all"):
             raise ConfigError(f"feed(until={until!r}): expected 'any' or 'all'")
-        self._until = "any" if until == "any" else "all"
-        self._exhausted = False
-        if self.compute.vote == Vote.EXHAUSTED:
-            self.compute.vote = Vote.GO_ON
-        self.compute.votes = [vote if vote >= Vote.STOP else Vote.GO_ON for vote in self.compute.votes]
+        if updates is not None and (not isinstance(updates, int) or updates < 0):
+            raise ConfigError(f"feed(updates={updates!r}): expected a number of updates, or None")
+        self._last_update = updates
+        if self._compute.vote == Vote.EXHAUSTED:
+            self._compute.vote = Vote.GO_ON
+        votes = self._compute.votes
+        self._compute.votes = [vote if vote >= Vote.STOP else Vote.GO_ON for vote in votes]
 
-    def _check_exhausted(self, *, has_batch: bool, was_idle: bool) -> None:
-        """Raise unless the loop can come to an agreed end: only contributions bring it nearer."""
-        if not has_batch:
-            raise ConfigError(
-                f"{self.compute.where}: the loader has no batch; expected at least one per rank"
-            )
-        if was_idle:
-            raise OutOfTurn(
-                f"{self.compute.where}: the data have ended and the loop skips the batch that feed repeats: expected "
-                "one backward or step for each, because only rounds bring all ranks to an agreed end"
-            )
-
-    def _should_end(self) -> bool:
-        votes = self.compute.votes
+    def _is_over(self, until: Literal["any", "all"]) -> bool:
+        """Return whether all ranks have agreed to end; the same on every rank at the same round."""
+        if self._last_update is not None and self.steps >= self._last_update:
+            return True
+        votes = self._compute.votes
         if not votes:
             return False
-        decisive = max(votes) if self._until == "any" else min(votes)
+        decisive = max(votes) if until == "any" else min(votes)
         return max(votes) >= Vote.STOP or decisive >= Vote.EXHAUSTED
+
+    def _pass_rounds(self, until: Literal["any", "all"], *, has_fed: bool) -> None:
+        """Take part in rounds without data until the agreed end."""
+        if not has_fed:
+            raise ConfigError(
+                f"{self._compute.where}: the loader has no batch; expected at least one per rank"
+            )
+        self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
+        while not self._is_over(until):
+            self._keep(self._compute.pass_round())
+
+    def _land_last_update(self) -> None:
+        """Land rather than accumulate once the last update is in sight: what came behind would be lost."""
+        while (
+            self._last_update is not None and self.steps < self._last_update <= self._compute.updates_in_sight
+        ):
+            update = self._compute.land_ready()
+            self._keep([] if update is None else [update])
+
+    def _is_drained(self) -> bool:
+        """Return whether nobody has anything left to contribute; the same on all ranks."""
+        votes, world_size = self._compute.votes, self.world_size
+        has_ended = self._last_update is not None and self.steps >= self._last_update
+        agreed = votes in ([Vote.DRAIN] * world_size, [Vote.EXHAUSTED] * world_size) or has_ended
+        return agreed and self._compute.is_clear and self.job.replicas.gap == 0
+
+    def _keep(self, updates: Iterable[Update]) -> None:
+        self._landed += map(self._intake.fill, updates)
+
+
+def _with_wire(options: Options, wire: WireFormat | None) -> Options:
+    if wire is None:
+        return options
+    if options.wire not in (wire, Options().wire):
+        raise ConfigError(
+            f"DataParallel(wire={wire!r}, options=Options(wire={options.wire!r})): expected one of them"
+        )
+    return dataclasses.replace(options, wire=wire)
+
+
+def _length_of(loader: Iterable[Any]) -> int | None:
+    """Return how many batches a loader says that it has; None if it does not know."""
+    try:
+        return len(loader)  # type: ignore[arg-type]  # whether it has one is the question
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _num_samples(batch: object) -> int:

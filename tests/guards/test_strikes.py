@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stretto as st
-from stretto.engine.strikes import blame, laid_to
+from stretto.guards.strikes import blame, laid_to
 from stretto.errors import ConfigError, PeerFailed, Quarantined, TransferCorrupt
 from stretto.faults import Fault, FaultPlan, FaultyGroup, strike_memory
 from stretto.faults.injector import Injector

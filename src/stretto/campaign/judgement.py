@@ -92,7 +92,7 @@ def _is_due(drawn: Drawn, applied: Sequence[Application], harm: Harm, twin: Twin
         return False
     opportunities = twin.trial.micro_batches // ledger_of(STRATEGIES[drawn.strategy]()).rounds
     rounds = {application.opportunity // opportunities for application in applied}
-    return any(drawn.audit.audit(index, RANKS) is not None for index in rounds)
+    return any(drawn.audit.distance(index, RANKS) is not None for index in rounds)
 
 
 def _harm(drawn: Drawn, bare: Sequence[Seen], twin: Twin) -> Harm:

@@ -1,10 +1,11 @@
 """What a bit-identical continuation needs beside the portable state of `stretto.engine.state`.
 
     carry.<name>         the carry: sums of the gradients that were accumulated for the next round, reduced now
-    job.roll_call        its weights, losses and counts by rank
+    job.round_report     its weights, losses and counts by rank
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
-    rank.<rank>          random states, buffers as this rank has them, and what its wire still owes
-    replica.<rank>       parameters, optimizer state and weights of this rank, where ranks step alone and differ
+    rank.<rank>          random states, buffers as this rank has them, what its wire still owes, and counts
+    replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ
+    scheduler            state of the scheduler that the library turns
     loader.<rank>        state of this rank's loader
     extra                whatever the user gave
 
@@ -12,6 +13,7 @@ The carry and the prediction mean the same to any number of ranks, and nothing t
 something to the same rank of the same layout only; the others begin with the mean of all.
 """
 
+import dataclasses
 import io
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -19,16 +21,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stretto.engine.compute_lane import ComputeLane
-from stretto.engine.job import Reduction
-from stretto.engine.replicas import Replica
-from stretto.engine.roll_call import Attendance, RollCall, Vote
+from stretto.engine.job import Job
+from stretto.engine.report import RankReport, RoundReport, Totals, Vote
+from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State
 from stretto.flat import GradientBuffer
 from stretto.randomness import random_states, restore_random_states
 
-_ADDED = ("weight", "samples", "micro_batches", "loss_sum", "loss_weight", "norm_squared")
-"""Fields of a roll call that are sums over what a rank has contributed or owns."""
+_TOTALS = tuple(field.name for field in dataclasses.fields(Totals))
 
 
 class Loader(Protocol):
@@ -46,29 +46,30 @@ class Loader(Protocol):
 class Continuation:
     """Writes down all of a job that the next process needs, and puts it in place."""
 
-    def __init__(self, compute: ComputeLane) -> None:
-        self._compute = compute
-        self._job = JobState(compute)
-        self._rank = compute.lane.exchange.rank
-        self._world_size = compute.lane.exchange.world_size
-        self._device = compute.lane.owner.masters[0].device
+    def __init__(self, job: Job, scheduler: Any) -> None:
+        self._job = job
+        self._scheduler = scheduler
+        self._state = JobState(job)
+        self._rank = job.exchange.rank
+        self._world_size = job.exchange.world_size
+        self._device = job.sharded.masters[0].device
 
     def write(self) -> State:
         """Return what ranks hold together; all ranks must call.
 
         The reduction that this performs ahead is the one that the running job goes on with.
         """
-        reduction = self._compute.reduce_ahead() if self._compute.has_round_ready else None
-        state = self._job.write()
-        slots = self._job.slots
+        compute = self._job.compute
+        reduction = compute.reduce_ahead() if compute.has_round_ready else None
+        state = self._state.write()
+        slots = self._state.slots
         if reduction is not None:
-            state["carry"] = {slot.name: self._job.cut(slot, reduction.gradient.sums) for slot in slots}
-            state["job"]["roll_call"] = pack(self._describe(reduction))
-        if self._compute.shown == "estimate":
-            parameters = self._compute.guarded.parameters
+            state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
+            state["job"]["round_report"] = pack(self._describe(reduction))
+        if compute.model.shown == "estimate":
             state["shown"] = {
-                slot.name: self._job.spread(slot, parameter)
-                for slot, parameter in zip(slots, parameters, strict=True)
+                slot.name: self._state.spread(slot, parameter)
+                for slot, parameter in zip(slots, self._job.user.parameters, strict=True)
             }
         return state
 
@@ -77,19 +78,20 @@ class Continuation:
         mine = {
             "random": random_states(self._device),
             "buffers": self._buffers(state["model"]),
-            "owed": self._compute.lane.exchange.owed,
+            "owed": self._job.exchange.owed,
         }
-        if self._compute.lane.copies is not None:
-            mine["copies"] = self._compute.lane.copies.counts()
-        own: State = {"rank": {str(self._rank): pack(mine)}}
-        replicas = self._compute.lane.apart
-        if replicas is not None:
-            agreed = self._compute.statistics.agreed
-            own["replica"] = {str(self._rank): pack({"replica": replicas.write(), "agreed": agreed})}
+        replicas = self._job.replicas.state_dict()
+        replica = replicas.pop("replica", None)
+        own: State = {"rank": {str(self._rank): pack({**mine, "replicas": replicas})}}
+        if replica is not None:
+            agreed = self._job.compute.statistics.agreed
+            own["replica"] = {str(self._rank): pack({"replica": replica, "agreed": agreed})}
         if loader is not None:
             own["loader"] = {str(self._rank): pack(loader.state_dict())}
         if self._rank == 0:
             own["extra"] = pack(extra)
+            if self._scheduler is not None:
+                own["scheduler"] = pack(self._scheduler.state_dict())
         return own
 
     def blank(
@@ -103,13 +105,13 @@ class Continuation:
             same_strategy: Whether the carry and the prediction mean anything here.
             same_layout: Whether a rank's replica does, too.
         """
-        state = self._job.blank(stored)
-        slots = self._job.slots
+        state = self._state.blank(stored)
+        slots = self._state.slots
         if same_strategy and all(f"carry.{slot.name}" in stored for slot in slots):
-            state["carry"] = {slot.name: self._job.cut(slot, None) for slot in slots}
-            state["job"]["roll_call"] = b""
+            state["carry"] = {slot.name: self._state.cut(slot, None) for slot in slots}
+            state["job"]["round_report"] = b""
         if same_strategy and all(f"shown.{slot.name}" in stored for slot in slots):
-            state["shown"] = {slot.name: self._job.spread(slot, None) for slot in slots}
+            state["shown"] = {slot.name: self._state.spread(slot, None) for slot in slots}
         if world_size == self._world_size:
             state["rank"] = {str(self._rank): b""}
         if same_strategy and same_layout and f"replica.{self._rank}" in stored:
@@ -118,68 +120,70 @@ class Continuation:
         if loaders:
             state["loader"] = loaders
         state["extra"] = b""
+        if self._scheduler is not None and "scheduler" in stored:
+            state["scheduler"] = b""
         return state
 
     def load(self, state: State) -> None:
         """Put `state`, read from a checkpoint, in the place of the job's own."""
-        self._job.load(state)
+        self._state.load(state)
+        compute = self._job.compute
         mine = unpack(state["rank"][str(self._rank)]) if "rank" in state else None
         if mine is not None:
-            buffers = dict(self._compute.guarded.model.named_buffers())
+            buffers = dict(self._job.user.model.named_buffers())
             for name, value in mine["buffers"].items():
                 buffers[name].copy_(value)
-        self._compute.lane.exchange.owe([] if mine is None else mine.get("owed", []))
+        self._job.exchange.owe([] if mine is None else mine["owed"])
+        replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:
-            self._adopt_replica(**unpack(state["replica"][str(self._rank)]))
-        if self._compute.lane.copies is not None and mine is not None and "copies" in mine:
-            self._compute.lane.copies.take_up(mine["copies"])
+            replica = unpack(state["replica"][str(self._rank)])
+            self._job.replicas.load_state_dict({**replicas, "replica": replica["replica"]})
+            values = GradientBuffer(self._job.layout)
+            self._job.sharded.publish(values.flats)
+            compute.model.show(values.views, "committed")
+            compute.statistics.agreed = [value.to(self._device) for value in replica["agreed"]]
+        elif replicas:
+            self._job.replicas.load_state_dict(replicas)
         if "carry" in state:
-            self._compute.adopt(self._reduction(state))
+            compute.close_round().reduction = self._reduction(state)
         if "shown" in state:
-            shown = [(state["shown"][slot.name].content(), slot.shape) for slot in self._job.slots]
-            values = [content.view(shape).to(self._device) for content, shape in shown]
-            self._compute.show(values, "estimate")
+            shown = [(state["shown"][slot.name].content(), slot.shape) for slot in self._state.slots]
+            compute.model.show([content.view(shape).to(self._device) for content, shape in shown], "estimate")
+        if "scheduler" in state:
+            self._scheduler.load_state_dict(unpack(state["scheduler"]))
         if mine is not None:
             restore_random_states(mine["random"], self._device)
 
-    def _adopt_replica(self, replica: Replica, agreed: list[Tensor]) -> None:
-        lane = self._compute.lane
-        replicas = lane.copies or lane.replicas
-        if replicas is None:
-            raise TypeError("a replica of its own belongs to a strategy that averages")
-        replicas.adopt(replica)
-        values = GradientBuffer(lane.owner.layout)
-        lane.owner.publish(values.flats)
-        self._compute.show(values.views, "committed")
-        self._compute.statistics.agreed = [value.to(self._device) for value in agreed]
-
     def _describe(self, reduction: Reduction) -> dict[str, Any]:
-        names = [slot.name for slot in self._job.slots]
+        names = [slot.name for slot in self._state.slots]
         records = []
-        for record in reduction.call.records:
-            fields = {field: record[field].item() for field in (*_ADDED, "gradient_is_finite")}
+        for record in reduction.report.records:
+            fields = {
+                field: record[field].item() for field in (*_TOTALS, "norm_squared", "gradient_is_finite")
+            }
             fields["used"] = [name for name, flag in zip(names, record["used"], strict=True) if flag]
             records.append(fields)
-        statistics = {self._compute.statistics.names[i]: mean for i, mean in reduction.statistics.items()}
+        buffers = self._job.compute.statistics.names
+        statistics = {buffers[index]: mean for index, mean in reduction.statistics.items()}
         return {"records": records, "skipped": reduction.skipped, "statistics": statistics}
 
     def _reduction(self, state: State) -> Reduction:
-        described = unpack(state["job"]["roll_call"])
-        owner, lane = self._compute.lane.owner, self._compute.lane
-        sums = owner.new_sums()
-        for piece in owner.pieces:
+        described = unpack(state["job"]["round_report"])
+        sharded = self._job.sharded
+        sums = sharded.new_sums()
+        for piece in sharded.pieces:
             entry = state["carry"][piece.slot.name]
-            owner.values(sums, piece).copy_(entry.content(piece.offset, piece.numel))
-        names = [slot.name for slot in self._job.slots]
-        buffers = self._compute.statistics.names
+            sharded.values(sums, piece).copy_(entry.content(piece.offset, piece.numel))
+        names = [slot.name for slot in self._state.slots]
+        buffers = self._job.compute.statistics.names
         records = [
-            RollCall.pack(_attendance(members, names, len(buffers)))
+            RoundReport.pack(_rank_report(members, names, len(buffers)))
             for members in self._deal(described["records"])
         ]
         means = described["statistics"].items()
         statistics = {buffers.index(name): mean.to(self._device) for name, mean in means}
-        call = RollCall.unpack(records, len(names), len(buffers))
-        return lane.reduction(sums, call, statistics, skipped=described["skipped"])
+        report = RoundReport.unpack(records, len(names), len(buffers))
+        return self._job.core.reduction(sums, report, statistics, skipped=described["skipped"])
 
     def _deal(self, records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
         """Deal the saved ranks' records to the running ranks in turn."""
@@ -187,11 +191,11 @@ class Continuation:
 
     def _buffers(self, saved: Collection[str]) -> dict[str, Tensor]:
         """Return this rank's persistent buffers, but for those that are what ranks agree on."""
-        statistics = self._compute.statistics
+        statistics = self._job.compute.statistics
         agreed = dict(zip(statistics.names, statistics.agreed, strict=True))
         return {
             name: buffer.detach().clone()
-            for name, buffer in self._compute.guarded.model.named_buffers()
+            for name, buffer in self._job.user.model.named_buffers()
             if name in saved and not (name in agreed and torch.equal(buffer, agreed[name]))
         }
 
@@ -208,12 +212,13 @@ def unpack(packed: bytes) -> Any:
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
 
 
-def _attendance(records: Sequence[Mapping[str, Any]], names: Sequence[str], num_buffers: int) -> Attendance:
-    """Return one rank's record in the place of several; empty for a rank that takes over nobody's."""
+def _rank_report(records: Sequence[Mapping[str, Any]], names: Sequence[str], num_buffers: int) -> RankReport:
+    """Return one rank's report in the place of several; empty for a rank that takes over nobody's."""
     used = {name for record in records for name in record["used"]}
-    return Attendance(
-        **{field: sum(record[field] for record in records) for field in _ADDED},
+    return RankReport(
+        totals=Totals(**{field: sum(record[field] for record in records) for field in _TOTALS}),
         gradient_is_finite=all(record["gradient_is_finite"] for record in records),
+        norm_squared=sum(record["norm_squared"] for record in records),
         vote=Vote.GO_ON,  # what ranks wanted of the old job is nothing to the new one
         settings=0,
         used=bytes(name in used for name in names),

@@ -59,22 +59,22 @@ def load(
         OutOfTurn: An update is under way.
         CommunicationError: A rank died, raised or fell silent.
     """
-    with parallel.compute.running():
-        parallel.compute.check_between_updates("loading a checkpoint")
+    with parallel.job.compute.running():
+        parallel.job.compute.check_between_updates("loading a checkpoint")
     ranks = Ranks(parallel)
     paths = ranks.gather(
         "looking for a checkpoint", lambda: folder.find(Path(directory)) if ranks.rank == 0 else None
     )
     reading = _Reading(paths[0] or Path(directory))
     manifest = ranks.agree("opening a checkpoint", reading.open)
-    with parallel.compute.running():
-        continuation = Continuation(parallel.compute)
+    with parallel.job.compute.running():
+        continuation = Continuation(parallel.job, parallel.scheduler)
         same = manifest.strategy == parallel.strategy.name
         state = continuation.blank(
             reading.names,
             manifest.world_size,
             same_strategy=same,
-            same_layout=manifest.layout == parallel.compute.lane.owner.layout.digest(),
+            same_layout=manifest.layout == parallel.job.layout.digest(),
         )
     optimizer = type(parallel.optimizer).__name__
     ranks.agree("checking a checkpoint", lambda: reading.check(state, optimizer))
@@ -82,7 +82,7 @@ def load(
     positions = tuple(unpack(packed) for packed in state.get("loader", {}).values())
     if loader is not None and positions and manifest.world_size == parallel.world_size:
         ranks.agree("restoring the loader", lambda: loader.load_state_dict(positions[ranks.rank]))
-    with parallel.compute.running():
+    with parallel.job.compute.running():
         continuation.load(state)
     return Restored(
         step=parallel.steps,

@@ -59,7 +59,7 @@ def save(
     if keep < 1:
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is being written")
     with parallel.between_updates("a checkpoint"):
-        continuation = Continuation(parallel.compute)
+        continuation = Continuation(parallel.job, parallel.scheduler)
         state = continuation.write()
     ranks = Ranks(parallel)
     home = Path(directory)
@@ -133,7 +133,7 @@ def _manifest(parallel: DataParallel, writing: _Writing, metadata: Metadata) -> 
         world_size=parallel.world_size,
         strategy=parallel.strategy.name,
         optimizer=type(parallel.optimizer).__name__,
-        layout=parallel.compute.lane.owner.layout.digest(),
+        layout=parallel.job.layout.digest(),
         model=tensors,
         files={path.name: path.stat().st_size for path in writing.path.iterdir()},
         metadata_digest=file_digest(writing.path / METADATA),
@@ -186,24 +186,17 @@ class Ranks:
         return outcomes
 
     def _describe(self, doing: str, error: Exception) -> tuple[str, str]:
-        where = f"{self._parallel.compute.where}, {doing}"
+        where = f"{self._parallel.job.compute.where}, {doing}"
         if isinstance(error, CheckpointError):
             return type(error).__name__, f"{where}: {error}"
         return CheckpointError.__name__, f"{where}: {type(error).__name__}: {error}"
 
     def _exchange(self, value: Any) -> list[Any]:
         """Return every rank's value."""
-        exchange = self._parallel.compute.lane.exchange
         record = zlib.compress(pickle.dumps(value), level=1)  # plans repeat the same names and classes
         try:
-            sizes = [
-                int.from_bytes(size, "little")
-                for size in exchange.gather_bytes(len(record).to_bytes(8, "little"))
-            ]
-            records = exchange.gather_bytes(record.ljust(max(sizes), b"\0"))
+            records = self._parallel.job.exchange.gather_records(record)
         except CommunicationError as error:
             self._parallel.fail(error)
             raise
-        return [
-            pickle.loads(zlib.decompress(record[:size])) for record, size in zip(records, sizes, strict=True)
-        ]
+        return [pickle.loads(zlib.decompress(record)) for record in records]

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.engine.strikes import blame
+from stretto.guards.strikes import blame
 
 Link = tuple[int, int]
 """Sender and receiver."""

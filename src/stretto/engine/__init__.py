@@ -1,9 +1,6 @@
 """The engine: two lanes, landing and take-off."""
 
-from stretto.engine.compute_lane import ComputeLane
-from stretto.engine.options import Options
-from stretto.engine.quota import Clock
-from stretto.engine.start import start_lanes
-from stretto.strategies.ledger import Ledger, ledger_of
+from stretto.engine.job import Job
+from stretto.engine.options import Clock, Options
 
-__all__ = ["Clock", "ComputeLane", "Ledger", "Options", "ledger_of", "start_lanes"]
+__all__ = ["Clock", "Job", "Options"]

@@ -6,14 +6,12 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from stretto.checksums import digest
 from stretto.errors import RanksDisagree, TransferCorrupt
 from stretto.exchange import Exchange
 from stretto.flat import GradientBuffer
 
-_LENGTH_BYTES = 8
 _SHOWN_CHARACTERS = 300
 _BROADCASTS = 4
 """How often starting values are sent, where ranks compare digests of what arrived."""
@@ -35,7 +33,9 @@ def agree(exchange: Exchange, settings: Mapping[str, str], where: str) -> None:
     if len(set(exchange.gather_bytes(own))) == 1:
         return
     # All ranks know that some differ, and all pay for the texts.
-    columns = [gather_text(exchange, text) for text in settings.values()]
+    columns = [
+        [record.decode() for record in exchange.gather_records(text.encode())] for text in settings.values()
+    ]
     found = [
         f"{name}: {_difference(texts)}"
         for name, texts in zip(settings, columns, strict=True)
@@ -71,38 +71,22 @@ def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:
-    if tensor.numel() == 0:
+    if not exchange.is_verified:
+        exchange.broadcast(tensor, 0, "broadcast of rank 0's parameters")
         return
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    contiguous = tensor.contiguous()
-    # As bytes: backends do not know every dtype.
-    content = contiguous.view(-1).view(torch.uint8)
     # Rank 0's own memory may be what is damaged: what is sent again is what was sent first.
-    healthy = content.clone() if exchange.is_verified and exchange.rank == 0 else content
-    for _ in range(_BROADCASTS):
-        if healthy is not content:
-            content.copy_(healthy)
-        exchange.wait(exchange.group.broadcast([content], options), "broadcast of rank 0's parameters")
-        if not exchange.is_verified or len(set(exchange.gather_bytes(digest(content).to_bytes(8)))) == 1:
-            break
-    else:
+    healthy = tensor.clone() if exchange.rank == 0 else tensor
+    for _ in range(_BROADCASTS if tensor.numel() else 0):
+        if healthy is not tensor:
+            tensor.copy_(healthy)
+        exchange.broadcast(tensor, 0, "broadcast of rank 0's parameters")
+        if len(set(exchange.gather_bytes(digest(tensor).to_bytes(8)))) == 1:
+            return
+    if tensor.numel():
         raise TransferCorrupt(
             f"rank {exchange.rank}, before step 1: rank 0's starting values arrived damaged {_BROADCASTS} times on "
             "some rank: expected the digest that rank 0 has; look at its links"
         )
-    if contiguous.data_ptr() != tensor.data_ptr():
-        tensor.copy_(contiguous)
-
-
-def gather_text(exchange: Exchange, text: str) -> list[str]:
-    """Return every rank's text, of any length; where nobody has any, only the lengths travel."""
-    content = text.encode()
-    lengths = [int.from_bytes(part) for part in exchange.gather_bytes(len(content).to_bytes(_LENGTH_BYTES))]
-    if not any(lengths):
-        return [""] * len(lengths)
-    parts = exchange.gather_bytes(content.ljust(max(lengths)))
-    return [part[:length].decode() for part, length in zip(parts, lengths, strict=True)]
 
 
 def _difference(texts: Sequence[str]) -> str:

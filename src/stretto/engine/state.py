@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.compute_lane import ComputeLane
+from stretto.engine.job import Job
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
 from stretto.exchange import narrower
 from stretto.flat import Fragments, PartedTensor, Shares, Slot
@@ -33,30 +33,29 @@ class JobState:
         on the CPU, and nothing in the job changes before `load`.
     """
 
-    def __init__(self, compute: ComputeLane) -> None:
-        self.compute = compute
-        self.owner = compute.lane.owner
-        self.slots = self.owner.layout.slots
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.slots = job.layout.slots
         self.pieces: dict[int, list[Piece]] = defaultdict(list)
         """What this rank owns of each parameter, by slot index."""
-        for piece in self.owner.pieces:
+        for piece in job.sharded.pieces:
             self.pieces[piece.slot.index].append(piece)
-        self._shares = Shares(self.owner.layout, compute.lane.exchange.rank)
+        self._shares = Shares(job.layout, job.exchange.rank)
         self._kinds: dict[tuple[int, torch.dtype], PieceState] = {}
 
     def write(self) -> State:
         """Return the state as nested dictionaries of `PartedTensor`s and numbers; all ranks must call."""
-        owner = self.compute.lane.agreed_owner(self.compute.statistics.snapshot()[1])
+        sharded = self.job.replicas.agreed_optimizer(self.job.compute.statistics.snapshot()[1])
         masters = {
-            slot.name: self.cut(slot, owner.masters)
+            slot.name: self.cut(slot, sharded.masters)
             for slot in self.slots
             if self._installed_dtype(slot) != self._master_dtype(slot)
         }
         return {
             "model": self._model(blank=False),
             **({"master": masters} if masters else {}),
-            "optimizer": {**self._states(dict(piece_states(owner))), **self._hyperparameters()},
-            "job": {"step": self.compute.steps, "round_index": self.compute.lane.round_index},
+            "optimizer": {**self._states(dict(piece_states(sharded))), **self._hyperparameters()},
+            "job": {"step": self.job.compute.steps, "round_index": self.job.comm.progress.round_index},
         }
 
     def blank(self, stored: Collection[str]) -> State:
@@ -91,25 +90,23 @@ class JobState:
         model = {name: _whole(value) for name, value in state["model"].items()}
         missing = [name for name, value in model.items() if value is None]
         if missing:
-            raise TornCheckpoint(f"{self.compute.where}: the checkpoint has no values for {missing}")
-        states = {piece: self._piece_state(piece, state["optimizer"]) for piece in self.owner.pieces}
-        for piece in self.owner.pieces:
+            raise TornCheckpoint(f"{self.job.compute.where}: the checkpoint has no values for {missing}")
+        states = {piece: self._piece_state(piece, state["optimizer"]) for piece in self.job.sharded.pieces}
+        for piece in self.job.sharded.pieces:
             values = [_run(state.get(part, {}).get(piece.slot.name), piece) for part in ("master", "model")]
             master = next(value for value in values if value is not None)
-            self.owner.values(self.owner.masters, piece).copy_(master)
-        adopt_states(self.owner, states)
-        self.compute.guarded.model.load_state_dict(model)
-        for group, names in zip(
-            self.compute.guarded.optimizer.param_groups, self._group_names(), strict=True
-        ):
+            self.job.sharded.values(self.job.sharded.masters, piece).copy_(master)
+        adopt_states(self.job.sharded, states)
+        self.job.user.model.load_state_dict(model)
+        for group, names in zip(self.job.user.optimizer.param_groups, self._group_names(), strict=True):
             for name in names[:1]:
                 group.update(_under(state["optimizer"], f"param_groups.{name}."))
-        self.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
+        self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
 
     def cut(self, slot: Slot, buckets: Sequence[Tensor] | None) -> PartedTensor:
         """Return a parameter's share of what this rank holds per bucket, masters or sums; None makes it blank."""
         fragments = [
-            (piece.offset, self.owner.values(buckets, piece))
+            (piece.offset, self.job.sharded.values(buckets, piece))
             for piece in self.pieces[slot.index]
             if buckets is not None
         ]
@@ -118,19 +115,20 @@ class JobState:
     def spread(self, slot: Slot, values: Tensor | None) -> PartedTensor:
         """Return what every rank holds whole, of which each writes its share; None makes it blank."""
         fragments = [] if values is None else [(0, values.detach().reshape(-1))]
-        dtype = self.owner.layout.sets[slot.set_index].dtype
+        dtype = self.job.sharded.layout.sets[slot.set_index].dtype
         return self._shares.cut(slot, dtype, fragments, everywhere=True)
 
     def _cut(self, slot: Slot, dtype: torch.dtype, fragments: Fragments) -> PartedTensor:
-        return self._shares.cut(slot, dtype, fragments, everywhere=self.compute.lane.replicated)
+        return self._shares.cut(slot, dtype, fragments, everywhere=self.job.core.replicated)
 
     def _model(self, *, blank: bool) -> State:
-        guarded = self.compute.guarded
-        slots = {id(p): slot for p, slot in zip(guarded.parameters, self.slots, strict=True)}
-        held = self.compute.show_committed()
-        try:
+        user, compute = self.job.user, self.job.compute
+        slots = {id(p): slot for p, slot in zip(user.parameters, self.slots, strict=True)}
+        shows_it = compute.model.shown == "committed" and not compute.model.is_settled
+        is_shown_anyway = shows_it and not self.job.replicas.has_drifted
+        with compute.settled():
             entries: State = {}
-            for name, value in guarded.model.state_dict(keep_vars=True).items():
+            for name, value in user.model.state_dict(keep_vars=True).items():
                 slot = slots.get(id(value))
                 if not isinstance(value, Tensor):
                     entries[name] = value
@@ -141,11 +139,9 @@ class JobState:
                 elif blank:
                     entries[name] = self.spread(slot, None)
                 else:
-                    kept = value if held.parameters is None else value.detach().clone()
+                    kept = value if is_shown_anyway else value.detach().clone()
                     entries[name] = self.spread(slot, kept)
-            return entries
-        finally:
-            self.compute.show_again(held)
+        return entries
 
     def _states(self, found: Mapping[Piece, PieceState]) -> State:
         """Return the optimizer's state; blank what is not found."""
@@ -182,19 +178,19 @@ class JobState:
             return {}
         if missing:
             raise ForeignCheckpoint(
-                f"{self.compute.where}: the checkpoint's optimizer state of {piece.slot.name!r} has no {missing}, "
-                f"which {type(self.compute.guarded.optimizer).__name__} keeps: expected the optimizer that was saved"
+                f"{self.job.compute.where}: the checkpoint's optimizer state of {piece.slot.name!r} has no {missing}, "
+                f"which {type(self.job.user.optimizer).__name__} keeps: expected the optimizer that was saved"
             )
         return found
 
     def _kind(self, slot: Slot) -> PieceState:
         key = slot.group, self._master_dtype(slot)
         if key not in self._kinds:
-            self._kinds[key] = state_like(self.owner, *key)
+            self._kinds[key] = state_like(self.job.sharded, *key)
         return self._kinds[key]
 
     def _hyperparameters(self) -> State:
-        settings = read_hyperparameters(self.compute.guarded.optimizer)
+        settings = read_hyperparameters(self.job.user.optimizer)
         return {
             f"param_groups.{name}.{key}": value
             for names, group in zip(self._group_names(), settings, strict=True)
@@ -204,20 +200,20 @@ class JobState:
 
     def _group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group of the user's optimizer, frozen ones included."""
-        guarded = self.compute.guarded
-        names = {id(parameter): name for name, parameter in guarded.model.named_parameters()}
+        user = self.job.user
+        names = {id(parameter): name for name, parameter in user.model.named_parameters()}
         return [
             [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-            for group in guarded.optimizer.param_groups
+            for group in user.optimizer.param_groups
         ]
 
     def _master_dtype(self, slot: Slot) -> torch.dtype:
-        return torch.promote_types(self.owner.layout.sets[slot.set_index].dtype, torch.float32)
+        return torch.promote_types(self.job.sharded.layout.sets[slot.set_index].dtype, torch.float32)
 
     def _installed_dtype(self, slot: Slot) -> torch.dtype:
         """Return how wide the values are that the model shows."""
-        dtype = self.owner.layout.sets[slot.set_index].dtype
-        return dtype if self.compute.lane.replicated else narrower(self.compute.lane.exchange.wire, dtype)
+        dtype = self.job.sharded.layout.sets[slot.set_index].dtype
+        return dtype if self.job.core.replicated else narrower(self.job.exchange.wire, dtype)
 
 
 def _under(entries: Mapping[str, Any], prefix: str) -> State:

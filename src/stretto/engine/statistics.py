@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.round import Landing
 from stretto.exchange import Exchange
 
 
@@ -48,6 +49,11 @@ class Statistics:
                 live[index].copy_(average)
             else:
                 live[index].add_(average - snapshot[index])
+
+    def agreed_after(self, landing: Landing | None) -> list[Tensor]:
+        """Return what ranks agree on, with what a round will bring that is yet to land."""
+        brought = {} if landing is None else landing.reduction.statistics
+        return [brought.get(index, value) for index, value in enumerate(self.agreed)]
 
     def agree(self) -> None:
         """Take what the model holds, alike on all ranks, for what all ranks agree on."""

@@ -3,6 +3,7 @@
 The contract of an exchange, and what all exchanges share: gathering parameters and small records.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -35,6 +36,8 @@ Wait = Callable[[dist.Work, str], None]
 Transfer = Generator[tuple[dist.Work, str], None, None]
 """One bucket's way: yields every collective it has started, with what is waited for, and goes on when it is done."""
 
+_LENGTH_BYTES = 8
+"""Of a record whose length differs between ranks."""
 IN_FLIGHT = 4
 """Buckets that travel at a time: enough to keep a link busy while one is summed."""
 
@@ -81,11 +84,18 @@ class Exchange(ABC):
             owed.copy_(errors[index]) if errors else owed.zero_()
 
     @abstractmethod
-    def sum_slice(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
-        """Sum the `index`-th bucket of `flat` over ranks; `total` takes this rank's slice."""
+    def sum_slice(
+        self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
+    ) -> Transfer:
+        """Sum the `index`-th bucket of `flat` over ranks; `total` takes this rank's slice.
+
+        `wire` is the dtype in which values travel that are not gradients; None sends gradients in their format.
+        """
 
     @abstractmethod
-    def sum_bucket(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+    def sum_bucket(
+        self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
+    ) -> Transfer:
         """Sum the `index`-th bucket of `flat` over ranks; `total` takes all of it, equal on all ranks."""
 
     def reduce_scatter(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
@@ -97,14 +107,17 @@ class Exchange(ABC):
         """
         self.perform(self._by_bucket(self.sum_slice, flats, sums))
 
-    def all_reduce(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+    def all_reduce(
+        self, flats: Sequence[Tensor], sums: Sequence[Tensor], wire: torch.dtype | None = None
+    ) -> None:
         """Sum `flats` over ranks.
 
         Args:
-            flats: One gradient tensor per flat set, `(flat.numel,)`; left undefined.
+            flats: One tensor per flat set, `(flat.numel,)`; left undefined.
             sums: One float32 tensor per bucket, `(bucket.numel,)`, overwritten with the whole sum, equal on all ranks.
+            wire: In which values travel that are not gradients; None sends gradients in their format.
         """
-        self.perform(self._by_bucket(self.sum_bucket, flats, sums))
+        self.perform(self._by_bucket(functools.partial(self.sum_bucket, wire=wire), flats, sums))
 
     def all_gather(self, flats: Sequence[Tensor]) -> None:
         """Replace every bucket of `flats` by the owners' slices, rounded to the wire.
@@ -154,10 +167,40 @@ class Exchange(ABC):
         device = self.layout.sets[0].device
         own = torch.frombuffer(bytearray(record), dtype=torch.int8).to(device)
         whole = torch.empty(self.world_size * own.numel(), dtype=torch.int8, device=device)
-        self.wait(self.group.all_gather_single(whole, own), "roll call")
+        self.wait(self.group.all_gather_single(whole, own), "round report")
         self.sent_bytes += (self.world_size - 1) * own.nbytes
         records: list[bytes] = whole.cpu().numpy().view(f"V{len(record)}").tolist()
         return records
+
+    def gather_records(self, record: bytes) -> list[bytes]:
+        """Return every rank's `record`, of any length, in rank order; only lengths travel if all are empty."""
+        own = len(record).to_bytes(_LENGTH_BYTES)
+        lengths = [int.from_bytes(length) for length in self.gather_bytes(own)]
+        if not any(lengths):
+            return [b""] * len(lengths)
+        parts = self.gather_bytes(record.ljust(max(lengths), b"\0"))
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
+        """Overwrite `tensor`, of any dtype, shape and strides, with what rank `source` holds.
+
+        Args:
+            tensor: On any device; as large on all ranks.
+            source: The rank that sends.
+            what: What is waited for, in messages.
+        """
+        if tensor.numel() == 0:
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        # As bytes: backends do not know every dtype.
+        content = tensor.detach().contiguous().view(-1).view(torch.uint8).to(self.layout.sets[0].device)
+        if self.rank == source:
+            self.sent_bytes += (self.world_size - 1) * content.numel()
+        self.wait(self.group.broadcast([content], options), what)
+        if content.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(content.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
     def scratch(self, role: str, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return `numel` reusable elements for a role in the `index`-th transfer, valid until that one ends."""

@@ -73,8 +73,13 @@ class Int8Exchange(DirectExchange):
         super().__init__(group, layout, torch.bfloat16, wait)
         self.owed = [torch.zeros(flat.numel, dtype=torch.float32, device=flat.device) for flat in layout.sets]
 
-    def sum_slice(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
-        """See `Exchange.sum_slice`."""
+    def sum_slice(
+        self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
+    ) -> Transfer:
+        """See `Exchange.sum_slice`; values that are not gradients have no error to feed back."""
+        if wire is not None:
+            yield from super().sum_slice(index, bucket, flat, total, wire)
+            return
         values = self.owed[bucket.set_index][bucket.start : bucket.stop]
         values.add_(flat[bucket.start : bucket.stop])
         row_bytes = packed_bytes(total.numel())

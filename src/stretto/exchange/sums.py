@@ -63,20 +63,24 @@ class DirectExchange(Exchange):
     a whole all-reduce.
     """
 
-    def sum_bucket(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+    def sum_bucket(
+        self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
+    ) -> Transfer:
         """See `Exchange.sum_bucket`; a direct sum of the slice, gathered rounded to the wire."""
         numel = bucket.numel // self.world_size
         shard = self.scratch("shard", index, numel, total.dtype, flat.device)
-        yield from self.sum_slice(index, bucket, flat, shard)
-        dtype = narrower(self.wire, flat.dtype)
+        yield from self.sum_slice(index, bucket, flat, shard, wire)
+        dtype = narrower(wire or self.wire, flat.dtype)
         own = shard
         if shard.dtype != dtype:
             own = self.scratch("own", index, numel, dtype, flat.device).copy_(shard)
         yield from self.gather(own, total, index, f"gather of summed bucket {index}")
 
-    def sum_slice(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+    def sum_slice(
+        self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
+    ) -> Transfer:
         """See `Exchange.sum_slice`."""
-        outgoing = self.outgoing(flat, bucket, index, narrower(self.wire, flat.dtype))
+        outgoing = self.outgoing(flat, bucket, index, narrower(wire or self.wire, flat.dtype))
         received = self.scratch("received", index, bucket.numel, outgoing.dtype, flat.device)
         self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
         yield self.group.alltoall_base(received, outgoing, [], []), f"reduction of bucket {index}"
@@ -94,20 +98,26 @@ class NativeExchange(Exchange):
     gain from the extra bits.
     """
 
-    def sum_slice(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+    def sum_slice(
+        self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
+    ) -> Transfer:
         """See `Exchange.sum_slice`."""
-        outgoing = self.outgoing(flat, bucket, index, self.wire)
-        same = total.dtype == self.wire
-        out = total if same else self.scratch("own", index, total.numel(), self.wire, total.device)
+        wire = wire or self.wire
+        outgoing = self.outgoing(flat, bucket, index, wire)
+        same = total.dtype == wire
+        out = total if same else self.scratch("own", index, total.numel(), wire, total.device)
         self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
         work = self.group.reduce_scatter_single(out, outgoing, dist.ReduceScatterOptions())
         yield work, f"reduction of bucket {index}"
         if not same:
             total.copy_(out)
 
-    def sum_bucket(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+    def sum_bucket(
+        self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
+    ) -> Transfer:
         """See `Exchange.sum_bucket`."""
-        outgoing = self.outgoing(flat, bucket, index, self.wire)
+        wire = wire or self.wire
+        outgoing = self.outgoing(flat, bucket, index, wire)
         self.sent_bytes += 2 * (outgoing.nbytes // self.world_size) * (self.world_size - 1)
         yield self.group.allreduce([outgoing]), f"reduction of bucket {index}"
         total.copy_(outgoing)

@@ -20,7 +20,7 @@ from stretto.flat import Bucket, Layout
 from stretto.records import Incident
 
 _COPIES = 3
-"""How often a record of the roll call travels: ranks cannot agree to repeat what they agree by."""
+"""How often a record of the round report travels: ranks cannot agree to repeat what they agree by."""
 
 
 class VerifiedExchange(DirectExchange):
@@ -45,6 +45,8 @@ class VerifiedExchange(DirectExchange):
         """Reductions and gathers so far, the same on all ranks: part of every row's seal."""
         self._records = 0
         """Roll calls so far: part of every record's seal."""
+        self._sent = wire
+        """The dtype in which the present phase sends contributions."""
         self._missing: list[Missing] = []
         """What this rank misses of the present phase."""
         self._held: dict[int, Tensor] = {}
@@ -74,12 +76,18 @@ class VerifiedExchange(DirectExchange):
         ]
         complete(self, self._missing, Delivery(site="contribution", row_bytes=sizes, row=row, accept=accept))
 
-    def all_reduce(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+    def all_reduce(
+        self, flats: Sequence[Tensor], sums: Sequence[Tensor], wire: torch.dtype | None = None
+    ) -> None:
         """See `Exchange.all_reduce`: a verified reduce-scatter, and a verified gather of what the owners summed."""
         # Each owner's slice lies where it is gathered to: a gather overwrites it with nothing but itself.
         slices = [total.view(self.world_size, -1)[self.rank] for total in sums]
-        self.reduce_scatter(flats, slices)
-        self._gather(slices, sums, [self._sent_dtype(bucket) for bucket in self.layout.buckets])
+        self._sent = wire or self.wire
+        try:
+            self.reduce_scatter(flats, slices)
+            self._gather(slices, sums, [self._sent_dtype(bucket) for bucket in self.layout.buckets])
+        finally:
+            self._sent = self.wire
 
     def all_gather(self, flats: Sequence[Tensor]) -> None:
         """See `Exchange.all_gather`."""
@@ -107,13 +115,15 @@ class VerifiedExchange(DirectExchange):
         found = [self._read(content, len(sealed), sender) for sender, content in enumerate(arrived)]
         if lost := [sender for sender, content in enumerate(found) if content is None]:
             raise TransferCorrupt(
-                f"rank {self.rank}: all {_COPIES} copies of a record of the roll call from ranks {lost} are damaged: "
+                f"rank {self.rank}: all {_COPIES} copies of a round report from ranks {lost} are damaged: "
                 f"expected one to fit its seal; look at the links from them to rank {self.rank}",
                 links=[(sender, self.rank) for sender in lost],
             )
         return [content for content in found if content is not None]
 
-    def sum_slice(self, index: int, bucket: Bucket, flat: Tensor, total: Tensor) -> Transfer:
+    def sum_slice(
+        self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
+    ) -> Transfer:
         """See `Exchange.sum_slice`; a bucket with a missing row is put aside."""
         row_bytes = self._row_bytes(total.numel(), self._sent_dtype(bucket))
         size = self.world_size * row_bytes
@@ -219,7 +229,7 @@ class VerifiedExchange(DirectExchange):
             return None
         if len(sound) < _COPIES:
             self._report(
-                "roll call", f"{_COPIES - len(sound)} of {_COPIES} copies", sender, "read from a copy"
+                "round report", f"{_COPIES - len(sound)} of {_COPIES} copies", sender, "read from a copy"
             )
         return sound[0][:-SEAL_BYTES]
 
@@ -228,8 +238,8 @@ class VerifiedExchange(DirectExchange):
         self._missing = []
 
     def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype in which gradients of a bucket travel."""
-        return narrower(self.wire, self.layout.sets[bucket.set_index].accumulation_dtype)
+        """Return the dtype in which contributions to a bucket travel in the present phase."""
+        return narrower(self._sent, self.layout.sets[bucket.set_index].accumulation_dtype)
 
     def _row_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return numel * dtype.itemsize + SEAL_BYTES

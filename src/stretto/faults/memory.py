@@ -6,14 +6,16 @@ outside, so that the job needs no door for it.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from stretto.faults.injector import Injector
 from stretto.faults.plan import Site
-from stretto.optimizer import ReducedGradient, ShardedOptimizer
+from stretto.optimizer import ShardedOptimizer
 from stretto.parallel import DataParallel
+from stretto.strategies import Strategy
+from stretto.strategies.contract import ACCUMULATIONS, Script
 
 
 def strike_memory(parallel: DataParallel, injector: Injector) -> None:
@@ -29,47 +31,67 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
     | published values | after masters have been written into the outgoing buffer |
     | shown parameters | after every micro-batch |
     """
-    compute = parallel.compute
-    lane, owner = compute.lane, compute.lane.owner
-    exchange: Any = lane.exchange
+    job = parallel.job
+    compute, comm, sharded = job.compute, job.comm, job.sharded
 
     def before_round(*_: Any) -> None:
-        injector.offer("masters", owner.masters)
-        injector.offer("optimizer state", list(_state(owner)))
+        injector.offer("masters", sharded.masters)
+        injector.offer("optimizer state", list(_state(sharded)))
 
     def before_counting(*_: Any) -> None:
         injector.offer("gradient", compute.accumulation.buffer.flats)
-        injector.offer("shown parameters", [p.detach() for p in compute.guarded.parameters])
-
-    def after_reduction(_: None, gradient: ReducedGradient, *__: Any) -> None:
-        injector.offer("reduced gradient", gradient.sums)
+        injector.offer("shown parameters", [p.detach() for p in job.user.parameters])
 
     def after_publishing(_: None, flats: Sequence[Tensor]) -> None:
         injector.offer(
             "published values",
             [
                 flats[bucket.set_index][low:high]
-                for bucket, (low, high) in zip(owner.layout.buckets, owner.ranges, strict=True)
+                for bucket, (low, high) in zip(sharded.layout.buckets, sharded.ranges, strict=True)
             ],
         )
 
     def committed(site: Site) -> int:
-        return compute.steps if site in ("gradient", "shown parameters") else lane.watch.step
+        return compute.steps if site in ("gradient", "shown parameters") else comm.progress.step
 
     injector.committed = committed
-    _before(lane, "advance", before_round)
-    _before(compute, "contribute", before_counting)
-    _after(lane.sentry, "reduced", after_reduction)
-    _after(owner, "step", lambda *_: injector.offer("step", owner.masters))
-    _after(owner, "publish", after_publishing)
-    _after(owner, "preview", lambda _, *call: after_publishing(None, call[-1]))
+    _before(comm, "advance", before_round)
+    _before(compute, "count", before_counting)
+    comm.strategy = cast(Strategy, _Struck(comm.strategy, injector))
+    _after(sharded, "step", lambda *_: injector.offer("step", sharded.masters))
+    _after(sharded, "publish", after_publishing)
+    _after(sharded, "preview", lambda _, *call: after_publishing(None, call[-1]))
+    exchange: Any = job.exchange
     if hasattr(exchange, "add_up"):
         _after(exchange, "add_up", lambda _, contributions, total: injector.offer("sum", [total]))
 
 
-def _state(owner: ShardedOptimizer) -> Iterator[Tensor]:
-    for segment in owner.segments:
-        for value in owner.optimizer.state.get(segment.master, {}).values():
+class _Struck:
+    """A strategy whose reduced gradients are struck when it is given them: guards have seen them by then."""
+
+    def __init__(self, strategy: Strategy, injector: Injector) -> None:
+        self._strategy = strategy
+        self._injector = injector
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def update(self) -> Script:
+        """Yield the strategy's effects."""
+        script, reply = self._strategy.update(), None
+        while True:
+            try:
+                effect = script.send(reply)
+            except StopIteration:
+                return
+            reply = yield effect
+            if isinstance(effect, ACCUMULATIONS):
+                self._injector.offer("reduced gradient", reply.sums)
+
+
+def _state(sharded: ShardedOptimizer) -> Iterator[Tensor]:
+    for segment in sharded.segments:
+        for value in sharded.optimizer.state.get(segment.master, {}).values():
             if isinstance(value, Tensor):
                 yield value
 

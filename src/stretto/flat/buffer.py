@@ -1,6 +1,6 @@
 """One flat gradient buffer, and the views of it that parameters accumulate into."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -26,20 +26,20 @@ class GradientBuffer:
         ]
         self._versions: list[int] = []
 
-    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Zero the buffer and make the gradients of `parameters` views of it."""
+    def zero(self) -> None:
+        """Fill the buffer with zeros."""
         for flat in self.flats:
             flat.zero_()
-        self.attach_again(parameters)
 
-    def attach_again(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make the gradients of `parameters` views of the buffer as it is."""
-        for parameter, view in zip(parameters, self.views, strict=True):
-            parameter.grad = view
+    def attach(self, parameters: Sequence[nn.Parameter], but: Collection[int] = ()) -> None:
+        """Make the gradients of `parameters` views of the buffer as it is; slots in `but` keep theirs."""
+        for index, (parameter, view) in enumerate(zip(parameters, self.views, strict=True)):
+            if index not in but:
+                parameter.grad = view
         self.remember()
 
     def remember(self) -> None:
-        """Take note of the present content: whoever writes before the next backward is found out."""
+        """Remember the present content: whoever writes before the next backward pass is found out."""
         self._versions = [flat._version for flat in self.flats]
 
     def check_unwritten(self, where: str) -> None:
@@ -54,14 +54,16 @@ class GradientBuffer:
                 "zeroing; clip with Options(clip_norm=...), weigh with backward(loss, weight)"
             )
 
-    def check_attached(self, parameters: Sequence[nn.Parameter], where: str) -> None:
-        """Raise if some parameter's gradient is no longer the view it was given.
+    def check_attached(
+        self, parameters: Sequence[nn.Parameter], where: str, but: Collection[int] = ()
+    ) -> None:
+        """Raise if some parameter's gradient is no longer the view it was given; slots in `but` may differ.
 
         Raises:
             GradientsTouched: `zero_grad`, `create_graph=True` or an assignment replaced a gradient.
         """
         for parameter, view, slot in zip(parameters, self.views, self.layout.slots, strict=True):
-            if parameter.grad is not view:
+            if parameter.grad is not view and slot.index not in but:
                 raise GradientsTouched(
                     f"{where}: the gradient of {slot.name!r} was replaced; leave out zero_grad() (gradients are "
                     "zeroed at take-off), do not assign .grad, and call backward without create_graph=True"

@@ -1,11 +1,11 @@
-"""What watches over a job's values: one file per guard."""
+"""What watches over a job's values: one file per guard, and what weaves them into a job."""
 
 from stretto.guards.audit import Audit
-from stretto.guards.contract import Appointment, Guard
+from stretto.guards.contract import Guard
 from stretto.guards.replica import ReplicaGuard
 from stretto.guards.rest import AtRest
 
 GUARDS: dict[str, type[Guard]] = {kind.name: kind for kind in (ReplicaGuard, AtRest, Audit)}
 """Every guard by its name."""
 
-__all__ = ["GUARDS", "Appointment", "AtRest", "Audit", "Guard", "ReplicaGuard"]
+__all__ = ["GUARDS", "AtRest", "Audit", "Guard", "ReplicaGuard"]

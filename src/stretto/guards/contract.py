@@ -1,7 +1,5 @@
 """The contract of a guard: the effects it may ask for, and the coroutines that ask.
 
-All that a guard may ask for, and what it is answered.
-
 | effect | asks for | answer | collective |
 |---|---|---|---|
 | `Fingerprint()` | a digest of every part of this rank's state | `dict[Part, int]` | no |
@@ -13,18 +11,20 @@ All that a guard may ask for, and what it is answered.
 | `Replace(parts)` | parts taken from a rank that has them undamaged | `dict[Part, int]`: from which rank | yes |
 | `Recompute()` | what follows from healthy state computed again | `dict[Part, bool]`: is a part what comes out? | no |
 | `Where()` | rank and update, for messages | `str` | no |
-| `Report(...)` | a `Incident` in the next `Update`, on every rank | None | no |
+| `Report(...)` | an `Incident` in the next `Update`, on every rank | None | no |
 
 `Replace` is collective for strategies with a replicated optimizer; for others there is no other rank to take from, and
 it raises `StateCorrupt` where anything is asked for.
-
-The contract of a guard: coroutines over effects, and its options.
 """
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from stretto.records import Incident
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Where:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Put a `Incident` into the next `Update`; fields are those of `stretto.records.Incident`.
+    """Put an `Incident` into the next `Update`; fields are those of `stretto.records.Incident`.
 
     What one rank reports reaches every rank's `Update`; what several report alike is there once.
     """
@@ -145,14 +145,18 @@ GuardEffect = Fingerprint | Share | Copy | Seal | Inspect | Mend | Replace | Rec
 GuardScript = Generator[GuardEffect, Any, None]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Appointment:
-    """That a round is to be audited, and by whom."""
+class RoundWatch:
+    """What a guard does on the compute lane, for one job; subclasses say what."""
 
-    distance: int
-    """Every rank's auditor is the one so many ranks further; 0 on a single rank, which audits itself."""
-    tolerance: float
-    """Of the 2-norm, where no rank repeats its own gradient to the bit."""
+    needs_rounds: ClassVar[bool] = False
+    """Whether it has to run rounds again, so that micro-batches must come by way of `DataParallel.micro_batch`."""
+
+    def installed(self, values: Sequence[Tensor]) -> None:
+        """The model's parameters have been given `values`, in the layout's order."""
+
+    def round_ends(self) -> Sequence[Incident]:
+        """All micro-batches of a round are counted; called on all ranks. Return what was found."""
+        return ()
 
 
 class Guard(ABC):
@@ -187,14 +191,7 @@ class Guard(ABC):
     needs_replicas: ClassVar[bool] = False
     """Whether it compares ranks with each other, so that only strategies with a replicated optimizer may have it."""
     needs_equal_parameters: ClassVar[bool] = False
-    """Whether all ranks have to show the same parameters, so that strategies that step alone may not have it."""
-    watches_shown: ClassVar[bool] = False
-    """Whether the compute lane is to compare, at the end of every round's micro-batches, the model's parameters with
-    what was installed, and to leave gradients out that were taken at damaged ones."""
-
-    needs_rounds: ClassVar[bool] = False
-    """Whether it runs rounds again, so that micro-batches have to come by way of `DataParallel.micro_batch`; a guard
-    that `watches_shown` makes use of that where they do."""
+    """Whether all ranks have to show the same parameters, so that strategies that average replicas may not have it."""
 
     @property
     def rehearses_step(self) -> bool:
@@ -205,10 +202,11 @@ class Guard(ABC):
     def after_update(self) -> GuardScript:
         """Yield what is to be done at the end of an update."""
 
-    def audit(self, round_index: int, world_size: int) -> Appointment | None:
-        """Return who is to take whose micro-batches of a round again; nobody, unless overridden.
+    def watch_rounds(self, rounds: Any) -> RoundWatch | None:
+        """Return what is to be done on the compute lane of a job; nothing, unless overridden.
 
-        Decided from the options and the arguments alone, which all ranks hold alike.
+        Args:
+            rounds: The job's `stretto.guards.replay.GuardedRounds`.
         """
         return None
 

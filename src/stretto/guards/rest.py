@@ -1,9 +1,25 @@
 """The at-rest guard: what nobody may change between two uses is found unchanged, or is mended."""
 
 import dataclasses
+from collections.abc import Sequence
 
-from stretto.checksums import hexadecimal
-from stretto.guards.contract import Difference, Guard, GuardScript, Inspect, Mend, Replace, Report, Seal
+from torch import Tensor
+
+from stretto.checksums import Checksum, digest, hexadecimal
+from stretto.flat import GradientBuffer
+from stretto.guards.contract import (
+    Difference,
+    Guard,
+    GuardScript,
+    Inspect,
+    Mend,
+    Replace,
+    Report,
+    RoundWatch,
+    Seal,
+)
+from stretto.guards.replay import GuardedRounds
+from stretto.records import Incident
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,7 +37,10 @@ class AtRest(Guard):
     """
 
     name = "rest"
-    watches_shown = True
+
+    def watch_rounds(self, rounds: GuardedRounds) -> RoundWatch:
+        """Watch the parameters that the model shows."""
+        return ShownParameters(self.name, rounds)
 
     def at_start(self) -> GuardScript:
         """Seal the state that training starts from."""
@@ -58,3 +77,91 @@ class AtRest(Guard):
             expected=hexadecimal(difference.expected),
             found=hexadecimal(difference.found),
         )
+
+
+class ShownParameters(RoundWatch):
+    """Compares what the model shows with what was installed, once all micro-batches of a round are counted.
+
+    Damaged parameters are mended or installed anew, and the round's gradients, which were taken at them, are taken
+    again where the micro-batches were kept; otherwise this rank leaves the round out.
+
+    Args:
+        guard: Name of the guard.
+        rounds: Of the job.
+    """
+
+    def __init__(self, guard: str, rounds: GuardedRounds) -> None:
+        self._guard = guard
+        self._rounds = rounds
+        self._user = rounds.job.user
+        self._checksums: list[Checksum] = []
+        self.installed([parameter.detach() for parameter in self._user.parameters])
+
+    def installed(self, values: Sequence[Tensor]) -> None:
+        """Remember `values`, and not the parameters: what went wrong on the way in is then seen too."""
+        pairs = zip(values, self._user.parameters, strict=True)
+        self._checksums = [Checksum.of(value.detach().to(parameter.dtype)) for value, parameter in pairs]
+
+    def round_ends(self) -> Sequence[Incident]:
+        """Repair what is damaged, and take the round's gradients anew or leave them out."""
+        accumulation = self._rounds.job.compute.accumulation
+        count = accumulation.contribution.count
+        found = self._repair() if count else []
+        if not found:
+            return found
+        outcome = "this rank's micro-batches of the round replayed"
+        if not self._replay():
+            accumulation.begin(accumulation.buffer).attach()
+            accumulation.contribution.count = count
+            accumulation.is_left_out = True
+            outcome = "this rank's gradients of the round left out"
+        return [dataclasses.replace(one, action=f"{one.action}, {outcome}") for one in found]
+
+    def _repair(self) -> list[Incident]:
+        """Mend parameters whose bits are not those that were installed; the rest has to be installed again."""
+        incidents = []
+        for name, parameter, checksum in zip(
+            self._user.names, self._user.parameters, self._checksums, strict=True
+        ):
+            found = digest(parameter)
+            if found != checksum.digest:
+                incidents.append(
+                    Incident(
+                        step=self._rounds.job.compute.steps + 1,
+                        guard=self._guard,
+                        site="shown parameters",
+                        part=name,
+                        ranks=(self._rounds.job.exchange.rank,),
+                        action="mended" if checksum.mends(parameter) else "installed anew",
+                        expected=hexadecimal(checksum.digest),
+                        found=hexadecimal(found),
+                    )
+                )
+        if incidents:
+            self._user.remember()
+        return incidents
+
+    def _replay(self) -> bool:
+        """Run the round's micro-batches again, and return whether they ran on what was installed."""
+        rounds, accumulation = self._rounds, self._rounds.job.compute.accumulation
+        if not rounds.kept.is_whole or not self._is_installed():
+            return False
+        accumulation.begin(accumulation.buffer).attach()
+        rounds.kept.run(accumulation, rounds.charge)
+        return self._is_as_installed()
+
+    def _is_installed(self) -> bool:
+        """Return whether the parameters are mended, or could be taken from the masters of a replicated optimizer."""
+        if self._is_as_installed():
+            return True
+        job = self._rounds.job
+        if not job.core.replicated or not job.compute.is_lane_idle:  # somebody writes the masters
+            return False
+        values = GradientBuffer(job.layout)
+        job.sharded.publish(values.flats)
+        self._user.install(values.views)
+        return self._is_as_installed()
+
+    def _is_as_installed(self) -> bool:
+        pairs = zip(self._user.parameters, self._checksums, strict=True)
+        return all(digest(parameter) == checksum.digest for parameter, checksum in pairs)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.echo.statistics import Intake
-from stretto.engine.kept_round import Weighed, weighed
+from stretto.engine.listener import Weighed, weighed
 from stretto.errors import ConfigError
 from stretto.groups import SoloGroup, ThrottledGroup, private_group, release
 from stretto.records import Incident, Update
@@ -177,13 +177,19 @@ class Peer:
         sent = self.group.sent_bytes if isinstance(self.group, ThrottledGroup) else 0
         return sent - self._sent_to_start
 
-    def feed(self, loader: Iterable[Batch], until: Literal["any", "all"] = "any") -> Iterator[Batch]:
-        """Yield micro-batches until all ranks end at the same update; as `DataParallel.feed`."""
+    def feed(
+        self, loader: Iterable[Batch], updates: int | None = None, until: Literal["any", "all"] = "any"
+    ) -> Iterator[Batch]:
+        """Yield micro-batches until all ranks end at the same update.
+
+        As `DataParallel.feed`, but that a rank whose data have ended sees its last batch again, at weight zero: a stock
+        method needs a backward pass on every rank.
+        """
         self._until = until
         self._intake.begin(loader)
         batches, nothing = iter(loader), object()
         batch: Any = nothing
-        while not self._ended:
+        while not self._ended and (updates is None or self.steps < updates):
             following: Any = nothing if self._tally.exhausted else self._intake.take(batches, nothing)
             if following is not nothing:
                 batch = following

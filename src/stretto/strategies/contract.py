@@ -123,11 +123,18 @@ class Postpone:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Begin:
+    """The beginning of an update that may ask for more than gradients; the lane yields it, strategies do not."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Boundary:
-    """The end of one committed update; the job loop yields it, strategies do not."""
+    """The end of one committed update; the lane yields it, strategies do not."""
 
 
-Effect = Reduce | AllReduce | Local | Step | Preview | Gather | Look | Average | Postpone | Boundary
+Effect = Reduce | AllReduce | Local | Step | Preview | Gather | Look | Average | Postpone | Begin | Boundary
+ACCUMULATIONS = (Reduce, AllReduce, Local)
+"""Effects that wait for the compute lane's gradients: each begins a round."""
 Script = Generator[Effect, Any, None]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from stretto.errors import ConfigError
 from stretto.strategies import Strategy
 from stretto.strategies.contract import (
+    ACCUMULATIONS,
     AllReduce,
     Average,
     Divergence,
@@ -25,8 +26,6 @@ from stretto.strategies.contract import (
 _DRY_UPDATES = 3
 _DRY_UPDATES_THAT_LOOK = 1000
 """Where averages come and go: over so many they are counted."""
-_ACCUMULATIONS = (Reduce, AllReduce, Local)
-"""Effects that wait for the compute lane's gradients: each begins a round."""
 _ASIDES = (Look, Average, Postpone)
 """Effects that an update may ask for or not."""
 
@@ -120,7 +119,7 @@ def ledger_of(strategy: Strategy) -> Ledger:
     kinds = _check_rounds(strategy, runs)
     count = Counter(kinds)
     return Ledger(
-        rounds=sum(count[kind] for kind in _ACCUMULATIONS),
+        rounds=sum(count[kind] for kind in ACCUMULATIONS),
         replicated=count[AllReduce] + count[Local] > 0,
         local=count[Local] > 0,
         asks_ahead=isinstance(runs[0][0], _ASIDES),
@@ -141,10 +140,10 @@ def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[
             f"strategy {strategy.name}: every update must ask for the same effects, found {sorted(map(str, distinct))}"
         )
     kinds: list[type[Effect]] = list(distinct.pop())
-    if not kinds or kinds[0] not in _ACCUMULATIONS:
+    if not kinds or kinds[0] not in ACCUMULATIONS:
         raise ConfigError(f"strategy {strategy.name}: an update must begin with Reduce, AllReduce or Local")
     count = Counter(kinds)
-    if sum(count[kind] > 0 for kind in _ACCUMULATIONS) > 1:
+    if sum(count[kind] > 0 for kind in ACCUMULATIONS) > 1:
         raise ConfigError(f"strategy {strategy.name}: Reduce, AllReduce and Local cannot be mixed")
     if count[Reduce] and any(isinstance(effect, Average) for run in runs for effect in run):
         raise ConfigError(
@@ -158,7 +157,7 @@ def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[
             "of its gradients; with Local ranks agree on their end at averages, so these come behind the step"
         )
     for number, kind in enumerate(kinds):
-        ends_round = number + 1 == len(kinds) or kinds[number + 1] in _ACCUMULATIONS
+        ends_round = number + 1 == len(kinds) or kinds[number + 1] in ACCUMULATIONS
         if ends_round and kind not in ((Gather,) if count[Reduce] else (Step, Preview)):
             raise ConfigError(
                 f"strategy {strategy.name}: every round must end with what its landing shows, a Gather after Reduce, "
@@ -194,4 +193,4 @@ def _answer(effect: Effect, moment: Moment) -> Any:
         return moment
     if isinstance(effect, Average) and effect.probe:
         return Divergence.none()
-    return _StandIn() if isinstance(effect, _ACCUMULATIONS) else None
+    return _StandIn() if isinstance(effect, ACCUMULATIONS) else None

@@ -53,7 +53,7 @@ class Damage:
         if parallel.rank != self.rank % parallel.world_size:
             return
         if self.site == "gradient":
-            self._strike_next_gradient(parallel.compute.guarded.parameters[0])
+            self._strike_next_gradient(parallel.job.user.parameters[0])
         else:
             self._flip(self._target(parallel))
 
@@ -74,13 +74,12 @@ class Damage:
         handle = parameter.register_hook(wrong)
 
     def _target(self, parallel: DataParallel) -> Tensor:
-        compute = parallel.compute
-        owner = compute.lane.owner
+        sharded = parallel.job.sharded
         if self.site == "masters":
-            return owner.masters[0]
+            return sharded.masters[0]
         if self.site == "shown parameters":
-            return compute.guarded.parameters[0]
-        state = owner.optimizer.state[owner.segments[0].master]
+            return parallel.job.user.parameters[0]
+        state = sharded.optimizer.state[sharded.segments[0].master]
         for value in state.values():
             if isinstance(value, Tensor) and value.numel() > 1:
                 return value

@@ -17,6 +17,7 @@ from stretto.strategies import Strategy
 from stretto.strategies.contract import (
     AllReduce,
     Average,
+    Begin,
     Boundary,
     Divergence,
     Effect,
@@ -32,7 +33,7 @@ from stretto.testing.jobs import Job, different_courses, saved_and_resumed, trai
 from stretto.testing.tracer import Plan, Traced, trace
 from stretto.virtual import VirtualCluster
 
-KNOWN = tuple(kind for kind in get_args(Effect) if kind is not Boundary)
+KNOWN = tuple(kind for kind in get_args(Effect) if kind not in (Begin, Boundary))
 """The effects a strategy may ask for."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from stretto.engine.kept_round import Weighed
+from stretto.engine.listener import Weighed
 from stretto.errors import ConfigError
 from stretto.faults import FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto.guards.text import parse_guard
@@ -46,7 +46,9 @@ class Handle(Protocol):
     @property
     def sent_bytes(self) -> int: ...
 
-    def feed(self, loader: Iterable[Batch], until: Literal["any", "all"] = "any") -> Iterator[Batch]: ...
+    def feed(
+        self, loader: Iterable[Batch], updates: int | None = None, until: Literal["any", "all"] = "any"
+    ) -> Iterator[Batch]: ...
 
     def micro_batch(
         self, loss_function: Callable[[Batch], Tensor | Weighed], batch: Batch

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from stretto import checkpoint
-from stretto.engine.strikes import blame
 from stretto.errors import CorruptionError, Quarantined, WorkerFailed
 from stretto.faults import FaultPlan
+from stretto.guards.strikes import blame
 from stretto.observe import append_json_line
 from stretto.records import Incident
 from stretto.train.configuration import RunConfig, TaskT

@@ -9,7 +9,7 @@ Note [Who is to blame]
     - A rank stopped answering, or entered another collective. Nothing happens until the timeout.
 
     In the last two cases the first rank to find out raises an alarm, every waiting rank that hears of it answers,
-    and who has not answered within `_ANSWER_SECONDS` is to blame. An incident is told like a failure, so that all
+    and who has not answered within `_ANSWER_SECONDS` is to blame. A finding is told like a failure, so that all
     ranks report the same one.
 """
 
@@ -21,6 +21,7 @@ import time
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from stretto.engine.round import Progress
 from stretto.errors import (
     CommunicationError,
     NonFinite,
@@ -42,22 +43,26 @@ _POLL_SECONDS = 0.05
 _TROUBLE = "trouble"
 """The one key that a look reads while nobody has said anything, however many ranks there are."""
 _SEEN_BY_ALL = (NonFinite, Quarantined, RanksDisagree, UnusedParameters)
-"""Errors that every rank raises by itself, from the same roll call or the same incidents."""
+"""Errors that every rank raises by itself, from the same round report or the same incidents."""
 
 
-class Watch:
+class FailureDetector:
     """Waits for collectives of one group, and tells and hears about failures of its ranks.
 
     See Note [Who is to blame].
+
+    Args:
+        group: Of the job; its store carries what ranks tell.
+        timeout_seconds: How long a collective may wait for a rank that neither answers nor dies.
+        progress: Says at which step the job is, for messages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float, progress: Progress) -> None:
         self.group = group
         self.rank = group.rank()
         self.world_size = group.size()
         self.timeout_seconds = timeout_seconds
-        self.step = 0
-        """Committed updates so far, for messages; the lane keeps it up to date."""
+        self._progress = progress
         self._store = _store_of(group)
         self._left = False
 
@@ -93,7 +98,10 @@ class Watch:
         if known or isinstance(error, CommunicationError):
             return False
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to tell
-            self._say("failure", f"rank {self.rank}, after step {self.step}: {type(error).__name__}: {error}")
+            self._say(
+                "failure",
+                f"rank {self.rank}, after step {self._progress.step}: {type(error).__name__}: {error}",
+            )
             if self.rank == 0 and self._store is not None:
                 self._await_hearing()
         return True
@@ -137,22 +145,22 @@ class Watch:
                 time.sleep(_POLL_SECONDS)
             if told is not None:
                 return told
-            incident = _incident(kind, reason, missing, {self.rank: f"{kind.__name__} {what}", **answers})
-            self._say("incident", f"{kind.__name__} {incident}")
+            finding = _finding(kind, reason, missing, {self.rank: f"{kind.__name__} {what}", **answers})
+            self._say("finding", f"{kind.__name__} {finding}")
         except RuntimeError:
-            kind, incident = PeerFailed, f"the rank that keeps the store, usually rank 0, died ({reason})"
-        return kind(self._where(what) + incident)
+            kind, finding = PeerFailed, f"the rank that keeps the store, usually rank 0, died ({reason})"
+        return kind(self._where(what) + finding)
 
     def _told(self, what: str) -> CommunicationError | None:
-        """Return the error that another rank's failure or incident calls for."""
+        """Return the error that another rank's failure or finding calls for."""
         failures = self._hear("failure")
         if failures:
             self._say("heard", "")
             return PeerFailed(self._where(what) + "; ".join(failures.values()))
-        for told in self._hear("incident").values():
-            name, _, incident = told.partition(" ")
+        for told in self._hear("finding").values():
+            name, _, finding = told.partition(" ")
             kind = PeerSilent if name == PeerSilent.__name__ else PeerFailed
-            return kind(self._where(what) + incident)
+            return kind(self._where(what) + finding)
         return None
 
     @property
@@ -177,7 +185,7 @@ class Watch:
         return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
     def _where(self, what: str) -> str:
-        return f"rank {self.rank}, after step {self.step}, waiting for the {what}: "
+        return f"rank {self.rank}, after step {self._progress.step}, waiting for the {what}: "
 
 
 def _completes(work: dist.Work, seconds: float) -> bool:
@@ -201,9 +209,7 @@ def _reason(error: RuntimeError) -> str:
     return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
-def _incident(
-    kind: type[CommunicationError], reason: str, missing: list[int], answers: dict[int, str]
-) -> str:
+def _finding(kind: type[CommunicationError], reason: str, missing: list[int], answers: dict[int, str]) -> str:
     """Say who is to blame, given who does not answer and what the others wait for."""
     if not missing:
         waits = {rank: answer.partition(" ")[2] for rank, answer in sorted(answers.items())}

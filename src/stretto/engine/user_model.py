@@ -1,4 +1,10 @@
-"""Watches the user's model and optimizer: whoever touches what the engine relies on is told at once."""
+"""The user's model and optimizer: hooked, and watched for hands that touch what the engine relies on.
+
+Note [Hooks and copies]
+    Hooks live in the model's own dictionaries, so a copy of the model (a moving average, `copy.deepcopy`, a pickle)
+    would take them along and belong to the job. A `_Hook` is copied and pickled as a function that does nothing, and
+    a shallow copy is told apart by its identity.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,17 +12,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.checksums import Checksum, digest, hexadecimal
 from stretto.errors import EstimateShown, OptimizerStepped, ParametersTouched
 from stretto.flat import Layout
-from stretto.records import Incident
 
 
-class GuardedModel:
-    """The hooks on one model and optimizer, and the checks of what hooks cannot see.
+def _do_nothing(*_: object) -> None:
+    """What a hook is in a copy."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+class _Hook:
+    """See Note [Hooks and copies]."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _no_hook, ()
+
+
+class UserModel:
+    """A model, its trainable parameters and its optimizer.
 
     Parameters may change at landings only. A version counter tells every other write but those through
     `.data`; identity and address tell replaced and rebound parameters.
+
+    Args:
+        model: The user's.
+        parameters: Those that train, in the layout's order.
+        optimizer: The user's: read, never stepped.
+        layout: Names the parameters.
     """
 
     def __init__(
@@ -25,61 +56,59 @@ class GuardedModel:
         parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         layout: Layout,
-        *,
-        is_sealed: bool = False,
     ) -> None:
         self.model = model
         self.parameters = parameters
         self.optimizer = optimizer
-        self._names = [slot.name for slot in layout.slots]
+        self.names = [slot.name for slot in layout.slots]
         self._ids = {id(parameter) for parameter in parameters}
         self._num_groups = len(optimizer.param_groups)
         self._handles: list[Any] = []
-        self._is_sealed = is_sealed
-        self._checksums: list[Checksum] = []
-        self.remember(parameters)
+        self.remember()
 
     def hook(
         self,
         *,
-        on_gradient: Callable[[int], None],
-        on_forward: Callable[[], None],
+        before_gradient: Callable[[int], None],
+        before_forward: Callable[[], None],
         shows_estimate: Callable[[], bool],
         where: Callable[[], str],
     ) -> None:
         """Install the hooks.
 
         Args:
-            on_gradient: Called with a slot's index when its gradient has been accumulated.
-            on_forward: Called before every training forward pass.
+            before_gradient: Called with a slot's index before a gradient is added to it.
+            before_forward: Called before every training forward pass.
             shows_estimate: Whether `model.state_dict()` would return an estimate.
             where: Rank and step, for messages.
         """
-        for index, parameter in enumerate(self.parameters):
-            self._handles.append(
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: on_gradient(index))
-            )
 
-        def before_forward(module: nn.Module, args: object) -> None:
-            if module.training and torch.is_grad_enabled():
-                on_forward()
+        def training_forward(module: nn.Module, _: object) -> None:
+            if module is self.model and module.training and torch.is_grad_enabled():
+                before_forward()
 
-        def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if shows_estimate():
+        def state_dict(module: nn.Module, *_: object) -> None:
+            if module is self.model and shows_estimate():
                 raise EstimateShown(
                     f"{where()}: model.state_dict() while the model shows an estimate: take it inside `with "
-                    "parallel.settled():` right after an Update, or after finish()"
+                    "parallel.settled():`, or after finish()"
                 )
 
-        def before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        def optimizer_step(*_: object) -> None:
             raise OptimizerStepped(
                 f"{where()}: optimizer.step() was called by hand (or by a GradScaler): the library steps a "
                 "private optimizer at every update and reads the learning rates from this one; remove the call"
             )
 
-        self._handles.append(self.model.register_forward_pre_hook(before_forward))
-        self._handles.append(self.model.register_state_dict_pre_hook(before_state_dict))
-        self._handles.append(self.optimizer.register_step_pre_hook(before_step))
+        for index, parameter in enumerate(self.parameters):
+            self._handles.append(
+                parameter.register_hook(
+                    lambda gradient, index=index: None if gradient is None else before_gradient(index)
+                )
+            )
+        self._handles.append(self.model.register_forward_pre_hook(_Hook(training_forward)))
+        self._handles.append(self.model.register_state_dict_pre_hook(_Hook(state_dict)))
+        self._handles.append(self.optimizer.register_step_pre_hook(optimizer_step))
 
     def unhook(self) -> None:
         """Leave model and optimizer as ordinary as they came."""
@@ -90,54 +119,15 @@ class GuardedModel:
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
 
-    def remember(self, installed: Sequence[Tensor]) -> None:
-        """Take note of the parameters, which have been given the values `installed`."""
-        self._noted = self._state()
-        if self._is_sealed:
-            # Of the values, not of the parameters: what went wrong on the way in is then seen too.
-            pairs = zip(installed, self.parameters, strict=True)
-            self._checksums = [Checksum.of(value.detach().to(parameter.dtype)) for value, parameter in pairs]
-
-    def mend_damaged(self, rank: int, step: int) -> list[Incident]:
-        """Mend parameters whose bits are not those that were installed; the rest has to be installed again.
-
-        Args:
-            rank: Whose model this is.
-            step: The update that is under way.
-        """
-        incidents = []
-        for name, parameter, checksum in zip(self._names, self.parameters, self._checksums, strict=False):
-            found = digest(parameter)
-            if found == checksum.digest:
-                continue
-            repair = "mended" if checksum.mends(parameter) else "installed anew"
-            incidents.append(
-                Incident(
-                    step=step,
-                    guard="rest",
-                    site="shown parameters",
-                    part=name,
-                    ranks=(rank,),
-                    action=repair,
-                    expected=hexadecimal(checksum.digest),
-                    found=hexadecimal(found),
-                )
-            )
-        if incidents:
-            self._noted = self._state()
-        return incidents
-
-    def is_as_installed(self) -> bool:
-        """Return whether all parameters hold the bits that were installed, as far as checksums were taken."""
-        pairs = zip(self.parameters, self._checksums, strict=False)
-        return all(digest(parameter) == checksum.digest for parameter, checksum in pairs)
-
-    def install_again(self, values: Sequence[Tensor]) -> bool:
-        """Put `values`, one per parameter, in place, and return whether they are what was installed."""
+    def install(self, values: Sequence[Tensor]) -> None:
+        """Copy `values`, one per parameter, into the model."""
         with torch.no_grad():
             torch._foreach_copy_(list(self.parameters), list(values))
-        self._noted = self._state()
-        return self.is_as_installed()
+        self.remember()
+
+    def remember(self) -> None:
+        """Remember the parameters as they are: whoever writes them is found out."""
+        self._remembered = self._state()
 
     def check_untouched(self, where: str) -> None:
         """Raise if a parameter was replaced, rebound or written since `remember`, or a group was added.
@@ -157,7 +147,7 @@ class GuardedModel:
                 f"{where}: the model has {len(trainable - self._ids)} trainable parameters that it did not have when "
                 "it was wrapped; wrap after the model is complete"
             )
-        for name, parameter in zip(self._names, self.parameters, strict=True):
+        for name, parameter in zip(self.names, self.parameters, strict=True) if missing else ():
             if id(parameter) in missing and parameter.requires_grad:
                 raise ParametersTouched(
                     f"{where}: parameter {name!r} was removed from the model after wrapping; make a new DataParallel "
@@ -172,15 +162,15 @@ class GuardedModel:
             ParametersTouched: Names the first such parameter.
         """
         state = self._state()
-        if state == self._noted:
+        if state == self._remembered:
             return
-        for name, (address, _), (noted_address, _) in zip(self._names, state, self._noted, strict=True):
-            if address != noted_address:
+        for name, (address, _), (remembered, _) in zip(self.names, state, self._remembered, strict=True):
+            if address != remembered:
                 raise ParametersTouched(
                     f"{where}: the storage of parameter {name!r} was rebound (.data = ..., .to(...), .half()); bring "
                     "the model to its device and dtype before wrapping"
                 )
-        written = [name for name, new, old in zip(self._names, state, self._noted, strict=True) if new != old]
+        written = [n for n, now, then in zip(self.names, state, self._remembered, strict=True) if now != then]
         raise ParametersTouched(
             f"{where}: parameter {written[0]!r} was written between updates; load weights before wrapping, or "
             "through a checkpoint"

@@ -1,8 +1,7 @@
-"""The roll call: one small fixed record per rank, gathered with every round.
+"""The round report: one small record per rank, gathered with every round.
 
-It is the only control channel of a healthy job. Everything that ranks must decide alike (weights, a stop, a
-gradient to leave out, an error to raise) is decided from the same gathered records, so no rank can take a
-different path.
+It is the only control channel of a healthy job. Whatever ranks must decide alike (weights, the end, a gradient to leave
+out, an error to raise) is decided from the same gathered records, so that no rank can take another path.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ class Vote(IntEnum):
 
     GO_ON = 0
     EXHAUSTED = 1
-    """Its data have ended; it contributes weight zero from now on."""
+    """Its data have ended: this round holds the last of its contributions."""
     STOP = 2
     """It wants every rank to stop at this round."""
     DRAIN = 3
@@ -30,46 +29,59 @@ class Vote(IntEnum):
 
 
 _VOTES = tuple(Vote)
-"""By number; making a vote of a number by `Vote(...)` takes as long as all else of reading it."""
+"""By number: `Vote(number)` takes as long as all else of reading a vote."""
+
+
+@dataclasses.dataclass(slots=True)
+class Totals:
+    """What one rank has contributed beside gradients, over one round or several."""
+
+    weight: float = 0.0
+    """Σ w over micro-batches."""
+    samples: int = 0
+    micro_batches: int = 0
+    """Those with a weight above zero."""
+    loss_sum: float = 0.0
+    """Σ w·loss over the micro-batches that gave a loss."""
+    loss_weight: float = 0.0
+    """Σ w over those."""
+
+    def add(self, other: "Totals") -> None:
+        """Add another round's totals."""
+        self.weight += other.weight
+        self.samples += other.samples
+        self.micro_batches += other.micro_batches
+        self.loss_sum += other.loss_sum
+        self.loss_weight += other.loss_weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Attendance:
-    """What one rank says in one round; at an average, of all rounds since the last one."""
+class RankReport:
+    """What one rank reports of one round; at an average of replicas, of all rounds since the last one."""
 
-    weight: float
-    samples: int
-    micro_batches: int
-    loss_sum: float
-    """Σ w·loss over the micro-batches that gave a loss."""
-    loss_weight: float
-    """Σ w over those."""
+    totals: Totals
     gradient_is_finite: bool
     norm_squared: float
     """Of the summed gradient on the slices this rank owns."""
     vote: Vote
     settings: int
-    """CRC-32 of the hyperparameters this rank's owner would step with."""
+    """CRC-32 of the hyperparameters this rank would step with."""
     used: bytes
     """One byte per parameter slot: used by a micro-batch of this rank?"""
     changed: bytes
-    """One byte per floating-point buffer: changed on this rank since it was last averaged?"""
+    """One byte per floating-point buffer: changed on this rank since ranks last agreed on it?"""
     round_index: int = 0
-    """The round in which this rank averages; unused where every round is one of all ranks."""
+    """The round in which this rank averages; unused where all ranks take part in every round."""
     step: int = 0
-    """Updates that this rank has committed before it, likewise."""
+    """Updates that this rank has committed before it; likewise."""
     stepped: bool = False
-    """Whether this rank has stepped in that very round, likewise."""
+    """Whether this rank has stepped in that very round; likewise."""
 
 
-def nothing(num_slots: int, changed: bytes, step: int) -> Attendance:
-    """Return the record of a rank that contributes nothing."""
-    return Attendance(
-        weight=0.0,
-        samples=0,
-        micro_batches=0,
-        loss_sum=0.0,
-        loss_weight=0.0,
+def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
+    """Return the report of a rank that contributes nothing."""
+    return RankReport(
+        totals=Totals(),
         gradient_is_finite=True,
         norm_squared=0.0,
         vote=Vote.GO_ON,
@@ -80,8 +92,12 @@ def nothing(num_slots: int, changed: bytes, step: int) -> Attendance:
     )
 
 
-class RollCall:
-    """All ranks' records of one round, in rank order."""
+class RoundReport:
+    """All ranks' reports of one round, in rank order.
+
+    Args:
+        records: One structured record per rank, of `record_dtype`.
+    """
 
     def __init__(self, records: NDArray[np.void]) -> None:
         self.records = records
@@ -109,32 +125,32 @@ class RollCall:
         )
 
     @classmethod
-    def pack(cls, attendance: Attendance) -> bytes:
-        """Return one rank's record as bytes."""
-        record = np.zeros(1, cls.record_dtype(len(attendance.used), len(attendance.changed)))
-        for field in dataclasses.fields(attendance):
-            value = getattr(attendance, field.name)
-            record[field.name] = list(value) if isinstance(value, bytes) else value
+    def pack(cls, report: RankReport) -> bytes:
+        """Return one rank's report as bytes."""
+        record = np.zeros(1, cls.record_dtype(len(report.used), len(report.changed)))
+        for source in (report.totals, report):
+            for field in dataclasses.fields(source):
+                if field.name != "totals":
+                    value = getattr(source, field.name)
+                    record[field.name] = list(value) if isinstance(value, bytes) else value
         return record.tobytes()
 
     @classmethod
-    def unpack(cls, records: Sequence[bytes], num_slots: int, num_buffers: int) -> "RollCall":
+    def unpack(cls, records: Sequence[bytes], num_slots: int, num_buffers: int) -> "RoundReport":
         """Read gathered records."""
         return cls(np.frombuffer(b"".join(records), cls.record_dtype(num_slots, num_buffers)))
 
     @classmethod
-    def alone(cls, attendance: Attendance, rank: int, world_size: int) -> "RollCall":
-        """Return the call of a round in which only `rank` was asked: empty records for the others."""
-        own = np.frombuffer(
-            cls.pack(attendance), cls.record_dtype(len(attendance.used), len(attendance.changed))
-        )
-        records = np.zeros(world_size, own.dtype)
+    def alone(cls, report: RankReport, rank: int, world_size: int) -> "RoundReport":
+        """Return the report of a round in which only `rank` took part: empty records for the others."""
+        dtype = cls.record_dtype(len(report.used), len(report.changed))
+        records = np.zeros(world_size, dtype)
         records["gradient_is_finite"] = True
-        records[rank] = own[0]
+        records[rank] = np.frombuffer(cls.pack(report), dtype)[0]
         return cls(records)
 
-    def learned(self, last: "RollCall", rank: int) -> "RollCall":
-        """Return what an average's call tells `rank` that its earlier rounds have not, its `last` one excepted.
+    def news(self, last: "RoundReport", rank: int) -> "RoundReport":
+        """Return what an average's report tells `rank` that its earlier rounds have not; its `last` round counts.
 
         The others contribute all that they have done since the last average, so that every contribution is
         counted once; losses are those of all ranks since then.
@@ -142,7 +158,7 @@ class RollCall:
         records = self.records.copy()
         for field in ("weight", "samples", "micro_batches"):
             records[field][rank] = last.records[field][rank]
-        return RollCall(records)
+        return RoundReport(records)
 
     def share(self, rank: int) -> float | None:
         """Return what part of the weight is `rank`'s; None where there is none at all."""
@@ -188,6 +204,17 @@ class RollCall:
         """What each rank wants, by rank."""
         return [_VOTES[vote] for vote in self.records["vote"].tolist()]
 
+    @property
+    def stepped(self) -> bool:
+        """Whether any rank has stepped in the round of this average."""
+        return bool(self.records["stepped"].any())
+
+    @property
+    def settings_agree(self) -> bool:
+        """Whether all ranks have the same hyperparameters."""
+        settings = self.records["settings"]
+        return bool((settings == settings[0]).all())
+
     def norm_squared(self, *, replicated: bool) -> float:
         """Return the squared norm of the whole sum; where every rank owns everything, any rank's own."""
         norms = self.records["norm_squared"]
@@ -202,17 +229,6 @@ class RollCall:
         if gradients:
             return f"the gradient is not finite on ranks {gradients}"
         return None if math.isfinite(norm_squared) else "the sum of the ranks' gradients overflows"
-
-    @property
-    def stepped(self) -> bool:
-        """Whether any rank has stepped in the round of this average."""
-        return bool(self.records["stepped"].any())
-
-    @property
-    def settings_agree(self) -> bool:
-        """Whether all ranks have the same hyperparameters."""
-        settings = self.records["settings"]
-        return bool((settings == settings[0]).all())
 
 
 def settings_text(hyperparameters: Hyperparameters) -> str:

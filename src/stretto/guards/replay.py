@@ -1,9 +1,9 @@
-"""A round kept: its micro-batches can be run again, to the bit."""
+"""Rounds that guards run again: micro-batches kept as they came, and what guards do about them on the compute lane."""
 
 import dataclasses
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +12,14 @@ from torch.serialization import default_restore_location
 
 from stretto.checksums import same_bytes
 from stretto.echo.buffer import rebuilt
-from stretto.engine.accumulation import Accumulation, run_backward
+from stretto.engine.job import Job
+from stretto.engine.listener import Listener, LossFunction, Weighed, weighed
+from stretto.engine.round import Accumulation
 from stretto.errors import UsageError
+from stretto.flat import GradientBuffer
+from stretto.guards.interpreter import GuardInterpreter
 from stretto.randomness import random_states, restore_random_states
-
-Weighed = tuple[Tensor, float, int]
-"""A loss, its weight and its samples."""
-LossFunction = Callable[[Any], "Tensor | Weighed"]
-"""Runs the forward pass on a batch, which it must leave as it is."""
-
-
-def weighed(outcome: "Tensor | Weighed", weight: float, samples: int) -> Weighed:
-    """Return what a loss function gave; where that is the loss alone, with the other two."""
-    return outcome if isinstance(outcome, tuple) else (outcome, weight, samples)
+from stretto.records import Incident
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,23 +77,23 @@ class KeptRound:
             self._begun = None
             self.micro_batches.append(MicroBatch(batch=batch, weight=weight, samples=samples, random=states))
 
-    def run(self, accumulation: Accumulation, note: Callable[[], None]) -> None:
+    def run(self, accumulation: Accumulation, charge: Callable[[], None]) -> None:
         """Run all micro-batches again, from the buffers and random states of the first time.
 
         Buffers end as they did then, but for what damage had made of them; random states are not moved.
 
         Args:
             accumulation: Attached; takes what they add up to.
-            note: Called after each.
+            charge: Called after each: it took time.
         """
         now = random_states(self._device)
         self.restore_buffers(self._buffers)
         for micro_batch in self.micro_batches:
             restore_random_states(micro_batch.random, self._device)
             loss, _, _ = weighed(self._loss(micro_batch.batch), 0.0, 0)
-            run_backward(loss, micro_batch.weight)
+            accumulation.backward(loss, micro_batch.weight)
             accumulation.count(micro_batch.weight, loss.reshape(()), micro_batch.samples)
-            note()
+            charge()
         restore_random_states(now, self._device)
 
     def buffers(self) -> dict[str, Tensor]:
@@ -150,6 +145,80 @@ class KeptRound:
                 "loss function: expected at least one batch on every rank"
             )
         return self._loss_function(batch)
+
+
+class GuardedRounds(Listener):
+    """Hears what happens on the compute lane on behalf of all guards of a job.
+
+    Args:
+        job: Of this rank.
+        interpreter: Performs what guards ask for at rest.
+    """
+
+    def __init__(self, job: Job, interpreter: GuardInterpreter) -> None:
+        self.job = job
+        self.kept = KeptRound(job.user.model, job.layout.sets[0].device)
+        """The round that accumulates."""
+        self._interpreter = interpreter
+        watches = {guard.name: guard.watch_rounds(self) for guard in interpreter.guards}
+        found = [watch for watch in watches.values() if watch is not None]
+        # What is wrong with a round is put right before it is audited.
+        self._watches = sorted(found, key=lambda watch: watch.needs_rounds)
+        self._needing = [name for name, watch in watches.items() if watch is not None and watch.needs_rounds]
+
+    def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
+        """Keep what it takes to run the micro-batch again."""
+        if self._watches:
+            self.kept.begin(loss_function, batch)
+
+    def micro_batch_counted(self, weight: float, samples: int) -> None:
+        """Count the micro-batch, kept or not.
+
+        Raises:
+            UsageError: It was not kept, and a guard needs it.
+        """
+        self.kept.end(weight, samples)
+        if self._needing and not self.kept.is_whole:
+            raise UsageError(
+                f"guard {', '.join(self._needing)} runs micro-batches again, and this one came by way of backward or "
+                "count_micro_batch: expected parallel.micro_batch(loss_function, batch) for each"
+            )
+
+    def round_ends(self) -> Sequence[Incident]:
+        """Let guards look at the round."""
+        return [incident for watch in self._watches for incident in watch.round_ends()]
+
+    def round_closed(self) -> None:
+        """Let go of the round."""
+        self.kept.forget()
+
+    def installed(self, values: Sequence[Tensor]) -> None:
+        """Tell guards what the model has been given."""
+        for watch in self._watches:
+            watch.installed(values)
+
+    def committed_is_read(self) -> None:
+        """Let guards look at masters and optimizer state before they are shown or saved."""
+        self._interpreter.run("before_step")
+
+    def began_again(self) -> None:
+        """Begin with the state as it is."""
+        self._interpreter.start()
+
+    def ended(self) -> Sequence[Incident]:
+        """Return what was found behind the last update."""
+        return self._interpreter.conclude_job()
+
+    def run_again(self, kept: KeptRound) -> Accumulation:
+        """Run a round again, apart from this rank's own, and return what it comes to."""
+        accumulation = Accumulation(self.job.user.parameters, GradientBuffer(self.job.layout))
+        with self.job.compute.aside(accumulation):
+            kept.run(accumulation, self.charge)
+        return accumulation
+
+    def charge(self) -> None:
+        """Charge for a micro-batch."""
+        self.job.compute.runtime.charge("micro-batch")
 
 
 def _compact(tensor: Tensor) -> Tensor:

@@ -1,0 +1,209 @@
+"""Replicas that step alone: what a rank has done since the last average, and the average of all replicas.
+
+At an average all ranks take part as if the round had been one of all: each reports everything that it has contributed
+since the last average, and its share of the weight is its share of the mean (`stretto.averaging.mean`).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from stretto.averaging.mean import ReplicaMean
+from stretto.engine.core import Core, Flight, Performer
+from stretto.engine.replicas import ReplicaSet
+from stretto.engine.report import RankReport, RoundReport, Totals, Vote, empty_report
+from stretto.engine.round import Reduction, Round
+from stretto.engine.statistics import Statistics, average_statistics
+from stretto.errors import RanksDisagree, ReplicaNonFinite
+from stretto.optimizer import ReducedGradient, ShardedOptimizer
+from stretto.strategies.contract import Average, Look, Moment
+
+
+@dataclasses.dataclass(slots=True)
+class _SinceAverage:
+    """What this rank has contributed since replicas were last averaged."""
+
+    used: bytearray
+    """One byte per parameter slot: used since then?"""
+    totals: Totals = dataclasses.field(default_factory=Totals)
+    rounds: int = 0
+    """All of them, the same on every rank: those that were left out, or had no weight, count."""
+
+
+class LocalReplicas(ReplicaSet):
+    """One rank's replica among others that step with gradients of their own.
+
+    Args:
+        core: Of this rank.
+    """
+
+    may_differ = True
+    keeps_states_equal = False
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self._mean = ReplicaMean(core.exchange, core.sharded)
+        self._own_sums: list[Tensor] | None = None
+        self._since = self._nothing_yet()
+        self._states_are_equal = True
+        """As far as the last average went; steps since then part them."""
+
+    @property
+    def performers(self) -> Mapping[type, Performer]:
+        """Performers by effect."""
+        return {Look: self._look, Average: self._average}
+
+    @property
+    def gap(self) -> int:
+        """Rounds since the last average."""
+        return self._since.rounds
+
+    @property
+    def has_drifted(self) -> bool:
+        """Whether the model may show something else than other ranks' models."""
+        return self.gap > 0
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all ranks hold the same masters and the same optimizer state."""
+        return self._states_are_equal and self.gap == 0
+
+    def reduce(self, round: Round) -> Reduction:
+        """Take this rank's own gradients; nobody is asked."""
+        exchange, progress = self.exchange, self.core.progress
+        sums = self._own_gradient(round.buffer.flats)
+        gradient = ReducedGradient(
+            sums, round.contribution.totals.weight, 0.0, bytes(round.contribution.used)
+        )
+        gradient.norm_squared = norm_squared = gradient.measure()
+        own = round.report(finite=round.is_finite, norm_squared=norm_squared)
+        report = RoundReport.alone(own, exchange.rank, exchange.world_size)
+        skipped = self.core.is_left_out(report, norm_squared, ReplicaNonFinite)
+        if skipped:
+            gradient.weight, gradient.used = 0.0, bytes(len(gradient.used))
+            round.statistics = [buffer.clone() for buffer in round.agreed]
+            own = empty_report(len(gradient.used), round.changed, progress.step)
+            report = RoundReport.alone(own, exchange.rank, exchange.world_size)
+        else:
+            self._since.totals.add(own.totals)
+            self._since.used = bytearray(a | b for a, b in zip(self._since.used, own.used, strict=True))
+        self._since.rounds += 1
+        return Reduction(gradient, report, {}, skipped, alone=True, met=False)
+
+    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Tensor]:
+        """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
+        if not self.has_drifted:
+            return super().gather_committed(flats, statistics)
+        own, changed = statistics.snapshot()
+        report = self._look_around(changed)
+        self._mean.show(report.share(self.exchange.rank), flats)
+        means = average_statistics(self.exchange, own, report.changed, report.micro_batches)
+        return [means.get(index, value) for index, value in enumerate(statistics.agreed)]
+
+    def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
+        """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
+        if self.are_equal:
+            return self.sharded
+        return self._mean.consensus(self._look_around(changed).share(self.exchange.rank))
+
+    def begin_again(self) -> None:
+        """Take the present masters, alike on all ranks, for an average."""
+        self._since = self._nothing_yet()
+        self._states_are_equal = True
+        self._mean.begin_again()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's replica where replicas differ; it refers to the job's own tensors."""
+        if self.are_equal:
+            return {}
+        since = {**dataclasses.asdict(self._since), "used": bytes(self._since.used)}
+        return {"replica": {**self._mean.state_dict(), "since": since}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put a replica in the place of this rank's."""
+        self._mean.load_state_dict(state["replica"])
+        since = state["replica"]["since"]
+        self._since = _SinceAverage(bytearray(since["used"]), Totals(**since["totals"]), since["rounds"])
+        self._states_are_equal = False
+
+    def _own_gradient(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's gradients by bucket: the buffer itself, where it is as wide as the masters."""
+        layout, masters = self.sharded.layout, self.sharded.masters
+        contents = [flats[bucket.set_index][bucket.start : bucket.stop] for bucket in layout.buckets]
+        if [content.dtype for content in contents] == [master.dtype for master in masters]:
+            return contents
+        self._own_sums = self._own_sums or self.sharded.new_sums()
+        for total, content in zip(self._own_sums, contents, strict=True):
+            total.copy_(content)
+        return self._own_sums
+
+    def _look(self, _: Look, flight: Flight | None) -> Moment:
+        # A rank whose data have ended averages at once and waits there: only averages let ranks agree on an end.
+        drains = flight is not None and flight.round.vote in (Vote.EXHAUSTED, Vote.DRAIN)
+        return Moment(self.core.progress.round_index, self.gap, drains)
+
+    def _average(self, effect: Average, flight: Flight | None) -> None:
+        """Bring the replicas together; the round ends as if all ranks had taken part in it."""
+        if flight is None:
+            raise TypeError("a strategy must step with AllReduce to average ahead of its gradients")
+        progress, rank = self.core.progress, self.exchange.rank
+        own = flight.round.report(finite=True, norm_squared=0.0)
+        report = self._meet(
+            dataclasses.replace(
+                own, round_index=progress.round_index, step=progress.step, stepped=progress.stepped
+            )
+        )
+        self.core.check_settings(flight.round, report)
+        flight.reduction.statistics = self.core.average_statistics(flight.round, report)
+        share = report.share(rank)
+        states_are_equal = self._states_are_equal if share is None else effect.state
+        if share is not None:
+            self._mean.unite(share, flight.round.buffer.flats, state=effect.state)
+        self.begin_again()
+        self._states_are_equal = states_are_equal
+        self.sharded.publish(flight.round.buffer.flats)
+        flight.reduction.report, flight.reduction.met = report.news(flight.reduction.report, rank), True
+        # A rank that came early takes over where the others are.
+        progress.round_index = int(report.records["round_index"].max())
+        progress.step = int(report.records["step"].max())
+        # What the others have done is news, and reported; at the very end a step that nobody took is none.
+        is_over = all(vote in (Vote.EXHAUSTED, Vote.DRAIN) for vote in report.votes)
+        progress.stepped = report.stepped or (report.weight > 0 and not is_over)
+
+    def _meet(self, own: RankReport) -> RoundReport:
+        """Gather the reports of an average.
+
+        Args:
+            own: What this rank reports of its last round; the totals since the last average take the place of that
+                round's.
+
+        Raises:
+            RanksDisagree: Ranks average in different rounds, so their coins fall differently.
+        """
+        own = dataclasses.replace(own, totals=self._since.totals, used=bytes(self._since.used))
+        records = self.exchange.gather_bytes(RoundReport.pack(own))
+        report = RoundReport.unpack(records, len(own.used), len(own.changed))
+        rounds = report.records["round_index"].tolist()
+        is_early = [vote in (Vote.EXHAUSTED, Vote.DRAIN) for vote in report.votes]
+        planned = {index for index, early in zip(rounds, is_early, strict=True) if not early}
+        # A rank without data comes early and waits; one that comes late has passed an average by.
+        if len(planned) > 1 or (planned and max(rounds) > max(planned)):
+            raise RanksDisagree(
+                f"rank {self.exchange.rank}, after step {own.step}: ranks average in different rounds, "
+                f"{rounds} by rank (below zero: settles or saves instead): a rate that is a function must give the "
+                "same on all ranks and depend on nothing but the round's index, and all ranks must settle and save at "
+                "the same updates"
+            )
+        return report
+
+    def _look_around(self, changed: bytes) -> RoundReport:
+        """Gather the reports of an average that leaves no trace; all ranks must call."""
+        progress = self.core.progress
+        # Below zero: it must not be taken for the average of a rank that is somewhere else.
+        own = empty_report(len(self.sharded.layout.slots), changed, progress.step)
+        return self._meet(dataclasses.replace(own, round_index=~progress.round_index))
+
+    def _nothing_yet(self) -> _SinceAverage:
+        return _SinceAverage(bytearray(len(self.sharded.layout.slots)))

@@ -1,0 +1,135 @@
+"""The mean of all ranks' replicas.
+
+Note [The mean]
+    Rank r has the share s_r of the weight, Σ s_r = 1, the last mean was θ̄, and its masters are θ_r:
+
+        θ̄ ← Σ_r fl(θ_r · s_r)                              in rank order, in float32
+        θ̄ ← θ̄ + fl(Σ_r wire((θ_r - θ̄) · s_r))              on a wire narrower than the masters
+
+    The second form sends what has changed: a 16-bit parameter would forget every change below 2^-9 of it, at every
+    mean. Both end with the same bits on all ranks, and on a lone rank the first changes nothing.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.exchange import Exchange, narrower
+from stretto.flat import GradientBuffer, Layout
+from stretto.optimizer import ShardedOptimizer, adopt_states, average_states, piece_states
+
+
+class ReplicaMean:
+    """Takes means of the masters and optimizer states that all ranks hold; all ranks must call each method alike.
+
+    Args:
+        exchange: Of the job.
+        sharded: This rank's masters, all of them, and its optimizer.
+    """
+
+    def __init__(self, exchange: Exchange, sharded: ShardedOptimizer) -> None:
+        self.last: list[Tensor] | None = None
+        """The last mean, one tensor per bucket, equal on all ranks; None where the wire is as wide as the masters."""
+        self._exchange = exchange
+        self._sharded = sharded
+        self._layout: Layout = sharded.layout
+        if any(self._is_narrow(index) for index in range(len(sharded.masters))):
+            self.last = [master.clone() for master in sharded.masters]
+
+    def begin_again(self) -> None:
+        """Take the present masters, alike on all ranks, for the last mean."""
+        if self.last is not None:
+            _copy(self._sharded.masters, self.last)
+
+    def unite(self, share: float, flats: Sequence[Tensor], *, state: bool) -> None:
+        """Replace this rank's replica by the mean of all.
+
+        Args:
+            share: This rank's part of the weight. Zero: its values are not looked at, so they may be anything.
+            flats: Scratch, one tensor per flat set; left undefined.
+            state: Average the optimizer's state too.
+        """
+        self._average_masters(self._sharded.masters, share, flats)
+        if state:
+            self._average_state(self._sharded, share)
+
+    def show(self, share: float | None, flats: Sequence[Tensor]) -> None:
+        """Fill `flats` with the mean of all replicas, which stay as they are; a share of None has them equal."""
+        means = [master.clone() for master in self._sharded.masters]
+        if share is not None:
+            self._average_masters(means, share, flats)
+        for bucket, mean in zip(self._layout.buckets, means, strict=True):
+            flats[bucket.set_index][bucket.start : bucket.stop].copy_(mean)
+
+    def consensus(self, share: float | None) -> ShardedOptimizer:
+        """Return a copy of the optimizer that holds the mean of all masters and states."""
+        sharded = copy.deepcopy(self._sharded, {id(self._layout): self._layout})
+        if share is not None:
+            self._average_masters(sharded.masters, share, GradientBuffer(self._layout).flats)
+        # States may differ although nobody has stepped since the last mean.
+        self._average_state(sharded, 1 / self._exchange.world_size if share is None else share)
+        return sharded
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's replica; it refers to the job's own tensors."""
+        return {
+            "masters": self._sharded.masters,
+            "states": [dict(state) for _, state in piece_states(self._sharded)],
+            "last_mean": self.last,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put a replica in the place of this rank's."""
+        _copy(state["masters"], self._sharded.masters)
+        if self.last is not None and state["last_mean"] is not None:
+            _copy(state["last_mean"], self.last)
+        device = self._sharded.masters[0].device
+        adopt_states(
+            self._sharded,
+            {
+                piece: {k: v.to(device) if isinstance(v, Tensor) else v for k, v in entries.items()}
+                for piece, entries in zip(self._sharded.pieces, state["states"], strict=True)
+            },
+        )
+
+    def _average_masters(self, masters: Sequence[Tensor], share: float, flats: Sequence[Tensor]) -> None:
+        if self.last is not None:
+            torch._foreach_sub_(list(masters), self.last)
+        self._mean(masters, share, flats, self._exchange.wire)
+        if self.last is not None:
+            torch._foreach_add_(list(masters), self.last)
+
+    def _average_state(self, sharded: ShardedOptimizer, share: float) -> None:
+        """In full width whatever the wire: a second moment changes by less, per update, than 16 bits resolve."""
+        flats = [
+            torch.zeros(f.numel, dtype=torch.promote_types(f.dtype, torch.float32), device=f.device)
+            for f in self._layout.sets
+        ]
+        average_states(
+            sharded,
+            self._exchange.gather_bytes,
+            lambda values: self._mean(values, share, flats, torch.float32),
+        )
+
+    def _mean(
+        self, values: Sequence[Tensor], share: float, flats: Sequence[Tensor], wire: torch.dtype
+    ) -> None:
+        for bucket, value in zip(self._layout.buckets, values, strict=True):
+            flats[bucket.set_index][bucket.start : bucket.stop].copy_(
+                value.mul_(share) if share else value.zero_()  # what is left out need not be finite
+            )
+        self._exchange.all_reduce(flats, values, wire)
+
+    def _is_narrow(self, index: int) -> bool:
+        """Return whether bucket `index` travels in fewer bits than its masters have."""
+        flat = self._layout.sets[self._layout.buckets[index].set_index]
+        sent = narrower(self._exchange.wire, flat.accumulation_dtype)
+        return sent.itemsize < self._sharded.masters[index].dtype.itemsize
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

@@ -1,0 +1,120 @@
+"""The communication lane: runs the strategy's coroutine, and has each effect performed."""
+
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+from stretto.engine.core import Flight, Performer
+from stretto.engine.replicas import ReplicaSet
+from stretto.engine.round import Commit, Landing, Round
+from stretto.engine.runtime import Pending
+from stretto.strategies import Strategy
+from stretto.strategies.contract import ACCUMULATIONS, Begin, Boundary, Script
+
+Woven = Generator[Any, Any, None]
+Weave = Callable[[Script], Woven]
+"""Surrounds a script with further effects."""
+
+
+class CommLane:
+    """Performs one round per `advance`: from the reduction that waits for it to the next one.
+
+    The lane is alone on its group and performs one thing after the other, so every rank issues the same collectives in
+    the same order.
+
+    Args:
+        strategy: Whose updates are performed.
+        replicas: Of the job; exchanges gradients as its strategy needs.
+        performers: By effect.
+        asks_ahead: Whether an update may begin with something else than gradients.
+        weave: What surrounds the strategy's effects.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        replicas: ReplicaSet,
+        performers: Mapping[type, Performer],
+        *,
+        asks_ahead: bool,
+        weave: Weave | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self.replicas = replicas
+        self.runtime = replicas.core.runtime
+        self.progress = replicas.core.progress
+        self.asks_ahead = asks_ahead
+        self._performers = performers
+        self._script = self._updates() if weave is None else weave(self._updates())
+        self._waits_for: Any = None
+        """The effect that is yet to be answered; None before the beginning."""
+        self.progress.begin_update(replicas.exchange.sent_bytes)
+
+    def advance(self, round: Round, opening: Pending[None]) -> Landing:
+        """Hand `round` to the waiting reduction, and perform effects until the update ends or the next one waits.
+
+        Args:
+            round: The round, closed.
+            opening: A call of `open` that was spawned before; what it raised is raised here.
+        """
+        opening.result()
+        self.open()
+        progress, started = self.progress, self.runtime.now()
+        flight = Flight(round, round.reduction or self.replicas.reduce(round))
+        progress.reductions.append(flight.reduction)
+        progress.hyperparameters = round.hyperparameters
+        self._perform(flight)
+        progress.round_index += 1
+        progress.lane_seconds += self.runtime.now() - started
+        commit = self._commit() if flight.at_boundary else None
+        return Landing(
+            round.buffer, round.statistics, flight.shown, flight.reduction, flight.at_boundary, commit
+        )
+
+    def open(self) -> None:
+        """Perform what the script asks for ahead of the next gradients, unless that has been done.
+
+        It may run beside them: the model goes on showing what it shows.
+        """
+        if self._waits_for is None:
+            self._waits_for = next(self._script)
+        if isinstance(self._waits_for, Begin):
+            started = self.runtime.now()
+            self._perform(None)
+            self.progress.lane_seconds += self.runtime.now() - started
+
+    def _updates(self) -> Script:
+        """Yield the effects of one update after the other, for ever."""
+        while True:
+            if self.asks_ahead:
+                yield Begin()
+            yield from self.strategy.update()
+            yield Boundary()
+
+    def _perform(self, flight: Flight | None) -> None:
+        """Answer what the script waits for, and perform what it asks for until it waits for the compute lane."""
+        effect = self._script.send(None if flight is None else flight.reduction.gradient)
+        while not isinstance(effect, (*ACCUMULATIONS, Begin)):
+            effect = self._script.send(self._performers[type(effect)](effect, flight))
+        self._waits_for = effect
+
+    def _commit(self) -> Commit | None:
+        """Close the update, and return what is known of it."""
+        progress, commit = self.progress, None
+        sent_bytes = self.replicas.exchange.sent_bytes
+        # Nobody asks the others after a step alone: it counts on every rank, whatever this one contributed.
+        if progress.stepped or not progress.reductions[-1].met:
+            progress.step += 1
+            commit = Commit(
+                reductions=tuple(progress.reductions),
+                gradient_norm=progress.gradient_norm,
+                learning_rates=tuple(float(group["lr"]) for group in progress.hyperparameters),
+                round_index=progress.round_index - 1,
+                lane_seconds=progress.lane_seconds,
+                sent_bytes=sent_bytes - progress.bytes_before,
+                incidents=tuple(progress.incidents),
+                gap=self.replicas.gap,
+                interval=self.replicas.interval,
+            )
+            progress.incidents = []
+        progress.begin_update(sent_bytes)
+        return commit

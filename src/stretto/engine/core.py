@@ -1,0 +1,207 @@
+"""What every strategy needs performed: exchange gradients, step, preview, gather.
+
+Each effect has a performer: a function of the effect and the `Flight` it belongs to, whose result answers the effect.
+Averages and guards bring performers of their own (`stretto.averaging`, `stretto.guards`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from stretto.engine.agreement import agree
+from stretto.engine.options import Options
+from stretto.engine.report import RoundReport, settings_text
+from stretto.engine.round import Progress, Reduction, Round, Shown
+from stretto.engine.runtime import Runtime
+from stretto.engine.statistics import average_statistics
+from stretto.errors import NonFinite
+from stretto.exchange import Exchange
+from stretto.optimizer import ReducedGradient, ShardedOptimizer
+from stretto.strategies.contract import Boundary, Gather, Preview, Step
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing, as in `torch.nn.utils.clip_grad_norm_`."""
+
+
+@dataclasses.dataclass(slots=True)
+class Flight:
+    """One round on the communication lane."""
+
+    round: Round
+    reduction: Reduction
+    shown: Shown = "committed"
+    at_boundary: bool = False
+
+
+Performer: TypeAlias = Callable[[Any, Flight | None], Any]
+"""Performs an effect; without a flight it is ahead of the next gradients, and may run beside them."""
+
+
+class Core:
+    """Performs reductions, steps, previews and gathers of one rank.
+
+    Args:
+        exchange: Of the job.
+        sharded: This rank's masters and optimizer.
+        replicated: Whether every rank holds the whole optimizer.
+        options: For clipping and rounds that are not finite.
+        runtime: Is told what work costs.
+        progress: Shared with the lane.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        sharded: ShardedOptimizer,
+        *,
+        replicated: bool,
+        options: Options,
+        runtime: Runtime,
+        progress: Progress,
+    ) -> None:
+        self.exchange = exchange
+        self.sharded = sharded
+        self.replicated = replicated
+        self.progress = progress
+        self._options = options
+        self.runtime = runtime
+        # Sums of finished updates, for the next ones: fresh pages would cost more than the arithmetic.
+        self._spare_sums: list[list[Tensor]] = []
+        self._lent_sums: list[list[Tensor]] = []
+
+    @property
+    def performers(self) -> Mapping[type, Performer]:
+        """Performers by effect."""
+        return {
+            Step: self.step,
+            Preview: self.preview,
+            Gather: self.gather,
+            Boundary: self.end_update,
+        }
+
+    @property
+    def where(self) -> str:
+        """Rank and step, for messages."""
+        return f"rank {self.exchange.rank}, after step {self.progress.step}"
+
+    def reduce(self, round: Round) -> Reduction:
+        """Exchange the gradients of `round` and the reports on it; all ranks must call."""
+        finite = round.is_finite
+        sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
+        self._lent_sums.append(sums)
+        if self.replicated:
+            self.exchange.all_reduce(round.buffer.flats, sums)
+        else:
+            self.exchange.reduce_scatter(round.buffer.flats, sums)
+        gradient = ReducedGradient(sums, 0.0, 0.0, b"")
+        own = round.report(finite=finite, norm_squared=gradient.measure())
+        records = self.exchange.gather_bytes(RoundReport.pack(own))
+        report = RoundReport.unpack(records, len(own.used), len(own.changed))
+        self.check_settings(round, report)
+        skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
+        statistics = {} if skipped else self.average_statistics(round, report)
+        return self.reduction(sums, report, statistics, skipped=skipped)
+
+    def reduction(
+        self, sums: list[Tensor], report: RoundReport, statistics: dict[int, Tensor], *, skipped: bool
+    ) -> Reduction:
+        """Return what an exchange gave, or what a checkpoint says that it gave; `sums` are taken over."""
+        norm_squared = report.norm_squared(replicated=self.replicated)
+        gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
+        if skipped:
+            gradient.weight = gradient.norm_squared = 0.0
+            gradient.used = bytes(len(report.used))
+            for total in sums:
+                total.zero_()
+        return Reduction(gradient, report, statistics, skipped)
+
+    def step(self, effect: Step, flight: Flight | None) -> None:
+        """Commit one optimizer step, if anybody contributed, and publish the masters."""
+        gradient = _reduced(effect.gradient)
+        gradient.merge()
+        if gradient.weight > 0:
+            norm = self.progress.gradient_norm = self._mean_norm(gradient)
+            self.sharded.step(gradient, self.progress.hyperparameters, self._clip_factor(norm))
+            self.runtime.charge("step", self.sharded.numel)
+            self.progress.stepped = True
+        flight = _in_flight(effect, flight)
+        self.sharded.publish(flight.round.buffer.flats)
+        flight.shown = "committed"
+
+    def preview(self, effect: Preview, flight: Flight | None) -> None:
+        """Publish what one more step would give."""
+        gradient = _reduced(effect.gradient)
+        gradient.merge()
+        flight = _in_flight(effect, flight)
+        if gradient.weight == 0:
+            self.sharded.publish(flight.round.buffer.flats)
+            flight.shown = "committed"
+            return
+        clip = self._clip_factor(self._mean_norm(gradient))
+        hyperparameters = self.progress.hyperparameters
+        self.sharded.preview(gradient, hyperparameters, clip, flight.round.buffer.flats)
+        self.runtime.charge("preview", self.sharded.numel)
+        flight.shown = "estimate"
+
+    def gather(self, effect: Gather, flight: Flight | None) -> None:
+        """Replace every rank's buffer by the published shards of all."""
+        self.exchange.all_gather(_in_flight(effect, flight).round.buffer.flats)
+
+    def end_update(self, effect: Boundary, flight: Flight | None) -> None:
+        """Note the end of an update, and take its sums back."""
+        _in_flight(effect, flight).at_boundary = True
+        self._spare_sums += self._lent_sums
+        self._lent_sums = []
+
+    def check_settings(self, round: Round, report: RoundReport) -> None:
+        """Raise `RanksDisagree` unless all ranks step with the same hyperparameters."""
+        if not report.settings_agree:
+            agree(
+                self.exchange,
+                {"optimizer settings": settings_text(round.hyperparameters)},
+                self.where,
+            )
+
+    def is_left_out(self, report: RoundReport, norm_squared: float, kind: type[NonFinite]) -> bool:
+        """Return whether this round is to be left out; the same answer on every rank that took part."""
+        found = report.not_finite(norm_squared)
+        if found is not None and self._options.nonfinite == "raise":
+            raise kind(
+                f"rank {self.exchange.rank}, step {self.progress.step + 1}, round {self.progress.round_index}: "
+                f"{found}; lower the learning rate, or leave such rounds out with Options(nonfinite='skip')"
+            )
+        return found is not None
+
+    def average_statistics(self, round: Round, report: RoundReport) -> dict[int, Tensor]:
+        """Return the averages over ranks of the model's buffers that changed anywhere, by index."""
+        return average_statistics(self.exchange, round.statistics, report.changed, report.micro_batches)
+
+    def _mean_norm(self, gradient: ReducedGradient) -> float:
+        """Return the 2-norm of the mean gradient; a sum of two reductions has to be measured over ranks."""
+        if gradient.norm_squared is None:
+            norms = np.array([gradient.measure()])
+            if not self.replicated:
+                norms = np.frombuffer(b"".join(self.exchange.gather_bytes(norms.tobytes())))
+            gradient.norm_squared = sum(norms.tolist())
+        return math.sqrt(gradient.norm_squared) / gradient.weight
+
+    def _clip_factor(self, norm: float) -> float:
+        """Return the factor that brings a gradient of this norm under the limit."""
+        limit = self._options.clip_norm
+        return 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
+
+
+def _reduced(gradient: object) -> ReducedGradient:
+    if not isinstance(gradient, ReducedGradient):
+        raise TypeError(f"a strategy must pass on the gradient it was given, not {type(gradient).__name__}")
+    return gradient
+
+
+def _in_flight(effect: object, flight: Flight | None) -> Flight:
+    if flight is None:
+        raise TypeError(f"a strategy asked for {effect!r} before its update's first gradient")
+    return flight

@@ -1,0 +1,295 @@
+"""Performs what guards ask for, and holds what was found until an update reports it."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from stretto.checksums import Checksum, digest
+from stretto.engine.core import Core, Flight, Performer
+from stretto.engine.replicas import ReplicaSet
+from stretto.errors import StateCorrupt
+from stretto.guards.contract import (
+    Copy,
+    Difference,
+    Fingerprint,
+    Guard,
+    GuardScript,
+    Inspect,
+    Mend,
+    Part,
+    Recompute,
+    Replace,
+    Report,
+    Seal,
+    Share,
+    Where,
+)
+from stretto.guards.strikes import Strikes
+from stretto.guards.weave import Arrived, Conclude, Forget, Moment
+from stretto.optimizer import MASTER, Hyperparameters, ReducedGradient, ShardedOptimizer
+from stretto.records import Incident
+
+SHOWN = "values to be shown"
+"""Site of what the model shows next."""
+
+
+class RehearsingOptimizer(ShardedOptimizer):
+    """Computes every step ahead on copies, so that its outcome can be compared with what the step does leave."""
+
+    rehearsed: list[dict[str, int]]
+    """Digests of what the last step was to leave, by segment; set before the first step."""
+
+    def step(self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float) -> None:
+        """Rehearse, then step."""
+        self.rehearsed[:] = self.rehearse(gradient, hyperparameters, clip)
+        super().step(gradient, hyperparameters, clip)
+
+
+class GuardInterpreter:
+    """Answers the guards of one rank, on its communication lane.
+
+    Args:
+        guards: Of the job; none where only a verified exchange has something to report.
+        core: Whose exchange, masters and optimizer state are watched.
+        replicas: Of the job: where replicas may differ, they are compared right after an average and at no other time.
+        fixed: By name, what the model holds that nobody is to write.
+        strikes: Counts what is found.
+        has_copies: Whether other ranks hold the same masters and state to take damaged ones from.
+    """
+
+    def __init__(
+        self,
+        guards: Sequence[Guard],
+        core: Core,
+        replicas: ReplicaSet,
+        *,
+        fixed: Sequence[tuple[str, Tensor]],
+        strikes: Strikes,
+        has_copies: bool,
+    ) -> None:
+        self.guards = tuple(guards)
+        self._exchange = core.exchange
+        self._sharded = core.sharded
+        self._progress = core.progress
+        self._replicas = replicas
+        self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
+        self._versions = {part: tensor._version for part, tensor in self._fixed.items()}
+        self._strikes = strikes
+        self._rehearsed: list[dict[str, int]] = []
+        """What the last step was to leave, by segment, where a guard wants to know."""
+        if isinstance(core.sharded, RehearsingOptimizer):
+            core.sharded.rehearsed = self._rehearsed
+        self._has_copies = has_copies
+        self._found: list[Incident] = []
+        """On this rank, since the last update concluded."""
+        self._gradients: list[ReducedGradient] = []
+        """Reduced and not yet stepped with."""
+        self._checksums: dict[Part, Checksum] = {}
+        self._sealed: dict[Part, Tensor] = {}
+        """The tensors that were sealed: others may have taken their place."""
+
+    @property
+    def performers(self) -> Mapping[type, Performer]:
+        """Performers by effect."""
+        return {
+            Arrived: self._arrived,
+            Forget: lambda _, __: self.forget(),
+            Conclude: self._conclude,
+            Fingerprint: lambda _, flight: self._fingerprints(flight),
+            Share: lambda effect, _: self._exchange.gather_bytes(effect.record),
+            Copy: lambda effect, flight: self._copy(
+                effect.part, dict(self._parts(flight))[effect.part], effect.source, effect.onto
+            ),
+            Seal: lambda effect, _: self._seal(effect.what),
+            Inspect: lambda _, __: list(self._differences()),
+            Mend: lambda effect, _: self._checksums[effect.part].mends(self._sealed[effect.part]),
+            Replace: lambda effect, _: self._replace(effect.parts),
+            Recompute: lambda _, flight: self._recompute(flight),
+            Where: lambda _, __: self._where,
+            Report: lambda effect, _: self._report(effect),
+        }
+
+    def ask(self, moment: Moment) -> GuardScript:
+        """Yield what all guards ask for at a moment."""
+        is_apart = self._replicas.gap > 0
+        for guard in self.guards:
+            if not (guard.needs_replicas and is_apart):
+                yield from getattr(guard, moment)()
+
+    def run(self, moment: Moment) -> None:
+        """Perform what all guards ask for at a moment, at rest."""
+        script, performers, answer = self.ask(moment), self.performers, None
+        while True:
+            try:
+                effect = script.send(answer)
+            except StopIteration:
+                return
+            answer = performers[type(effect)](effect, None)
+
+    def start(self) -> None:
+        """Begin with the state as it is."""
+        self.forget()
+        self.run("at_start")
+
+    def forget(self) -> None:
+        """Let go of everything that is known of the state: it is about to change, or was put there from outside."""
+        self._rehearsed.clear()
+        self._gradients.clear()
+        self._checksums.clear()
+        self._sealed.clear()
+
+    def conclude_job(self) -> tuple[Incident, ...]:
+        """Return what was found behind the last update: on any rank, and by this one in the gather that tells so.
+
+        All ranks must call, at rest.
+        """
+        shared, step = self._gather_found(), self._progress.step + 1
+        return (*shared, *(dataclasses.replace(found, step=step) for found in self._exchange.incidents))
+
+    def _arrived(self, effect: Arrived, flight: Flight | None) -> None:
+        """A gradient has been summed; those who were named too often leave before anybody steps with it."""
+        self._strikes.check(self._progress.step)
+        if flight is not None:
+            self._found.extend(flight.round.incidents)
+        self._gradients.append(effect.gradient)
+
+    def _conclude(self, _: Conclude, flight: Flight | None) -> None:
+        """Tell all ranks at the end of an update what was found; replicas that step alone wait for their average."""
+        if flight is not None and flight.reduction.met:
+            self._progress.incidents += self._gather_found()
+
+    def _gather_found(self) -> tuple[Incident, ...]:
+        """Return what was found on any rank since the last call; all ranks must call."""
+        step = self._progress.step + 1
+        arrivals = [dataclasses.replace(found, step=step) for found in self._exchange.incidents]
+        held = [*arrivals, *self._found]
+        self._exchange.incidents, self._found = [], []
+        own = json.dumps([found.as_json() for found in held]).encode() if held else b""
+        records = [record for record in self._exchange.gather_records(own) if record]
+        found = [Incident.from_json(fields) for record in records for fields in json.loads(record)]
+        incidents = tuple(dict.fromkeys(found))
+        self._strikes.note(step, incidents)
+        return incidents
+
+    def _report(self, effect: Report) -> None:
+        fields = dataclasses.asdict(effect)
+        ranks = (self._exchange.rank,) if effect.ranks is None else effect.ranks
+        self._found.append(Incident(**{**fields, "ranks": ranks, "step": self._progress.step + 1}))
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self._exchange.rank}, update {self._progress.step + 1}"
+
+    def _parts(self, flight: Flight | None) -> Iterator[tuple[Part, Tensor]]:
+        """Yield everything that ranks of a replicated strategy hold alike, in an order that all share.
+
+        Without a job the model may be running, so that what it holds beside its parameters may be being written.
+        """
+        yield from self._state()
+        for index, flat in enumerate(flight.round.buffer.flats if flight is not None else ()):
+            yield Part(SHOWN, f"set {index}"), flat
+        yield from self._fixed.items() if flight is not None else ()
+
+    def _state(self) -> Iterator[tuple[Part, Tensor]]:
+        for index, master in enumerate(self._sharded.masters):
+            yield Part("masters", f"bucket {index}"), master
+        for index, segment in enumerate(self._sharded.segments):
+            state = self._sharded.optimizer.state.get(segment.master, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield Part("optimizer state", f"{key} of segment {index}"), value
+
+    def _sums(self) -> Iterator[tuple[Part, Tensor]]:
+        for number, gradient in enumerate(self._gradients):
+            for index, total in enumerate(gradient.sums):
+                yield Part("reduced gradient", f"bucket {index} of round {number}"), total
+
+    def _fingerprints(self, flight: Flight | None) -> dict[Part, int]:
+        # Ranks that keep their own state, or step alone, may have cut it into other segments too.
+        compares_state = self._replicas.keeps_states_equal
+        return {
+            part: self._fingerprint(part, tensor)
+            for part, tensor in self._parts(flight)
+            if compares_state or part.site != "optimizer state"
+        }
+
+    def _fingerprint(self, part: Part, tensor: Tensor) -> int:
+        is_written = part in self._versions and self._versions[part] != tensor._version
+        return 0 if is_written else digest(tensor)
+
+    def _recompute(self, flight: Flight | None) -> dict[Part, bool]:
+        """Compute again what can be, and say of each part whether it comes out as it is."""
+        right: dict[Part, bool] = {}
+        for index, (expected, found) in enumerate(
+            zip(self._rehearsed, self._sharded.digests(), strict=False)
+        ):
+            for key in expected.keys() | found.keys():
+                part = self._part_of(index, key)
+                right[part] = right.get(part, True) and expected.get(key) == found.get(key)
+        flats = [torch.zeros_like(flat) for flat in flight.round.buffer.flats] if flight is not None else []
+        if flats:
+            self._sharded.publish(flats)
+        shown = [tensor for part, tensor in self._parts(flight) if part.site == SHOWN]
+        for index, (flat, tensor) in enumerate(zip(flats, shown, strict=True)):
+            right[Part(SHOWN, f"set {index}")] = digest(flat) == digest(tensor)
+        return right
+
+    def _part_of(self, segment: int, key: str) -> Part:
+        """Return the part that holds one tensor of a segment's."""
+        if key == MASTER:
+            return Part("masters", f"bucket {self._sharded.segments[segment].bucket}")
+        return Part("optimizer state", f"{key} of segment {segment}")
+
+    def _seal(self, what: str) -> None:
+        for part, tensor in self._state() if what == "state" else self._sums():
+            if part not in self._sealed:
+                self._sealed[part], self._checksums[part] = tensor, Checksum.of(tensor)
+
+    def _differences(self) -> Iterator[Difference]:
+        """Yield what is not as it was sealed; parts that have been cut anew since are not compared."""
+        present = {part: tensor for parts in (self._state(), self._sums()) for part, tensor in parts}
+        for part, tensor in self._sealed.items():
+            if present.get(part) is tensor:
+                expected, found = self._checksums[part].digest, digest(tensor)
+                if expected != found:
+                    yield Difference(part, expected, found)
+
+    def _replace(self, parts: Sequence[Part]) -> dict[Part, int]:
+        """Take this rank's damaged parts from others, and lend others theirs."""
+        if not self._has_copies:
+            self._give_up(parts)
+            return {}
+        names = json.dumps([dataclasses.astuple(part) for part in parts]).encode() if parts else b""
+        damaged = [
+            {Part(*fields) for fields in json.loads(record)} if record else set()
+            for record in self._exchange.gather_records(names)
+        ]
+        wanted = sorted(set().union(*damaged), key=str)
+        sources = {}
+        for part in wanted:
+            healthy = [rank for rank, of_rank in enumerate(damaged) if part not in of_rank]
+            if not healthy:
+                self._give_up([part])
+            onto = tuple(rank for rank, of_rank in enumerate(damaged) if part in of_rank)
+            sources[part] = healthy[0]
+            self._copy(part, self._sealed[part], healthy[0], onto)
+        self._give_up([difference.part for difference in self._differences()])
+        return sources
+
+    def _give_up(self, parts: Sequence[Part]) -> None:
+        if parts:
+            raise StateCorrupt(
+                f"{self._where}: damaged beyond mending: {'; '.join(map(str, parts))}; expected what the last update "
+                "left there, and no other rank holds it undamaged; go on from the last checkpoint",
+                ranks=[self._exchange.rank],
+            )
+
+    def _copy(self, part: Part, own: Tensor, source: int, onto: tuple[int, ...]) -> None:
+        """Send a part from one rank to all, which keep it where asked."""
+        is_wanted = self._exchange.rank in onto
+        self._exchange.broadcast(own if is_wanted else own.clone(), source, f"copy of {part}")
+        if is_wanted and part in self._versions:
+            self._versions[part] = own._version

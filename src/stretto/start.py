@@ -1,0 +1,307 @@
+"""Starts a job: checks what it is made of, settles it among ranks, and puts the parts of one rank together."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from stretto.averaging import DriftingReplicas, LocalReplicas
+from stretto.engine.agreement import agree, share_start, untrained
+from stretto.engine.comm_lane import CommLane
+from stretto.engine.compute_lane import ComputeLane
+from stretto.engine.core import Core
+from stretto.engine.failures import FailureDetector
+from stretto.engine.job import Job
+from stretto.engine.options import Clock, Options, Quota, plan_quota
+from stretto.engine.replicas import ReplicaSet
+from stretto.engine.report import settings_text
+from stretto.engine.round import Progress
+from stretto.engine.runtime import choose_runtime
+from stretto.engine.user_model import UserModel
+from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
+from stretto.exchange import (
+    DirectExchange,
+    Exchange,
+    Int8Exchange,
+    NativeExchange,
+    VerifiedExchange,
+    wire_dtype,
+)
+from stretto.flat import GradientBuffer, Layout, plan_layout
+from stretto.guards import AtRest, Guard, ReplicaGuard
+from stretto.guards.interpreter import GuardInterpreter, RehearsingOptimizer
+from stretto.guards.replay import GuardedRounds
+from stretto.guards.strikes import Strikes, describe_seat
+from stretto.guards.weave import guarded
+from stretto.optimizer import ShardedOptimizer, check_shardable, read_hyperparameters
+from stretto.strategies import Strategy
+from stretto.strategies.ledger import Ledger, ledger_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a user has a job made of; equal on all ranks, but for the values of the model."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    strategy: Strategy
+    micro_batches: int | Clock
+    scheduler: Any
+    guards: Sequence[Guard]
+    options: Options
+
+    def __post_init__(self) -> None:
+        """Tell apart what a type checker would, for those who run none."""
+        if not isinstance(self.model, nn.Module):
+            raise UnsupportedModel(f"model: expected an nn.Module, found a {type(self.model).__name__}")
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            raise UnsupportedModel(
+                "model: expected the model itself, found a DistributedDataParallel, which averages gradients on its "
+                "own; hand over its .module"
+            )
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise UnsupportedOptimizer(
+                f"optimizer: expected a torch.optim.Optimizer, found a {type(self.optimizer).__name__}"
+            )
+        # Adagrad has state from the start, at step 0; a momentum has no step count.
+        if any(float(state.get("step", 1)) > 0 for state in self.optimizer.state.values() if state):
+            raise UnsupportedOptimizer(
+                "optimizer: expected one that has not stepped yet, found state that the library's private optimizer "
+                "would not have; make it anew and wrap it before training, or go on from a checkpoint"
+            )
+        _check_scheduler(self.scheduler, self.optimizer)
+        for guard in self.guards:
+            if not isinstance(guard, Guard):
+                raise ConfigError(
+                    f"guards: expected 'standard' or instances such as ReplicaGuard(), found {guard!r}"
+                )
+        if len({guard.name for guard in self.guards}) < len(self.guards):
+            raise ConfigError(
+                f"guards: expected each kind once, found {', '.join(guard.name for guard in self.guards)}"
+            )
+
+
+def start(parts: Parts, group: dist.ProcessGroup) -> Job:
+    """Set up both lanes of one rank; all ranks of `group`, which is used by this job and nobody else, must call.
+
+    Raises:
+        ConfigError: Model, optimizer or settings cannot be trained, or differ between ranks. Raised before
+            any collective but the one that compares settings.
+    """
+    strategy, options = parts.strategy, parts.options
+    ledger = ledger_of(strategy)
+    _check_guards(parts.guards, strategy, ledger)
+    quota = plan_quota(strategy, parts.micro_batches, ledger.rounds)
+    layout, parameters = plan_layout(
+        parts.model,
+        parts.optimizer,
+        world_size=group.size(),
+        bucket_bytes=options.bucket_bytes,
+        widen=options.accumulate == "fp32",
+    )
+    # A replicated optimizer, too, sees flat slices and not the parameters' shapes.
+    check_shardable(parts.optimizer)
+    progress = Progress()
+    failures = FailureDetector(group, options.timeout_seconds, progress)
+    try:
+        exchange = _exchange(options, group, layout, failures)
+        agree(exchange, {**_settings(parts), "model": layout.text()}, f"rank {group.rank()}, before step 1")
+        for slot in layout.slots:
+            flat = layout.sets[slot.set_index]
+            if flat.accumulation_dtype != flat.dtype:
+                parameters[slot.index].grad_dtype = flat.accumulation_dtype
+        share_start(exchange, parameters, GradientBuffer(layout), parts.model)
+        return _put_together(parts, ledger, exchange, parameters, progress, failures, quota)
+    except BaseException as error:
+        failures.tell(error)
+        raise
+
+
+def _put_together(
+    parts: Parts,
+    ledger: Ledger,
+    exchange: Exchange,
+    parameters: Sequence[nn.Parameter],
+    progress: Progress,
+    failures: FailureDetector,
+    quota: Quota,
+) -> Job:
+    layout, options = exchange.layout, parts.options
+    rehearses = any(guard.rehearses_step for guard in parts.guards)
+    rank, num_owners = (0, 1) if ledger.replicated else (exchange.rank, exchange.world_size)
+    sharded = (RehearsingOptimizer if rehearses else ShardedOptimizer)(
+        layout, parameters, parts.optimizer, rank=rank, num_owners=num_owners
+    )
+    runtime = choose_runtime(
+        exchange.group, layout.sets[0].device, overlaps=parts.strategy.overlaps or ledger.asks_ahead
+    )
+    core = Core(
+        exchange,
+        sharded,
+        replicated=ledger.replicated,
+        options=options,
+        runtime=runtime,
+        progress=progress,
+    )
+    kind = LocalReplicas if ledger.local else DriftingReplicas if ledger.averages else ReplicaSet
+    replicas = kind(core)
+    performers = {**core.performers, **replicas.performers}
+    interpreter = None
+    if parts.guards or exchange.is_verified:
+        interpreter = GuardInterpreter(
+            parts.guards,
+            core,
+            replicas,
+            fixed=_fixed(parts.model),
+            strikes=_strikes(options, exchange),
+            has_copies=ledger.replicated and not ledger.local,
+        )
+        performers |= interpreter.performers
+    weave = None if interpreter is None else functools.partial(guarded, ask=interpreter.ask)
+    comm = CommLane(parts.strategy, replicas, performers, asks_ahead=ledger.asks_ahead, weave=weave)
+    user = UserModel(parts.model, parameters, parts.optimizer, layout)
+    compute = ComputeLane(
+        user, comm, quota, failures=failures, scheduler=parts.scheduler, allow_unused=options.allow_unused
+    )
+    job = Job(
+        user=user,
+        layout=layout,
+        exchange=exchange,
+        sharded=sharded,
+        core=core,
+        replicas=replicas,
+        compute=compute,
+        comm=comm,
+    )
+    if interpreter is not None:
+        compute.model.listener = GuardedRounds(job, interpreter)
+        interpreter.start()
+    return job
+
+
+def standard_guards(
+    word: str, strategy: Strategy, options: Options
+) -> tuple[tuple[Guard, ...], Options, dict[str, str]]:
+    """Return the guards and options of `guards="standard"`: all that fits the strategy.
+
+    Returns:
+        The guards, the options with a verified exchange where one is possible, and why each other one is left out.
+
+    Raises:
+        ConfigError: The word is another one.
+    """
+    if word != "standard":
+        raise ConfigError(f"guards={word!r}: expected 'standard' or a sequence of guards")
+    ledger = ledger_of(strategy)
+    left_out: dict[str, str] = {}
+    fitting = []
+    for guard in (ReplicaGuard(), AtRest()):
+        reason = unfit(guard, strategy, ledger)
+        if reason is None:
+            fitting.append(guard)
+        else:
+            left_out[guard.name] = reason
+    if options.wire == "int8" or options.exchange == "native":
+        left_out["verified"] = f"does not work with wire={options.wire!r} and exchange={options.exchange!r}"
+    else:
+        options = dataclasses.replace(options, verified=True)
+    return tuple(fitting), options, left_out
+
+
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    if scheduler is None:
+        return
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "scheduler: a ReduceLROnPlateau needs a metric at every step, which the library does not have; turn it by "
+            "hand, and leave scheduler out"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(
+            f"scheduler: expected one of torch.optim.lr_scheduler, or anything with step(), found {scheduler!r}"
+        )
+    of_another = getattr(scheduler, "optimizer", optimizer)
+    if of_another is not optimizer:
+        raise ConfigError(
+            f"scheduler: expected one of the optimizer that is handed over, found one of another "
+            f"{type(of_another).__name__}: its learning rates would have no effect"
+        )
+
+
+def _check_guards(guards: Sequence[Guard], strategy: Strategy, ledger: Ledger) -> None:
+    for guard in guards:
+        if reason := unfit(guard, strategy, ledger):
+            raise ConfigError(f"guard {guard.name} {reason}; guards='standard' takes those that fit")
+
+
+def unfit(guard: Guard, strategy: Strategy, ledger: Ledger) -> str | None:
+    """Return why a guard cannot watch over a job under `strategy`; None if it can."""
+    if guard.needs_equal_parameters and ledger.averages:
+        return (
+            f"runs a rank's micro-batches again on another, and strategy {strategy.name} lets parameters differ "
+            "between ranks"
+        )
+    if guard.needs_replicas and not ledger.replicated:
+        return (
+            f"compares replicas with each other, and strategy {strategy.name} shards the optimizer, so that every "
+            "rank holds another part (see the table in docs/guards.md)"
+        )
+    if guard.overlaps and not strategy.overlaps:
+        return (
+            f"runs beside the next update's gradients, and strategy {strategy.name} waits for its "
+            "communication lane"
+        )
+    return None
+
+
+def _strikes(options: Options, exchange: Exchange) -> Strikes:
+    """Return a count of strikes that knows every rank's host and device; none travels where nothing is counted."""
+    if options.strikes is None:
+        return Strikes(options, [])
+    own = describe_seat(exchange.layout.sets[0].device).encode()
+    return Strikes(options, [seat.decode() for seat in exchange.gather_records(own)])
+
+
+def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.statistics`)."""
+    is_buffer = {name for name, _ in model.named_buffers()}
+    return [
+        (name, tensor)
+        for name, tensor in untrained(model)
+        if not (name in is_buffer and tensor.is_floating_point())
+    ]
+
+
+def _settings(parts: Parts) -> dict[str, str]:
+    """Return what ranks must hold alike, beside the layout, as text by name."""
+    options = parts.options
+    chosen = [f"{field.name}={getattr(options, field.name)!r}" for field in dataclasses.fields(options)]
+    fixed = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in untrained(parts.model)]
+    return {
+        "strategy": repr(parts.strategy),
+        "micro_batches": repr(parts.micro_batches),
+        "options": "\n".join(chosen),
+        "optimizer": type(parts.optimizer).__name__,
+        "optimizer settings": settings_text(read_hyperparameters(parts.optimizer)),
+        "frozen parameters and buffers": "\n".join(fixed),
+        "guards": "\n".join(map(repr, parts.guards)),
+        "scheduler": type(parts.scheduler).__name__,
+    }
+
+
+def _exchange(
+    options: Options, group: dist.ProcessGroup, layout: Layout, failures: FailureDetector
+) -> Exchange:
+    if options.verified:
+        return VerifiedExchange(group, layout, wire_dtype(options.wire), failures.wait)
+    if options.wire == "int8":
+        return Int8Exchange(group, layout, failures.wait)
+    native = options.exchange == "native" or (
+        options.exchange == "auto" and layout.sets[0].device.type == "cuda"
+    )
+    kind = NativeExchange if native else DirectExchange
+    return kind(group, layout, wire_dtype(options.wire), failures.wait)
