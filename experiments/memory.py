@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import stretto as st
-from stretto.engine import ledger_of
+from stretto.strategies.ledger import ledger_of
 from stretto.exchange.exchange import IN_FLIGHT
 from stretto.strategies import STRATEGIES, strategy_by_name
 

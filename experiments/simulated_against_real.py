@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stretto.cli import main as stretto
-from stretto.engine import ledger_of
+from stretto.strategies.ledger import ledger_of
 from stretto.recipes import stdlib_gpt
 from stretto.strategies import strategy_by_name
 from stretto.train.simulation import SimulateConfig, simulate

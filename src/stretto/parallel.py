@@ -114,6 +114,7 @@ class DataParallel:
         self._compute = self.job.compute
         self._intake = Intake(self._compute.runtime.now)
         self._samples_fed: int | None = None
+        self._on_update: Callable[[Update], None] | None = None
         self._last_update: int | None = None
         """After which `feed` was told to end."""
         self._landed: list[Update] = []
@@ -140,7 +141,11 @@ class DataParallel:
         return self.job.exchange.sent_bytes
 
     def feed(
-        self, loader: Iterable[Batch], updates: int | None = None, until: Literal["any", "all"] = "any"
+        self,
+        loader: Iterable[Batch],
+        updates: int | None = None,
+        until: Literal["any", "all"] = "any",
+        on_update: Callable[[Update], None] | None = None,
     ) -> Iterator[Batch]:
         """Yield every batch of the loader once, until all ranks agree to end, at the same round on every rank.
 
@@ -153,6 +158,9 @@ class DataParallel:
             updates: End when so many updates have been committed since the job began (`steps`), and commit none
                 behind; None goes on to the end of the data.
             until: End when any rank's data have ended, or when all ranks' have.
+            on_update: Called with every update that is committed from the first batch to the end, on all ranks alike. The
+                loop's body does not see those that land in here: evaluate and save in this function where ranks may have
+                unequal numbers of batches.
 
         Raises:
             ConfigError: The loader has not a single batch, or an argument cannot be.
@@ -160,6 +168,7 @@ class DataParallel:
         """
         with self._compute.running():
             self._begin_feed(updates, until)
+            self._on_update = on_update
             self._intake.begin(loader)
             batches, length = iter(loader), _length_of(loader)
         nothing = object()
@@ -169,7 +178,7 @@ class DataParallel:
             if batch is nothing:
                 with self._compute.running():
                     self._pass_rounds(until, has_fed=num_fed > 0)
-                return
+                break
             num_fed += 1
             if num_fed == length:
                 with self._compute.running():
@@ -179,6 +188,7 @@ class DataParallel:
             yield batch
             with self._compute.running():
                 self._land_last_update()
+        self._on_update = None
 
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int | None = None) -> Update | None:
         """Run one micro-batch's backward pass and count it.
@@ -323,13 +333,14 @@ class DataParallel:
         The communication lane is joined; the model is an ordinary one again.
 
         Returns:
-            The updates that no call has returned: those of the end of `feed`, and those committed here.
+            The updates that nobody has been told of yet: those committed at the end of `feed`, unless `on_update` has
+            heard of them, and those committed here.
         """
         with self._compute.running():
             self._compute.accumulation.check_own(self._compute.where)
             self._compute.vote = Vote.DRAIN
             while not self._is_drained():
-                self._keep(self._compute.pass_round())
+                self._pass_round()
             self._compute.show_committed()
             self.late_incidents = tuple(self._compute.model.listener.ended())
             self._compute.close()
@@ -363,7 +374,7 @@ class DataParallel:
         if loss is not None:
             self._intake.note_loss(loss, weight)
         update = self._compute.count(weight, loss, samples)
-        return None if update is None else self._intake.fill(update)
+        return None if update is None else self._told(update)
 
     def _checked_weight(self, weight: float) -> float:
         if not 0 <= weight < float("inf"):
@@ -421,15 +432,19 @@ class DataParallel:
             )
         self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
         while not self._is_over(until):
-            self._keep(self._compute.pass_round())
+            self._pass_round()
+
+    def _pass_round(self) -> None:
+        """Close the round as it is, or hand the closed one over; in both cases land what is in flight then."""
+        has_closed = self._compute.has_round_ready
+        self._keep(self._compute.fly() if has_closed else self._compute.end_round())
 
     def _land_last_update(self) -> None:
         """Land rather than accumulate once the last update is in sight: what came behind would be lost."""
         while (
             self._last_update is not None and self.steps < self._last_update <= self._compute.updates_in_sight
         ):
-            update = self._compute.land_ready()
-            self._keep([] if update is None else [update])
+            self._keep(self._compute.fly())
 
     def _is_drained(self) -> bool:
         """Return whether nobody has anything left to contribute; the same on all ranks."""
@@ -438,8 +453,18 @@ class DataParallel:
         agreed = votes in ([Vote.DRAIN] * world_size, [Vote.EXHAUSTED] * world_size) or has_ended
         return agreed and self._compute.is_clear and self.job.replicas.gap == 0
 
-    def _keep(self, updates: Iterable[Update]) -> None:
-        self._landed += map(self._intake.fill, updates)
+    def _keep(self, update: Update | None) -> None:
+        """Tell of an update that no call returns, now or when `finish` returns it."""
+        if update is not None:
+            update = self._told(update)
+            self._landed += [] if self._on_update is not None else [update]
+
+    def _told(self, update: Update) -> Update:
+        """Return the update with what was taken from the loader, once `on_update` has heard of it."""
+        update = self._intake.fill(update)
+        if self._on_update is not None:
+            self._on_update(update)
+        return update
 
 
 def _with_wire(options: Options, wire: WireFormat | None) -> Options:

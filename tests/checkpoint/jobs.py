@@ -127,10 +127,10 @@ class Job:
 
     def holds(self) -> dict[str, Tensor]:
         """Return copies of all that must come out alike: what is shown, buffers, masters, optimizer, losses."""
-        owner = self.parallel.compute.lane.owner
+        owner = self.parallel.job.sharded
         found = {f"shown {name}": value for name, value in self.model.named_parameters()}
         found |= {f"buffer {name}": value for name, value in self.model.named_buffers()}
-        found |= {f"agreed {i}": value for i, value in enumerate(self.parallel.compute.statistics.agreed)}
+        found |= {f"agreed {i}": value for i, value in enumerate(self.parallel.job.compute.statistics.agreed)}
         found |= {f"master {i}": master for i, master in enumerate(owner.masters)}
         for segment in owner.segments:
             state = owner.optimizer.state.get(segment.master, {})

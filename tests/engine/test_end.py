@@ -199,7 +199,7 @@ def test_model_is_an_ordinary_one_after_finish() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("call", ["backward", "step", "finish", "settled"])
+@pytest.mark.parametrize("call", ["backward", "count_micro_batch", "finish", "settled"])
 def test_use_after_finish_is_refused(call: str) -> None:
     case = Case(strategy=DDP())
     model = build_model(case)

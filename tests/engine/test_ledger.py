@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from stretto import ACCO, DDP, DPU, WeightPrediction, ZeRO1
-from stretto.engine import ledger_of
 from stretto.errors import ConfigError
 from stretto.strategies import Strategy
 from stretto.strategies.contract import AllReduce, Gather, Look, Reduce, Script, Step
+from stretto.strategies.ledger import ledger_of
 
 # Strategy, rounds, bytes sent per parameter on a 16-bit wire, and bytes held per parameter by one of 1 and of 4
 # ranks with a 16-bit model and accumulation, and by one of 2 with an fp32 model.

@@ -102,7 +102,7 @@ def test_step_without_a_loss_reports_nan_as_null() -> None:
     model = build_model(case)
     parallel = DataParallel(model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=1)
     mean_loss(model, stream(case, 0)[0]).backward()
-    update = parallel.step(samples=3)
+    update = parallel.count_micro_batch(samples=3)
     assert update is not None
     assert math.isnan(update.loss)
     assert update.samples == 3
@@ -121,7 +121,7 @@ def test_step_counts_a_backward_pass_of_the_caller_like_backward() -> None:
             loss, weight = mean_loss(model, batch), batch[2]
             if own_backward:
                 (loss * weight).backward()
-                parallel.step(weight, loss)
+                parallel.count_micro_batch(weight, loss)
             else:
                 parallel.backward(loss, weight)
         parallel.finish()

@@ -64,7 +64,7 @@ def test_a_step_without_backward_is_refused(strategy: str) -> None:
     job.until_update()
     job.loss()
     with pytest.raises(StepWithoutBackward) as caught:
-        job.parallel.step()
+        job.parallel.count_micro_batch()
     assert says(caught.value, WHERE, "no gradient arrived", "call backward first", "step(weight=0)")
 
 

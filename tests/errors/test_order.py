@@ -20,9 +20,9 @@ def lane_threads() -> set[threading.Thread]:
 def test_a_take_off_while_another_round_is_in_flight_is_out_of_turn() -> None:
     job = TinyJob("acco")
     job.until_in_flight()
-    job.parallel.compute.make_ready()
+    job.parallel.job.compute.close_round()
     with pytest.raises(OutOfTurn) as caught:
-        job.parallel.compute.take_off_if_ready()
+        job.parallel.job.compute.take_off_if_ready()
     assert says(caught.value, WHERE, "take-off while another round is in flight")
 
 
@@ -31,7 +31,7 @@ def test_a_landing_without_take_off_is_out_of_turn(strategy: str) -> None:
     job = TinyJob(strategy)
     job.until_update()
     with pytest.raises(OutOfTurn) as caught:
-        job.parallel.compute.land()
+        job.parallel.job.compute._land()
     assert says(caught.value, WHERE, "landing without take-off")
 
 
@@ -76,7 +76,7 @@ def test_after_finish_every_use_is_refused_and_the_lane_is_joined(strategy: str)
     loss = job.loss()
     uses = {
         "backward": lambda: job.parallel.backward(loss),
-        "step": lambda: job.parallel.step(),
+        "step": lambda: job.parallel.count_micro_batch(),
         "micro_batch": lambda: job.parallel.micro_batch(lambda batch: job.model(batch).sum(), job.batch()),
         "feed": lambda: next(job.parallel.feed([job.batch()])),
         "finish": lambda: job.parallel.finish(),
@@ -100,7 +100,7 @@ def test_after_an_error_every_use_is_refused_and_names_it(strategy: str) -> None
     loss = job.loss()
     for use in (
         lambda: job.parallel.backward(loss),
-        lambda: job.parallel.step(),
+        lambda: job.parallel.count_micro_batch(),
         lambda: next(job.parallel.feed([job.batch()])),
         lambda: job.parallel.settled().__enter__(),
         lambda: job.parallel.finish(),

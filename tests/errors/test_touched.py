@@ -160,7 +160,7 @@ def test_clipping_between_an_own_backward_and_step_is_told(strategy: str) -> Non
     job.loss().backward()
     clip(job)
     with pytest.raises(GradientsTouched) as caught:
-        job.parallel.step()
+        job.parallel.count_micro_batch()
     assert says(caught.value, WHERE, "changed outside backward")
 
 
@@ -171,7 +171,7 @@ def test_an_own_backward_with_create_graph_is_told(strategy: str) -> None:
     job.until_update()
     job.loss().backward(create_graph=True)
     with pytest.raises(GradientsTouched) as caught:
-        job.parallel.step()
+        job.parallel.count_micro_batch()
     assert says(caught.value, WHERE, "was replaced", "without create_graph=True")
     job.model.zero_grad()  # breaks the cycle of references
 
@@ -222,7 +222,7 @@ def test_the_optimizer_is_the_users_again_after_finish() -> None:
 def test_an_estimate_is_not_given_out_as_the_models_state(strategy: str) -> None:
     job = TinyJob(strategy)
     job.until_update()
-    while job.parallel.compute.shown != "estimate":
+    while job.parallel.job.compute.model.shown != "estimate":
         job.micro_batch()
     with pytest.raises(EstimateShown) as caught:
         job.model.state_dict()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from stretto.engine import ledger_of
+from stretto.strategies.ledger import ledger_of
 from tests.exactness.jobs import Case, Observed, same
 from tests.exactness.reference import Counts, Trace, fixed_counts
 

@@ -167,25 +167,37 @@ def train(rank: int, case: Case, group: ProcessGroup | None = None) -> Observed:
     optimizer = build_optimizer(case, model.parameters())
     schedule = LambdaLR(optimizer, rate if case.scheduled else constant)
     parallel = DataParallel(
-        model, optimizer, case.strategy, micro_batches=case.micro_batches, group=group, options=case.options
+        model,
+        optimizer,
+        case.strategy,
+        scheduler=schedule,
+        micro_batches=case.micro_batches,
+        group=group,
+        options=case.options,
     )
     shown, committed, agreed, live = [parameters_of(model)], [], [], []
     updates: list[Update] = []
+
+    def look(update: Update) -> None:
+        """At every update that feed knows of, on all ranks alike, whatever data they have left."""
+        updates.append(update)
+        if case.settle:
+            live.append(statistics_of(model))
+            with parallel.settled():
+                committed.append(parameters_of(model))
+                agreed.append(statistics_of(model))
+                evaluate(model, case)
+
+    def note() -> None:
+        if not same(parameters_of(model), shown[-1]):
+            shown.append(parameters_of(model))
+
     with parallel:
-        for batch in parallel.feed(stream(case, rank), until=case.until):
-            update = parallel.backward(mean_loss(model, batch), weight=batch[2])
-            if not same(parameters_of(model), shown[-1]):
-                shown.append(parameters_of(model))
-            if update is None:
-                continue
-            updates.append(update)
-            schedule.step()
-            if case.settle:
-                live.append(statistics_of(model))
-                with parallel.settled():
-                    committed.append(parameters_of(model))
-                    agreed.append(statistics_of(model))
-                    evaluate(model, case)
+        for batch in parallel.feed(stream(case, rank), until=case.until, on_update=look):
+            note()
+            parallel.backward(mean_loss(model, batch), weight=batch[2])
+            note()
+        note()
         drained = parallel.finish()
     return Observed(
         shown=shown,

@@ -15,7 +15,7 @@ def test_the_pages_tripwire_reports_state_that_changed_between_updates() -> None
     first = [job.micro_batch() for _ in range(2)][1]
     assert first is not None
     assert first.incidents == ()
-    job.parallel.compute.lane.owner.masters[0][5] += 1
+    job.parallel.job.sharded.masters[0][5] += 1
     second = [job.micro_batch() for _ in range(2)][1]
     assert second is not None
     assert [(v.site, v.part, v.ranks) for v in second.incidents] == [("masters", "bucket 0", (0,))]

@@ -53,7 +53,7 @@ class Struck:
     def damage(self, words: int) -> None:
         """Flip a bit in the first words of a moment, on one of the ranks: unlike masters, nobody else holds it."""
         if self.rank == STRUCK:
-            owner = self.parallel.compute.lane.owner
+            owner = self.parallel.job.sharded
             moment = owner.optimizer.state[owner.segments[0].master]["exp_avg"]
             alias_of(moment).view(torch.int32)[:words] ^= 1 << 21
 
@@ -80,7 +80,7 @@ def test_what_is_damaged_right_before_a_save_is_mended_before_it_is_written(
         seen = (run.train_to(4), run.end())[1]
         again = Struck(rank, group, strategy)
         checkpoint.load(again.parallel, folder)
-        return again.parallel.compute.lane.owner.digests(), seen
+        return again.parallel.job.sharded.digests(), seen
 
     clean, struck = (
         on_all(lambda rank, group, damaged=damaged: train(rank, group, damaged)) for damaged in (False, True)

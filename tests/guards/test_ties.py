@@ -37,7 +37,7 @@ def trained(
         injector = Injector(FaultPlan(faults), rank)
         job = Job(st.DDP(), rank, group=group, guards=(guard,))
         strike_memory(job.parallel, injector)
-        owner: Any = job.parallel.compute.lane.owner
+        owner: Any = job.parallel.job.sharded
         if damage is not None and rank == STRUCK:
             step = owner.optimizer.step
             owner.optimizer.step = lambda: (step(), damage(owner))
@@ -112,7 +112,7 @@ def test_without_it_two_ranks_end_with_an_error_that_says_what_would_help() -> N
 def test_a_rank_that_is_wrong_in_the_same_way_twice_cannot_be_told_from_the_other() -> None:
     def train(rank: int, group: VirtualGroup) -> Exception | None:
         job = Job(st.DDP(), rank, group=group, guards=(st.ReplicaGuard(recompute=True),))
-        owner: Any = job.parallel.compute.lane.owner
+        owner: Any = job.parallel.job.sharded
         for optimizer in (owner.optimizer, owner._ghost) if rank == STRUCK else ():
             optimizer.register_step_post_hook(
                 lambda stepped, *_: stepped.param_groups[0]["params"][0].data[3].add_(1)
@@ -135,11 +135,11 @@ def test_a_rehearsal_says_what_the_step_leaves_and_changes_nothing(optimizer: st
         parallel = st.DataParallel(
             model, kind(model.parameters(), lr=0.01), st.DDP(), group=group, guards=(guard,)
         )
-        owner = parallel.compute.lane.owner
+        owner = parallel.job.sharded
         differing = 0
         for _ in range(8):
             if parallel.backward(model(torch.randn(3, 6)).square().mean()) and guard.rehearses_step:
-                differing += parallel.compute.lane.sentry._rehearsed != owner.digests()
+                differing += parallel.job.sharded.rehearsed != owner.digests()
         parallel.finish()
         return [parameter.detach().clone() for parameter in model.parameters()], differing
 

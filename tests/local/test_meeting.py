@@ -162,7 +162,7 @@ def send(rank: int, rate: float, wire: str, *, state: bool) -> tuple[int, int, l
         sent.append(parallel.sent_bytes - before if update else 0)
     start = parallel.sent_bytes - sum(sent)
     parallel.finish()
-    return start, parallel.compute.lane.owner.layout.numel, sent
+    return start, parallel.job.sharded.layout.numel, sent
 
 
 def send_all(rank: int) -> list[tuple[int, int, list[int]]]:

@@ -41,7 +41,7 @@ class Job:
     def train(self, first: int, last: int) -> "Job":
         for index in range(first, last):
             if index == 2 and self.rank == 1:
-                self.parallel.compute.lane.owner.masters[0].add_(0.01)
+                self.parallel.job.sharded.masters[0].add_(0.01)
             generator = torch.Generator().manual_seed(10 * index + self.rank)
             update = self.parallel.backward(
                 self.model(torch.randn(4, 6, generator=generator)).square().mean()

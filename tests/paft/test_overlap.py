@@ -64,7 +64,7 @@ def go_on(run: Run, rank: int, updates: range) -> None:
         assert update is not None
         run.shown.append(values(run.model))
         run.gaps.append(update.gap)
-        run.parallel.compute.lane.owner.masters[0].add_(nudge(rank, step))
+        run.parallel.job.sharded.masters[0].add_(nudge(rank, step))
 
 
 def nudged(
@@ -206,7 +206,7 @@ def test_settling_between_micro_batches_shows_the_average() -> None:
         run = start(rank, group, st.PAFTSync(interval=1, overlap=True), micro_batches=2)
         for step in range(2):
             run.parallel.backward(loss(run.model, rank, step))
-        owner = run.parallel.compute.lane.owner
+        owner = run.parallel.job.sharded
         owner.masters[0].add_(nudge(rank, 0))
         masters = GradientBuffer(owner.layout)
         owner.publish(masters.flats)

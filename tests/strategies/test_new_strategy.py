@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from stretto.engine import ledger_of
 from stretto.strategies import Strategy
 from stretto.strategies.contract import Gather, Preview, Reduce, Script, Step
+from stretto.strategies.ledger import ledger_of
 from tests.exactness.checks import check, expected_counts
 from tests.exactness.jobs import Case, State, train
 from tests.exactness.reference import Counts, Reference, trace

@@ -3,7 +3,7 @@
 import pytest
 
 from stretto import ACCO, DDP
-from stretto.engine.quota import Clock, plan_quota
+from stretto.engine.options import Clock, plan_quota
 from stretto.errors import ConfigError, UnknownName
 from stretto.strategies import STRATEGIES, strategy_by_name
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from stretto import ACCO, DDP, DPU, PAFTDyn, PAFTSync, WeightPrediction, ZeRO1
-from stretto.engine import ledger_of
 from stretto.errors import ConformanceFailed
 from stretto.strategies import STRATEGIES, Strategy
+from stretto.strategies.ledger import ledger_of
 from stretto.testing import StrategyConformance
 from stretto.testing.conformance import Program
 from tests.processes import run_program

@@ -203,17 +203,17 @@ class ComputeLane:
         if not self._quota.is_met(self._accumulating_round, count, lane_is_free=is_free):
             return None
         update = self._end_round()
-        return update if self._overlaps else self._fly()
+        return update if self._overlaps else self.fly()
 
-    def pass_round(self) -> list[Update]:
-        """Close the round as it is, hand it over and land it: how a rank takes part that has no more data."""
+    def end_round(self) -> Update | None:
+        """Look at the accumulating round a last time, land the one before, and close it as it is."""
         self.accumulation.check_own(self.where)
-        updates = [None if self.has_round_ready else self._end_round(), self._fly()]
-        return [update for update in updates if update is not None]
+        return self._end_round()
 
-    def land_ready(self) -> Update | None:
-        """Land what is in flight; if nothing is, hand the ready round over and land it."""
-        return self._land() if self._in_flight is not None else self._fly()
+    def fly(self) -> Update | None:
+        """Hand the ready round over, if one is, and land what is in flight."""
+        self.take_off_if_ready()
+        return self._land()
 
     def take_off_if_ready(self) -> None:
         """Hand the round over, if one is ready, and begin the next."""
@@ -256,18 +256,12 @@ class ComputeLane:
         return self._ready
 
     def _end_round(self) -> Update | None:
-        """Look at the round a last time, land the one before, and close it."""
         self.user.check_untouched(self.where)
         self.accumulation.check_untouched(self.where)
         self._incidents += self.model.listener.round_ends()
         update = self._land() if self._in_flight is not None else None
         self.close_round()
         return update
-
-    def _fly(self) -> Update | None:
-        """Hand the ready round over and land it."""
-        self.take_off_if_ready()
-        return self._land()
 
     def _land(self) -> Update | None:
         """Wait for the round in flight, install what it brought, and return the update it committed."""

@@ -107,7 +107,7 @@ class Divergence:
     """Coordinates in all."""
     gain: float
     """Variance of a parameter since the last average, for noise of variance 1 in every gradient: Σ η² for plain SGD,
-    more with momentum (`stretto.engine.gain`); a mean over coordinates."""
+    more with momentum (`stretto.averaging.drifting`); a mean over coordinates."""
 
     @classmethod
     def none(cls) -> "Divergence":
