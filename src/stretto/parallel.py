@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.echo.statistics import Intake
+from stretto.echo.statistics import InputStatistics
 from stretto.engine import Clock, Job, Options
 from stretto.engine.listener import Weighed, weighed
 from stretto.engine.report import Vote
@@ -112,7 +112,7 @@ class DataParallel:
         self.job: Job = start(parts, self._group)
         """The job's parts, for checkpoints, faults and tests."""
         self._compute = self.job.compute
-        self._intake = Intake(self._compute.runtime.now)
+        self._input = InputStatistics(self._compute.runtime.now)
         self._samples_fed: int | None = None
         self._last_update: int | None = None
         """After which `feed` was told to end."""
@@ -160,12 +160,12 @@ class DataParallel:
         """
         with self._compute.running():
             self._begin_feed(updates, until)
-            self._intake.begin(loader)
+            self._input.begin(loader)
             batches, length = iter(loader), _length_of(loader)
         nothing = object()
         num_fed = 0
         while not self._is_over(until):
-            batch: Any = self._intake.take(batches, nothing)
+            batch: Any = self._input.take(batches, nothing)
             if batch is nothing:
                 with self._compute.running():
                     self._pass_rounds(until, has_fed=num_fed > 0)
@@ -361,9 +361,9 @@ class DataParallel:
         if samples is None:
             samples = 1 if self._samples_fed is None else self._samples_fed
         if loss is not None:
-            self._intake.note_loss(loss, weight)
+            self._input.note_loss(loss, weight)
         update = self._compute.count(weight, loss, samples)
-        return None if update is None else self._intake.fill(update)
+        return None if update is None else self._input.fill(update)
 
     def _checked_weight(self, weight: float) -> float:
         if not 0 <= weight < float("inf"):
@@ -439,7 +439,7 @@ class DataParallel:
         return agreed and self._compute.is_clear and self.job.replicas.gap == 0
 
     def _keep(self, updates: Iterable[Update]) -> None:
-        self._landed += map(self._intake.fill, updates)
+        self._landed += map(self._input.fill, updates)
 
 
 def _with_wire(options: Options, wire: WireFormat | None) -> Options:

@@ -52,9 +52,8 @@ def loaders() -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.parametrize(("plan", "ahead"), [(Even(1), 0), (Even(1), 1), (Bernoulli(1.0), 3)])
 @pytest.mark.parametrize("name", loaders())
-def test_one_use_is_the_bare_loader_to_the_bit(name: str, plan: Any, ahead: int) -> None:
+def test_one_use_is_the_bare_loader_to_the_bit(name: str) -> None:
     make = loaders()[name]
 
     def passes(wrap: Callable[[Any], Any]) -> list[list[int]]:
@@ -63,7 +62,9 @@ def test_one_use_is_the_bare_loader_to_the_bit(name: str, plan: Any, ahead: int)
         return [batch.tolist() for _ in range(2) for batch in loader]
 
     bare = passes(lambda loader: loader)
-    assert bare == passes(lambda loader: EchoLoader(loader, plan, options=EchoOptions(ahead=ahead)))
+    for plan, ahead in ((Even(1), 0), (Even(1), 1), (Bernoulli(1.0), 3)):
+        options = EchoOptions(ahead=ahead)
+        assert passes(lambda loader: EchoLoader(loader, plan, options=options)) == bare  # noqa: B023
 
 
 @pytest.mark.parametrize("name", loaders())
@@ -278,15 +279,29 @@ def test_a_pass_that_is_left_ends_its_reader() -> None:
     assert readers() == []
 
 
-def test_a_second_iterator_ends_the_first() -> None:
-    loader = EchoLoader(Numbers(4, remembers=False), Even(1))
+def test_a_second_iterator_ends_the_first_also_between_two_uses() -> None:
+    loader = EchoLoader(["a", "b"], Even(3))
     first = iter(loader)
     next(first)
     second = iter(loader)
     next(second)
     with pytest.raises(errors.OutOfTurn, match="closed"):
         next(first)
-    second.close()
+    assert list(second) == ["a", "a", "b", "b", "b"]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_workers_end_with_the_loader_and_are_not_left_to_the_garbage_collector(ahead: int) -> None:
+    data = DataLoader(Squares(8), batch_size=4, num_workers=1, persistent_workers=True)
+    loader = EchoLoader(data, Even(1), options=EchoOptions(ahead=ahead))
+    gc.disable()
+    try:
+        assert len(list(loader)) == 2
+        (worker,) = data._iterator._workers
+        del data, loader
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
 
 
 def test_closing_is_possible_at_any_time_and_again() -> None:
