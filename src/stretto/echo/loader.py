@@ -270,10 +270,6 @@ class EchoLoader(Generic[Batch]):
         position, buffer, limit = self._position, self._buffer, self.options.steps_per_epoch
         handed_out = math.nan
         while limit is None or position.step - position.epoch_step < limit:
-            if self._reader is not reader:
-                raise OutOfTurn(
-                    "this pass over the loader has been closed: by close(), or because another iterator was begun"
-                )
             if self._selector.is_measuring and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             use_seconds = reader.now() - handed_out
@@ -294,6 +290,10 @@ class EchoLoader(Generic[Batch]):
             batch = self._use(selected, load_seconds, use_seconds)
             handed_out = reader.now()
             yield batch
+            if self._reader is not reader:
+                raise OutOfTurn(
+                    "this pass over the loader has been closed: by close(), or because another iterator was begun"
+                )
         buffer.clear()
         position.in_epoch = False
 
