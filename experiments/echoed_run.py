@@ -16,7 +16,7 @@ from typing import Any
 
 from stretto import DataParallel, EchoLoader, EchoOptions, LocalSGD
 from stretto.echo import Plan
-from stretto.echo.loader import epoch_length
+from stretto.echo.plans import epoch_length
 from stretto.recipes import TaskConfig
 from stretto.recipes.task import Task
 from stretto.strategies import Strategy
@@ -52,7 +52,7 @@ class Arm:
 
     def uses(self, seed: int) -> int:
         """Return how many batches each rank uses, fresh and echoed."""
-        return epoch_length(self.plan.chooser(seed), self.loads, 0)
+        return epoch_length(self.plan.selector(seed), self.loads, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.echo.statistics import Intake
+from stretto.echo.statistics import InputStatistics
 from stretto.engine import Clock, Job, Options
 from stretto.engine.listener import Weighed, weighed
 from stretto.engine.report import Vote
@@ -112,7 +112,7 @@ class DataParallel:
         self.job: Job = start(parts, self._group)
         """The job's parts, for checkpoints, faults and tests."""
         self._compute = self.job.compute
-        self._intake = Intake(self._compute.runtime.now)
+        self._input = InputStatistics(self._compute.runtime.now)
         self._samples_fed: int | None = None
         self._on_update: Callable[[Update], None] | None = None
         self._last_update: int | None = None
@@ -169,12 +169,12 @@ class DataParallel:
         with self._compute.running():
             self._begin_feed(updates, until)
             self._on_update = on_update
-            self._intake.begin(loader)
+            self._input.begin(loader)
             batches, length = iter(loader), _length_of(loader)
         nothing = object()
         num_fed = 0
         while not self._is_over(until):
-            batch: Any = self._intake.take(batches, nothing)
+            batch: Any = self._input.take(batches, nothing)
             if batch is nothing:
                 with self._compute.running():
                     self._pass_rounds(until, has_fed=num_fed > 0)
@@ -372,7 +372,7 @@ class DataParallel:
         if samples is None:
             samples = 1 if self._samples_fed is None else self._samples_fed
         if loss is not None:
-            self._intake.note_loss(loss, weight)
+            self._input.note_loss(loss, weight)
         update = self._compute.count(weight, loss, samples)
         return None if update is None else self._told(update)
 
@@ -461,7 +461,7 @@ class DataParallel:
 
     def _told(self, update: Update) -> Update:
         """Return the update with what was taken from the loader, once `on_update` has heard of it."""
-        update = self._intake.fill(update)
+        update = self._input.fill(update)
         if self._on_update is not None:
             self._on_update(update)
         return update

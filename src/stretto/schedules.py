@@ -1,91 +1,92 @@
-"""A number that changes over a run: any callable of the step is a schedule, a plain number never changes.
+"""Schedules: numbers that change over a run.
 
-With `u = step / steps`, held at 1 afterwards:
+A schedule is a plain number, which never changes, or any function of an index. What the index counts is said where
+the schedule is used: an echo plan counts the batches that this rank has handed out, `LocalSGD` counts rounds.
 
-    Cosine       stop + (start - stop) (1 + cos pi u) / 2
+Three functions are given here. With `u = min(1, index / steps)`:
+
+    Cosine       stop + (start - stop) (1 + cos(pi u)) / 2
     Linear       start + (stop - start) u
     MultiStep    values[k] from milestones[k - 1] on
-
-Each rises or falls, as its ends say. A step is one batch handed out on this rank.
 """
 
 import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 from stretto.errors import ConfigError
 
 Schedule = float | Callable[[int], float]
-"""A constant, or the value at a step, from 0."""
+"""A number, or a function that returns the number at an index. Indices start at 0."""
+
+
+def value_at(schedule: Schedule, index: int) -> float:
+    """Return the value of `schedule` at `index`."""
+    return float(schedule(index) if callable(schedule) else schedule)
+
+
+def check_schedule(name: str, schedule: object) -> None:
+    """Raise ConfigError if the setting called `name` is neither a number nor a function."""
+    if not isinstance(schedule, Real) and not callable(schedule):
+        raise ConfigError(f"{name}={schedule!r}: expected a number, or a function of an index")
 
 
 @dataclass(frozen=True, slots=True)
-class Cosine:
-    """Half a cosine from `start` to `stop`."""
+class Ramp:
+    """What `Cosine` and `Linear` have in common: both ends, and how far they are apart."""
 
     start: float
-    """Value at step 0."""
+    """Value at index 0."""
     stop: float
-    """Value from step `steps` on."""
+    """Value at index `steps` and after it; it may be above or below `start`."""
     steps: int
-    """Length of the way, in batches handed out; at least 1."""
+    """Number of indices from `start` to `stop`; at least 1."""
 
     def __post_init__(self) -> None:
-        _check_steps(self.steps)
+        if self.steps < 1:
+            raise ConfigError(f"{type(self).__name__}(steps={self.steps}): a schedule needs at least 1 step")
 
-    def __call__(self, step: int) -> float:
-        """Return the value at `step`."""
-        share = (1 + math.cos(math.pi * min(1.0, step / self.steps))) / 2
+
+class Cosine(Ramp):
+    """From `start` to `stop` along half a cosine: slow at both ends, fast in the middle."""
+
+    __slots__ = ()
+
+    def __call__(self, index: int) -> float:
+        """Return the value at `index`."""
+        share = (1 + math.cos(math.pi * min(1.0, index / self.steps))) / 2
         return self.stop + (self.start - self.stop) * share
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A straight line from `start` to `stop`."""
+class Linear(Ramp):
+    """From `start` to `stop` along a straight line."""
 
-    start: float
-    """Value at step 0."""
-    stop: float
-    """Value from step `steps` on."""
-    steps: int
-    """Length of the way, in batches handed out; at least 1."""
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        _check_steps(self.steps)
-
-    def __call__(self, step: int) -> float:
-        """Return the value at `step`."""
-        share = min(1.0, step / self.steps)
+    def __call__(self, index: int) -> float:
+        """Return the value at `index`."""
+        share = min(1.0, index / self.steps)
         return (1 - share) * self.start + share * self.stop  # exact at both ends
 
 
 @dataclass(frozen=True, slots=True)
 class MultiStep:
-    """Constant pieces."""
+    """A number of constant values, one after the other."""
 
     values: tuple[float, ...]
-    """The value of each piece."""
+    """The values in their order; one more than there are milestones."""
     milestones: tuple[int, ...]
-    """First step of each piece but the first, rising."""
+    """The index at which each value but the first begins, in rising order."""
 
     def __post_init__(self) -> None:
         if len(self.values) != len(self.milestones) + 1 or list(self.milestones) != sorted(self.milestones):
             raise ConfigError(
-                f"expected rising milestones and one value more than those, found values {self.values} and "
-                f"milestones {self.milestones}"
+                "MultiStep: expected rising milestones, and one value more than milestones, found values "
+                f"{self.values} and milestones {self.milestones}"
             )
 
-    def __call__(self, step: int) -> float:
-        """Return the value at `step`."""
-        return self.values[bisect.bisect_right(self.milestones, step)]
-
-
-def value_at(schedule: Schedule, step: int) -> float:
-    """Return what `schedule` says of `step`."""
-    return float(schedule(step) if callable(schedule) else schedule)
-
-
-def _check_steps(steps: int) -> None:
-    if steps < 1:
-        raise ConfigError(f"a schedule needs at least 1 step, found {steps}")
+    def __call__(self, index: int) -> float:
+        """Return the value at `index`."""
+        return self.values[bisect.bisect_right(self.milestones, index)]

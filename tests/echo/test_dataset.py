@@ -27,9 +27,10 @@ class Counted(Dataset[Tensor]):
         return torch.tensor(index)
 
 
-@pytest.mark.parametrize("uses", [1, 1.5, 2, 2.75])
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("shuffle", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("uses", "world_size", "shuffle"),
+    [(1, 1, 7), (1.5, 3, 1), (2, 1, 1000), (2, 3, 7), (2.75, 1, 1), (2.75, 3, 1000)],
+)
 def test_every_sample_is_read_once_on_one_rank_and_used_the_floor_or_the_ceiling_of_uses(
     uses: float, world_size: int, shuffle: int
 ) -> None:

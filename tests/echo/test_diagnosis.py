@@ -26,11 +26,11 @@ def diagnosis(load: float, step: float, period: float, variation: float = 0.0) -
 def test_a_slow_loader_is_named_with_its_free_uses_and_the_most_an_echo_gains() -> None:
     found = diagnosis(0.050, 0.020, 0.050)
     assert found.plan == Even(2.5)
-    assert found.incident.startswith(
+    assert found.summary.startswith(
         "input-bound: a batch takes 50 ms to load and 20 ms to train on; first raise num_workers from 1"
     )
-    assert "2.50 uses are free" in found.incident
-    assert "at most 2.5 times" in found.incident
+    assert "2.50 uses are free" in found.summary
+    assert "at most 2.5 times" in found.summary
 
 
 def test_an_irregular_loader_is_met_with_the_reactive_plan() -> None:
@@ -40,22 +40,22 @@ def test_an_irregular_loader_is_met_with_the_reactive_plan() -> None:
 def test_however_slow_the_loader_no_more_than_four_uses_are_recommended() -> None:
     found = diagnosis(1.0, 0.020, 1.0)
     assert found.plan == Even(4.0)
-    assert "at most 4.0 times" in found.incident
+    assert "at most 4.0 times" in found.summary
 
 
 @pytest.mark.parametrize("load", [0.001, 0.020, 0.0215])
 def test_no_echo_is_recommended_where_it_cannot_help(load: float) -> None:
     found = diagnosis(load, 0.020, 0.021)
     assert found.plan is None
-    assert found.incident.startswith("not input-bound: ")
-    assert found.incident.endswith("an echo cannot help")
+    assert found.summary.startswith("not input-bound: ")
+    assert found.summary.endswith("an echo cannot help")
 
 
 def test_loading_that_is_not_overlapped_is_told_apart() -> None:
     found = diagnosis(0.015, 0.020, 0.035)
     assert found.plan is None
-    assert "take turns" in found.incident
-    assert "at most 1.8 times" in found.incident
+    assert "take turns" in found.summary
+    assert "at most 1.8 times" in found.summary
 
 
 def test_the_loader_is_read_alone_and_the_step_runs_on_one_batch() -> None:
@@ -80,8 +80,8 @@ def test_the_loader_is_read_alone_and_the_step_runs_on_one_batch() -> None:
 
 
 @pytest.mark.parametrize("data", [[], iter([1, 2])], ids=["empty", "generator"])
-def test_a_loader_that_does_not_begin_anew_is_named(data: Any) -> None:
-    with pytest.raises(errors.ConfigError, match="begins anew"):
+def test_a_loader_that_does_not_begin_again_is_named(data: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="begins again"):
         diagnose(data, lambda batch: None, batches=4, skip=0)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stretto import Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
+from stretto.echo import Plan
 from stretto.echo.reader import CLOSING_SECONDS
 from tests.echo.sources import Numbers, Squares, Stream, Tap
 
@@ -52,18 +53,15 @@ def loaders() -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.parametrize(("plan", "ahead"), [(Even(1), 0), (Even(1), 1), (Bernoulli(1.0), 3)])
 @pytest.mark.parametrize("name", loaders())
-def test_one_use_is_the_bare_loader_to_the_bit(name: str, plan: Any, ahead: int) -> None:
-    make = loaders()[name]
-
-    def passes(wrap: Callable[[Any], Any]) -> list[list[int]]:
+def test_one_use_is_the_bare_loader_to_the_bit(name: str) -> None:
+    def passes(plan: Plan | None, ahead: int = 0) -> list[list[int]]:
         torch.manual_seed(7)
-        loader = wrap(make())
+        bare = loaders()[name]()
+        loader = bare if plan is None else EchoLoader(bare, plan, options=EchoOptions(ahead=ahead))
         return [batch.tolist() for _ in range(2) for batch in loader]
 
-    bare = passes(lambda loader: loader)
-    assert bare == passes(lambda loader: EchoLoader(loader, plan, options=EchoOptions(ahead=ahead)))
+    assert passes(None) == passes(Even(1), 0) == passes(Even(1), 1) == passes(Bernoulli(1.0), 3)
 
 
 @pytest.mark.parametrize("name", loaders())
@@ -278,15 +276,29 @@ def test_a_pass_that_is_left_ends_its_reader() -> None:
     assert readers() == []
 
 
-def test_a_second_iterator_ends_the_first() -> None:
-    loader = EchoLoader(Numbers(4, remembers=False), Even(1))
+def test_a_second_iterator_ends_the_first_also_between_two_uses() -> None:
+    loader = EchoLoader(["a", "b"], Even(3))
     first = iter(loader)
     next(first)
     second = iter(loader)
     next(second)
     with pytest.raises(errors.OutOfTurn, match="closed"):
         next(first)
-    second.close()
+    assert list(second) == ["a", "a", "b", "b", "b"]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_workers_end_with_the_loader_and_are_not_left_to_the_garbage_collector(ahead: int) -> None:
+    data = DataLoader(Squares(8), batch_size=4, num_workers=1, persistent_workers=True)
+    loader = EchoLoader(data, Even(1), options=EchoOptions(ahead=ahead))
+    gc.disable()
+    try:
+        assert len(list(loader)) == 2
+        (worker,) = data._iterator._workers
+        del data, loader
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
 
 
 def test_closing_is_possible_at_any_time_and_again() -> None:

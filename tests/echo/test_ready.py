@@ -18,7 +18,7 @@ def until_ready(loader: EchoLoader[str]) -> None:
     reader._ready.put(reader._ready.get(timeout=30))
 
 
-def begun(plan: Ready, **options: object) -> tuple[Tap, EchoLoader[str], Iterator[str]]:
+def begun(plan: Ready | None, **options: object) -> tuple[Tap, EchoLoader[str], Iterator[str]]:
     tap = Tap()
     loader = EchoLoader(tap, plan, options=EchoOptions(ahead=1, **options))
     return tap, loader, iter(loader)
@@ -39,7 +39,8 @@ def test_the_device_never_waits_and_a_ready_batch_is_taken_at_once() -> None:
 
 
 def test_a_fast_loader_is_never_echoed() -> None:
-    tap, loader, batches = begun(Ready())
+    tap, loader, batches = begun(None)
+    assert loader.plan == Ready()  # the default
     for letter in "abcdef":
         tap.pour(letter)
         if letter != "a":
@@ -99,7 +100,7 @@ def test_a_trace_replays_the_decisions_without_the_clock() -> None:
 def test_a_trace_that_is_over_or_torn_says_so() -> None:
     batches = iter(EchoLoader(["a", "b"], Replay((0, 0))))
     assert [next(batches), next(batches)] == ["a", "a"]
-    with pytest.raises(errors.OutOfTurn, match="ends after 2 decisions"):
+    with pytest.raises(errors.OutOfTurn, match="no more than 2 decisions"):
         next(batches)
     with pytest.raises(errors.ConfigError, match="batch 2 cannot follow batch 0"):
         Replay((0, 2))

@@ -48,7 +48,7 @@ def run(loader: EchoLoader[Tensor], epochs: int, cut: int | None = None) -> tupl
 
 
 TRACE = (0, 0, 1, 0, 2, 1, 3, 3, 4, 2, 5, 6, 6, 7, 5)
-"""Of a plan with several batches in hand."""
+"""Of a plan with several held batches."""
 
 
 def epochs_left(state: dict[str, Any], length: int) -> int:
@@ -83,30 +83,33 @@ def test_a_run_goes_on_with_the_same_batches_and_decisions_at_every_cut(
 
 
 @pytest.mark.parametrize("resume", ["refetch", "store"])
-@pytest.mark.parametrize("cut", range(len(TRACE)))
-def test_several_batches_in_hand_are_taken_up_again(cut: int, resume: Any) -> None:
+@pytest.mark.parametrize("in_use", [False, True])
+def test_several_held_batches_are_taken_up_again_also_by_a_loader_in_use(resume: Any, in_use: bool) -> None:
     options = EchoOptions(resume=resume, steps_per_epoch=len(TRACE))
     whole, _ = run(EchoLoader(Numbers(8), Replay(TRACE), options=options), 1)
-    before, state = run(EchoLoader(Numbers(8), Replay(TRACE), options=options), 1, cut)
-    loader = EchoLoader(Numbers(8), Replay(TRACE), options=options)
-    loader.load_state_dict(state)
     assert [int(batch) for batch, _, _ in whole] == list(TRACE)
-    assert before + run(loader, 1)[0] == whole
+    for cut in range(len(TRACE)):
+        before, state = run(EchoLoader(Numbers(8), Replay(TRACE), options=options), 1, cut)
+        loader = EchoLoader(Numbers(8), Replay(TRACE), options=options)
+        if in_use:
+            run(loader, 1, 4)
+        loader.load_state_dict(state)
+        assert before + run(loader, 1)[0] == whole, cut
 
 
-@pytest.mark.parametrize("cut", range(1, 20))
-def test_dropping_leaves_out_the_uses_that_were_left_and_nothing_else(cut: int) -> None:
+def test_dropping_leaves_out_the_uses_that_were_left_and_nothing_else() -> None:
     options = EchoOptions(resume="drop")
-    before, state = run(EchoLoader(Numbers(8), Even(2.5), options=options), 1, cut)
-    loader = EchoLoader(Numbers(8), Even(2.5), options=options)
-    loader.load_state_dict(state)
-    after, _ = run(loader, 1)
-    batches = [batch for batch, _, _ in before]
-    remaining = [batch for batch, _, _ in after]
-    assert remaining == sorted(remaining)
-    assert set(remaining) == set(range(8)) - set(batches) or not remaining
-    if after:
-        assert after[0][1:] == (1, cut + 1)
+    for cut in range(1, 20):
+        before, state = run(EchoLoader(Numbers(8), Even(2.5), options=options), 1, cut)
+        loader = EchoLoader(Numbers(8), Even(2.5), options=options)
+        loader.load_state_dict(state)
+        after, _ = run(loader, 1)
+        batches = [batch for batch, _, _ in before]
+        remaining = [batch for batch, _, _ in after]
+        assert remaining == sorted(remaining), cut
+        assert set(remaining) == set(range(8)) - set(batches) or not remaining, cut
+        if after:
+            assert after[0][1:] == (1, cut + 1)
 
 
 def test_storing_is_exact_where_the_loader_augments_at_random() -> None:
@@ -135,11 +138,12 @@ def test_a_state_that_was_loaded_is_the_state_until_the_run_goes_on() -> None:
 def test_a_frozen_measurement_is_kept() -> None:
     loader = EchoLoader(Numbers(100), Auto(window=3, skip=0))
     _, state = run(loader, 1, 10)
-    frozen = state["chooser"]["frozen"]
-    assert frozen >= 1
+    measured = state["selector"]["uses"]
+    assert measured >= 1
     resumed = EchoLoader(Numbers(100), Auto(window=3, skip=0))
     resumed.load_state_dict(state)
-    assert resumed._chooser.frozen == frozen
+    next(iter(resumed))
+    assert resumed.state_dict()["selector"]["uses"] == measured
 
 
 def test_another_plan_goes_on_with_the_counts() -> None:
@@ -165,7 +169,7 @@ def test_decisions_of_a_resumed_run_are_those_of_the_whole() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"seed": 1}, "the echo seed 1, here it is 0"),
+        ({"seed": 1}, r"seed=1\), but here the seed is 0"),
         ({"version": 7}, "found version 7"),
     ],
 )

@@ -183,7 +183,7 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     for name, seconds in rows.items():
         print(f"{name:36} {1000 * seconds:9.3f} ms per micro-batch")
     print(f"{'e* = L / (C + A), the free uses':36} {diagnosis.free_uses:9.3f}")
-    print(diagnosis.incident)
+    print(diagnosis.summary)
     for advice in diagnosis.advice:
         print(f"  before an echo: {advice}")
 

@@ -1,10 +1,14 @@
-"""Data echoing: a batch is used again while the next one is on its way."""
+"""Data echoing: batches are used again while the next ones are being read.
+
+To read it in one sitting: `plans` (which batch is used), `buffer` (held batches), `reader` (reading ahead), `state`
+(options, saved states), `loader` (all four together). Then `measured` (is an echo worth it), `statistics` (what an
+update reports of its input) and `dataset` (echo of samples, inside a loader's workers).
+"""
 
 from stretto.echo.dataset import EchoDataset
-from stretto.echo.diagnosis import Diagnosis, diagnose
 from stretto.echo.loader import EchoLoader
-from stretto.echo.measured import Auto, Replay
-from stretto.echo.plans import Bernoulli, Even, Plan, Ready
+from stretto.echo.measured import Auto, Diagnosis, diagnose
+from stretto.echo.plans import Bernoulli, Even, Plan, Ready, Replay, Selector, StepRecord
 from stretto.echo.state import EchoOptions
 from stretto.schedules import Cosine, Linear, MultiStep, Schedule
 
@@ -23,5 +27,7 @@ __all__ = [
     "Ready",
     "Replay",
     "Schedule",
+    "Selector",
+    "StepRecord",
     "diagnose",
 ]

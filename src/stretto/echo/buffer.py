@@ -1,131 +1,115 @@
-"""The batches in hand, unchanged however often they are used, and what is counted of them.
+"""The echo buffer: fresh batches that are kept for further uses, and a check that nobody writes into them.
 
-The tensors inside a batch: mappings, lists, tuples and named tuples, nested; anything else is left as it is.
-
-The batches in hand: the last few fresh ones, unchanged however often they are used.
-
-A loop that writes into its batch (mixes it up, normalises it in place) would train its second use on something else.
-PyTorch counts the writes to every tensor, views and `detach()` included; a count that has moved between two uses is
-an error. Writes through `.data` and NumPy are not counted, and inference tensors have no count.
+A training loop that writes into its batch, to normalise it or to mix samples, would train on other data at the next
+use. PyTorch counts the in-place writes to every tensor, also those through views and `detach()`. A count that has
+changed between two uses is an error. Writes through `.data` and through NumPy are not counted, and inference tensors
+have no count.
 """
 
 import copy
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from stretto.echo.plans import Held
 from stretto.errors import BatchChanged
 
 
-def rebuilt(batch: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
-    """Return `batch` in fresh containers, each of its tensors replaced by `tensor(it)`."""
+@dataclass(kw_only=True, slots=True)
+class HeldBatch:
+    """A batch in the buffer. Plans look at its number and its uses."""
+
+    number: int
+    """Fresh batches that this rank handed out before it, over all epochs."""
+    uses: int = 0
+    """How often it has been handed out."""
+    batch: Any = None
+    """The batch itself, as the loader gave it and `place` changed it."""
+    state_before: Any = None
+    """State of the bare loader before the batch was fetched; None for a loader without a state."""
+    writes: tuple[tuple[str, Tensor, int], ...] = ()
+    """For each of its tensors: the path to it, the tensor, and its count of in-place writes when it arrived."""
+
+
+class EchoBuffer:
+    """Keeps the last `size` fresh batches.
+
+    Args:
+        size: Number of batches; at least 1.
+        copies_tensors: Whether every use gets copies of the tensors, not only new containers.
+    """
+
+    def __init__(self, size: int, *, copies_tensors: bool) -> None:
+        self.held: list[HeldBatch] = []
+        """The batches, oldest first."""
+        self._size = size
+        self._copies_tensors = copies_tensors
+
+    def add(self, batch: Any, number: int, state_before: Any, uses: int = 0) -> HeldBatch:
+        """Keep `batch`, and drop the oldest one if there are too many; the arguments are `HeldBatch`'s fields."""
+        writes = tuple((path, tensor, _num_writes(tensor)) for path, tensor in _tensors(batch))
+        held = HeldBatch(number=number, uses=uses, batch=batch, state_before=state_before, writes=writes)
+        self.held = [*self.held, held][-self._size :]
+        return held
+
+    def clear(self) -> None:
+        """Drop all batches."""
+        self.held = []
+
+    def use(self, held: HeldBatch, step: int) -> Any:
+        """Count one more use of `held`, and return what the caller gets.
+
+        Raises:
+            BatchChanged: A tensor of the batch was written in place since the batch arrived.
+        """
+        if held.uses:
+            _check_unchanged(held, step)
+        held.uses += 1
+        return rebuilt(held.batch, Tensor.clone if self._copies_tensors else lambda tensor: tensor)
+
+
+def rebuilt(batch: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """Return `batch` in new containers, with `replace(tensor)` in place of each tensor.
+
+    Containers are mappings, lists, tuples and named tuples, nested to any depth. Everything else stays as it is.
+    """
     if isinstance(batch, Tensor):
-        return tensor(batch)
+        return replace(batch)
     if isinstance(batch, MutableMapping):
-        # A copy keeps what a subclass carries beside its entries.
-        fresh = copy.copy(batch)
+        fresh = copy.copy(batch)  # keeps the attributes that a subclass has beside its entries
         for key, value in batch.items():
-            fresh[key] = rebuilt(value, tensor)
+            fresh[key] = rebuilt(value, replace)
         return fresh
     if isinstance(batch, list):
-        return [rebuilt(value, tensor) for value in batch]
+        return [rebuilt(value, replace) for value in batch]
     if isinstance(batch, tuple):
-        values = [rebuilt(value, tensor) for value in batch]
+        values = [rebuilt(value, replace) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
     return batch
 
 
-def tensors(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of `batch`, and how to reach it."""
+def _tensors(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in the containers of `batch`, each with the path to it."""
     if isinstance(batch, Tensor):
         yield path, batch
     elif isinstance(batch, MutableMapping):
         for key, value in batch.items():
-            yield from tensors(value, f"{path}[{key!r}]")
+            yield from _tensors(value, f"{path}[{key!r}]")
     elif isinstance(batch, (list, tuple)):
         for index, value in enumerate(batch):
-            yield from tensors(value, f"{path}[{index}]")
+            yield from _tensors(value, f"{path}[{index}]")
 
 
-Copy = Literal["containers", "tensors"]
+def _num_writes(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
-@dataclass(kw_only=True, slots=True)
-class HeldBatch(Held):
-    """A batch in hand, with where the loader stood."""
-
-    batch: Any
-    """As it came, placed where it is used."""
-    state_before: Any
-    """The loader's state before it was fetched; None for a loader without one."""
-    state_after: Any
-    """The loader's state after it was fetched."""
-    leaves: tuple[tuple[str, Tensor], ...]
-    """Its tensors, and how to reach each: found once, because containers handed out are never its own."""
-    writes: tuple[int, ...]
-    """Of each of its tensors, when it came."""
-
-
-class Hand:
-    """Holds the last `size` fresh batches.
-
-    Args:
-        size: How many.
-        copy: What each use is given new.
-    """
-
-    def __init__(self, size: int, copy: Copy) -> None:
-        self.held: list[HeldBatch] = []
-        """Oldest first."""
-        self._size = size
-        self._copy = copy
-
-    def add(self, batch: Any, number: int, state_before: Any, state_after: Any, uses: int = 0) -> HeldBatch:
-        """Take a fresh batch, and let go of the oldest where there are too many."""
-        leaves = tuple(tensors(batch))
-        held = HeldBatch(
-            number=number,
-            uses=uses,
-            batch=batch,
-            state_before=state_before,
-            state_after=state_after,
-            leaves=leaves,
-            writes=_writes(leaves),
-        )
-        self.held = [*self.held, held][-self._size :]
-        return held
-
-    def use(self, held: HeldBatch, step: int) -> Any:
-        """Count a use and return what to hand out.
-
-        Raises:
-            BatchChanged: The batch was written in place since its last use.
-        """
-        if held.uses:
-            _check(held, step)
-        held.uses += 1
-        return rebuilt(held.batch, Tensor.clone if self._copy == "tensors" else _same)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _writes(leaves: tuple[tuple[str, Tensor], ...]) -> tuple[int, ...]:
-    return tuple([0 if tensor.is_inference() else tensor._version for _, tensor in leaves])
-
-
-def _check(held: HeldBatch, step: int) -> None:
-    found = _writes(held.leaves)
-    if found == held.writes:
-        return
-    for (path, tensor), before, now in zip(held.leaves, held.writes, found, strict=True):
-        if before != now:
+def _check_unchanged(held: HeldBatch, step: int) -> None:
+    for path, tensor, before in held.writes:
+        if (now := _num_writes(tensor)) != before:
             raise BatchChanged(
-                f"step {step}: fresh batch {held.number} is to be used again, but {path} of "
-                f"shape {tuple(tensor.shape)} was written in place {now - before} times since it came: expected an "
-                "unchanged one; write into a copy, or let every use have its own with EchoOptions(copy='tensors')"
+                f"step {step}: {path} of shape {tuple(tensor.shape)} in fresh batch {held.number} was written in place "
+                f"{now - before} times before its next use: expected an unchanged batch; write into a copy, or set "
+                "EchoOptions(copy='tensors')"
             )

@@ -1,10 +1,10 @@
-"""`EchoDataset`: echoes samples after decoding and before augmentation, inside a loader's workers.
+"""`EchoDataset`: repeats samples instead of batches, inside a loader's workers.
 
     read, decode  ->  echo, shuffle  ->  augment  ->  batch
 
-Each use of a sample gets an augmentation of its own, and the uses of a sample fall into different batches. Ranks and
-workers are dealt their samples before the echo: dealt afterwards, the uses of a sample would land on different ranks,
-each of which would have to read it.
+The echo comes after decoding and before augmentation: every use of a sample has its own augmentation, and falls into
+another batch. Samples are dealt to ranks and workers before the echo. If they were dealt after it, the uses of a
+sample would be spread over several ranks, and each of them would have to read it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,15 +25,15 @@ class Use:
     """One use of one sample."""
 
     index: int
-    """Of the sample."""
+    """Index of the sample in the dataset."""
     use_index: int
     """1 for the first use."""
     is_last: bool
-    """Whether the sample can be let go of."""
+    """Whether the sample is not needed after it."""
 
 
 class EchoDataset(IterableDataset[Any], Generic[Sample]):
-    """An iterable dataset over a map-style one, in which every sample appears `uses` times per epoch.
+    """An iterable dataset that gives every sample of a map-style dataset `uses` times per epoch.
 
     DataLoader(EchoDataset(decoded, uses=3, transform=augment, shuffle=256), batch_size=32, num_workers=4)
     """
@@ -52,23 +52,23 @@ class EchoDataset(IterableDataset[Any], Generic[Sample]):
         """Wrap `dataset`.
 
         Args:
-            dataset: Its `__getitem__` reads and decodes, and is called once per sample and epoch.
-            uses: Of every sample, at least 1; fractions are spread over the samples.
-            transform: Applied to every use: the random, cheap part of the augmentation. Must not write into its
-                argument.
-            shuffle: Decoded samples that each worker holds to draw from, and so the memory this costs: the uses of
-                a sample are spread over about so many.
-            seed: Of the order.
-            rank: This rank; samples are dealt to ranks, then to workers, then echoed.
-            world_size: How many ranks there are.
+            dataset: Its `__getitem__` reads and decodes; it is called once per sample and epoch.
+            uses: Uses of every sample per epoch, at least 1. A fraction is spread over the samples.
+            transform: Called at every use: the part of the augmentation that is random and cheap. It must not write
+                into its argument.
+            shuffle: Number of decoded samples that each worker holds and draws from, which is also the cost in
+                memory. The uses of a sample are spread over about as many places.
+            seed: Seed of the order.
+            rank: This rank. Samples are dealt to ranks, then to workers, and then echoed.
+            world_size: Number of ranks.
 
         Raises:
             ConfigError: A number is out of its range.
         """
         if not 1 <= uses < float("inf") or shuffle < 1 or not 0 <= rank < world_size:
             raise ConfigError(
-                f"expected uses >= 1, shuffle >= 1 and 0 <= rank < world_size, found {uses}, {shuffle}, {rank} and "
-                f"{world_size}"
+                "EchoDataset: expected uses >= 1, shuffle >= 1 and 0 <= rank < world_size, found "
+                f"uses={uses}, shuffle={shuffle}, rank={rank} and world_size={world_size}"
             )
         self.dataset = dataset
         self.uses = uses
@@ -80,11 +80,11 @@ class EchoDataset(IterableDataset[Any], Generic[Sample]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the epoch that the next iterators make."""
+        """Set the epoch of the next iterator; every epoch has its own order."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Return the uses that this rank makes in an epoch, over all workers."""
+        """Return the number of samples that this rank gives in an epoch, all uses and workers together."""
         return sum(self._num_uses(position) for position in self._positions(0, 1))
 
     def __iter__(self) -> Iterator[Any]:
@@ -97,9 +97,9 @@ class EchoDataset(IterableDataset[Any], Generic[Sample]):
             yield sample if self.transform is None else self.transform(sample)
 
     def order(self, worker: int, num_workers: int) -> Iterator[Use]:
-        """Yield what one worker will hand out: a function of seed, epoch, rank and worker; nothing is read."""
+        """Yield the uses of one worker in their order, which seed, epoch, rank and worker determine; reads nothing."""
         permutation = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))
-        # Samples in hand with their uses so far and in all; one is drawn, used, and put back or replaced.
+        # Held samples: index, uses so far, uses in all. One is drawn and used; after its last use another replaces it.
         held: list[tuple[int, int, int]] = []
         waiting = (
             (int(permutation[place]), 0, self._num_uses(place))
@@ -122,11 +122,11 @@ class EchoDataset(IterableDataset[Any], Generic[Sample]):
             yield Use(index, used + 1, used + 1 == uses)
 
     def _positions(self, worker: int, num_workers: int) -> range:
-        """Return the places in the epoch's order that are this worker's."""
+        """Return the places in the epoch's order that belong to this worker."""
         return range(self.rank + self.world_size * worker, len(self.dataset), self.world_size * num_workers)
 
     def _num_uses(self, place: int) -> int:
-        """Return the uses of the sample at `place`: over all places on average `uses`, the floor or the ceiling."""
+        """Return the uses of the sample at `place`: the floor or the ceiling of `uses`, and `uses` on average."""
         numerator, denominator = self.uses.as_integer_ratio()
         turn = place // self.world_size
         return (turn + 1) * numerator // denominator - turn * numerator // denominator

@@ -1,72 +1,27 @@
-"""`EchoLoader`: uses batches again while the next ones are on their way.
+"""`EchoLoader`: hands out the batches of a loader, some of them several times, while the next ones are read.
 
-Telling a loader, and what it is made of, which epoch begins.
+At every step
 
-How many batches an epoch of a planned echo has: its decisions, made without the data.
+    1. the plan's selector decides: a held batch, or a fresh one;
+    2. a fresh batch is taken from the reader, placed, and put into the buffer;
+    3. the use is counted, and the batch is handed out through `transform`.
 
-`EchoLoader`: uses batches again while the next ones are on their way.
+Each step hands out exactly one batch. Ranks may therefore decide differently, and their collectives still match.
 """
 
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from stretto.echo.buffer import Hand, HeldBatch
-from stretto.echo.plans import Chooser, Even, Held, Plan, Ready, Taken, least_used
+from stretto.echo.buffer import EchoBuffer, HeldBatch
+from stretto.echo.plans import Plan, Ready, StepRecord, epoch_length, least_used
 from stretto.echo.reader import Fetched, Reader, open_reader
-from stretto.echo.state import VERSION, EchoOptions, Pending, Position, check_state, restore_loader
-from stretto.errors import ConfigError
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch(epoch)` once on each of the loader, its samplers and its dataset that has it."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = [
-        loader,
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        getattr(loader, "dataset", None),
-    ]
-    told: list[Any] = []
-    for part in parts:
-        if hasattr(part, "set_epoch") and not any(part is other for other in told):
-            part.set_epoch(epoch)
-            told.append(part)
-
-
-def epoch_length(chooser: Chooser, fresh: int, step: int) -> int:
-    """Return the batches from `step` on, where an epoch of `fresh` fresh batches begins.
-
-    Args:
-        chooser: Of a planned kind, as it is at the beginning of the epoch; it is used up.
-        fresh: Batches of the bare loader.
-        step: Batches handed out before.
-    """
-    held: Held | None = None
-    taken = 0
-    length = 0
-    while taken <= fresh:
-        is_fresh = held is None or chooser.choose(step + length, [held], _never) is None
-        if is_fresh:
-            held = Held(number=taken)
-            taken += 1
-        if taken > fresh or held is None:
-            break
-        held.uses += 1
-        chooser.took(
-            Taken(step=step + length, is_fresh=is_fresh, load_seconds=math.nan, use_seconds=math.nan)
-        )
-        length += 1
-    return length
-
-
-def _never() -> bool:
-    return False
-
+from stretto.echo.state import VERSION, EchoOptions, Position, Resumption, check_state, restore_loader
+from stretto.errors import ConfigError, OutOfTurn
 
 Batch = TypeVar("Batch")
 
@@ -77,18 +32,18 @@ class EchoLoader(Generic[Batch]):
         for batch in parallel.feed(EchoLoader(loader, Even(2.5))):
             ...
 
-    Every rank wraps its own loader and may decide for itself: each step takes exactly one batch, so collectives
-    match whatever the ranks decide. Attributes that this class does not have are the loader's.
+    Every rank wraps its own loader. Attributes that this class does not have are those of the loader.
 
-    An iterator begins a new pass over the loader, except after `load_state_dict`, where the first one goes on in the
-    middle. What had been read ahead when a pass is left is dropped.
+    A new iterator begins a new pass over the loader, and ends the pass before it. The first one after
+    `load_state_dict` goes on in the middle. Batches that were read ahead of a pass that is left are dropped.
 
     Attributes:
         loader: The bare loader.
         plan: The plan.
-        use_index: Of the batch handed out last: 1 for its first use; 0 before the first batch.
-        wait_seconds: Time so far in which fresh batches were waited for, measured at the bare loader.
-        load_seconds: Time so far that the bare loader took to deliver, in the background or not.
+        options: The other options.
+        use_index: Which use of its batch the last step was: 1 for the first; 0 before the first step.
+        wait_seconds: Total time in which fresh batches were waited for.
+        load_seconds: Total time that the bare loader took to give them, in the background or not.
     """
 
     def __init__(
@@ -103,23 +58,29 @@ class EchoLoader(Generic[Batch]):
         """Wrap `loader`.
 
         Args:
-            loader: This rank's training batches: any iterable. Not one for validation, whose batches count once.
-            plan: When to echo; None is `Even(2)`.
-            place: Applied once to every fresh batch, before it is kept: moving it to the device, so that echoes
-                cost no transfer. With stored states it must bear being applied again.
-            transform: Applied to every use, after the echo: random augmentation belongs here, so that it is fresh
-                each time. Must not write into its argument, unless uses get tensors of their own.
-            options: Everything else.
+            loader: This rank's training batches: any iterable. Do not wrap a loader for validation: its batches must
+                count once.
+            plan: When to echo; None is `Ready()`, which never echoes a loader that is fast enough.
+            place: Called once with every fresh batch, before it is held. A copy to the device belongs here, so that
+                echoes cost no transfer. Under `resume="store"` it is called again with a batch that it has placed.
+            transform: Called at every use, with the held batch. Random augmentation belongs here, so that every use
+                has its own. It must not write into its argument, unless `EchoOptions(copy="tensors")` is set.
+            options: The other options; None for the defaults.
 
         Raises:
-            ConfigError: The plan needs a reader in the background, and there is none.
+            ConfigError: `plan` is not a plan, or is `Ready` and nothing is read in the background.
         """
         self.loader = loader
-        self.plan: Plan = Even() if plan is None else plan
+        self.plan: Plan = Ready() if plan is None else plan
         self.options = EchoOptions() if options is None else options
+        if not isinstance(self.plan, Plan):
+            raise ConfigError(
+                f"EchoLoader(plan={plan!r}): expected a plan, such as Ready(), Even(2) or Auto()"
+            )
         if isinstance(self.plan, Ready) and self.options.ahead == 0:
             raise ConfigError(
-                "Ready echoes while a batch is read in the background: expected ahead >= 1, found 0"
+                "EchoOptions(ahead=0): Ready echoes while a batch is read in the background: expected ahead >= 1, or "
+                "another plan"
             )
         self.use_index = 0
         self.wait_seconds = 0.0
@@ -127,18 +88,21 @@ class EchoLoader(Generic[Batch]):
         self._place = place
         self._transform = transform
         self._position = Position()
-        self._chooser = self.plan.chooser(self.options.seed)
-        self._chooser_at_epoch = self._chooser.state_dict()
-        self._hand = Hand(self.plan.pool, self.options.copy)
-        self._after: Any = None
-        self._pending: Pending | None = None
-        self._loaded: dict[str, Any] | None = None
-        self._reader: Reader | None = None
+        self._selector = self.plan.selector(self.options.seed)
+        self._selector_at_epoch = self._selector.state_dict()
+        self._buffer = EchoBuffer(self.plan.pool, copies_tensors=self.options.copy == "tensors")
         self._decisions: list[int] = []
+        self._reader: Reader | None = None
+        self._state_after: Any = None
+        """State of the bare loader after the newest batch that was taken from the reader."""
+        self._resumption: Resumption | None = None
+        """Of a state that was loaded, until the next iterator begins."""
+        self._loaded_state: dict[str, Any] | None = None
+        """That state itself."""
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the batch handed out last was new."""
+        """Whether the last step was the first use of its batch."""
         return self.use_index == 1
 
     @property
@@ -153,78 +117,100 @@ class EchoLoader(Generic[Batch]):
 
     @property
     def decisions(self) -> tuple[int, ...]:
-        """The number of the batch used at each step, where the options keep it: what `Replay` repeats."""
+        """The number of the batch used at each step, for `Replay`; empty unless the options keep it."""
         return tuple(self._decisions)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "loader":  # not made yet, as when it is being unpickled
+        if name.startswith("__") or name == "loader":  # `loader` is missing while a copy is being unpickled
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        """Return the batches of the epoch that is under way, or comes next: exact, echoes included.
+        """Return the number of batches in this epoch, or in the next one between two epochs; exact, with echoes.
 
         Raises:
-            TypeError: The loader has no length, or the plan goes by time, and no `steps_per_epoch` says one.
+            TypeError: The plan depends on time, or the loader has no length, and `steps_per_epoch` is not set.
         """
         if self.options.steps_per_epoch is not None:
             return self.options.steps_per_epoch
-        if not self.plan.is_planned:
+        if not self.plan.is_predictable:
             raise TypeError(
-                f"the length of an epoch under {type(self.plan).__name__} depends on time: set steps_per_epoch"
+                f"the length of an epoch under {type(self.plan).__name__} is not known beforehand: set "
+                "EchoOptions(steps_per_epoch=...)"
             )
-        chooser = self.plan.chooser(self.options.seed)
         position = self._position
-        chooser.load_state_dict(self._chooser_at_epoch if position.in_epoch else self._chooser.state_dict())
-        fresh: Any = self.loader
-        return epoch_length(chooser, len(fresh), position.epoch_step if position.in_epoch else position.step)
+        selector = self.plan.selector(self.options.seed)
+        selector.load_state_dict(
+            self._selector_at_epoch if position.in_epoch else self._selector.state_dict()
+        )
+        loader: Any = self.loader
+        return epoch_length(
+            selector, len(loader), position.epoch_step if position.in_epoch else position.step
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
-        pending, self._pending, self._loaded = self._pending, None, None
-        goes_on = pending is not None and self._position.in_epoch
-        if not goes_on:
+        resumption = self._resumption if self._position.in_epoch else None
+        self._resumption = self._loaded_state = None
+        self._buffer.clear()
+        if resumption is None:
             self._position.begin_epoch()
-            self._chooser_at_epoch = self._chooser.state_dict()
-            self._hand.held = []
+            self._selector_at_epoch = self._selector.state_dict()
         iterator = iter(self.loader)
-        self._after = pending.state if goes_on and pending is not None else self._capture()
-        reader = self._reader = open_reader(iterator, self._capture, self.options.ahead)
-        is_broken = False
+        self._state_after = self._loader_state() if resumption is None else resumption.state
+        reader = self._reader = open_reader(iterator, self._loader_state, self.options.ahead)
+        waits = True
         try:
-            if goes_on and pending is not None:
-                self._take_up(pending, reader)
+            if resumption is not None:
+                self._resume(resumption, reader)
             yield from self._epoch(reader)
         except (Exception, KeyboardInterrupt):
-            is_broken = True  # the read under way may take long to return, if it ever does: say so at once
+            waits = False  # the read under way may take long, and the error should be seen at once
             raise
         finally:
-            reader.close(waits=not is_broken)
+            reader.close(waits=waits)
+            if self._reader is reader:
+                # It refers to this loader. The cycle would keep the bare loader's workers alive until Python next
+                # collects garbage, which may happen inside another worker.
+                self._reader = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader, its samplers and its dataset which epoch begins, each once where it wants to know."""
-        set_epoch(self.loader, epoch)
+        """Call `set_epoch(epoch)` of the loader, its samplers and its dataset, once on each that has it."""
+        loader: Any = self.loader
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        parts: list[Any] = [
+            loader,
+            getattr(loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+            getattr(loader, "dataset", None),
+        ]
+        told: list[Any] = []
+        for part in parts:
+            if hasattr(part, "set_epoch") and not any(part is other for other in told):
+                part.set_epoch(epoch)
+                told.append(part)
 
     def close(self) -> None:
-        """End the reader in the background; the next iterator starts another."""
+        """End the pass under way and its reader. The next iterator begins another."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank stands, also in the middle of a batch's uses."""
-        if self._loaded is not None:
-            return copy.deepcopy(self._loaded)
-        held = self._hand.held
+        """Return the state of this rank; also valid between two uses of a batch. `state.py` lists its entries."""
+        if self._loaded_state is not None:
+            return copy.deepcopy(self._loaded_state)
+        held = self._buffer.held
         has_begun = self._position.in_epoch or self._position.step > 0
-        after = self._after if has_begun else self._capture()
+        after = self._state_after if has_begun else self._loader_state()
         return {
             "version": VERSION,
             "seed": self.options.seed,
             "plan": type(self.plan).__name__,
-            "position": self._position.state_dict(),
-            "chooser": self._chooser.state_dict(),
-            "chooser_at_epoch": self._chooser_at_epoch,
+            "position": asdict(self._position),
+            "selector": self._selector.state_dict(),
+            "selector_at_epoch": self._selector_at_epoch,
             "uses": [one.uses for one in held],
             "before": held[0].state_before if held else after,
             "after": after,
@@ -233,115 +219,114 @@ class EchoLoader(Generic[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was called; the next iterator does, with the options' policy of resuming.
+        """Go on where `state` was saved, from the next iterator on. `EchoOptions.resume` says what is done.
 
-        Under a plan of another kind the counts go on and the plan begins anew.
+        Under a plan of another class the counts go on and the plan begins anew.
 
         Raises:
-            ConfigError: The state has another seed, or is not one of an `EchoLoader`.
+            ConfigError: The state has another seed, or is not that of an `EchoLoader`.
         """
         check_state(state, self.options.seed)
         self.close()
-        self._loaded = copy.deepcopy(state)
-        self._position = Position.of(state["position"])
-        self._chooser = self.plan.chooser(self.options.seed)
-        self._chooser_at_epoch = self._chooser.state_dict()
+        self._loaded_state = copy.deepcopy(state)
+        self._position = Position(**state["position"])
+        self._selector = self.plan.selector(self.options.seed)
+        self._selector_at_epoch = self._selector.state_dict()
         if state["plan"] == type(self.plan).__name__:
-            self._chooser.load_state_dict(state["chooser"])
-            self._chooser_at_epoch = state["chooser_at_epoch"]
+            self._selector.load_state_dict(state["selector"])
+            self._selector_at_epoch = state["selector_at_epoch"]
         self._decisions = list(state["decisions"] or [])
-        self._pending = restore_loader(self.loader, state, self.options.resume)
+        self._resumption = restore_loader(self.loader, state, self.options.resume)
 
-    def _capture(self) -> Any:
-        """Return a copy of the loader's state, which the loader may go on to change; None where it has none."""
+    def _loader_state(self) -> Any:
+        """Return a copy of the loader's state, which the loader may go on to change; None if it has none."""
         loader: Any = self.loader
         return copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
 
+    def _resume(self, resumption: Resumption, reader: Reader) -> None:
+        """Put the batches that the saved run held into the buffer again."""
+        for _ in range(resumption.skip):
+            self._state_after = self._refetch(reader).state
+        first = self._position.fresh - len(resumption.uses)
+        for index, uses in enumerate(resumption.uses):
+            if resumption.batches is None:
+                fetched = self._refetch(reader)
+                batch, state_after = fetched.batch, fetched.state
+            else:
+                batch, state_after = resumption.batches[index], self._state_after
+            self._hold(batch, state_after, first + index, uses)
+
+    def _refetch(self, reader: Reader) -> Fetched:
+        fetched = reader.take()
+        if fetched.has_ended:
+            raise ConfigError(
+                "the data ended before the place where the state was saved: expected a loader that gives the same "
+                "batches again"
+            )
+        return fetched
+
     def _epoch(self, reader: Reader) -> Iterator[Batch]:
-        """Hand out batches until the data, or the steps of an epoch, have ended."""
+        """Hand out batches until the data end, or the steps of an epoch are done."""
+        position, buffer, limit = self._position, self._buffer, self.options.steps_per_epoch
         handed_out = math.nan
-        while not self._has_enough():
-            if self._chooser.is_measuring and torch.cuda.is_initialized():
+        while limit is None or position.step - position.epoch_step < limit:
+            if self._selector.is_measuring and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             use_seconds = reader.now() - handed_out
-            chosen = self._choose(reader)
             load_seconds = math.nan
-            if chosen is None:
-                fetched = self._take(reader)
+            selected = (
+                self._selector.select(position.step, buffer.held, reader.is_ready) if buffer.held else None
+            )
+            if selected is None:
+                fetched = self._fetch(reader)
                 if not fetched.has_ended:
                     load_seconds = fetched.seconds
-                    chosen = self._keep(fetched)
-                elif self.options.steps_per_epoch is not None and self._hand.held:
-                    chosen = least_used(self._hand.held)
+                    selected = self._hold(fetched.batch, fetched.state, position.fresh)
+                    position.fresh += 1
+                elif limit is not None and buffer.held:
+                    selected = least_used(buffer.held)
                 else:
                     break
-            batch = self._use(chosen, load_seconds, use_seconds)
+            batch = self._use(selected, load_seconds, use_seconds)
             handed_out = reader.now()
             yield batch
-        self._hand.held = []
-        self._position.in_epoch = False
+            if self._reader is not reader:
+                raise OutOfTurn(
+                    "this pass over the loader has been closed: by close(), or because another iterator was begun"
+                )
+        buffer.clear()
+        position.in_epoch = False
 
-    def _choose(self, reader: Reader) -> HeldBatch | None:
-        """Ask the plan, except at the beginning of an epoch, which is a fresh batch."""
-        if not self._hand.held:
-            return None
-        return self._chooser.choose(self._position.step, self._hand.held, reader.is_ready)
-
-    def _has_enough(self) -> bool:
-        limit = self.options.steps_per_epoch
-        return limit is not None and self._position.step - self._position.epoch_step >= limit
-
-    def _take(self, reader: Reader) -> Fetched:
-        """Wait for what the loader gives next."""
+    def _fetch(self, reader: Reader) -> Fetched:
+        """Return what the loader gives next, and count the time."""
         started = reader.now()
         fetched = reader.take()
         self.wait_seconds += reader.now() - started
         self.load_seconds += fetched.seconds
         if fetched.has_ended:
-            self._after = fetched.state
+            self._state_after = fetched.state
         return fetched
 
-    def _keep(self, fetched: Fetched, number: int | None = None, uses: int = 0) -> HeldBatch:
-        """Take a fresh batch in hand."""
-        batch = fetched.batch if self._place is None else self._place(fetched.batch)
-        before, self._after = self._after, fetched.state
-        if number is None:
-            number = self._position.fresh
-            self._position.fresh += 1
-        return self._hand.add(batch, number, before, fetched.state, uses)
+    def _hold(self, batch: Any, state_after: Any, number: int, uses: int = 0) -> HeldBatch:
+        """Put a batch into the buffer."""
+        placed = batch if self._place is None else self._place(batch)
+        state_before, self._state_after = self._state_after, state_after
+        return self._buffer.add(placed, number, state_before, uses)
 
     def _use(self, held: HeldBatch, load_seconds: float, use_seconds: float) -> Batch:
-        """Count a use before it is handed out: a state saved while the batch is in use has it."""
-        step = self._position.step
-        batch: Batch = self._hand.use(held, step)
+        """Count a use and return the batch. Counted first: a state that is saved during the use includes it."""
+        position = self._position
+        batch: Batch = self._buffer.use(held, position.step)
         self.use_index = held.uses
-        self._chooser.took(
-            Taken(step=step, is_fresh=held.uses == 1, load_seconds=load_seconds, use_seconds=use_seconds)
+        self._selector.record(
+            StepRecord(
+                step=position.step,
+                is_fresh=held.uses == 1,
+                load_seconds=load_seconds,
+                use_seconds=use_seconds,
+            )
         )
-        self._position.step += 1
+        position.step += 1
         if self.options.keeps_decisions:
             self._decisions.append(held.number)
         return batch if self._transform is None else self._transform(batch)
-
-    def _take_up(self, pending: Pending, reader: Reader) -> None:
-        """Read, and take in hand, what the saved run had read and in hand."""
-        number = self._position.fresh - len(pending.uses)
-        for _ in range(pending.skip):
-            self._after = self._reread(reader).state
-        for index, uses in enumerate(pending.uses):
-            if pending.batches is None:
-                fetched = self._reread(reader)
-            else:
-                fetched = Fetched(
-                    batch=pending.batches[index], has_ended=False, seconds=0.0, state=self._after
-                )
-            self._keep(fetched, number + index, uses)
-
-    def _reread(self, reader: Reader) -> Fetched:
-        fetched = reader.take()
-        if fetched.has_ended:
-            raise ConfigError(
-                "the data ended before the place where the saved run was: expected a loader that gives the same "
-                "batches again"
-            )
-        return fetched

@@ -1,173 +1,283 @@
-"""Plans that follow a clock or a record: `Auto` measures, `Replay` repeats.
+"""How many uses of a batch cost nothing: measured once within a run (`Auto`), or before it (`diagnose`).
 
-Measured reuse: the largest number of uses that costs no fresh batch, found once and then kept.
+    L       the loader alone, seconds per fresh batch
+    C + A   the step on one batch: computing, and communication that it waits for
+    e*      L / (C + A), the uses per fresh batch that are free
 
-    e* = L / (C + A)
-
-with L the loader's seconds per fresh batch, C the step's, A its exposed communication's. Beyond e* fresh batches that
-the loader could deliver are thrown away for nothing. The number is frozen and saved, so that a resumed run does not
-depend on the speed of the machine it resumes on.
-
-Repeats the decisions of another run: what `Ready` and `Auto` chose, without their clocks.
+With e* uses, the loader and the step are equally fast. An echo multiplies the steps per second by at most e*, and the
+progress by less, because another use of a batch is worth less than a fresh batch. More uses than e* throw away fresh
+batches that the loader could deliver. Where e* is 1 or less there is nothing to gain.
 """
 
 import math
+import os
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.echo.plans import EvenChooser, HeldT, Memoryless, Taken
-from stretto.errors import ConfigError, OutOfTurn
+import torch
+
+from stretto.echo.buffer import HeldBatch
+from stretto.echo.loader import EchoLoader
+from stretto.echo.plans import Even, Plan, Ready, Selector, StepRecord
+from stretto.errors import ConfigError
+from stretto.records import Update
 
 
 @dataclass(frozen=True, slots=True)
-class Auto:
-    """Measure for `window` fresh batches without echo, then use every batch as often as is free."""
+class Auto(Plan):
+    """Measure over `window` fresh batches without echo, then use every batch as often as is free.
+
+    The number that was found stays as it is and is saved with the state. A resumed run therefore does not depend on
+    the speed of the machine on which it resumes.
+    """
 
     max_uses: float = 4.0
     """Uses of a batch at most, however slow the loader is."""
     window: int = 32
-    """Fresh batches to measure over; at least twice what the loader's workers keep ready, or the measurement sees
-    their stock instead of their speed."""
+    """Number of fresh batches to measure; at least twice what the loader's workers keep ready, because otherwise the
+    measurement sees their stock and not their speed."""
     skip: int = 4
-    """First batches of the window that are left out: workers start, memory is new."""
+    """Number of batches at the beginning of the window that are not counted: workers start, memory is new."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_uses < math.inf:
-            raise ConfigError(f"max_uses must be a finite number of at least 1, found {self.max_uses}")
+            raise ConfigError(f"Auto(max_uses={self.max_uses}): expected a finite number of at least 1")
         if not 0 <= self.skip < self.window:
-            raise ConfigError(f"expected 0 <= skip < window, found {self.skip} and {self.window}")
+            raise ConfigError(f"Auto(window={self.window}, skip={self.skip}): expected 0 <= skip < window")
 
     @property
-    def pool(self) -> int:
-        """One: uses of a batch follow each other."""
-        return 1
-
-    @property
-    def is_planned(self) -> bool:
-        """No: decisions depend on what was measured."""
+    def is_predictable(self) -> bool:
+        """No: decisions depend on measured times."""
         return False
 
-    def chooser(self, seed: int) -> "AutoChooser":
-        """See `Plan.chooser`; there is nothing to draw."""
-        return AutoChooser(self)
+    def selector(self, seed: int) -> Selector:
+        """Return a new selector; it draws nothing."""
+        return _AutoSelector(self)
 
 
-class AutoChooser:
-    """Measures, then is an even plan."""
+class _AutoSelector(Selector):
+    """Measures under `Even(1)`, then decides as `Even` with the number that was found."""
 
     def __init__(self, plan: Auto) -> None:
         self._plan = plan
-        self._loads: list[float] = []
-        self._uses: list[float] = []
-        self._even = EvenChooser(1.0)
-        self.frozen: float | None = None
-        """Uses per fresh batch, once known."""
+        self._begin(None)
 
-    @property
-    def is_measuring(self) -> bool:
-        """See `Chooser.is_measuring`."""
-        return self.frozen is None
+    def _begin(self, uses: float | None) -> None:
+        self._uses = uses
+        """Uses per fresh batch; None until they are known."""
+        self.is_measuring = uses is None
+        self._even = Even(1.0 if uses is None else uses).selector(seed=0)
+        self._load_seconds: list[float] = []
+        self._use_seconds: list[float] = []
 
-    def choose(self, step: int, held: Sequence[HeldT], is_ready: Callable[[], bool]) -> HeldT | None:
-        """See `Chooser.choose`."""
-        return self._even.choose(step, held, is_ready)
+    def select(self, step: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]) -> HeldBatch | None:
+        return self._even.select(step, held, is_ready)
 
-    def took(self, taken: Taken) -> None:
-        """See `Chooser.took`."""
-        self._even.took(taken)
-        if self.frozen is None:
-            self._measure(taken)
+    def record(self, record: StepRecord) -> None:
+        self._even.record(record)
+        if not self.is_measuring:
+            return
+        self._load_seconds.append(record.load_seconds)
+        self._use_seconds.append(record.use_seconds)
+        if len(self._load_seconds) == self._plan.window:
+            skip = self._plan.skip
+            self._begin(free_uses(self._load_seconds[skip:], self._use_seconds[skip:], self._plan.max_uses))
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Chooser.state_dict`; an unfinished measurement begins anew."""
-        return {"frozen": self.frozen, **self._even.state_dict()}
+        return {"uses": self._uses, **self._even.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Chooser.load_state_dict`."""
-        self.frozen = state["frozen"]
-        self._loads, self._uses = [], []
-        self._even = EvenChooser(1.0 if self.frozen is None else self.frozen)
+        self._begin(state["uses"])  # a measurement that was not finished begins again
         self._even.load_state_dict(state)
-
-    def _measure(self, taken: Taken) -> None:
-        self._loads.append(taken.load_seconds)
-        self._uses.append(taken.use_seconds)
-        if len(self._loads) < self._plan.window:
-            return
-        self.frozen = free_uses(
-            self._loads[self._plan.skip :], self._uses[self._plan.skip :], self._plan.max_uses
-        )
-        self._even = EvenChooser(self.frozen)
 
 
 def free_uses(load_seconds: Sequence[float], use_seconds: Sequence[float], max_uses: float) -> float:
-    """Return e*, from 1 to `max_uses`, rounded down to hundredths; nan counts as not measured.
+    """Return e*, at least 1 and at most `max_uses`, rounded down to hundredths; nan is not counted.
 
-    Loads are averaged, because what bursts deliver is their mean; of uses the median counts, because evaluations and
-    checkpoints fall between batches too.
+    Loads count by their mean, because a loader may deliver in bursts. Uses count by their median, because evaluations
+    and checkpoints take time between batches too.
     """
     loads = [seconds for seconds in load_seconds if not math.isnan(seconds)]
     uses = [seconds for seconds in use_seconds if not math.isnan(seconds)]
     if not loads or not uses:
         return 1.0
     ratio = statistics.mean(loads) / max(statistics.median(uses), 1e-9)
-    return max(1.0, math.floor(100 * min(ratio, max_uses)) / 100)
+    return max(1.0, _hundredths(min(ratio, max_uses)))
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Hand out batches in the order of `decisions`."""
+def _hundredths(uses: float) -> float:
+    return math.floor(100 * uses) / 100
 
-    decisions: tuple[int, ...]
-    """At every step, the number of the batch that was used: `EchoLoader.decisions` of the run to repeat."""
 
-    def __post_init__(self) -> None:
-        newest = -1
-        for step, number in enumerate(self.decisions):
-            if not 0 <= number <= newest + 1:
-                raise ConfigError(
-                    f"decision {step}: batch {number} cannot follow batch {newest}, the last fresh one: expected a "
-                    "trace of one rank from its first step on"
-                )
-            newest = max(newest, number)
+WORTHWHILE = 1.1
+"""Smallest e* at which an echo is recommended. Below it, errors of the measurement alone could explain the number."""
+USES_MAX = 4.0
+"""Uses per fresh batch that are recommended at most, however slow the loader is."""
+IRREGULAR = 0.3
+"""Coefficient of variation of the load times from which `Ready` is recommended: `Even` would wait for late batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """The times that `diagnose` has measured, and what follows from them."""
+
+    load_seconds: float
+    """L: mean time of the loader alone, per fresh batch."""
+    load_variation: float
+    """Standard deviation of that time, as a share of the mean."""
+    step_seconds: float
+    """C + A: mean time of a step on one batch that is used again and again."""
+    exposed_seconds: float
+    """A: the part of it in which the step waited for communication, as far as its updates say; per batch."""
+    period_seconds: float
+    """Mean time of a step with its fresh batch, in the loop as it is."""
+    advice: tuple[str, ...]
+    """What to try before an echo, the cheapest first."""
 
     @property
-    def pool(self) -> int:
-        """As many batches as any decision reaches back."""
-        reach, newest = 1, 0
-        for number in self.decisions:
-            newest = max(newest, number)
-            reach = max(reach, newest - number + 1)
-        return reach
+    def free_uses(self) -> float:
+        """e*: the uses per fresh batch that are free."""
+        return self.load_seconds / self.step_seconds
 
     @property
-    def is_planned(self) -> bool:
-        """No: how far the trace reaches is no property of the data."""
-        return False
+    def is_input_bound(self) -> bool:
+        """Whether the loader is slower than the step, even if both run at the same time."""
+        return self.free_uses >= WORTHWHILE
 
-    def chooser(self, seed: int) -> "ReplayChooser":
-        """See `Plan.chooser`; there is nothing to draw."""
-        return ReplayChooser(self.decisions)
+    @property
+    def waits(self) -> bool:
+        """Whether the loop as it is takes clearly longer than the step alone."""
+        return self.period_seconds >= WORTHWHILE * self.step_seconds
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan to use; None where an echo cannot help."""
+        if not self.is_input_bound:
+            return None
+        if self.load_variation >= IRREGULAR:
+            # Ready echoes only while no batch is ready, so its mean number of uses comes out right by itself. A bound
+            # closer to e* would make it wait in every long pause.
+            return Ready(max_uses=math.ceil(USES_MAX))
+        return Even(_hundredths(min(self.free_uses, USES_MAX)))
 
-class ReplayChooser(Memoryless):
-    """Reads the decisions."""
-
-    def __init__(self, decisions: Sequence[int]) -> None:
-        self._decisions = decisions
-
-    def choose(self, step: int, held: Sequence[HeldT], is_ready: Callable[[], bool]) -> HeldT | None:
-        """See `Chooser.choose`."""
-        if step >= len(self._decisions):
-            return None  # the data may end where the trace does
-        number = self._decisions[step]
-        return next((one for one in held if one.number == number), None)
-
-    def took(self, taken: Taken) -> None:
-        """See `Chooser.took`."""
-        if taken.step >= len(self._decisions):
-            raise OutOfTurn(
-                f"step {taken.step}: the trace to replay ends after {len(self._decisions)} decisions"
+    @property
+    def summary(self) -> str:
+        """One line: the bottleneck, what to do, and what can be gained at most."""
+        facts = f"a batch takes {_ms(self.load_seconds)} to load and {_ms(self.step_seconds)} to train on"
+        first = f"first {self.advice[0]}" if self.advice else "cheaper remedies are in use"
+        if self.is_input_bound:
+            return (
+                f"input-bound: {facts}; {first}; then echo with {self.plan}: {self.free_uses:.2f} uses are free, and "
+                f"steps per second grow at most {min(self.free_uses, USES_MAX):.1f} times, progress by less"
             )
+        if self.waits:
+            gain = self.period_seconds / max(self.step_seconds, self.load_seconds)
+            return (
+                f"not input-bound, but loading and training take turns: {facts}; {first}: at most {gain:.1f} times "
+                "the steps per second; an echo cannot help"
+            )
+        return f"not input-bound: {facts}; an echo cannot help"
+
+
+def diagnose(
+    loader: Iterable[Any], step: Callable[[Any], Update | None], *, batches: int = 32, skip: int = 4
+) -> Diagnosis:
+    """Measure a loader and a step, first apart and then together. All ranks of a job must call it alike.
+
+    The steps are real ones: they train the model.
+
+    Args:
+        loader: The training loader. It must begin again after its end. Of an `EchoLoader` the bare loader is measured.
+        step: Trains on one batch and returns the update if there was one, as `parallel.micro_batch` does.
+        batches: Number of batches in each of the three measurements; at least twice what the loader's workers keep
+            ready, because otherwise their stock is measured.
+        skip: Number of batches at the beginning of each measurement that are not counted.
+
+    Raises:
+        ConfigError: The loader has no batch, or a number is out of its range.
+    """
+    if batches < 1 or skip < 0:
+        raise ConfigError(f"diagnose(batches={batches}, skip={skip}): expected batches >= 1 and skip >= 0")
+    bare = loader.loader if isinstance(loader, EchoLoader) else loader
+    source = _endless(bare)
+    first = next(source)
+    loads = [_load_seconds(source) for _ in range(skip + batches)][skip:]
+    steps, exposed = _step_seconds(step, lambda: first, batches, skip)
+    periods, _ = _step_seconds(step, lambda: next(source), batches, skip)
+    source.close()
+    load_seconds = statistics.mean(loads)
+    return Diagnosis(
+        load_seconds=load_seconds,
+        load_variation=statistics.pstdev(loads) / load_seconds if load_seconds else 0.0,
+        step_seconds=steps / batches,
+        exposed_seconds=exposed / batches,
+        period_seconds=periods / batches,
+        advice=tuple(_advice(bare)),
+    )
+
+
+def _endless(loader: Iterable[Any]) -> Generator[Any, None, None]:
+    """Yield the loader's batches, epoch after epoch."""
+    while True:
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise ConfigError(
+                "diagnose: the loader has no batch, or has no more: expected a loader that begins again, not a "
+                "generator"
+            )
+
+
+def _load_seconds(source: Iterator[Any]) -> float:
+    """Return how long the next batch takes."""
+    started = time.perf_counter()
+    next(source)
+    return time.perf_counter() - started
+
+
+def _step_seconds(
+    step: Callable[[Any], Update | None], batch: Callable[[], Any], count: int, skip: int
+) -> tuple[float, float]:
+    """Return the time of `count` steps that follow `skip` others, and the part of it in which they waited."""
+    for _ in range(skip):
+        step(batch())
+    exposed = 0.0
+    _synchronize()
+    started = time.perf_counter()
+    for _ in range(count):
+        update = step(batch())
+        if update is not None and math.isfinite(update.exposed_seconds):
+            exposed += update.exposed_seconds
+    _synchronize()
+    return time.perf_counter() - started, exposed
+
+
+def _synchronize() -> None:
+    """Wait for a device that runs behind the host."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _advice(loader: Any) -> Iterator[str]:
+    cores = os.cpu_count() or 1
+    workers = getattr(loader, "num_workers", None)
+    if workers is None:
+        yield "read ahead in the background (EchoLoader(loader, Even(1)) does), with more workers if it decodes"
+    elif workers == 0:
+        yield f"load beside the training: num_workers=1 or more, of {cores} cores"
+    elif workers < cores:
+        yield f"raise num_workers from {workers} towards the {cores} cores"
+    if workers and not getattr(loader, "persistent_workers", True):
+        yield "keep workers from epoch to epoch: persistent_workers=True"
+    if torch.cuda.is_available() and not getattr(loader, "pin_memory", True):
+        yield "copy to the device faster: pin_memory=True"
+    yield "decode less, cache, or store the data nearer"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"

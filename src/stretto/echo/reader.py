@@ -1,12 +1,13 @@
-"""Fetches fresh batches ahead, on a thread of its own, while batches in hand are used.
+"""Reading ahead: a thread fetches the next fresh batches while held ones are used.
 
-The iterator is made on the caller's thread, because a loader's workers should be forked there; the thread only calls
-`next`. Whatever the loader raises is raised again where the batch is asked for, with its own traceback.
+The loader's iterator is made on the caller's thread, because that is where a loader's workers should be forked. The
+reading thread only calls `next`. An exception of the loader is raised again where its batch is asked for, with its own
+traceback.
 
-Two queues: batches go one way, leave to read another one the other way. Both are written in C; where nobody waits at
-the other end, passing something on wakes no thread.
+Batches go from the reading thread to the caller in one queue, and permits to read another batch come back in a second
+one. Both are `SimpleQueue`s, which are written in C: to put something in wakes no thread unless one waits.
 
-An iterator whose time is not the machine's, such as a virtual cluster's, brings a reader of its own.
+An iterator with a clock of its own, such as one on a virtual cluster, brings its own reader (`BringsReader`).
 """
 
 import queue
@@ -21,11 +22,11 @@ from typing import Any, Protocol, runtime_checkable
 from stretto.errors import OutOfTurn
 
 CLOSING_SECONDS = 10.0
-"""How long closing waits for a read under way. A store that never answers must not keep the process."""
+"""How long `close` waits for a read that is under way. A loader that never answers must not stop the process."""
 
 WAKE_SECONDS = 0.1
-"""How often a wait lets pending signals in: the death of a loader's worker is told by one, which may reach the process
-on the reader's thread while it must be answered on the main one."""
+"""How often a wait is interrupted so that Python can handle signals. PyTorch reports the death of a loader's worker by
+a signal. It may arrive while the reading thread runs, but only the main thread can handle it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,96 +36,94 @@ class Fetched:
     batch: Any
     """The batch; None at the end."""
     has_ended: bool
-    """Whether there was none."""
+    """Whether the data ended instead."""
     seconds: float
-    """Duration of the call."""
+    """Time that the call took."""
     state: Any
-    """The loader's state after it."""
+    """State of the loader after the call; None for a loader without a state."""
 
 
 class Reader(Protocol):
-    """Reads one pass of a loader."""
+    """Reads one pass over a loader."""
 
     def now(self) -> float:
-        """Return seconds on the clock by which batches are ready or waited for."""
+        """Return the time in seconds, on the clock by which batches are ready or late."""
         ...
 
     def is_ready(self) -> bool:
-        """Whether `take` would return at once."""
+        """Return whether `take` would return without waiting."""
         ...
 
     def take(self) -> Fetched:
-        """Return the next batch, waiting for it if need be; after the end, the end again.
+        """Return the next batch, and wait for it if necessary. After the end, return the end again.
 
         Raises:
             OutOfTurn: The reader was closed.
-            Exception: Whatever the loader raised.
+            Exception: The loader's own.
         """
         ...
 
     def close(self, *, waits: bool = True) -> None:
-        """End, after the read under way; again has no effect.
+        """End the reader. A second call does nothing.
 
         Args:
-            waits: Whether to return only when it has ended.
+            waits: Whether to wait for the read that is under way.
         """
         ...
 
 
 @runtime_checkable
 class BringsReader(Protocol):
-    """An iterator over batches with a time of its own."""
+    """An iterator over batches that is to be read by a reader of its own."""
 
     def open_reader(self, capture: Callable[[], Any], ahead: int) -> Reader:
-        """Return what reads this pass; the arguments are those of `ThreadReader`."""
+        """Return the reader of this pass; the arguments are those of `ThreadReader`."""
         ...
 
 
 def open_reader(iterator: Iterator[Any], capture: Callable[[], Any], ahead: int) -> Reader:
-    """Begin to read a pass; the arguments are those of `ThreadReader`."""
+    """Return a reader of `iterator`; the arguments are those of `ThreadReader`."""
     if isinstance(iterator, BringsReader):
         return iterator.open_reader(capture, ahead)
     return ThreadReader(iterator, capture, ahead)
 
 
-class ThreadReader:
-    """Reads in the background.
+class ThreadReader(Reader):
+    """Reads in the background, on a thread of its own.
 
     Args:
-        iterator: Of the pass.
-        capture: Returns the loader's state.
-        ahead: Batches to have ready; with 0 they are read when asked for, on the asking thread.
+        iterator: Gives the batches of one pass.
+        capture: Returns a copy of the loader's state; called after every read.
+        ahead: Number of batches to have ready. With 0 a batch is read when it is asked for, on the caller's thread.
     """
 
     def __init__(self, iterator: Iterator[Any], capture: Callable[[], Any], ahead: int) -> None:
         self._iterator = iterator
         self._capture = capture
         self._ready: queue.SimpleQueue[Fetched | BaseException] = queue.SimpleQueue()
-        self._leave: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """What has been read and not yet taken."""
+        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One entry for every batch that may be read now."""
         self._last: Fetched | BaseException | None = None
-        """The end or an error, once it has been taken: the answer to every later call too."""
+        """The end of the data or an error, once it has been taken: the answer to every later call too."""
         self._is_closed = False
         self._thread: threading.Thread | None = None
         if ahead > 0:
             for _ in range(ahead):
-                self._leave.put(None)
+                self._permits.put(None)
             self._thread = threading.Thread(target=self._run, name="stretto-reader", daemon=True)
             self._thread.start()
 
     def now(self) -> float:
-        """See `Reader.now`."""
         return time.perf_counter()
 
     def is_ready(self) -> bool:
-        """See `Reader.is_ready`."""
         return self._last is not None or not self._ready.empty()
 
     def take(self) -> Fetched:
-        """See `Reader.take`."""
         if self._is_closed:
             raise OutOfTurn(
-                "this pass over the loader has been closed: another iterator was begun, or close() called"
+                "this pass over the loader has been closed: by close(), or because another iterator was begun"
             )
         outcome = fetch(self._iterator, self._capture) if self._thread is None else self._wait()
         if isinstance(outcome, BaseException):
@@ -132,11 +131,10 @@ class ThreadReader:
         return outcome
 
     def close(self, *, waits: bool = True) -> None:
-        """See `Reader.close`."""
         self._is_closed = True
-        self._leave.put(None)
+        self._permits.put(None)
         self._ready.put(OutOfTurn("this pass over the loader was closed while a batch was waited for"))
-        # At the interpreter's end the thread, a daemon, is frozen already.
+        # While the interpreter ends, daemon threads do not run any more.
         if waits and self._thread is not None and not sys.is_finalizing():
             self._thread.join(CLOSING_SECONDS)
             if self._thread.is_alive():
@@ -148,6 +146,7 @@ class ThreadReader:
                 )
 
     def _wait(self) -> Fetched | BaseException:
+        """Return what the thread has read next."""
         if self._last is not None:
             return self._last
         while True:
@@ -159,14 +158,14 @@ class ThreadReader:
         if is_last(outcome):
             self._last = outcome
         else:
-            self._leave.put(None)
+            self._permits.put(None)
         return outcome
 
     def _run(self) -> None:
-        """Read whenever there is leave to; the body of the thread."""
+        """Read a batch for every permit; runs on the thread."""
         is_over = False
         while not is_over:
-            self._leave.get()
+            self._permits.get()
             if self._is_closed:
                 return
             outcome = fetch(self._iterator, self._capture)
@@ -175,10 +174,12 @@ class ThreadReader:
 
 
 def fetch(iterator: Iterator[Any], capture: Callable[[], Any]) -> Fetched | BaseException:
-    """Return what `next` gives, or raises: `take` raises it again, on the thread that asks."""
+    """Return the next batch, or the exception that the loader raises: `take` raises it on the caller's thread."""
     started = time.perf_counter()
     try:
-        batch = next(iterator, iterator)  # itself stands for "none", since None may be a batch
+        batch = next(
+            iterator, iterator
+        )  # the iterator itself stands for the end, because None may be a batch
         seconds = time.perf_counter() - started
         has_ended = batch is iterator
         return Fetched(
@@ -189,5 +190,5 @@ def fetch(iterator: Iterator[Any], capture: Callable[[], Any]) -> Fetched | Base
 
 
 def is_last(outcome: Fetched | BaseException) -> bool:
-    """Whether nothing comes after `outcome`."""
+    """Return whether nothing comes after `outcome`: it is the end of the data, or an error."""
     return isinstance(outcome, BaseException) or outcome.has_ended

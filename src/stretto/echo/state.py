@@ -1,69 +1,82 @@
-"""The options of an echoed loader, its position, and the state it is resumed from.
+"""The options of an echoed loader, and how it goes on from a saved state.
 
-Everything about an echo that is not its plan.
+A saved state (`EchoLoader.state_dict`) is a mapping:
 
-Where an echoed loader stands: what a state holds beside the batches in hand.
-
-The state of an echoed loader, and how it is taken up again.
-
-version, seed, plan      what must fit
-position, chooser        the counts and what the plan remembers
-uses                     of each batch in hand, oldest first
-before, after            states of the bare loader: before the oldest batch in hand, after the newest
-batches                  those in hand, where the policy is to store them
-decisions                numbers of the batches used so far, where they are kept
+    version, seed, plan              what must fit
+    position                         the counts of `Position`
+    selector, selector_at_epoch      what the plan remembers, now and at the beginning of the epoch
+    uses                             of each held batch, oldest first
+    before, after                    states of the bare loader before the oldest held batch, and after the newest
+    batches                          the held batches themselves, under `resume="store"`
+    decisions                        the number of the batch used at each step, if they are kept
 """
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from stretto.errors import ConfigError
+
+VERSION = 2
+"""Of the format above."""
+
+Copy = Literal["containers", "tensors"]
+Resume = Literal["refetch", "drop", "store"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EchoOptions:
-    """Options of `EchoLoader`."""
+    """Options of `EchoLoader` beside its plan."""
 
     seed: int = 0
-    """Of the plan's coins. Equal seeds echo at equal steps on all ranks; ranks may also have seeds of their own."""
+    """Seed of the plan's random draws. With equal seeds all ranks echo at the same steps; seeds may also differ."""
     ahead: int = 2
-    """Fresh batches read in the background while others are used. With 1 the loader stands still as soon as that one is
-    there, and `Even(2.5)` over a loader 2.5 times as slow as a step would wait every second batch. 0 reads on the
-    caller's thread, as the bare loader does: for loaders without workers that draw from the process's random state,
-    which a thread would race for."""
-    copy: Literal["containers", "tensors"] = "containers"
-    """What each use gets new: containers costs microseconds and lets a loop pop keys; tensors is for loops that write
-    in place, and for loaders that write into the batches they gave before."""
+    """Number of fresh batches to read in the background while others are used. With 1 the loader stands still as soon
+    as that one is ready: `Even(2.5)` over a loader 2.5 times as slow as a step would wait at every second batch. With
+    0 batches are read on the caller's thread, as the bare loader does. Choose it for loaders without workers that
+    draw random numbers: they share the process's generators with the model, and a thread would change the order of
+    the draws from run to run."""
+    copy: Copy = "containers"
+    """What is new at every use. "containers" costs microseconds, and a loop may take keys out of its batch. "tensors"
+    is for loops that write into their tensors."""
     steps_per_epoch: int | None = None
-    """End an epoch after so many batches, on every rank alike: one whose data end sooner echoes what it has in hand.
-    None ends with the data."""
-    resume: Literal["refetch", "drop", "store"] = "refetch"
-    """What becomes of batches in hand when a state is loaded: read again; left out; or kept in the state themselves,
-    which is exact even for loaders that augment at random, and large."""
+    """Number of batches after which an epoch ends, the same on every rank. Where the data end sooner, held batches
+    are used again. None: an epoch ends with the data."""
+    resume: Resume = "refetch"
+    """What happens to held batches when a state is loaded. "refetch" reads them again, "drop" leaves them out with the
+    uses that were left, "store" keeps the batches in the state: exact even for loaders that augment at random, and
+    large."""
     keeps_decisions: bool = False
-    """Keep the number of the batch used at each step, for `Replay`: 8 bytes per step, in the state too."""
+    """Whether to keep the number of the batch used at each step, for `Replay`: 8 bytes per step, also in the state."""
 
     def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("copy", self.copy, get_args(Copy)),
+            ("resume", self.resume, get_args(Resume)),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"EchoOptions({name}={value!r}): expected one of {', '.join(allowed)}")
         if self.ahead < 0:
-            raise ConfigError(f"ahead must be at least 0, found {self.ahead}")
+            raise ConfigError(f"EchoOptions(ahead={self.ahead}): expected at least 0 batches")
         if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
-            raise ConfigError(f"steps_per_epoch must be at least 1, found {self.steps_per_epoch}")
+            raise ConfigError(
+                f"EchoOptions(steps_per_epoch={self.steps_per_epoch}): expected at least 1 batch, or None"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
 class Position:
-    """Counts on one rank."""
+    """Where the loader of one rank stands."""
 
     step: int = 0
-    """Batches handed out."""
+    """Batches handed out, over all epochs."""
     fresh: int = 0
-    """Fresh ones among them."""
+    """Fresh batches among them."""
     epoch_step: int = 0
-    """Batches handed out before the epoch."""
+    """Batches handed out before this epoch."""
     epoch_fresh: int = 0
-    """Fresh ones before the epoch."""
+    """Fresh batches handed out before this epoch."""
     in_epoch: bool = False
     """Whether an epoch is under way."""
 
@@ -71,72 +84,60 @@ class Position:
         """Begin an epoch here."""
         self.epoch_step, self.epoch_fresh, self.in_epoch = self.step, self.fresh, True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts as plain values."""
-        return asdict(self)
 
-    @classmethod
-    def of(cls, state: dict[str, Any]) -> Self:
-        """Return the position that `state_dict` described."""
-        return cls(**state)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumption:
+    """What the first iterator after `load_state_dict` does before it hands out a batch."""
 
-
-VERSION = 1
-
-
-@dataclass(kw_only=True, slots=True)
-class Pending:
-    """What the next iterator does before it hands out anything."""
-
-    skip: int = 0
-    """Fresh batches to read and forget."""
-    uses: tuple[int, ...] = ()
-    """Uses of the batches to take in hand again."""
-    batches: Sequence[Any] | None = None
-    """Those batches themselves; None reads them again."""
-    state: Any = None
-    """The loader's state as it is then."""
+    skip: int
+    """Number of fresh batches to read and throw away."""
+    uses: tuple[int, ...]
+    """Uses so far of the batches to hold again, oldest first."""
+    batches: Sequence[Any] | None
+    """Those batches themselves; None if they are read again."""
+    state: Any
+    """State of the bare loader at this place, where it has one."""
 
 
 def check_state(state: dict[str, Any], seed: int) -> None:
-    """Raise ConfigError unless the state can be taken up."""
+    """Raise ConfigError unless `state` has this version and `seed`."""
     if state.get("version") != VERSION:
         raise ConfigError(
             f"expected the state of an EchoLoader of version {VERSION}, found version {state.get('version')}"
         )
     if state["seed"] != seed:
-        raise ConfigError(f"the state was saved with the echo seed {state['seed']}, here it is {seed}")
+        raise ConfigError(
+            f"the state was saved with EchoOptions(seed={state['seed']}), but here the seed is {seed}"
+        )
 
 
-def restore_loader(
-    loader: Any, state: dict[str, Any], resume: Literal["refetch", "drop", "store"]
-) -> Pending:
-    """Put the bare loader where `state` says, and return what is left to do.
+def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resumption:
+    """Load its part of `state` into the bare loader, and return what is left to do.
+
+    Warns:
+        RuntimeWarning: The loader has no `load_state_dict`; batches have to be read and thrown away.
 
     Raises:
-        ConfigError: Batches should have been stored, and were not.
+        ConfigError: Batches are to be taken from the state, and it holds none.
     """
-    position = state["position"]
-    uses: tuple[int, ...] = tuple(state["uses"]) if resume != "drop" else ()
-    batches = None
-    if resume == "store" and uses:
-        batches = state.get("batches")
-        if batches is None:
-            raise ConfigError(
-                "resume='store', but the state holds no batches: it was saved with another policy"
-            )
-    rereads = bool(uses) and batches is None
-    saved = state["before"] if rereads else state["after"]
-    if saved is not None and hasattr(loader, "load_state_dict"):
-        loader.load_state_dict(saved)
-        return Pending(uses=uses, batches=batches, state=saved)
-    skip = position["fresh"] - position["epoch_fresh"] if position["in_epoch"] else 0
-    if rereads:
-        skip -= len(uses)
+    position = Position(**state["position"])
+    uses: tuple[int, ...] = () if resume == "drop" else tuple(state["uses"])
+    batches = state["batches"] if resume == "store" and uses else None
+    if resume == "store" and uses and batches is None:
+        raise ConfigError(
+            "EchoOptions(resume='store'): the state holds no batches, it was saved without 'store'"
+        )
+    refetches = bool(uses) and batches is None
+    loader_state = state["before"] if refetches else state["after"]
+    if loader_state is not None and hasattr(loader, "load_state_dict"):
+        loader.load_state_dict(loader_state)
+        return Resumption(skip=0, uses=uses, batches=batches, state=loader_state)
+    skip = position.fresh - position.epoch_fresh if position.in_epoch else 0
+    skip = max(0, skip - len(uses)) if refetches else skip
     if skip > 0:
         warnings.warn(
             f"{type(loader).__name__} has no state_dict: to continue, {skip} batches are read and thrown away",
             RuntimeWarning,
             stacklevel=3,
         )
-    return Pending(skip=max(0, skip), uses=uses, batches=batches)
+    return Resumption(skip=skip, uses=uses, batches=batches, state=None)

@@ -1,7 +1,8 @@
-"""What one rank takes from its loader between two updates: fresh and echoed batches, waits, losses at first use.
+"""Statistics of the input, per update: fresh and echoed batches, waits for the loader, losses at the first use.
 
-The loss at a batch's first use is an unbiased look at data not seen since the last epoch; the training loss under an
-echo is biased low. Where the two part and the first does not fall faster, batches are used too often.
+At its first use a batch is data that the model has not seen since the last epoch, and its loss is unbiased. The
+training loss over all uses is biased low. If the two move apart and the first one stops falling, batches are used too
+often.
 """
 
 import dataclasses
@@ -16,11 +17,11 @@ from stretto.echo.loader import EchoLoader
 from stretto.records import Update
 
 
-class Intake:
-    """Takes batches for a loop, and keeps count until the next update.
+class InputStatistics:
+    """Takes batches from a loader for a training loop, and counts until the next update.
 
     Args:
-        now: The clock of waits, in seconds.
+        now: Returns the time in seconds, on the clock of the waits.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -31,15 +32,15 @@ class Intake:
         self._first_losses: list[tuple[Tensor, float]] = []
 
     def begin(self, loader: Iterable[Any]) -> None:
-        """Take from `loader` from now on."""
+        """Say which loader the batches come from."""
         self._echo = loader if isinstance(loader, EchoLoader) else None
 
     def take(self, batches: Iterator[Any], nothing: object) -> Any:
-        """Return the next batch, or `nothing`."""
+        """Return the next of `batches`, or `nothing` after the last one."""
         waited = 0.0 if self._echo is None else self._echo.wait_seconds
         started = self._now()
         batch = next(batches, nothing)
-        # An echoed loader knows what it waited for; placing and transforming is no wait.
+        # An EchoLoader knows how long it waited; the rest of its time went into `place` and `transform`.
         self._wait_seconds += (
             self._now() - started if self._echo is None else self._echo.wait_seconds - waited
         )
@@ -48,12 +49,12 @@ class Intake:
         return batch
 
     def note_loss(self, loss: Tensor, weight: float) -> None:
-        """Take note of the loss of the batch taken last, if this was its first use; read only at the update."""
+        """Keep the loss of the batch taken last if this was its first use; its value is read at the update."""
         if self._echo is not None and self._echo.is_fresh and weight > 0:
             self._first_losses.append((loss.detach(), weight))
 
     def fill(self, update: Update) -> Update:
-        """Return `update` with what was taken since the last one, and begin to count anew."""
+        """Return `update` with the statistics since the update before it, and begin again."""
         fresh = sum(use == 1 for use in self._uses)
         filled = dataclasses.replace(
             update,

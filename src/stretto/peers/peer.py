@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.echo.statistics import Intake
+from stretto.echo.statistics import InputStatistics
 from stretto.engine.listener import Weighed, weighed
 from stretto.errors import ConfigError
 from stretto.groups import SoloGroup, ThrottledGroup, private_group, release
@@ -131,7 +131,7 @@ class Peer:
         self.late_incidents: tuple[Incident, ...] = ()
         self._control = dist.new_group(backend="gloo") if dist.is_initialized() else SoloGroup()
         self._tally = Tally()
-        self._intake = Intake()
+        self._input = InputStatistics()
         self._until: Literal["any", "all"] = "any"
         self._ended = False
         self._sent_to_start = 0
@@ -186,11 +186,11 @@ class Peer:
         method needs a backward pass on every rank.
         """
         self._until = until
-        self._intake.begin(loader)
+        self._input.begin(loader)
         batches, nothing = iter(loader), object()
         batch: Any = nothing
         while not self._ended and (updates is None or self.steps < updates):
-            following: Any = nothing if self._tally.exhausted else self._intake.take(batches, nothing)
+            following: Any = nothing if self._tally.exhausted else self._input.take(batches, nothing)
             if following is not nothing:
                 batch = following
             elif batch is nothing:
@@ -204,7 +204,7 @@ class Peer:
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int = 1) -> Update | None:
         """Run one micro-batch's backward pass; return the update that it completed, if it did."""
         self._tally.add(loss, 0.0 if self._tally.exhausted else weight, samples)
-        self._intake.note_loss(loss, 0.0 if self._tally.exhausted else weight)
+        self._input.note_loss(loss, 0.0 if self._tally.exhausted else weight)
         is_last = self._tally.micro_batches == self.micro_batches
         totals = self.agree(self._tally) if is_last else None
         share = 0.0 if self._tally.exhausted else weight / self.micro_batches
@@ -272,7 +272,7 @@ class Peer:
             self.step()
             self.steps += 1
         self.optimizer.zero_grad()
-        return self._intake.fill(self._record(totals, norm, rates)) if totals.weight > 0 else None
+        return self._input.fill(self._record(totals, norm, rates)) if totals.weight > 0 else None
 
     def _scale_and_clip(self, scale: float) -> float:
         """Return the gradients' norm before clipping; nan without clipping: a stock loop does not compute it."""

@@ -1,24 +1,20 @@
 """Local SGD with probabilistic averaging: ranks step alone, and now and then average their replicas.
 
-When averages are due: a pure function of a seed and the round's index, so that no rank has to ask another.
+Whether round k ends with an average follows from the seed and k alone, so that no rank has to ask another:
 
-even         Σ_{i<=k} rate(i) reaches the next whole number: gaps as equal as integers allow
-bernoulli    coin(seed, "average", k, rate(k)): gaps are geometric
-
-Local SGD with probabilistic averaging: ranks step alone, and now and then average their replicas.
+    even         when the sum of rate(i) over i <= k reaches the next whole number: gaps as equal as integers allow
+    bernoulli    when coin(seed, "average", k, rate(k)) says so: gaps are geometric
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Literal
 
 from stretto.errors import ConfigError
 from stretto.randomness import coin
+from stretto.schedules import Schedule, value_at
 from stretto.strategies.contract import Average, Local, Look, Moment, Script, Step, Strategy
 
-Rate = float | Callable[[int], float]
-"""Averages per update, in [0, 1]; or a function of the round's index that gives it."""
 Plan = Literal["even", "bernoulli"]
 
 _WHOLE = 2**40
@@ -29,12 +25,12 @@ class Pace:
     """Says in which rounds ranks average.
 
     Args:
-        rate: See `Rate`; cut to [0, 1].
+        rate: Averages per update; a number, or a function of the round's index. Values outside [0, 1] are cut.
         plan: How averages are spread.
         seed: Of the Bernoulli plan.
     """
 
-    def __init__(self, rate: Rate, plan: Plan, seed: int) -> None:
+    def __init__(self, rate: Schedule, plan: Plan, seed: int) -> None:
         self._rate = rate
         self._plan = plan
         self._seed = seed
@@ -50,8 +46,7 @@ class Pace:
         return (before + self._units(index)) // _WHOLE > before // _WHOLE
 
     def _rate_at(self, index: int) -> float:
-        rate = self._rate(index) if callable(self._rate) else self._rate
-        return min(1.0, max(0.0, float(rate)))
+        return min(1.0, max(0.0, value_at(self._rate, index)))
 
     def _units(self, index: int) -> int:
         return math.ceil(self._rate_at(index) * _WHOLE)
@@ -84,7 +79,7 @@ class LocalSGD(Strategy):
     Algorithm 2.
     """
 
-    rate: Rate = 0.1
+    rate: Schedule = 0.1
     """Averages per update, from 0 to 1; or a function of the round's index, the same on all ranks."""
     plan: Plan = "even"
     """even spreads averages as evenly as integers allow; bernoulli throws the paper's coin, whose gaps have a long

@@ -70,7 +70,7 @@ def slowed(
 def reshard_loader(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """Return the loader state for `rank` of `world_size`, from those of all ranks of the saved run.
 
-    As `recipes.reshard`; batches in hand are dropped, their remaining uses with them.
+    As `recipes.reshard`; held batches are dropped, and their remaining uses with them.
     """
     if "position" not in states[0]:
         return reshard(states, rank, world_size)
