@@ -105,7 +105,7 @@ class GuardInterpreter:
             ),
             Seal: lambda effect, _: self._seal(effect.what),
             Inspect: lambda _, __: list(self._differences()),
-            Mend: lambda effect, _: self._checksums[effect.part].mends(self._sealed[effect.part]),
+            Mend: lambda effect, _: self._checksums[effect.part].repairs(self._sealed[effect.part]),
             Replace: lambda effect, _: self._replace(effect.parts),
             Recompute: lambda _, flight: self._recompute(flight),
             Where: lambda _, __: self._where,
