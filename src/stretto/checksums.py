@@ -70,7 +70,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _words_of(content: Tensor) -> Tensor:
-    """Return uint8 values as int64 words: a view where length and address allow it, else a copy filled up with zeros."""
+    """Return uint8 values as int64 words: a view if length and address allow it, else a copy with zeros at its end."""
     is_whole = content.numel() % _WORD_BYTES == 0 and content.data_ptr() % _WORD_BYTES == 0
     if is_whole and content.storage_offset() % _WORD_BYTES == 0:
         return content.view(torch.int64)
@@ -159,7 +159,9 @@ def _first_rows(changed: list[int], num_rows: int) -> Iterable[int]:
             return []
 
 
-def _runs(row_changes: Tensor, column_changes: Tensor, columns: list[int], row: int) -> Iterator[list[Change]]:
+def _runs(
+    row_changes: Tensor, column_changes: Tensor, columns: list[int], row: int
+) -> Iterator[list[Change]]:
     """Yield the runs that begin in `row` and explain these changes of sums; `columns` are those that changed.
 
     Note [Runs]

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.campaign import CampaignConfig, Judged, repeat_fault, run_campaign, small
+from stretto.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto.cli.options import find_ranks, is_joined, parse_alone, parse_options
 from stretto.doctor import Examination, Finding, Report, examine_seat
 from stretto.echo import Diagnosis
@@ -227,13 +227,13 @@ def _configure_campaign(task: TaskConfig) -> CampaignConfig[TaskConfig]:
 
 
 def _repeat(campaign: CampaignConfig[TaskConfig], number: int) -> int:
-    judged: Judged = repeat_fault(campaign, number)
-    drawn = judged.drawn
+    judgement = repeat_fault(campaign, number)
+    drawn = judgement.drawn
     print(f"fault {number}: {drawn.fault} in {drawn.strategy}, moment {drawn.moment:.3f}")
-    print(f"promised: {drawn.held_to.summary}")
-    print(f"on {'real' if judged.is_real else 'virtual'} workers, unguarded: {judged.harm}")
-    print(judged.story)
-    return 0 if judged.breaks is None else BROKEN
+    print(f"promised: {drawn.promise.summary}")
+    print(f"on {'real' if judgement.is_real else 'virtual'} workers, unguarded: {judgement.harm}")
+    print(judgement.story)
+    return 0 if judgement.violation is None else BROKEN
 
 
 UNSOUND = 1
