@@ -20,8 +20,8 @@ from tests.train.tiny import Tiny
 
 FAULTS = 3
 WIDE = Tiny(width=12_000, dropout=0.0)
-"""Several buckets, and damage that is too large to be repaired, in milliseconds a job. No dropout: the ranks of a virtual
-cluster draw other numbers than real ones."""
+"""Several buckets, and damage that is too large to be repaired, in milliseconds a job. Without dropout, for which
+virtual ranks draw other numbers than real ones."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
