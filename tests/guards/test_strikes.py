@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import stretto as st
+from stretto.guards.strikes import blame, laid_to
 from stretto.errors import ConfigError, PeerFailed, Quarantined, TransferCorrupt
 from stretto.faults import Fault, FaultPlan, FaultyGroup, strike_memory
 from stretto.faults.injector import Injector
 from stretto.faults.plan import WireSite
-from stretto.guards.strikes import blame, laid_to
 from stretto.records import Incident
 from stretto.virtual import VirtualCluster, VirtualGroup
 
