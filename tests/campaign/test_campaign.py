@@ -120,9 +120,10 @@ def test_starting_values_that_were_damaged_on_the_rank_that_sends_them_are_what_
     assert (judgement.ending, judgement.violation) == ("identical", None)
 
 
-def test_what_is_found_behind_the_last_update_is_told() -> None:
+@pytest.mark.parametrize(("strategy", "site"), [("wp", "gathered values"), ("zero1", "masters")])
+def test_what_is_found_behind_the_last_update_is_told(strategy: str, site: str) -> None:
     campaign = CampaignConfig(task=small(stdlib_gpt()), real=0)
-    late = (one for one in draw_faults(0) if one.fault.site == "gathered values" and one.strategy == "wp")
+    late = (one for one in draw_faults(0) if (one.fault.site, one.strategy) == (site, strategy))
     drawn = next(one for one in late if one.moment > 0.9 and not one.lasts)
     judgement = repeat_fault(campaign, drawn.number)
     assert judgement.is_applied
