@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stretto.checksums import Checksum, digest, locate
+from stretto.checksums import Checksum, Sums, digest
 from stretto.train.outcome import describe_environment
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -39,12 +39,13 @@ def sha1(tensor: Tensor) -> bytes:
 BY_TENSOR: dict[str, Callable[[Tensor], object]] = {
     "sum": lambda tensor: tensor.view(torch.int64).sum(),
     "digest": digest,
-    "locate": locate,
+    "sums": Sums.of,
     "checksum": Checksum.of,
     "SHA-1": sha1,
     "hash_tensor": torch.hash_tensor,
 }
-"""`checksum` is a digest and a locate: what AtRest takes of every tensor at every update."""
+"""`sums` are the sums of rows and columns. `checksum` is these and a digest: what AtRest takes of every tensor at every
+update."""
 
 
 def measure(values: list[Tensor], seconds: float) -> dict[str, list[float]]:

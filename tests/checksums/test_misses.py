@@ -1,10 +1,10 @@
-"""How often changes of several words hide from `locate`: the rates that docs/guards.md states."""
+"""How often changes of several words hide from the sums: the rates that docs/guards.md states."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from stretto.checksums import locate
+from stretto.checksums import Sums
 
 DRAWS = 2_000
 WORDS = 4096 * 4 + 37
@@ -44,12 +44,12 @@ def duplicated_chunk(words: Tensor, chance: torch.Generator) -> None:
 def test_no_draw_is_missed(change: object) -> None:
     chance = torch.Generator().manual_seed(11)
     original = torch.randn(2 * WORDS, generator=chance).view(torch.int64)
-    sums, missed, unchanged = locate(original), 0, 0
+    sums, missed, unchanged = Sums.of(original), 0, 0
     words = original.clone()
     for _ in range(DRAWS):
         change(words, chance)  # type: ignore[operator]  # one of the functions above
         unchanged += torch.equal(words, original)
-        missed += locate(words).equals(sums)
+        missed += Sums.of(words).equals(sums)
         words.copy_(original)
     assert unchanged < DRAWS / 100
     assert missed == unchanged

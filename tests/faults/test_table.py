@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from stretto.campaign.drawing import AUDITED, PROMISES, STRATEGIES_OF, WORDS
+from stretto.campaign.promises import AUDITED, PROMISES, STRATEGIES_OF, WORDS
 from stretto.faults import Fault
 from stretto.faults.plan import SITES, Site
 from tests.docs.pages import DOCS, table
@@ -39,7 +39,7 @@ def expected_rows() -> list[Row]:
             case=Case(strategy=strategy, fault=fault(promise.site, extent), audited=promise is AUDITED),
             seen_by=promise.seen_by or "-",
             named=promise.named or "-",
-            final=promise.final[0] if promise.final else "not seen",
+            final=promise.endings[0] if promise.endings else "not seen",
         )
         for promise in (*PROMISES, AUDITED)
         for strategy in STRATEGIES_OF[promise.strategies]
@@ -93,7 +93,7 @@ EVERY_ROW = pytest.mark.parametrize("index", range(len(ROWS)), ids=describe)
 
 def test_the_page_says_what_is_promised() -> None:
     page = [tuple(row.values()) for row in table(DOCS / "guards.md", "tests/faults/test_table.py")]
-    assert page == [promise.row for promise in (*PROMISES, AUDITED)]
+    assert page == [promise.cells for promise in (*PROMISES, AUDITED)]
 
 
 def test_every_site_of_a_fault_that_our_exchanges_have_is_in_the_table() -> None:

@@ -1,7 +1,6 @@
-"""Campaigns: many jobs, each with a fault of its own, and what guards have made of them."""
+"""Campaigns: many small jobs, each with a fault of its own, to see whether guards keep their promises."""
 
-from stretto.campaign.campaign import RESULTS, CampaignConfig, repeat_fault, run_campaign
-from stretto.campaign.judgement import Judged
-from stretto.campaign.trial import small
+from stretto.campaign.campaign import RESULTS, CampaignConfig, repeat_fault, run_campaign, small
+from stretto.campaign.judgement import Judgement
 
-__all__ = ["RESULTS", "CampaignConfig", "Judged", "repeat_fault", "run_campaign", "small"]
+__all__ = ["RESULTS", "CampaignConfig", "Judgement", "repeat_fault", "run_campaign", "small"]

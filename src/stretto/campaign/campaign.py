@@ -1,44 +1,46 @@
-"""Everything about a campaign that can be chosen.
+"""A campaign: hundreds of small jobs, each with a fault of its own, held to what guards promise.
 
-The campaign: twins, faults, clean rounds, and the report of it all.
+Each fault is put into a job with guards and into one without. A share of the guarded jobs runs on real workers, all
+others on virtual ranks. Beside them run clean jobs, without a fault, in which guards have to stay silent.
 """
 
 import dataclasses
+import itertools
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from stretto.campaign.drawing import CAMPAIGNED, RANKS, Drawn, draw, draw_real
-from stretto.campaign.judgement import Judged, judge, pattern_rows, rows
-from stretto.campaign.trial import (
-    Clean,
-    Seen,
-    Trial,
-    Twins,
-    clean_trials,
-    silence_of,
-    try_cleanly,
-    try_really,
-    try_virtually,
-    twins_of,
-)
+from stretto.campaign.drawing import CAMPAIGNED, RANKS, DrawnFault, draw_faults, draw_real_numbers
+from stretto.campaign.judgement import Judgement, judge, pattern_rows, site_rows
+from stretto.campaign.trial import GoldenRuns, RankResult, Trial, golden_runs, run_real, run_virtual
 from stretto.errors import ConfigError
 from stretto.observe import replace_json
+from stretto.recipes import DigitsResNet, StdlibGPT, TaskConfig
+from stretto.strategies import STRATEGIES
+from stretto.strategies.ledger import ledger_of
 from stretto.train.configuration import TaskT
 from stretto.train.launch import LocalRanks
 from stretto.train.outcome import describe_environment
 from stretto.train.workers import PRELOAD
 
+RESULTS = "campaign.json"
 _CLEAN_ROUNDS_PER_FAULT = 10
 _FAULTS_PER_REAL_ONE = 20
+_FAULTS_PER_OVERHEAD = 400
+"""Faults of a campaign for which overheads are measured once more."""
+_CLEAN_UPDATES = 50
+"""Updates of one clean job: making a job costs as much as some updates."""
+_JOBS_PER_LINE = 100
+"""Jobs after which there is a line about progress."""
+
+Given = TypeVar("Given")
+Found = TypeVar("Found")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,21 +48,21 @@ class CampaignConfig(Generic[TaskT]):
     """Faults drawn from a seed, each put into a small job of its own; see docs/campaign.md."""
 
     task: TaskT
-    """Model, data and optimizer of every job: the recipe, at the size that `stretto.campaign.trial` gives it."""
+    """Model, data and optimizer of every job: the recipe, at the size that `stretto.campaign.small` gives it."""
     faults: int = 2000
-    """How many are drawn."""
+    """How many faults are drawn."""
     seed: int = 0
     """Decides faults, initial parameters and the order of the data; not negative."""
     out: str = "campaign"
-    """Folder for campaign.json; what it holds is replaced."""
+    """Folder for campaign.json, which is replaced."""
     clean_rounds: int | None = None
     """Exchanges of jobs without a fault, in which guards have to stay silent; None is ten per fault."""
     real: int | None = None
-    """Faults of these that strike real workers, the others virtual ones; None is one of twenty."""
+    """How many of the faults strike real workers, the others virtual ranks; None is one of twenty."""
     workers: int = 2
-    """Processes that the virtual jobs are shared out to."""
+    """Processes that share the virtual jobs."""
     only: int | None = None
-    """Repeat the fault of this number alone, with what every rank saw; nothing is written."""
+    """Repeat only the fault of this number, and show what every rank saw; nothing is written."""
 
     def __post_init__(self) -> None:
         if self.faults < 1 or self.workers < 1 or self.seed < 0:
@@ -78,9 +80,10 @@ class CampaignConfig(Generic[TaskT]):
             )
 
     @property
-    def num_real(self) -> int:
-        """How many faults strike real workers."""
-        return self.faults // _FAULTS_PER_REAL_ONE if self.real is None else self.real
+    def real_numbers(self) -> frozenset[int]:
+        """Numbers of the faults that strike real workers."""
+        real = self.faults // _FAULTS_PER_REAL_ONE if self.real is None else self.real
+        return draw_real_numbers(self.seed, self.faults, real)
 
     @property
     def num_clean_rounds(self) -> int:
@@ -88,138 +91,181 @@ class CampaignConfig(Generic[TaskT]):
         return self.faults * _CLEAN_ROUNDS_PER_FAULT if self.clean_rounds is None else self.clean_rounds
 
 
-RESULTS = "campaign.json"
-_FAULTS_PER_TURN = 400
-"""Faults of a campaign to one more turn in which overheads are measured."""
-_TOLD_EVERY = 100
+def small(task: TaskConfig) -> TaskConfig:
+    """Return `task` at a size at which thousands of jobs can be run; an unknown recipe stays as it is.
 
-Given = TypeVar("Given")
-Found = TypeVar("Found")
+    A job of three ranks takes about a tenth of a second. Every rank's share of a bucket still fills more than one row
+    of sums (32 KiB), so that there can be damage that is too large to be repaired.
+    """
+    match task:
+        case StdlibGPT():
+            data = dataclasses.replace(task.data, megabytes=0.1)
+            task = dataclasses.replace(task, layers=1, width=64, heads=1, context=8, batch=1)
+            return dataclasses.replace(task, data=data, evaluation_windows=4)
+        case DigitsResNet():
+            return dataclasses.replace(task, batch=2)
+        case _:
+            return task
 
 
 def run_campaign(campaign: CampaignConfig[TaskT], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Put every drawn fault into a job of its own, and return the report that stands in campaign.json.
+    """Put every drawn fault into a job of its own, and return the report that is written to campaign.json.
 
     Args:
         campaign: How many faults, from which seed, and where to.
         tell: Told what happens, one line at a time.
 
     Raises:
-        ConformanceFailed: A job without a fault failed, or guards changed what came of it.
+        ConformanceFailed: A job without a fault failed, or guards changed its outcome.
         WorkerFailed: A real worker died.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     torch.set_num_threads(1)
-    all_twins = {name: twins_of(campaign.task, name, campaign.seed) for name in CAMPAIGNED}
-    turns = -(-campaign.faults // _FAULTS_PER_TURN)
-    overheads = {strategy: _overhead(all_twins[strategy], turns) for strategy in CAMPAIGNED}
-    drawn = list(islice(draw(campaign.seed), campaign.faults))
-    numbers = draw_real(campaign.seed, campaign.faults, campaign.num_real)
+    golden = {name: golden_runs(campaign.task, name, campaign.seed) for name in CAMPAIGNED}
+    overheads = _measure_overheads(golden, turns=-(-campaign.faults // _FAULTS_PER_OVERHEAD))
+    drawn = list(itertools.islice(draw_faults(campaign.seed), campaign.faults))
+    numbers = campaign.real_numbers
     tell(f"{len(numbers)} faults strike real workers")
-    really, clean = _on_real_workers([one for one in drawn if one.number in numbers], all_twins)
-    jobs = [(one, all_twins[one.strategy], really.get(one.number)) for one in drawn]
-    with ProcessPoolExecutor(
-        campaign.workers, _context(), initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
-        judged = _in_parts(pool, _strike, jobs, partial(_tell_some, tell, "faults", len(jobs)))
-        trials = list(clean_trials(campaign.task, campaign.seed, campaign.num_clean_rounds))
-        clean += _in_parts(pool, try_cleanly, trials, partial(_tell_some, tell, "clean jobs", len(trials)))
+    clean, real = _run_on_real_workers([one for one in drawn if one.number in numbers], golden)
+    jobs = [(one, golden[one.strategy], real.get(one.number)) for one in drawn]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, __name__])
+    with ProcessPoolExecutor(campaign.workers, context, torch.set_num_threads, (1,)) as pool:
+        judgements = _map(pool, _strike, jobs, "faults", tell)
+        clean += _map(pool, _run_clean, list(_clean_trials(campaign)), "clean jobs", tell)
     report = {
-        **_summary(judged, clean),
-        "sites": rows(judged, overheads),
-        "patterns": pattern_rows(judged),
+        **_summarize(judgements, clean),
+        "sites": site_rows(judgements, overheads),
+        "patterns": pattern_rows(judgements),
         "campaign": dataclasses.asdict(campaign),
         "ranks": RANKS,
         "overheads": overheads,
-        "seconds": time.perf_counter() - begun,
+        "seconds": time.perf_counter() - started,
         "environment": describe_environment(),
     }
     replace_json(Path(campaign.out, RESULTS), report)
     return report
 
 
-def repeat_fault(campaign: CampaignConfig[TaskT], number: int) -> Judged:
-    """Repeat one fault of a campaign alone, where it took place there; errors are those of `run_campaign`."""
+def repeat_fault(campaign: CampaignConfig[TaskT], number: int) -> Judgement:
+    """Repeat one fault of a campaign alone, on ranks of the same kind; errors are those of `run_campaign`."""
     torch.set_num_threads(1)
-    drawn = next(islice(draw(campaign.seed), number, None))
-    twins = twins_of(campaign.task, drawn.strategy, campaign.seed)
-    is_real = number in draw_real(campaign.seed, campaign.faults, campaign.num_real)
-    really, _ = _on_real_workers([drawn] if is_real else [], {drawn.strategy: twins})
-    return _strike((drawn, twins, really.get(number)))
+    drawn = next(itertools.islice(draw_faults(campaign.seed), number, None))
+    golden = golden_runs(campaign.task, drawn.strategy, campaign.seed)
+    _, real = _run_on_real_workers(
+        [drawn] if number in campaign.real_numbers else [], {drawn.strategy: golden}
+    )
+    return _strike((drawn, golden, real.get(number)))
 
 
-def _overhead(twins: Twins, turns: int) -> float:
-    """Return the processor time of a guarded job over that of one without guards: the median of turns."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _CleanRun:
+    """What became of a guarded job without a fault."""
 
-    def seconds(trial: Trial) -> float:
-        started = time.process_time()
-        try_virtually(trial)
-        return time.process_time() - started
+    rounds: int
+    """Exchanges up to its last update."""
+    alarms: tuple[str, ...]
+    """Incidents and errors: all of them are false."""
 
-    ratios = [seconds(twins.guarded.trial) / seconds(twins.bare.trial) for _ in range(turns)]
-    return statistics.median(ratios)
+    @classmethod
+    def of(cls, trial: Trial, results: Sequence[RankResult]) -> "_CleanRun":
+        found = [str(incident) for result in results for incident in result.incidents]
+        found += [result.error for result in results if result.error is not None]
+        alarms = tuple(f"{trial.strategy}, seed {trial.seed}: {text}" for text in dict.fromkeys(found))
+        return cls(rounds=results[0].rounds, alarms=alarms)
 
 
-def _on_real_workers(
-    drawn: Sequence[Drawn], all_twins: Mapping[str, Twins]
-) -> tuple[dict[int, list[Seen]], list[Clean]]:
-    """Run the guarded jobs of faults, and before them a clean job of each strategy, on real workers."""
+def _clean_trials(campaign: CampaignConfig[TaskT]) -> Iterator[Trial]:
+    """Yield clean jobs of every strategy in turn, each with a seed of its own, until there are rounds enough."""
+    left = campaign.num_clean_rounds
+    for number, strategy in enumerate(itertools.cycle(CAMPAIGNED)):
+        if left <= 0:
+            return
+        rounds_per_update = ledger_of(STRATEGIES[strategy]()).rounds
+        updates = min(_CLEAN_UPDATES, -(-left // rounds_per_update))
+        left -= updates * rounds_per_update
+        yield Trial(
+            task=campaign.task,
+            strategy=strategy,
+            is_guarded=True,
+            seed=campaign.seed + 1 + number,
+            updates=updates,
+            micro_batches=rounds_per_update,
+        )
+
+
+def _run_clean(trial: Trial) -> _CleanRun:
+    return _CleanRun.of(trial, run_virtual(trial))
+
+
+def _strike(job: tuple[DrawnFault, GoldenRuns, Sequence[RankResult] | None]) -> Judgement:
+    """Judge a fault, after running its jobs on virtual ranks: the guarded one only if it has no results yet."""
+    drawn, golden, real = job
+    guarded = run_virtual(golden.guarded.struck_by(drawn)) if real is None else real
+    unguarded = run_virtual(golden.unguarded.struck_by(drawn))
+    return judge(drawn, guarded, unguarded, golden.guarded, is_real=real is not None)
+
+
+def _run_on_real_workers(
+    drawn: Sequence[DrawnFault], golden: Mapping[str, GoldenRuns]
+) -> tuple[list[_CleanRun], dict[int, Sequence[RankResult]]]:
+    """Run a clean job of every strategy, then the guarded jobs of the faults; return the latter by number."""
     if not drawn:
-        return {}, []
-    clean = [twins.guarded.trial for twins in all_twins.values()]
-    struck = [all_twins[one.strategy].guarded.struck_by(one) for one in drawn]
-    by_rank = LocalRanks(RANKS).call(try_really, [*clean, *struck])
-    seen = [list(of_all) for of_all in zip(*by_rank, strict=True)]
-    silences = [silence_of(trial, of_job) for trial, of_job in zip(clean, seen, strict=False)]
-    return {one.number: of_job for one, of_job in zip(drawn, seen[len(clean) :], strict=True)}, silences
+        return [], {}
+    clean = [runs.guarded.trial for runs in golden.values()]
+    struck = [golden[one.strategy].guarded.struck_by(one) for one in drawn]
+    by_rank = LocalRanks(RANKS).call(run_real, [*clean, *struck])
+    by_trial = list(zip(*by_rank, strict=True))
+    clean_runs = [_CleanRun.of(trial, results) for trial, results in zip(clean, by_trial, strict=False)]
+    numbers = [one.number for one in drawn]
+    return clean_runs, dict(zip(numbers, by_trial[len(clean) :], strict=True))
 
 
-def _strike(job: tuple[Drawn, Twins, list[Seen] | None]) -> Judged:
-    """Run the jobs of one fault that have not been run on real workers, on virtual ones."""
-    drawn, twins, really = job
-    guarded = try_virtually(twins.guarded.struck_by(drawn)) if really is None else really
-    bare = try_virtually(twins.bare.struck_by(drawn))
-    return judge(drawn, guarded, bare, twins.guarded, is_real=really is not None)
-
-
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, __name__])
-    return context
-
-
-def _in_parts(
+def _map(
     pool: ProcessPoolExecutor,
     function: Callable[[Given], Found],
     jobs: Sequence[Given],
-    done: Callable[[int], None],
+    what: str,
+    tell: Callable[[str], None],
 ) -> list[Found]:
     """Return what `function` makes of every job, in their order."""
-    found = []
+    results = []
     for result in pool.map(function, jobs, chunksize=max(1, min(16, len(jobs) // 16))):
-        found.append(result)
-        done(len(found))
-    return found
+        results.append(result)
+        if len(results) % _JOBS_PER_LINE == 0 or len(results) == len(jobs):
+            tell(f"{len(results)} of {len(jobs)} {what}")
+    return results
 
 
-def _tell_some(tell: Callable[[str], None], what: str, total: int, done: int) -> None:
-    if done % _TOLD_EVERY == 0 or done == total:
-        tell(f"{done} of {total} {what}")
+def _measure_overheads(golden: Mapping[str, GoldenRuns], turns: int) -> dict[str, float]:
+    """Return processor time with guards over that without, by strategy: the median of so many turns."""
 
+    def seconds(trial: Trial) -> float:
+        started = time.process_time()
+        run_virtual(trial)
+        return time.process_time() - started
 
-def _summary(judged: Sequence[Judged], clean: Sequence[Clean]) -> dict[str, Any]:
-    alarms = [alarm for one in clean for alarm in one.alarms]
     return {
-        "faults": len(judged),
-        "applied": sum(one.is_applied for one in judged),
-        "not_applied": [one.drawn.number for one in judged if not one.is_applied],
-        "on_real_workers": sum(one.is_real for one in judged),
-        "clean_rounds": sum(one.rounds for one in clean),
+        name: statistics.median(
+            seconds(runs.guarded.trial) / seconds(runs.unguarded.trial) for _ in range(turns)
+        )
+        for name, runs in golden.items()
+    }
+
+
+def _summarize(judgements: Sequence[Judgement], clean: Sequence[_CleanRun]) -> dict[str, Any]:
+    alarms = [alarm for run in clean for alarm in run.alarms]
+    return {
+        "faults": len(judgements),
+        "applied": sum(one.is_applied for one in judgements),
+        "not_applied": [one.drawn.number for one in judgements if not one.is_applied],
+        "on_real_workers": sum(one.is_real for one in judgements),
+        "clean_rounds": sum(run.rounds for run in clean),
         "false_alarms": len(alarms),
         "alarms": alarms,
         "broken": [
-            {"number": one.drawn.number, "why": one.breaks, "story": one.story}
-            for one in judged
-            if one.breaks is not None
+            {"number": one.drawn.number, "why": one.violation, "story": one.story}
+            for one in judgements
+            if one.violation is not None
         ],
     }

@@ -1,7 +1,4 @@
-"""What became of a fault, against the clean twin and against what is promised.
-
-The rows of campaign.json: faults by what is promised about them, and whether they strike again.
-"""
+"""What became of each fault, and whether the promise about it was kept; and the rows of campaign.json."""
 
 import dataclasses
 import math
@@ -9,61 +6,75 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from stretto.campaign.drawing import CAMPAIGNED, RANKS, ROWS, STRATEGIES_OF, Drawn, Final, Promise
-from stretto.campaign.trial import Seen, Twin
+from stretto.campaign.drawing import CAMPAIGNED, RANKS, DrawnFault
+from stretto.campaign.promises import ROWS, STRATEGIES_OF, Ending, Promise
+from stretto.campaign.trial import GoldenRun, RankResult, Trial
 from stretto.faults import Application
-from stretto.records import Incident
 from stretto.strategies import STRATEGIES
 from stretto.strategies.ledger import ledger_of
 
-Harm = Literal["absorbed", "differs", "loss off", "error", "not applied"]
+Harm = Literal["masked", "silent corruption", "loss off", "error", "not applied"]
+"""What a fault does to a job without guards: nothing in the end; other final parameters; these and a held-out loss off
+by more than `LOSS_OFF`; an error of any kind; or it changed no bit."""
 
 LOSS_OFF = 0.01
-"""Share by which a held-out loss has to differ from the twin's to be called off."""
-UPDATES_TO_DETECT = 1
-"""After which damage has to be known that is promised to be seen."""
+"""Relative difference from the golden run's held-out loss from which a loss counts as off."""
+MAX_UPDATES_TO_DETECT = 1
+"""Updates within which damage has to be detected, if a guard is promised to see it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class Judgement:
     """What became of one fault."""
 
-    drawn: Drawn
+    drawn: DrawnFault
     is_real: bool
-    """Whether the guarded job ran on real workers; the other one is always virtual, with equal bits."""
+    """Whether the guarded job ran on real workers. The unguarded one is always virtual: the bits are the same."""
     is_applied: bool
     """Whether bits changed in the guarded job, by digests before and after."""
     is_due: bool
-    """Whether the promise speaks of it: bits changed, and somebody watches, in this round."""
+    """Whether the promise is about this damage: bits changed, and in this round a guard watches for it."""
     harm: Harm
-    """Without guards: nothing; other final parameters; a held-out loss off by more than `LOSS_OFF` too; an error; or
-    no bit was changed."""
+    """In the unguarded job."""
     is_detected: bool
     is_named: bool
-    """Whether the rank or the link that was struck was named, and nobody else."""
-    final: Final
+    """Whether the rank or link that was struck was named, and no other."""
+    ending: Ending
     """Of the guarded job."""
     updates_to_detect: int | None
-    """From the update under way when it struck first to that of the first incident or the error."""
-    breaks: str | None
-    """What of the promise does not hold."""
+    """From the update during which it struck first to that of the first incident or error."""
+    violation: str | None
+    """Which part of the promise was broken, and how."""
     story: str
-    """What the ranks of the guarded job saw, for people."""
+    """What the ranks of the guarded job saw, for people to read."""
 
 
 def judge(
-    drawn: Drawn, guarded: Sequence[Seen], bare: Sequence[Seen], twin: Twin, *, is_real: bool
-) -> Judged:
-    """Compare both jobs of a fault with their twin, whose parameters are the same with guards and without."""
-    applied = [application for application in guarded[drawn.fault.rank].applications if application.changed]
-    final = _final(guarded, twin)
-    detected_at = _detected_at(drawn, guarded, twin)
+    drawn: DrawnFault,
+    guarded: Sequence[RankResult],
+    unguarded: Sequence[RankResult],
+    golden: GoldenRun,
+    *,
+    is_real: bool,
+) -> Judgement:
+    """Compare both jobs of a fault with the golden run.
+
+    Args:
+        drawn: The fault.
+        guarded: What became of the guarded job, by rank.
+        unguarded: The same of the unguarded one.
+        golden: The guarded golden run. The unguarded one has the same parameters.
+        is_real: Whether the guarded job ran on real workers.
+    """
+    applied = _applied(drawn, guarded)
+    harm = _harm(drawn, unguarded, golden)
+    ending = _ending(guarded, golden)
+    detected_at = _detected_at(drawn, guarded, golden)
     taken = None if detected_at is None or not applied else detected_at - (applied[0].step + 1)
     is_named = _is_named(drawn, guarded, applied)
-    harm = _harm(drawn, bare, twin)
-    is_due = _is_due(drawn, applied, harm, twin)
-    breaks = _breaks(drawn, guarded, twin, final, taken, is_named=is_named) if is_due else None
-    return Judged(
+    is_due = _is_due(drawn, applied, harm, golden.trial)
+    violation = _violation(drawn.promise, guarded, golden, ending, taken, is_named) if is_due else None
+    return Judgement(
         drawn=drawn,
         is_real=is_real,
         is_applied=bool(applied),
@@ -71,38 +82,25 @@ def judge(
         harm=harm,
         is_detected=detected_at is not None,
         is_named=is_named,
-        final=final,
+        ending=ending,
         updates_to_detect=taken,
-        breaks=breaks,
-        story=_story(guarded, final, breaks),
+        violation=violation,
+        story=_story(guarded, ending, violation),
     )
 
 
-def _is_due(drawn: Drawn, applied: Sequence[Application], harm: Harm, twin: Twin) -> bool:
-    """Return whether the promise speaks of the damage.
-
-    Audits see what a round comes to, if it is drawn, and nothing else: a flipped bit that the next micro-batch's
-    rounding takes back is gone by then.
-    """
-    if drawn.promise.seen_by is None:
-        return False
-    if drawn.audit is None:
-        return bool(applied)
-    if harm == "absorbed":
-        return False
-    opportunities = twin.trial.micro_batches // ledger_of(STRATEGIES[drawn.strategy]()).rounds
-    rounds = {application.opportunity // opportunities for application in applied}
-    return any(drawn.audit.distance(index, RANKS) is not None for index in rounds)
+def _applied(drawn: DrawnFault, results: Sequence[RankResult]) -> list[Application]:
+    return [application for application in results[drawn.fault.rank].applications if application.changed]
 
 
-def _harm(drawn: Drawn, bare: Sequence[Seen], twin: Twin) -> Harm:
-    if not any(application.changed for application in bare[drawn.fault.rank].applications):
+def _harm(drawn: DrawnFault, unguarded: Sequence[RankResult], golden: GoldenRun) -> Harm:
+    if not _applied(drawn, unguarded):
         return "not applied"
-    final = _final(bare, twin)
-    if final != "differ":
-        return "error" if final == "error" else "absorbed"
-    pairs = zip(bare, twin.seen, strict=True)
-    return "loss off" if any(_is_off(one.loss, other.loss) for one, other in pairs) else "differs"
+    ending = _ending(unguarded, golden)
+    if ending != "different":
+        return "error" if ending == "error" else "masked"
+    pairs = zip(unguarded, golden.results, strict=True)
+    return "loss off" if any(_is_off(one.loss, other.loss) for one, other in pairs) else "silent corruption"
 
 
 def _is_off(loss: float | None, healthy: float | None) -> bool:
@@ -111,132 +109,131 @@ def _is_off(loss: float | None, healthy: float | None) -> bool:
     return abs(loss - healthy) > LOSS_OFF * abs(healthy)
 
 
-def _final(seen: Sequence[Seen], twin: Twin) -> Final:
-    if any(of_rank.error is not None for of_rank in seen):
+def _ending(results: Sequence[RankResult], golden: GoldenRun) -> Ending:
+    if any(result.error is not None for result in results):
         return "error"
-    pairs = zip(seen, twin.seen, strict=True)
-    return "identical" if all(one.parameters == other.parameters for one, other in pairs) else "differ"
+    pairs = zip(results, golden.results, strict=True)
+    return "identical" if all(one.parameters == other.parameters for one, other in pairs) else "different"
 
 
-def _detected_at(drawn: Drawn, guarded: Sequence[Seen], twin: Twin) -> int | None:
-    """Return the update in which damage was first spoken of, by an incident or an error."""
-    steps = [incident.step for of_rank in guarded for incident in of_rank.incidents]
-    steps += [of_rank.ended_at for of_rank in guarded if of_rank.names_damage]
+def _detected_at(drawn: DrawnFault, guarded: Sequence[RankResult], golden: GoldenRun) -> int | None:
+    """Return the update in which damage was first reported, by an incident or an error."""
+    steps = [incident.step for result in guarded for incident in result.incidents]
+    steps += [result.ended_at for result in guarded if result.is_corruption_error]
     if steps:
         return min(steps)
-    # Starting values are sent again before there is an update to report in: what shows is one broadcast more.
-    if drawn.fault.site != "broadcast values":
-        return None
-    (_, made), (_, usual) = (
-        of_job[drawn.fault.rank].opportunities["broadcast values"] for of_job in (guarded, twin.seen)
-    )
-    return 1 if made > usual else None
+    if drawn.fault.site == "broadcast values":
+        # They are sent again before there is an update that could report it. What shows is one more broadcast.
+        (_, sent), (_, usual) = (
+            results[drawn.fault.rank].opportunities["broadcast values"]
+            for results in (guarded, golden.results)
+        )
+        return 1 if sent > usual else None
+    return None
 
 
-def _is_named(drawn: Drawn, guarded: Sequence[Seen], applied: Sequence[Application]) -> bool:
-    """Return whether what was struck was named on some rank, and nobody else on any."""
-    incidents = [incident for of_rank in guarded for incident in of_rank.incidents]
-    if drawn.promise.seen_by == "verified" and drawn.fault.site != "sum":
-        links = [incident.link for incident in incidents] + [link for one in guarded for link in one.links]
-        return bool(links) and all(_is_struck(link, drawn, applied, len(guarded)) for link in links)
-    ranks = [rank for incident in incidents for rank in _accused(incident)]
-    ranks += [rank for of_rank in guarded for rank in of_rank.ranks]
-    return set(ranks) == {drawn.fault.rank}
+def _is_named(drawn: DrawnFault, guarded: Sequence[RankResult], applied: Sequence[Application]) -> bool:
+    """Return whether some rank named what was struck, and no rank named anything else."""
+    incidents = [incident for result in guarded for incident in result.incidents]
+    if drawn.row.seen_by == "verified" and drawn.fault.site != "sum":
+        links = [incident.link for incident in incidents] + [
+            link for result in guarded for link in result.links
+        ]
+        return bool(links) and all(_is_struck(link, drawn, applied) for link in links)
+    if any(incident.link is not None for incident in incidents):
+        return False
+    ranks = {rank for incident in incidents for rank in incident.ranks}
+    return ranks | {rank for result in guarded for rank in result.ranks} == {drawn.fault.rank}
 
 
-def _accused(incident: Incident) -> tuple[int, ...]:
-    return incident.ranks if incident.link is None else (-1,)
-
-
-def _is_struck(
-    link: tuple[int, int] | None, drawn: Drawn, applied: Sequence[Application], world_size: int
-) -> bool:
-    """Return whether damage on arrival lay in what came over this link: rows of one length, in rank order."""
+def _is_struck(link: tuple[int, int] | None, drawn: DrawnFault, applied: Sequence[Application]) -> bool:
+    """Return whether damaged bytes came over this link: what a collective brings is one equal part from every rank."""
     if link is None or link[1] != drawn.fault.rank:
         return False
-    first, end = link[0] / world_size, (link[0] + 1) / world_size
-    return any(span[0] < end and span[1] > first for span in (one.span for one in applied))
+    start, stop = link[0] / RANKS, (link[0] + 1) / RANKS
+    return any(first < stop and last > start for first, last in (one.span for one in applied))
 
 
-def _breaks(
-    drawn: Drawn, guarded: Sequence[Seen], twin: Twin, final: Final, taken: int | None, *, is_named: bool
+def _is_due(drawn: DrawnFault, applied: Sequence[Application], harm: Harm, trial: Trial) -> bool:
+    """Return whether the promise is about this damage.
+
+    An audit sees only what the gradient of an audited round is in the end. The next micro-batch may round a flipped bit
+    away; then nothing is left to be seen.
+    """
+    if drawn.row.seen_by is None:
+        return False
+    if drawn.audit is None:
+        return bool(applied)
+    if harm == "masked":
+        return False
+    micro_batches_per_round = trial.micro_batches // ledger_of(STRATEGIES[drawn.strategy]()).rounds
+    rounds = {application.opportunity // micro_batches_per_round for application in applied}
+    return any(drawn.audit.distance(index, RANKS) is not None for index in rounds)
+
+
+def _violation(
+    promise: Promise,
+    guarded: Sequence[RankResult],
+    golden: GoldenRun,
+    ending: Ending,
+    taken: int | None,
+    is_named: bool,
 ) -> str | None:
-    """Say what of the promise does not hold for damage that it speaks of."""
-    promise = drawn.held_to
-    allowed = {*promise.final, "identical"}
+    """Say which part of the promise was broken by a job whose damage it is about."""
     if taken is None:
         return "was not detected"
-    if not 0 <= taken <= UPDATES_TO_DETECT:
+    if not 0 <= taken <= MAX_UPDATES_TO_DETECT:
         return f"took {taken} updates to detect"
-    if final not in allowed:
-        return f"ended as {final}, not {' or '.join(sorted(allowed))}"
-    if final == "error":
-        # Every rank ends by it, but for those that had ended well before: whoever misses a job's last record is alone.
-        silent = [rank for rank, of_rank in enumerate(guarded) if of_rank.error is None]
-        wrong = [rank for rank in silent if guarded[rank].parameters != twin.seen[rank].parameters]
+    allowed = {*promise.endings, "identical"}
+    if ending not in allowed:
+        return f"ended as {ending}, not {' or '.join(sorted(allowed))}"
+    if ending == "error":
+        # On every rank, but a rank that misses the job's very last record fails alone: the others have ended well.
+        pairs = zip(guarded, golden.results, strict=True)
+        wrong = [
+            rank
+            for rank, (result, healthy) in enumerate(pairs)
+            if result.error is None and result.parameters != healthy.parameters
+        ]
         return f"left ranks {wrong} with other parameters and no error" if wrong else None
-    guards = {incident.guard for of_rank in guarded for incident in of_rank.incidents}
+    guards = {incident.guard for result in guarded for incident in result.incidents}
     if guards - {promise.seen_by}:
         return f"was seen by {', '.join(sorted(guards))}, not by {promise.seen_by} alone"
-    return "was laid to somebody else" if promise.named is not None and not is_named else None
+    return "was attributed to somebody else" if promise.named is not None and not is_named else None
 
 
-def _story(guarded: Sequence[Seen], final: Final, breaks: str | None) -> str:
-    lines = [f"ended as {final}" + ("" if breaks is None else f"; {breaks}")]
-    for rank, of_rank in enumerate(guarded):
-        lines += [f"rank {rank}: {application}" for application in of_rank.applications[:2]]
-        lines += [f"rank {rank}: {of_rank.error}"] if of_rank.error else []
-    incidents = dict.fromkeys(str(incident) for of_rank in guarded for incident in of_rank.incidents)
+def _story(guarded: Sequence[RankResult], ending: Ending, violation: str | None) -> str:
+    lines = [f"ended as {ending}" + ("" if violation is None else f"; {violation}")]
+    for rank, result in enumerate(guarded):
+        lines += [f"rank {rank}: {application}" for application in result.applications[:2]]
+        lines += [f"rank {rank}: {result.error}"] if result.error else []
+    incidents = dict.fromkeys(str(incident) for result in guarded for incident in result.incidents)
     return "\n".join([*lines, *incidents])
 
 
 Row = dict[str, Any]
 
 
-def rows(judged: Sequence[Judged], overheads: Mapping[str, float]) -> list[Row]:
-    """Return one row per promise and lastingness of which there is a fault.
+def site_rows(judgements: Sequence[Judgement], overheads: Mapping[str, float]) -> list[Row]:
+    """Return one row for each promise that was tried, and another one for faults that struck again and again.
 
     Args:
-        judged: All faults.
-        overheads: Processor time of a guarded clean job over that of one without guards, by strategy.
+        judgements: Of all faults.
+        overheads: By strategy: processor time of a guarded job over that of an unguarded one.
     """
-    found = []
+    rows = []
     for promise in ROWS:
         for lasts in (False, True):
-            own = [one for one in judged if one.drawn.promise == promise and one.drawn.lasts == lasts]
+            own = [one for one in judgements if one.drawn.row == promise and one.drawn.lasts == lasts]
             if own:
-                found.append(_row(promise, own, overheads, lasts=lasts))
-    return found
+                rows.append(_site_row(promise, own, overheads, lasts=lasts))
+    return rows
 
 
-def pattern_rows(judged: Sequence[Judged]) -> list[Row]:
-    """Return one row per pattern of damage: what it does where nobody watches, and whether it is seen."""
-    by_pattern: dict[str, list[Judged]] = defaultdict(list)
-    for one in judged:
-        by_pattern[one.drawn.fault.pattern].append(one)
-    return [
-        {
-            "pattern": pattern,
-            "drawn": len(own),
-            **_harm_of_row(own),
-            "due": sum(one.is_due for one in own),
-            "detected": sum(one.is_due and one.is_detected for one in own),
-        }
-        for pattern, own in sorted(by_pattern.items())
-    ]
-
-
-def _harm_of_row(own: Sequence[Judged]) -> Row:
-    harms = Counter(one.harm for one in own)
-    return {
-        "harmful": sum(harms[harm] for harm in ("differs", "loss off", "error")),
-        "harm": dict(sorted(harms.items())),
-    }
-
-
-def _row(promise: Promise, own: Sequence[Judged], overheads: Mapping[str, float], *, lasts: bool) -> Row:
-    struck = [one for one in own if one.is_applied]
-    taken = [one.updates_to_detect for one in struck if one.updates_to_detect is not None]
+def _site_row(
+    promise: Promise, own: Sequence[Judgement], overheads: Mapping[str, float], *, lasts: bool
+) -> Row:
+    applied = [one for one in own if one.is_applied]
     strategies = [name for name in CAMPAIGNED if name in STRATEGIES_OF[promise.strategies]]
     return {
         "site": promise.site,
@@ -244,17 +241,45 @@ def _row(promise: Promise, own: Sequence[Judged], overheads: Mapping[str, float]
         "strategies": promise.strategies,
         "lasts": lasts,
         "guard": promise.seen_by,
-        "promised": own[0].drawn.held_to.summary,
+        "audit_rate": promise.audit_rate,
+        "promised": own[0].drawn.promise.summary,
         "drawn": len(own),
-        "applied": len(struck),
-        "applied_on_real_workers": sum(one.is_real for one in struck),
-        **_harm_of_row(own),
+        "applied": len(applied),
+        "applied_on_real_workers": sum(one.is_real for one in applied),
+        **_harm_counts(own),
         "due": sum(one.is_due for one in own),
-        "detected": sum(one.is_detected for one in struck),
-        "named": sum(one.is_named for one in struck),
-        "identical": sum(one.final == "identical" for one in struck),
-        "ended_with_error": sum(one.final == "error" for one in struck),
-        "updates_to_detect": max(taken) if taken else None,
+        "detected": sum(one.is_detected for one in applied),
+        "named": sum(one.is_named for one in applied),
+        "identical": sum(one.ending == "identical" for one in applied),
+        "ended_with_error": sum(one.ending == "error" for one in applied),
+        "updates_to_detect": max(
+            (one.updates_to_detect for one in applied if one.updates_to_detect is not None), default=None
+        ),
         "overhead": math.fsum(overheads[name] for name in strategies) / len(strategies),
-        "broken": [one.drawn.number for one in own if one.breaks is not None],
+        "broken": [one.drawn.number for one in own if one.violation is not None],
+    }
+
+
+def pattern_rows(judgements: Sequence[Judgement]) -> list[Row]:
+    """Return one row for each pattern of damage: how often it does harm without guards, and how often it is seen."""
+    by_pattern: dict[str, list[Judgement]] = defaultdict(list)
+    for one in judgements:
+        by_pattern[one.drawn.fault.pattern].append(one)
+    return [
+        {
+            "pattern": pattern,
+            "drawn": len(own),
+            **_harm_counts(own),
+            "due": sum(one.is_due for one in own),
+            "detected": sum(one.is_due and one.is_detected for one in own),
+        }
+        for pattern, own in sorted(by_pattern.items())
+    ]
+
+
+def _harm_counts(own: Sequence[Judgement]) -> Row:
+    harms = Counter(one.harm for one in own)
+    return {
+        "harmful": sum(harms[harm] for harm in ("silent corruption", "loss off", "error")),
+        "harm": dict(sorted(harms.items())),
     }

@@ -1,28 +1,16 @@
-"""A trial: one job of a campaign, struck or clean, on virtual ranks or real ones.
+"""A trial: one small job of a campaign, with a fault or without, on virtual ranks or on real workers.
 
-Recipes at a size at which thousands of jobs can be run.
-
-Large enough that every rank's share of a bucket fills more than one row of sums (32 KiB), so that damage beyond
-mending can be drawn; a job of three ranks takes about a tenth of a second.
-
-A trial: one job of a campaign on one rank, struck or not, and what that rank saw of it.
-
-Where trials take place: on ranks of the virtual cluster, or on real workers that meet over Gloo.
-
-Clean twins: what becomes of a job that nothing strikes, and how often it could have been struck.
-
-Clean rounds: jobs that nothing strikes, in which guards have nothing to say.
+The fault strikes at one of the site's *opportunities*, which are the moments at which there is something to damage. How
+many there are is known from the golden run: the same job without a fault. Every other trial is compared with it.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from stretto.campaign.drawing import CAMPAIGNED, RANKS, Drawn
+from stretto.campaign.drawing import RANKS, DrawnFault
 from stretto.checksums import digest
 from stretto.engine import Options
 from stretto.errors import ConformanceFailed, CorruptionError, StrettoError
@@ -31,35 +19,21 @@ from stretto.faults.plan import SITES, Site
 from stretto.groups import Link
 from stretto.guards import GUARDS, Audit, Guard
 from stretto.parallel import DataParallel
-from stretto.recipes import DigitsResNet, StdlibGPT, TaskConfig
-from stretto.records import Incident, Update
+from stretto.recipes import TaskConfig
+from stretto.records import Incident
 from stretto.strategies import STRATEGIES
 from stretto.strategies.ledger import ledger_of
 from stretto.train.workers import Seat, seated
 from stretto.virtual import VirtualCluster
 
-
-def small(task: TaskConfig) -> TaskConfig:
-    """Return `task` at the size that a campaign trains it at; a recipe that is not known here stays as it is."""
-    match task:
-        case StdlibGPT():
-            # A hundred kilobytes of text are read and ordered at once.
-            data = dataclasses.replace(task.data, megabytes=0.1)
-            task = dataclasses.replace(task, layers=1, width=64, heads=1, context=8, batch=1)
-            return dataclasses.replace(task, data=data, evaluation_windows=4)
-        case DigitsResNet():
-            return dataclasses.replace(task, batch=2)
-        case _:
-            return task
-
-
 BUCKET_BYTES = 2**18
-"""Of the jobs: several buckets, and more than a row of sums in a rank's share of most."""
+"""Small enough for several buckets, and large enough that a rank's share of most of them fills more than one row of
+sums (32 KiB)."""
+WAIT_SECONDS = 10.0
+"""How long a real worker waits for another. A guarded job that waits longer has broken a promise. It is short because
+a rank that fails alone leaves the others waiting, and torch closes a group only when nobody waits."""
 _SITES: tuple[Site, ...] = SITES  # type: ignore[assignment]  # the same words, without their type
 _NEVER = 10**9
-PATIENCE_SECONDS = 10.0
-"""How long a real worker waits for another one: a guarded job that waited longer has broken a promise. What a rank that
-has failed alone left the others waiting for ends by itself, and torch's groups end only when nothing waits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,11 +43,11 @@ class Trial:
     task: TaskConfig
     """What is trained."""
     strategy: str
-    """By its name."""
+    """Its name."""
     is_guarded: bool
-    """Whether it has all guards that apply and a verified exchange, or neither."""
+    """Whether it has a verified exchange and all guards that apply, or none of these."""
     audit: Audit | None = None
-    """What audits it beside these."""
+    """An audit beside these guards."""
     seed: int
     """Of the task."""
     fault: Fault | None = None
@@ -83,41 +57,80 @@ class Trial:
     micro_batches: int = 2
     """Per rank and update."""
 
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """The guards of the job."""
+        if not self.is_guarded:
+            return ()
+        has_replicas = ledger_of(STRATEGIES[self.strategy]()).replicated
+        kinds = [kind for kind in GUARDS.values() if kind is not Audit]
+        audits = () if self.audit is None else (self.audit,)
+        return (*audits, *(kind() for kind in kinds if has_replicas or not kind.needs_replicas))
+
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Seen:
-    """What one rank saw of a job."""
+class RankResult:
+    """What became of a job on one rank, and what the rank knows of it."""
 
     applications: tuple[Application, ...] = ()
     """What the fault did on this rank."""
     opportunities: dict[Site, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    """How often each site could have been struck, by the end of the job's making and by the end of the job."""
+    """How often each site could have been struck until the job was made, and until its end."""
     incidents: tuple[Incident, ...] = ()
     """In the order of updates."""
     rounds: int = 0
-    """Exchanges behind the last update."""
+    """Exchanges up to the last update."""
     parameters: int | None = None
-    """Digest of the final parameters, where the job came to its end."""
+    """Digest of the final parameters; None if the job ended with an error."""
     loss: float | None = None
-    """Held-out, at these."""
+    """Held-out loss at the final parameters."""
     error: str | None = None
-    """Class and message of what ended the job."""
+    """Class and message of the error that ended the job."""
     ended_at: int = 0
-    """The update that was under way then, from 1."""
-    names_damage: bool = False
-    """Whether the error is of the kind that speaks of damage."""
+    """The update during which the error came, from 1."""
+    is_corruption_error: bool = False
+    """Whether the error reports damage; ranks and links are those that it names."""
     ranks: tuple[int, ...] = ()
-    """Whom the error names."""
     links: tuple[tuple[int, int], ...] = ()
-    """Which links it names, sender and receiver."""
+    """Sender and receiver of each."""
 
 
-def try_on_rank(group: dist.ProcessGroup, trial: Trial, seen: Seen) -> None:
-    """Run the job on this rank of `group`, and write into `seen` what becomes of it.
+def run_virtual(trial: Trial) -> list[RankResult]:
+    """Run a trial on a virtual cluster and return the result of every rank."""
+    results = [RankResult() for _ in range(RANKS)]
 
-    Nothing is raised: without guards damage may end a job with any error.
+    def program(rank: int, group: dist.ProcessGroup) -> None:
+        _run_on_rank(group, trial, results[rank])
+
+    try:
+        VirtualCluster(RANKS).run(program)
+    except StrettoError as error:  # no rank could go on, which ends those too that have raised nothing
+        for result in results:
+            result.error = result.error or f"{type(error).__name__}: {error}"
+    return results
+
+
+def run_real(seat: Seat, trials: list[Trial]) -> list[RankResult]:
+    """Run trials one after the other on this real worker and return its results; all workers must call this."""
+    torch.set_num_threads(1)
+    results = []
+    with seated(seat, Link.parse("none"), torch.device("cpu"), WAIT_SECONDS):
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("expected a default group, which `seated` makes")
+        for trial in trials:
+            results.append(RankResult())
+            _run_on_rank(group, trial, results[-1])
+            dist.barrier()
+    return results
+
+
+def _run_on_rank(group: dist.ProcessGroup, trial: Trial, result: RankResult) -> None:
+    """Run a trial on this rank of `group` and fill in `result`.
+
+    No exception leaves it: without guards, damage may end a job with any error.
     """
-    injector = _injector(trial, group.rank())
+    injector = _make_injector(trial, group.rank())
     made: dict[Site, int] = {}
     parallel: DataParallel | None = None
     try:
@@ -128,178 +141,87 @@ def try_on_rank(group: dist.ProcessGroup, trial: Trial, seen: Seen) -> None:
             STRATEGIES[trial.strategy](),
             micro_batches=trial.micro_batches,
             group=FaultyGroup(group, injector),
-            guards=guards_of(trial),
+            guards=trial.guards,
             options=Options(
-                bucket_bytes=BUCKET_BYTES, verified=trial.is_guarded, timeout_seconds=PATIENCE_SECONDS
+                bucket_bytes=BUCKET_BYTES, verified=trial.is_guarded, timeout_seconds=WAIT_SECONDS
             ),
         )
         strike_memory(parallel, injector)
         made = {site: injector.opportunities(site) for site in _SITES}
-        _train(parallel, task, trial, seen)
+        _train(parallel, task, trial.updates, result)
     except Exception as error:
-        seen.error = f"{type(error).__name__}: {error}"
-        seen.ended_at = 1 if parallel is None else parallel.steps + 1
+        result.error = f"{type(error).__name__}: {error}"
+        result.ended_at = 1 if parallel is None else parallel.steps + 1
         if isinstance(error, CorruptionError):
-            seen.names_damage, seen.ranks, seen.links = True, error.ranks, error.links
-    seen.applications = tuple(injector.applications)
-    seen.opportunities = {site: (made.get(site, 0), injector.opportunities(site)) for site in _SITES}
+            result.is_corruption_error, result.ranks, result.links = True, error.ranks, error.links
+    result.applications = tuple(injector.applications)
+    result.opportunities = {site: (made.get(site, 0), injector.opportunities(site)) for site in _SITES}
 
 
-def guards_of(trial: Trial) -> tuple[Guard, ...]:
-    """Return all guards that the trial's strategy may have, if it has any."""
-    replicated = ledger_of(STRATEGIES[trial.strategy]()).replicated
-    kinds = [kind for kind in GUARDS.values() if replicated or not kind.needs_replicas]
-    cheap = [kind() for kind in kinds if kind is not Audit]
-    audits = [] if trial.audit is None else [trial.audit]
-    return (*audits, *cheap) if trial.is_guarded else ()
-
-
-def _injector(trial: Trial, rank: int) -> Injector:
-    """Return what strikes this rank; without a fault, one that counts the opportunities of all sites."""
+def _make_injector(trial: Trial, rank: int) -> Injector:
+    """Return what strikes this rank; without a fault, an injector that only counts the opportunities of all sites."""
     if trial.fault is not None:
         return Injector(FaultPlan((trial.fault,)), rank)
     return Injector(FaultPlan(tuple(Fault(site=site, rank=rank, instant=_NEVER) for site in _SITES)), rank)
 
 
-def _train(parallel: DataParallel, task: Any, trial: Trial, seen: Seen) -> None:
-    """Train to the end."""
+def _train(parallel: DataParallel, task: Any, updates: int, result: RankResult) -> None:
+    """Train until `updates` are returned, drain, and evaluate."""
     batches = iter(task.loader)
-    updates: list[Update] = []
-    while len(updates) < trial.updates:
+    returned = 0
+    while returned < updates:
         batch = next(batches)
         if update := parallel.micro_batch(lambda given: task.loss(task.model, given).value, batch):
-            updates.append(update)
-            seen.incidents += update.incidents
+            returned += 1
+            result.rounds = update.round_index + 1
+            result.incidents += update.incidents
     for update in parallel.finish():
-        updates.append(update)
-        seen.incidents += update.incidents
-    seen.incidents += parallel.late_incidents
-    seen.rounds = updates[-1].round_index + 1
+        result.rounds = update.round_index + 1
+        result.incidents += update.incidents
+    result.incidents += parallel.late_incidents
     parameters = torch.cat([parameter.detach().view(-1) for parameter in task.model.parameters()])
-    seen.parameters = digest(parameters)
-    seen.loss = task.evaluate(task.model)
-
-
-def try_virtually(trial: Trial) -> list[Seen]:
-    """Run a trial on a virtual cluster and return what every rank saw."""
-    seen = [Seen() for _ in range(RANKS)]
-
-    def program(rank: int, group: dist.ProcessGroup) -> None:
-        try_on_rank(group, trial, seen[rank])
-
-    try:
-        VirtualCluster(RANKS).run(program)
-    except StrettoError as error:  # nobody could go on: every rank ends by that
-        for of_rank in seen:
-            of_rank.error = of_rank.error or f"{type(error).__name__}: {error}"
-    return seen
-
-
-def try_really(seat: Seat, trials: list[Trial]) -> list[Seen]:
-    """Run one trial after the other on this real worker and return what it saw; all workers must call."""
-    torch.set_num_threads(1)
-    found = []
-    with seated(seat, Link.parse("none"), torch.device("cpu"), PATIENCE_SECONDS):
-        whole = dist.group.WORLD
-        if whole is None:
-            raise RuntimeError("expected torch's default group behind a seat")
-        for trial in trials:
-            found.append(Seen())
-            try_on_rank(whole, trial, found[-1])
-            dist.barrier()
-    return found
+    result.parameters = digest(parameters)
+    result.loss = task.evaluate(task.model)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Twin:
-    """A job without a fault, with guards or without."""
+class GoldenRun:
+    """A job without a fault, on virtual ranks: what the same job with a fault is compared with."""
 
     trial: Trial
-    """The job."""
-    seen: tuple[Seen, ...]
+    results: tuple[RankResult, ...]
     """By rank."""
 
-    def struck_by(self, drawn: Drawn) -> Trial:
-        """Return the same job, struck at the drawn moment of it."""
-        made, end = self.seen[drawn.fault.rank].opportunities[drawn.fault.site]
-        # Without guards a damaged length, read while the job is being made, may ask for any amount of memory.
-        first = made if drawn.fault.site == "roll call" and not self.trial.is_guarded else 0
-        return dataclasses.replace(self.trial, fault=drawn.within(first, end), audit=drawn.audit)
+    def struck_by(self, drawn: DrawnFault) -> Trial:
+        """Return the same job with a fault, at the moment that was drawn for it."""
+        made, stop = self.results[drawn.fault.rank].opportunities[drawn.fault.site]
+        # Without guards a damaged length, read while the job is being made, could ask for any amount of memory.
+        start = made if drawn.fault.site == "roll call" and not self.trial.is_guarded else 0
+        return dataclasses.replace(self.trial, fault=drawn.fault_within(start, stop), audit=drawn.audit)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Twins:
-    """The twins of one strategy."""
+class GoldenRuns:
+    """The two golden runs of a strategy: with guards, and without, where a fault shows what harm it does."""
 
-    guarded: Twin
-    bare: Twin
-    """Without guards: what harm is measured against."""
+    guarded: GoldenRun
+    unguarded: GoldenRun
 
 
-def twins_of(task: TaskConfig, strategy: str, seed: int) -> Twins:
-    """Run both twins of a strategy.
+def golden_runs(task: TaskConfig, strategy: str, seed: int) -> GoldenRuns:
+    """Make both golden runs of a strategy.
 
     Raises:
-        ConformanceFailed: A clean job failed, or guards changed its outcome.
+        ConformanceFailed: One of them failed, or guards changed the final parameters.
     """
-    guarded, bare = (
-        Twin(trial=trial, seen=tuple(try_virtually(trial)))
-        for trial in (
-            Trial(task=task, strategy=strategy, is_guarded=is_guarded, seed=seed)
-            for is_guarded in (True, False)
-        )
-    )
-    for rank, (one, other) in enumerate(zip(guarded.seen, bare.seen, strict=True)):
+    trials = [
+        Trial(task=task, strategy=strategy, is_guarded=is_guarded, seed=seed) for is_guarded in (True, False)
+    ]
+    guarded, unguarded = (GoldenRun(trial=trial, results=tuple(run_virtual(trial))) for trial in trials)
+    for rank, (one, other) in enumerate(zip(guarded.results, unguarded.results, strict=True)):
         if one.error or other.error or one.parameters != other.parameters:
             raise ConformanceFailed(
-                f"a clean job of {strategy}, rank {rank}: expected equal parameters with guards and without, found "
-                f"{one.error or one.parameters} and {other.error or other.parameters}"
+                f"a job of {strategy} without a fault, rank {rank}: expected equal parameters with guards and without, "
+                f"found {one.error or one.parameters} and {other.error or other.parameters}"
             )
-    return Twins(guarded=guarded, bare=bare)
-
-
-_UPDATES = 50
-"""Of one job: as long as a job pays off whose making costs as much as some updates."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Clean:
-    """What became of a job without a fault."""
-
-    trial: Trial
-    rounds: int
-    """Exchanges behind its last update."""
-    alarms: tuple[str, ...]
-    """What was found although nothing was damaged."""
-
-
-def clean_trials(task: TaskConfig, seed: int, rounds: int) -> Iterator[Trial]:
-    """Yield guarded jobs of every strategy in turn, each with a seed of its own, of at least `rounds` rounds in all."""
-    for number in itertools.count():
-        if rounds <= 0:
-            return
-        strategy = CAMPAIGNED[number % len(CAMPAIGNED)]
-        rounds_per_update = ledger_of(STRATEGIES[strategy]()).rounds
-        updates = min(_UPDATES, -(-rounds // rounds_per_update))
-        rounds -= updates * rounds_per_update
-        yield Trial(
-            task=task,
-            strategy=strategy,
-            is_guarded=True,
-            seed=seed + 1 + number,
-            updates=updates,
-            micro_batches=rounds_per_update,
-        )
-
-
-def try_cleanly(trial: Trial) -> Clean:
-    """Run a clean job on virtual ranks."""
-    return silence_of(trial, try_virtually(trial))
-
-
-def silence_of(trial: Trial, seen: list[Seen]) -> Clean:
-    """Return what was said in a job in which nothing was to be said."""
-    found = [str(incident) for of_rank in seen for incident in of_rank.incidents]
-    found += [of_rank.error for of_rank in seen if of_rank.error is not None]
-    alarms = tuple(f"{trial.strategy}, seed {trial.seed}: {text}" for text in dict.fromkeys(found))
-    return Clean(trial=trial, rounds=seen[0].rounds, alarms=alarms)
+    return GoldenRuns(guarded=guarded, unguarded=unguarded)

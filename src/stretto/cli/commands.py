@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.campaign import CampaignConfig, Judged, repeat_fault, run_campaign, small
+from stretto.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto.cli.options import find_ranks, is_joined, parse_alone, parse_options
-from stretto.doctor import Examination, Finding, Report, examine_seat
+from stretto.doctor import Examination, Finding, Report, examine_rank
 from stretto.echo import Diagnosis
 from stretto.errors import ConfigError
 from stretto.observe import print_campaign, print_comparison
@@ -227,16 +227,16 @@ def _configure_campaign(task: TaskConfig) -> CampaignConfig[TaskConfig]:
 
 
 def _repeat(campaign: CampaignConfig[TaskConfig], number: int) -> int:
-    judged: Judged = repeat_fault(campaign, number)
-    drawn = judged.drawn
+    judgement = repeat_fault(campaign, number)
+    drawn = judgement.drawn
     print(f"fault {number}: {drawn.fault} in {drawn.strategy}, moment {drawn.moment:.3f}")
-    print(f"promised: {drawn.held_to.summary}")
-    print(f"on {'real' if judged.is_real else 'virtual'} workers, unguarded: {judged.harm}")
-    print(judged.story)
-    return 0 if judged.breaks is None else BROKEN
+    print(f"promised: {drawn.promise.summary}")
+    print(f"on {'real' if judgement.is_real else 'virtual'} workers, unguarded: {judgement.harm}")
+    print(judgement.story)
+    return 0 if judgement.violation is None else BROKEN
 
 
-UNSOUND = 1
+FAILED = 1
 
 
 def doctor_command(words: Sequence[str]) -> int:
@@ -250,19 +250,19 @@ def doctor_command(words: Sequence[str]) -> int:
     """
     examination = parse_alone("doctor", words, Examination())
     ranks = find_ranks(examination.workers)
-    report = ranks.call(examine_seat, examination)[0]
+    report = ranks.call(examine_rank, examination)[0]
     if ranks.is_first:
         _print_report(report)
         if examination.out is not None:
             _write(report, Path(examination.out))
-    return 0 if report.is_sound else UNSOUND
+    return 0 if report.passed else FAILED
 
 
 def _print_report(report: Report) -> None:
     for finding in report.findings:
-        mark = "ok " if finding.is_sound else "BAD"
+        mark = "ok " if finding.passed else "BAD"
         print(f"{mark}  {finding.check:22} {_whom(finding):36} {finding.detail}")
-    print(report.incident)
+    print(report.summary)
 
 
 def _whom(finding: Finding) -> str:

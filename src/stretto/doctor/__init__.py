@@ -1,6 +1,6 @@
-"""Whether a machine can be trusted: its arithmetic, its memory, its collectives, its links."""
+"""The doctor: can a machine's arithmetic, memory, collectives and links be trusted?"""
 
-from stretto.doctor.examination import Examination, examine, examine_seat
-from stretto.doctor.report import Finding, Link, Report
+from stretto.doctor.examination import Examination, examine, examine_rank
+from stretto.doctor.report import Finding, Report
 
-__all__ = ["Examination", "Finding", "Link", "Report", "examine", "examine_seat"]
+__all__ = ["Examination", "Finding", "Report", "examine", "examine_rank"]

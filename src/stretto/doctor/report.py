@@ -1,107 +1,82 @@
-"""What one check has found out about one rank's device, or about one link.
-
-What an examination has come to: a row per check, and one line that says whom not to trust.
-"""
+"""The doctor's report: one finding per check, and a summary that says which ranks and links not to trust."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.guards.strikes import blame
-
-Link = tuple[int, int]
-"""Sender and receiver."""
+from stretto.guards.strikes import Link, blame
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One row of the table."""
+    """The result of one check: of one rank's device, of one link, or of all ranks together."""
 
     check: str
-    """What was looked at: "matmul", "memory", "all-reduce", "link", ..."""
+    """What was checked: "matmul", "memory", "all-reduce", "link", ..."""
     rank: int | None = None
-    """Whose device was looked at; None for a link, or where ranks are compared."""
+    """The rank whose device was checked; None for a link, and where ranks are compared."""
     link: Link | None = None
+    """Sender and receiver, for a link."""
     device: str = ""
-    """Host and device, where it is one rank's."""
-    is_sound: bool
+    """Host and device, for a device."""
+    passed: bool
     detail: str
-    """How much was done and measured, or what disagrees."""
+    """How much was done and measured, and what went wrong."""
     megabytes_per_second: float | None = None
-    """Of a link, in units of 10^6 bytes."""
+    """Rate of a link, in units of 10^6 bytes."""
     suspects: tuple[int, ...] = ()
-    """Ranks that it is laid to, where something disagrees and they are known."""
+    """Ranks that a failure is attributed to, if they are known."""
     damaged_links: tuple[Link, ...] = ()
     """Links on which something did not arrive as it was sent."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Finding":
-        """Return the finding that `as_json` wrote, also after a way through text."""
-        link = fields["link"]
-        return cls(
-            **{
-                **fields,
-                "link": None if link is None else (link[0], link[1]),
-                "suspects": tuple(fields["suspects"]),
-                "damaged_links": tuple((sender, receiver) for sender, receiver in fields["damaged_links"]),
-            }
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """All findings; the same on every rank."""
 
-    seats: tuple[str, ...]
-    """Host of every rank, in rank order."""
+    hosts: tuple[str, ...]
+    """Of every rank, in rank order."""
     findings: tuple[Finding, ...]
 
     @property
-    def is_sound(self) -> bool:
-        """Whether nothing disagrees."""
-        return all(finding.is_sound for finding in self.findings)
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(finding.passed for finding in self.findings)
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """Ranks that something is laid to, ends of damaged links among them."""
-        named = {rank for finding in self._unsound for rank in finding.suspects}
-        return tuple(sorted(named | {who for who in self._blamed if isinstance(who, int)}))
+        """Ranks that a failure is attributed to; damaged links are attributed to a rank that they share."""
+        named = {rank for finding in self.findings for rank in finding.suspects}
+        return tuple(sorted(named | {who for who in self._culprits if isinstance(who, int)}))
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Links that are damaged while neither end is known to be at fault."""
-        return tuple(sorted({who for who in self._blamed if not isinstance(who, int)}))
+        """Damaged links that cannot be attributed to one of their ends."""
+        return tuple(sorted({who for who in self._culprits if not isinstance(who, int)}))
 
     @property
-    def incident(self) -> str:
-        """One line."""
-        ranks = len(self.seats)
-        if self.is_sound:
-            return f"sound: {len(self.findings)} checks on {ranks} rank{'s' * (ranks > 1)}, nothing disagrees"
-        named = [f"rank {rank} ({self.seats[rank]})" for rank in self.suspects]
+    def summary(self) -> str:
+        """The report in one line."""
+        ranks = len(self.hosts)
+        if self.passed:
+            return (
+                f"passed: {len(self.findings)} checks on {ranks} rank{'s' * (ranks > 1)}, nothing disagrees"
+            )
+        named = [f"rank {rank} (host {self.hosts[rank]})" for rank in self.suspects]
         named += [f"the link from rank {sender} to rank {receiver}" for sender, receiver in self.links]
-        checks = ", ".join(dict.fromkeys(finding.check for finding in self._unsound))
+        checks = ", ".join(dict.fromkeys(finding.check for finding in self.findings if not finding.passed))
         return f"not to be trusted: {', '.join(named) or 'nobody can be named'}; see {checks}"
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {
-            "is_sound": self.is_sound,
-            "incident": self.incident,
-            "suspects": list(self.suspects),
-            "links": [list(link) for link in self.links],
-            "seats": list(self.seats),
-            "findings": [finding.as_json() for finding in self.findings],
+            "passed": self.passed,
+            "summary": self.summary,
+            "suspects": self.suspects,
+            "links": self.links,
+            **dataclasses.asdict(self),
         }
 
     @property
-    def _unsound(self) -> Sequence[Finding]:
-        return [finding for finding in self.findings if not finding.is_sound]
-
-    @property
-    def _blamed(self) -> Sequence[int | Link]:
+    def _culprits(self) -> Sequence[int | Link]:
         return list(blame({link for finding in self.findings for link in finding.damaged_links}).values())

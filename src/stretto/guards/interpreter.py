@@ -105,7 +105,7 @@ class GuardInterpreter:
             ),
             Seal: lambda effect, _: self._seal(effect.what),
             Inspect: lambda _, __: list(self._differences()),
-            Mend: lambda effect, _: self._checksums[effect.part].mends(self._sealed[effect.part]),
+            Mend: lambda effect, _: self._checksums[effect.part].repairs(self._sealed[effect.part]),
             Replace: lambda effect, _: self._replace(effect.parts),
             Recompute: lambda _, flight: self._recompute(flight),
             Where: lambda _, __: self._where,
@@ -146,8 +146,10 @@ class GuardInterpreter:
 
         All ranks must call, at rest.
         """
+        # A round of the drain that commits nothing has told all ranks what it found, in no update.
+        told, self._progress.incidents = self._progress.incidents, []
         shared, step = self._gather_found(), self._progress.step + 1
-        return (*shared, *(dataclasses.replace(found, step=step) for found in self._exchange.incidents))
+        return (*told, *shared, *(dataclasses.replace(found, step=step) for found in self._exchange.incidents))
 
     def _arrived(self, effect: Arrived, flight: Flight | None) -> None:
         """A gradient has been summed; those who were named too often leave before anybody steps with it."""

@@ -132,7 +132,7 @@ class ShownParameters(RoundWatch):
                         site="shown parameters",
                         part=name,
                         ranks=(self._rounds.job.exchange.rank,),
-                        action="mended" if checksum.mends(parameter) else "installed anew",
+                        action="mended" if checksum.repairs(parameter) else "installed anew",
                         expected=hexadecimal(checksum.digest),
                         found=hexadecimal(found),
                     )

@@ -119,57 +119,51 @@ def _spread(values: Sequence[float], text: Callable[[float], str], of: int | Non
     return shown if of is None or of == len(values) else f"{shown}, {len(values)} of {of}"
 
 
-_CAMPAIGN_HEADINGS = (
-    "site",
-    "extent",
-    "strategies",
-    "guard",
-    "promised",
-    "applied",
-    "harmful",
-    "detected",
-    "named",
-    "identical",
-    "error",
-    "updates",
-    "overhead",
-)
+_CAMPAIGN_HEADINGS = ("damage", "applied", "harmful", "detected", "named", "identical", "error")
 
 
 def print_campaign(report: Mapping[str, Any]) -> None:
-    """Print one row per kind of damage, and what all rows come to.
+    """Print one row for each kind of damage, grouped by the guard that watches for it, and the totals.
+
+    The table fits 80 columns; a wider screen gives longer lines in the first column.
 
     Args:
-        report: Of a campaign.
+        report: What campaign.json holds.
 
     Raises:
         MissingExtra: rich is not installed.
     """
+    by_guard: dict[str, list[Mapping[str, Any]]] = {}
+    for row in sorted(report["sites"], key=lambda row: row["guard"] is None):
+        by_guard.setdefault(row["guard"] or "nobody", []).append(row)
+    cells: list[tuple[str, ...]] = []
+    for guard, rows in by_guard.items():
+        cells += [(f"Seen by {guard}:", *[""] * (len(_CAMPAIGN_HEADINGS) - 1)), *map(_campaign_cells, rows)]
     print_table(
         "campaign",
-        "applied of drawn; harmful without guards; detected, named and identical of applied; the most updates "
-        "to detection; overhead of a guarded job's processor time, at this small size",
+        "Faults by what they damaged. applied: they changed bits in the guarded job; harmful: they changed the "
+        "outcome of the job without guards. All other columns count applied faults.",
         _CAMPAIGN_HEADINGS,
-        map(_campaign_cells, report["sites"]),
-        left=5,
-        width=200,
+        cells,
+        left=1,
+        width=80,
     )
-    print(
-        f"{report['applied']} of {report['faults']} faults changed bits ({report['on_real_workers']} drawn for real "
-        f"workers); {len(report['broken'])} promises broken; {report['false_alarms']} false alarms in "
-        f"{report['clean_rounds']:,} clean rounds; {report['seconds']:.0f} s"
-    )
+    print(f"{report['applied']} of {report['faults']} faults changed bits")
+    print(f"{report['on_real_workers']} of {report['faults']} faults struck real workers")
+    delays = [row["updates_to_detect"] for row in report["sites"] if row["updates_to_detect"] is not None]
+    if delays:
+        print(f"damage was detected after at most {max(delays)} updates")
+    print(f"{len(report['broken'])} promises broken")
+    print(f"{report['false_alarms']} false alarms in {report['clean_rounds']:,} clean rounds")
+    overheads = ", ".join(f"{name} {share - 1:+.0%}" for name, share in report["overheads"].items())
+    print(f"processor time of guards: {overheads}")
+    print(f"{report['seconds']:.0f} s")
 
 
 def _campaign_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        row["site"],
-        row["extent"] + (", again and again" if row["lasts"] else ""),
-        row["strategies"],
-        row["guard"] or "-",
-        row["promised"],
-        f"{row['applied']} of {row['drawn']}",
-        *(str(row[key]) for key in ("harmful", "detected", "named", "identical", "ended_with_error")),
-        "-" if row["updates_to_detect"] is None else str(row["updates_to_detect"]),
-        f"{row['overhead'] - 1:+.0%}",
-    )
+    kind = [row["site"]]
+    kind += [row[key] for key, usual in (("extent", "any"), ("strategies", "all")) if row[key] != usual]
+    kind += ["repeated"] if row["lasts"] else []
+    kind += [f"{row['audit_rate']:.0%} of rounds"] if row["audit_rate"] is not None else []
+    columns = ("applied", "harmful", "detected", "named", "identical", "ended_with_error")
+    return ", ".join(kind), *(str(row[key]) for key in columns)
