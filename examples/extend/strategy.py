@@ -22,7 +22,7 @@ class ReplicatedACCO(Strategy):
     Staleness: none for B; A is taken at an estimate of the parameters it is applied to.
     Traffic per update: two all-reduces, hidden.
     Memory: that of ACCO on one rank, on every rank.
-    Equals `ACCO`: to the bit on an fp32 wire.
+    Equals `ACCO`: to the bit on an fp32 wire without clipping, whose norm is summed in another order.
     """
 
     name = "replicated-acco"
