@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 import stretto
@@ -12,8 +11,6 @@ MARKER = "tests/docs/test_readme.py"
 MEASURED = ROOT / "benchmarks" / "results" / "2026-11-21-time-to-loss" / "README.md"
 
 (DIFF,) = code_blocks(README, MARKER)
-
-coming = pytest.mark.skip(reason="needs the coming interface")
 
 
 def side(sign: str) -> str:
@@ -34,7 +31,6 @@ def train(program: str) -> dict[str, Any]:
     return names
 
 
-@coming
 def test_the_loop_with_the_default_strategy_and_wire_equals_the_plain_loop_to_the_bit() -> None:
     ours = side("+").replace(" stretto.ACCO(),", "").replace(', wire="int8"', "")
     assert "ACCO" not in ours
@@ -47,7 +43,6 @@ def test_the_loop_with_the_default_strategy_and_wire_equals_the_plain_loop_to_th
     assert plain["scheduler"].state_dict() == ours["scheduler"].state_dict()
 
 
-@coming
 def test_the_loop_as_printed_commits_an_update_for_every_four_batches() -> None:
     parallel = train(side("+"))["parallel"]
     assert isinstance(parallel.strategy, stretto.ACCO)
