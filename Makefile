@@ -10,7 +10,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PINNED := $(VENV)/.pinned
 READY := $(VENV)/.ready
 
-.PHONY: train test format clean
+.PHONY: setup train test format clean
+
+setup: $(READY)
 
 train: $(READY)
 	$(BIN)/stretto train stdlib-gpt $(ARGS)

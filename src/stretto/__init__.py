@@ -19,6 +19,8 @@ from stretto.strategies import (
     ZeRO1,
 )
 
+__version__ = "0.2.0.dev0"
+
 __all__ = [
     "ACCO",
     "DDP",

@@ -11,7 +11,7 @@ DOCS = ROOT / "docs"
 
 def pages() -> list[Path]:
     """Every page, the README first."""
-    return [README, *sorted(DOCS.rglob("*.md"))]
+    return [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def table(page: Path, marker: str) -> list[dict[str, str]]:

@@ -1,13 +1,16 @@
-"""Both loops of the README run, and train the same model where the mathematics is the same."""
+"""Both loops of the README run and train the same model where they should; its table is the measured one."""
 
 from typing import Any
 
 import torch
 
 import stretto
-from tests.docs.pages import README, code_blocks
+from tests.docs.pages import README, ROOT, code_blocks, table
 
-(DIFF,) = code_blocks(README, "tests/docs/test_readme.py")
+MARKER = "tests/docs/test_readme.py"
+MEASURED = ROOT / "benchmarks" / "results" / "2026-11-21-time-to-loss" / "README.md"
+
+(DIFF,) = code_blocks(README, MARKER)
 
 
 def side(sign: str) -> str:
@@ -28,9 +31,12 @@ def train(program: str) -> dict[str, Any]:
     return names
 
 
-def test_the_loop_with_a_synchronous_strategy_equals_the_plain_loop_to_the_bit() -> None:
+def test_the_loop_with_the_default_strategy_and_wire_equals_the_plain_loop_to_the_bit() -> None:
+    ours = side("+").replace(" stretto.ACCO(),", "").replace(', wire="int8"', "")
+    assert "ACCO" not in ours
+    assert "wire" not in ours
     # SGD notices a wrong scale of the gradient, AdamW does not.
-    plain, ours = (train(side(sign).replace("AdamW", "SGD").replace("ACCO", "ZeRO1")) for sign in "-+")
+    plain, ours = (train(program.replace("AdamW", "SGD")) for program in (side("-"), ours))
     # Dividing by 4 micro-batches is exact, before the sum as after it.
     pairs = zip(plain["model"].parameters(), ours["model"].parameters(), strict=True)
     assert all(torch.equal(ours_value, plain_value) for plain_value, ours_value in pairs)
@@ -40,4 +46,21 @@ def test_the_loop_with_a_synchronous_strategy_equals_the_plain_loop_to_the_bit()
 def test_the_loop_as_printed_commits_an_update_for_every_four_batches() -> None:
     parallel = train(side("+"))["parallel"]
     assert isinstance(parallel.strategy, stretto.ACCO)
+    assert parallel.options.wire == "int8"
     assert parallel.steps == 12 // 4
+
+
+def test_the_table_has_every_measured_arm_with_its_numbers() -> None:
+    measured = []
+    for row in table(MEASURED, MARKER):
+        seeds = sorted((row[f"seed {seed}"] for seed in range(3)), key=float)
+        assert row["median, s"] == seeds[1]
+        measured.append(
+            {
+                "arm": row["arm"],
+                "seconds": seeds[1],
+                "of three seeds": f"{seeds[0]} to {seeds[2]}",
+                "MB sent per update and rank": row["MB sent per update and rank"],
+            }
+        )
+    assert table(README, MARKER) == measured

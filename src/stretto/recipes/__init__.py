@@ -1,7 +1,6 @@
 """Recipes: Python functions that return everything a run starts from, as one typed configuration."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 from stretto import errors
 from stretto.recipes.batches import MicroBatches, reshard
@@ -9,9 +8,7 @@ from stretto.recipes.digits_resnet import DigitsResNet, digits_resnet
 from stretto.recipes.stdlib_gpt import StdlibGPT, stdlib_gpt
 from stretto.recipes.task import Loss, ResumableLoader, Task, TaskConfig
 
-RECIPES: Mapping[str, Callable[[], TaskConfig]] = MappingProxyType(
-    {"stdlib-gpt": stdlib_gpt, "digits-resnet": digits_resnet}
-)
+RECIPES: dict[str, Callable[[], TaskConfig]] = {"stdlib-gpt": stdlib_gpt, "digits-resnet": digits_resnet}
 """Name on the command line to recipe."""
 
 

@@ -1,0 +1,65 @@
+"""Every script of `examples/` runs as it stands, and what it prints is what it promises."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.scripts import EXAMPLES, printed
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+def losses(lines: list[str]) -> list[float]:
+    """Every number behind the word loss, in order."""
+    return [float(found) for found in re.findall(r"loss ([0-9.]+)", "\n".join(lines))]
+
+
+def test_the_plain_loop_and_ours_end_with_the_same_parameters() -> None:
+    lines = printed("plain_loop.py")
+    assert lines[-1] == "equal to the plain loop: True"
+    assert [line.partition(":")[0] for line in lines[:-2]] == [f"update {step}" for step in range(16, 81, 16)]
+    assert losses(lines)[-1] < 0.2 < 1 < losses(lines)[0]
+
+
+def test_torchrun_needs_nothing_but_the_script() -> None:
+    alone, launched = printed("torchrun.py"), printed("torchrun.py", launcher=TORCHRUN)
+    assert [line.partition(",")[0] for line in alone] == ["320 updates on 1 ranks"]
+    assert [line.partition(",")[0] for line in launched] == ["160 updates on 2 ranks"]
+    assert losses(launched)[0] < 0.1
+    assert set(torch.load("model.pt")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_lora_sends_and_saves_the_adapters_alone() -> None:
+    first, *lines, last = printed("lora.py", launcher=TORCHRUN)
+    trained, total = map(int, re.findall(r"\d+", first))
+    sent = [int(found) for line in lines for found in re.findall(r"(\d+) bytes", line)]
+    assert losses(lines)[-1] < 1 < losses(lines)[0] * 2
+    # Half of the gradients to the other rank, half of the parameters back, and a small record of the round.
+    assert all(4 * trained <= count < 4 * trained * 1.05 for count in sent)
+    assert len(sent) == 3
+    assert last == "the adapters are in the folder adapters"
+    assert Path("adapters/adapter_model.safetensors").stat().st_size < 2 * 4 * trained < 4 * total / 2
+
+
+def test_echo_takes_more_steps_from_the_same_batches() -> None:
+    _, once, _, again = printed("echo.py")
+    assert once.startswith("40 fresh batches, 0 used again, ")
+    assert again.startswith("40 fresh batches, 80 used again, ")
+    assert losses([again])[0] < losses([once])[0]
+
+
+def test_guards_give_back_the_undisturbed_run_to_the_bit() -> None:
+    _, harmed, _, incident, repaired = printed("guards.py")
+    assert float(harmed.rpartition(" ")[2]) > 0.1
+    assert incident.strip() == "update 11: masters damaged (bucket 0; rank 0): mended"
+    assert float(repaired.rpartition(" ")[2]) == 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_short_and_is_listed_in_the_readme(script: str) -> None:
+    assert len((EXAMPLES / script).read_text(encoding="utf-8").splitlines()) < 80
+    assert f"(examples/{script})" in (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    assert f'printed("{script}"' in Path(__file__).read_text(encoding="utf-8")
