@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ os.environ["PYTHONPATH"] = str(SOURCES)  # `python -m stretto` works from any fo
 # Bit-identity holds for one thread count, whichever it is: STRETTO_TEST_THREADS=2 runs the suite with two.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("STRETTO_TEST_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would download something is a mistake
+# What a script starts in its background ignores Ctrl-C, and so does what that starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # Also fills fresh memory with NaN, which makes every read of an unwritten element visible.

@@ -116,11 +116,13 @@ def test_a_rank_that_is_hit_again_and_again_is_left_out_and_the_run_ends_well(
 
 def test_ctrl_c_ends_the_run_and_all_its_workers() -> None:
     words = [sys.executable, "-m", "stretto", "train", *QUICK, "--updates", "100000", "--run-dir", "run"]
-    run = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    next(line for line in run.stdout if line.startswith("update 1/"))
-    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: the launcher and every worker
-    # The workers write to the same pipe, so it ends when the last of them has.
-    _, complaint = run.communicate()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, start_new_session=True, **pipes) as run:
+        try:
+            next(line for line in run.stdout if line.startswith("update 1/"))
+            os.killpg(run.pid, signal.SIGINT)  # as a terminal does: the launcher and every worker
+            # The workers write to the same pipe, so it ends when the last of them has.
+            _, complaint = run.communicate()
+        finally:
+            run.kill()
     assert (run.returncode, complaint) == (130, "interrupted\n")
