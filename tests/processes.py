@@ -19,10 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A server process forks each rank with what is slow to import already there: 0.1 s per rank instead of 3 s. Any
-# optimizer's first step imports torch._dynamo.
+# A server forks each rank with what is slow to import already there (tests/conftest.py): 0.1 s per rank, not 3 s.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim"])
 
 
 class RankFailed(AssertionError):
