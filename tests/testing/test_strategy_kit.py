@@ -56,11 +56,6 @@ class TestACCO(Kit):
     strategy = ACCO()
 
 
-class TestUnevenACCO(Kit):
-    strategy = ACCO(first=1)
-    world_sizes = (2,)
-
-
 class TestPAFTSync(Kit):
     strategy = PAFTSync(interval=2)
 
