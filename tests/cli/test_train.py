@@ -17,15 +17,11 @@ from stretto.records import Update
 QUICK = ["digits-resnet", "--task.width", "4", "--task.batch", "8", "--evaluate-every", "3"]
 
 
-def stretto(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "stretto", *words], capture_output=True, text=True)
-
-
-def test_one_command_trains_and_leaves_a_whole_folder() -> None:
-    ended = stretto("train", *QUICK, "--updates", "4", "--run-dir", "run", "--checkpoint-every", "2")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    lines = ended.stdout.splitlines()
-    assert lines[0] == "acco on 2 workers, link none, run"
+def test_one_command_trains_and_leaves_a_whole_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *QUICK, "--updates", "4", "--run-dir", "run", "--checkpoint-every", "2"]) == 0
+    shown, complaint = capfd.readouterr()
+    assert complaint == ""
+    lines = shown.splitlines()
     assert lines[-4].startswith("4 updates in ")
     assert lines[-3].startswith("held-out loss 2.")
     assert lines[-2].startswith("held-out accuracy ")
