@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # More of the command line, for example: make train ARGS="--strategy wp --link 100mbit"
 ARGS ?=
+# Processes that share the tests, a file at a time. Tests of several ranks start more.
+PROCESSES ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -22,7 +24,7 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(PROCESSES) --dist loadfile
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,9 @@
 """The ground every test stands on: fixed threads and seeds, a clean environment, a folder of its own."""
 
+import multiprocessing.forkserver
 import os
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,17 @@ import torch
 SOURCES = Path(__file__).resolve().parent.parent / "src"
 LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_")
 
+FORKED_WITH = (
+    "stretto.train.rank",
+    "stretto.testing",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "sklearn.datasets",
+    "pytest",
+)
+"""What ranks in processes of their own would each take seconds to import."""
+
 # Set on the process, not by a fixture, so that whatever process a test starts inherits it.
 for name in [name for name in os.environ if name.startswith(LAUNCHER_PREFIXES)]:
     del os.environ[name]
@@ -18,10 +31,19 @@ os.environ["PYTHONPATH"] = str(SOURCES)  # `python -m stretto` works from any fo
 # Bit-identity holds for one thread count, whichever it is: STRETTO_TEST_THREADS=2 runs the suite with two.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("STRETTO_TEST_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would download something is a mistake
+# What a script starts in its background ignores Ctrl-C, and so does what that starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # Also fills fresh memory with NaN, which makes every read of an unwritten element visible.
 torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_ranks() -> None:
+    """Start the process that all ranks of all tests are forked from; it imports while the first tests run."""
+    multiprocessing.forkserver.set_forkserver_preload(list(FORKED_WITH))
+    multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A server process forks each rank with what is slow to import already there: 0.1 s per rank instead of 3 s. Any
-# optimizer's first step imports torch._dynamo.
+TIMEOUT_SECONDS = 240.0
+"""For a machine that others keep busy; nobody waits for it when all is well."""
+
+# A server forks each rank with what is slow to import already there (tests/conftest.py): 0.1 s per rank, not 3 s.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim"])
 
 
 class RankFailed(AssertionError):
@@ -60,7 +61,7 @@ def run_ranks(
     *args: Any,
     backend: str | None = "gloo",
     prepare: Callable[[], Any] | None = None,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` in ``world_size`` processes and return the results in rank order.
 
@@ -103,7 +104,7 @@ def rank_outcomes(
     *args: Any,
     backend: str | None = "gloo",
     prepare: Callable[[], Any] | None = None,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     wait_for_all: bool = True,
 ) -> list[Outcome]:
     """Like ``run_ranks``, but report every rank's end instead of raising.

@@ -17,15 +17,11 @@ from stretto.records import Update
 QUICK = ["digits-resnet", "--task.width", "4", "--task.batch", "8", "--evaluate-every", "3"]
 
 
-def stretto(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "stretto", *words], capture_output=True, text=True)
-
-
-def test_one_command_trains_and_leaves_a_whole_folder() -> None:
-    ended = stretto("train", *QUICK, "--updates", "4", "--run-dir", "run", "--checkpoint-every", "2")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    lines = ended.stdout.splitlines()
-    assert lines[0] == "acco on 2 workers, link none, run"
+def test_one_command_trains_and_leaves_a_whole_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *QUICK, "--updates", "4", "--run-dir", "run", "--checkpoint-every", "2"]) == 0
+    shown, complaint = capfd.readouterr()
+    assert complaint == ""
+    lines = shown.splitlines()
     assert lines[-4].startswith("4 updates in ")
     assert lines[-3].startswith("held-out loss 2.")
     assert lines[-2].startswith("held-out accuracy ")
@@ -116,11 +112,13 @@ def test_a_rank_that_is_hit_again_and_again_is_left_out_and_the_run_ends_well(
 
 def test_ctrl_c_ends_the_run_and_all_its_workers() -> None:
     words = [sys.executable, "-m", "stretto", "train", *QUICK, "--updates", "100000", "--run-dir", "run"]
-    run = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    next(line for line in run.stdout if line.startswith("update 1/"))
-    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: the launcher and every worker
-    # The workers write to the same pipe, so it ends when the last of them has.
-    _, complaint = run.communicate()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, start_new_session=True, **pipes) as run:
+        try:
+            next(line for line in run.stdout if line.startswith("update 1/"))
+            os.killpg(run.pid, signal.SIGINT)  # as a terminal does: the launcher and every worker
+            # The workers write to the same pipe, so it ends when the last of them has.
+            _, complaint = run.communicate()
+        finally:
+            run.kill()
     assert (run.returncode, complaint) == (130, "interrupted\n")

@@ -103,7 +103,7 @@ SCHEDULES: list[Plan] = [
 ]
 
 
-@pytest.mark.parametrize("plan", SCHEDULES, ids=repr)
+@pytest.mark.parametrize("plan", SCHEDULES, ids=lambda plan: type(plan).__name__)
 def test_lengths_under_schedules_are_exact_and_no_batch_is_left_out(plan: Plan) -> None:
     loader = EchoLoader(Numbers(50), plan)
     for epoch in range(3):

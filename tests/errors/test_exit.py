@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS_TO_END = 60.0
+SECONDS_TO_END = 240.0
 """Starting Python, the backend's timeout (that of the job and a margin), and room for a busy machine."""
 PROGRAM = """
 import sys

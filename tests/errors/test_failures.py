@@ -17,7 +17,7 @@ import stretto as st
 from tests.errors.tiny import BOTH_KINDS, TinyJob
 from tests.processes import Outcome, rank_outcomes
 
-SECONDS_TO_NOTICE = 15.0
+SECONDS_TO_NOTICE = 60.0
 """A look into the store, the answers to an alarm, and room for a busy machine; the timeout is 600 s."""
 TIMEOUT_SECONDS = 3.0
 LONG = timedelta(seconds=60)

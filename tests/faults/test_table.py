@@ -68,7 +68,7 @@ CLEAN = [Case(strategy=name, fault=None, guarded=guarded) for name in TRIED for 
 def outcomes() -> list[list[Outcome]]:
     """Return what every rank saw of all clean cases, then of all rows."""
     cases = [*CLEAN, *(row.case for row in ROWS)]
-    return run_ranks(WORLD_SIZE, run_all, cases, timeout_seconds=110.0)
+    return run_ranks(WORLD_SIZE, run_all, cases)
 
 
 def found(index: int) -> list[Outcome]:

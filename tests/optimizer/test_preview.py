@@ -57,7 +57,7 @@ def test_preview_leaves_no_trace(name: str, steps: int) -> None:
     assert all(segment.master.grad is None for segment in owner.segments)
 
 
-@pytest.mark.parametrize("unused", [set(), {"1.weight"}, {"0.bias", "2.weight"}], ids=str)
+@pytest.mark.parametrize("unused", [set(), {"1.weight"}, {"0.bias", "2.weight"}], ids=["none", "one", "two"])
 @before_or_after_first_step
 @every_optimizer
 def test_preview_shows_what_a_step_then_gives(name: str, steps: int, unused: set[str]) -> None:

@@ -29,6 +29,7 @@ from tests.testing.broken_strategies import (
 
 
 class Kit(StrategyConformance):
+    world_sizes = (1, 3)
     strategy: Strategy
 
     def make_strategy(self) -> Strategy:
@@ -53,11 +54,6 @@ class TestWeightPrediction(Kit):
 
 class TestACCO(Kit):
     strategy = ACCO()
-
-
-class TestUnevenACCO(Kit):
-    strategy = ACCO(first=1)
-    world_sizes = (2,)
 
 
 class TestPAFTSync(Kit):
@@ -89,6 +85,7 @@ def test_every_strategy_that_keeps_ranks_alike_is_checked() -> None:
 class Broken(Kit):
     """Makes a new strategy every time, as a user's kit would."""
 
+    world_sizes = StrategyConformance.world_sizes
     kind: type[Strategy]
 
     def make_strategy(self) -> Strategy:

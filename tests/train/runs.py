@@ -31,7 +31,7 @@ OWN = {
 def tiny_run(folder: str | None = None, **settings: Any) -> RunConfig[Tiny]:
     """A run of the tiny task; without TensorBoard, whose import would take longer than the run."""
     chosen = {"updates": 10, "micro_batches": 2, "evaluate_every": 4, "checkpoint_every": 3, **settings}
-    return RunConfig(task=Tiny(), run_dir=folder, tensorboard=False, timeout_seconds=30, **chosen)
+    return RunConfig(task=Tiny(), run_dir=folder, tensorboard=False, timeout_seconds=120, **chosen)
 
 
 def train(run: RunConfig[Tiny], world_size: int = 2, function: Any = train_rank, *args: Any) -> list[Outcome]:
