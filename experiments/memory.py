@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 import stretto as st
-from stretto.strategies.ledger import ledger_of
 from stretto.exchange.exchange import IN_FLIGHT
 from stretto.strategies import STRATEGIES, strategy_by_name
+from stretto.strategies.ledger import ledger_of
 
 UPDATES = 2
 MICRO_BATCHES = 2

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from stretto.cli import main as stretto
-from stretto.strategies.ledger import ledger_of
 from stretto.recipes import stdlib_gpt
 from stretto.strategies import strategy_by_name
+from stretto.strategies.ledger import ledger_of
 from stretto.train.simulation import SimulateConfig, simulate
 
 STRATEGIES = ("ddp", "zero1", "dpu", "wp", "acco")

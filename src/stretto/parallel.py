@@ -5,27 +5,25 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.echo.statistics import InputStatistics
 from stretto.engine import Clock, Job, Options
 from stretto.engine.listener import Weighed, weighed
 from stretto.engine.report import Vote
 from stretto.engine.state import JobState, State
 from stretto.errors import ConfigError, LossNotScalar, UsageError
 from stretto.exchange import WireFormat
+from stretto.feed import Batch, Feed, num_samples
 from stretto.groups.launcher import join_launched_group
 from stretto.groups.private import private_group
 from stretto.guards import Guard
 from stretto.records import Incident, Update
 from stretto.start import Parts, standard_guards, start
 from stretto.strategies import Strategy, ZeRO1
-
-Batch = TypeVar("Batch")
 
 _BACKEND_MARGIN_SECONDS = 5.0
 """The backend's timeout comes after the library's, which names the silent rank, and not long after: a process
@@ -112,13 +110,7 @@ class DataParallel:
         self.job: Job = start(parts, self._group)
         """The job's parts, for checkpoints, faults and tests."""
         self._compute = self.job.compute
-        self._input = InputStatistics(self._compute.runtime.now)
-        self._samples_fed: int | None = None
-        self._on_update: Callable[[Update], None] | None = None
-        self._last_update: int | None = None
-        """After which `feed` was told to end."""
-        self._landed: list[Update] = []
-        """Updates that no call has returned yet."""
+        self._feed = Feed(self.job)
 
     @property
     def rank(self) -> int:
@@ -158,37 +150,15 @@ class DataParallel:
             updates: End when so many updates have been committed since the job began (`steps`), and commit none
                 behind; None goes on to the end of the data.
             until: End when any rank's data have ended, or when all ranks' have.
-            on_update: Called with every update that is committed from the first batch to the end, on all ranks alike. The
-                loop's body does not see those that land in here: evaluate and save in this function where ranks may have
-                unequal numbers of batches.
+            on_update: Called with every update that is committed from the first batch to the end, on all ranks alike.
+                The loop's body does not see those that land in here: evaluate and save in this function where ranks
+                may have unequal numbers of batches.
 
         Raises:
             ConfigError: The loader has not a single batch, or an argument cannot be.
             Finished: The job has ended.
         """
-        with self._compute.running():
-            self._begin_feed(updates, until)
-            self._on_update = on_update
-            self._input.begin(loader)
-            batches, length = iter(loader), _length_of(loader)
-        nothing = object()
-        num_fed = 0
-        while not self._is_over(until):
-            batch: Any = self._input.take(batches, nothing)
-            if batch is nothing:
-                with self._compute.running():
-                    self._pass_rounds(until, has_fed=num_fed > 0)
-                break
-            num_fed += 1
-            if num_fed == length:
-                with self._compute.running():
-                    self._compute.take_off_if_ready()  # the round before: it does not hold this last batch
-                    self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
-            self._samples_fed = _num_samples(batch)
-            yield batch
-            with self._compute.running():
-                self._land_last_update()
-        self._on_update = None
+        return self._feed.batches(loader, updates, until, on_update)
 
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int | None = None) -> Update | None:
         """Run one micro-batch's backward pass and count it.
@@ -231,8 +201,9 @@ class DataParallel:
         Returns and errors are those of `backward`.
         """
         with self._compute.running():
-            self._compute.begin_micro_batch(loss_function, batch)
-            samples = _num_samples(batch) if samples is None else samples
+            self._compute.before_micro_batch()
+            self._compute.model.listener.micro_batch_begins(loss_function, batch)
+            samples = num_samples(batch) if samples is None else samples
             return self._backward(*weighed(loss_function(batch), weight, samples))
 
     def count_micro_batch(
@@ -338,14 +309,11 @@ class DataParallel:
         """
         with self._compute.running():
             self._compute.accumulation.check_own(self._compute.where)
-            self._compute.vote = Vote.DRAIN
-            while not self._is_drained():
-                self._pass_round()
+            self._feed.drain()
             self._compute.show_committed()
             self.late_incidents = tuple(self._compute.model.listener.ended())
             self._compute.close()
-        updates, self._landed = self._landed, []
-        return updates
+        return self._feed.take_landed()
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one ends because of `error`, and end the job here."""
@@ -369,12 +337,11 @@ class DataParallel:
         return self._count(weight, loss.reshape(()), samples)
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
-        if samples is None:
-            samples = 1 if self._samples_fed is None else self._samples_fed
+        samples = self._feed.num_samples if samples is None else samples
         if loss is not None:
-            self._input.note_loss(loss, weight)
+            self._feed.input.note_loss(loss, weight)
         update = self._compute.count(weight, loss, samples)
-        return None if update is None else self._told(update)
+        return None if update is None else self._feed.tell(update)
 
     def _checked_weight(self, weight: float) -> float:
         if not 0 <= weight < float("inf"):
@@ -400,72 +367,6 @@ class DataParallel:
                 "computed by the model outside torch.no_grad(), and not detached"
             )
 
-    # The end of the data
-
-    def _begin_feed(self, updates: int | None, until: str) -> None:
-        """Start anew after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
-        if until not in ("any", "all"):
-            raise ConfigError(f"feed(until={until!r}): expected 'any' or 'all'")
-        if updates is not None and (not isinstance(updates, int) or updates < 0):
-            raise ConfigError(f"feed(updates={updates!r}): expected a number of updates, or None")
-        self._last_update = updates
-        if self._compute.vote == Vote.EXHAUSTED:
-            self._compute.vote = Vote.GO_ON
-        votes = self._compute.votes
-        self._compute.votes = [vote if vote >= Vote.STOP else Vote.GO_ON for vote in votes]
-
-    def _is_over(self, until: Literal["any", "all"]) -> bool:
-        """Return whether all ranks have agreed to end; the same on every rank at the same round."""
-        if self._last_update is not None and self.steps >= self._last_update:
-            return True
-        votes = self._compute.votes
-        if not votes:
-            return False
-        decisive = max(votes) if until == "any" else min(votes)
-        return max(votes) >= Vote.STOP or decisive >= Vote.EXHAUSTED
-
-    def _pass_rounds(self, until: Literal["any", "all"], *, has_fed: bool) -> None:
-        """Take part in rounds without data until the agreed end."""
-        if not has_fed:
-            raise ConfigError(
-                f"{self._compute.where}: the loader has no batch; expected at least one per rank"
-            )
-        self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
-        while not self._is_over(until):
-            self._pass_round()
-
-    def _pass_round(self) -> None:
-        """Close the round as it is, or hand the closed one over; in both cases land what is in flight then."""
-        has_closed = self._compute.has_round_ready
-        self._keep(self._compute.fly() if has_closed else self._compute.end_round())
-
-    def _land_last_update(self) -> None:
-        """Land rather than accumulate once the last update is in sight: what came behind would be lost."""
-        while (
-            self._last_update is not None and self.steps < self._last_update <= self._compute.updates_in_sight
-        ):
-            self._keep(self._compute.fly())
-
-    def _is_drained(self) -> bool:
-        """Return whether nobody has anything left to contribute; the same on all ranks."""
-        votes, world_size = self._compute.votes, self.world_size
-        has_ended = self._last_update is not None and self.steps >= self._last_update
-        agreed = votes in ([Vote.DRAIN] * world_size, [Vote.EXHAUSTED] * world_size) or has_ended
-        return agreed and self._compute.is_clear and self.job.replicas.gap == 0
-
-    def _keep(self, update: Update | None) -> None:
-        """Tell of an update that no call returns, now or when `finish` returns it."""
-        if update is not None:
-            update = self._told(update)
-            self._landed += [] if self._on_update is not None else [update]
-
-    def _told(self, update: Update) -> Update:
-        """Return the update with what was taken from the loader, once `on_update` has heard of it."""
-        update = self._input.fill(update)
-        if self._on_update is not None:
-            self._on_update(update)
-        return update
-
 
 def _with_wire(options: Options, wire: WireFormat | None) -> Options:
     if wire is None:
@@ -475,22 +376,3 @@ def _with_wire(options: Options, wire: WireFormat | None) -> Options:
             f"DataParallel(wire={wire!r}, options=Options(wire={options.wire!r})): expected one of them"
         )
     return dataclasses.replace(options, wire=wire)
-
-
-def _length_of(loader: Iterable[Any]) -> int | None:
-    """Return how many batches a loader says that it has; None if it does not know."""
-    try:
-        return len(loader)  # type: ignore[arg-type]  # whether it has one is the question
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _num_samples(batch: object) -> int:
-    """Return the length of the first tensor found in a batch, or 1."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 1
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)) and batch:
-        return _num_samples(batch[0])
-    return 1

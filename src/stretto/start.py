@@ -13,10 +13,10 @@ from stretto.averaging import DriftingReplicas, LocalReplicas
 from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.compute_lane import ComputeLane
-from stretto.engine.core import Core
 from stretto.engine.failures import FailureDetector
 from stretto.engine.job import Job
 from stretto.engine.options import Clock, Options, Quota, plan_quota
+from stretto.engine.performers import Core
 from stretto.engine.replicas import ReplicaSet
 from stretto.engine.report import settings_text
 from stretto.engine.round import Progress

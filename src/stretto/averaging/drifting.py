@@ -36,7 +36,7 @@ from torch import Tensor
 
 from stretto.averaging.mean import ReplicaMean
 from stretto.checksums import digest
-from stretto.engine.core import Core, Flight, Performer
+from stretto.engine.performers import Core, Flight, Performer
 from stretto.engine.replicas import ReplicaSet
 from stretto.engine.report import Vote
 from stretto.engine.round import Reduction, Round

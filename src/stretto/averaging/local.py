@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from stretto.averaging.mean import ReplicaMean
-from stretto.engine.core import Core, Flight, Performer
+from stretto.engine.performers import Core, Flight, Performer
 from stretto.engine.replicas import ReplicaSet
 from stretto.engine.report import RankReport, RoundReport, Totals, Vote, empty_report
 from stretto.engine.round import Reduction, Round

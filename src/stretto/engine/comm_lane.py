@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from stretto.engine.core import Flight, Performer
+from stretto.engine.performers import Flight, Performer
 from stretto.engine.replicas import ReplicaSet
 from stretto.engine.round import Commit, Landing, Round
 from stretto.engine.runtime import Pending

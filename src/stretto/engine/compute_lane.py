@@ -17,7 +17,6 @@ from torch import Tensor
 
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.failures import FailureDetector
-from stretto.engine.listener import LossFunction
 from stretto.engine.options import Quota
 from stretto.engine.report import Vote
 from stretto.engine.round import Accounts, Accumulation, Landing, Reduction, Round
@@ -70,7 +69,7 @@ class ComputeLane:
         self.num_counted = 0
         """Micro-batches of this rank so far, of any weight."""
         self.has_finished = False
-        """Whether the job came to a good end: the committed parameters are shown and will be."""
+        """Whether the job came to a good end."""
         self._ended_because: str | None = None
         self._failures = failures
         self._quota = quota
@@ -177,11 +176,6 @@ class ComputeLane:
         self.take_off_if_ready()
         if self.comm.asks_ahead and self._opening is None:
             self._opening = self.runtime.spawn(self.comm.open)
-
-    def begin_micro_batch(self, loss_function: LossFunction, batch: object) -> None:
-        """As `before_micro_batch`, with what it takes to run the micro-batch again."""
-        self.before_micro_batch()
-        self.model.listener.micro_batch_begins(loss_function, batch)
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Run a micro-batch's backward pass."""

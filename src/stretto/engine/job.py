@@ -4,7 +4,7 @@ import dataclasses
 
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.compute_lane import ComputeLane
-from stretto.engine.core import Core
+from stretto.engine.performers import Core
 from stretto.engine.replicas import ReplicaSet
 from stretto.engine.user_model import UserModel
 from stretto.exchange import Exchange

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stretto.engine.core import Core, Performer
+from stretto.engine.performers import Core, Performer
 from stretto.engine.round import Reduction, Round
 from stretto.engine.statistics import Statistics
 from stretto.optimizer import ShardedOptimizer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stretto.checksums import Checksum, digest
-from stretto.engine.core import Core, Flight, Performer
+from stretto.engine.performers import Core, Flight, Performer
 from stretto.engine.replicas import ReplicaSet
 from stretto.errors import StateCorrupt
 from stretto.guards.contract import (
@@ -149,7 +149,11 @@ class GuardInterpreter:
         # A round of the drain that commits nothing has told all ranks what it found, in no update.
         told, self._progress.incidents = self._progress.incidents, []
         shared, step = self._gather_found(), self._progress.step + 1
-        return (*told, *shared, *(dataclasses.replace(found, step=step) for found in self._exchange.incidents))
+        return (
+            *told,
+            *shared,
+            *(dataclasses.replace(found, step=step) for found in self._exchange.incidents),
+        )
 
     def _arrived(self, effect: Arrived, flight: Flight | None) -> None:
         """A gradient has been summed; those who were named too often leave before anybody steps with it."""

@@ -1,0 +1,170 @@
+"""Feeds batches to the user's loop, each once, and brings all ranks to the same end.
+
+Note [The end of the data]
+    Ranks learn from the round reports that one of them has no more data. A loader with a length says so with its last
+    batch, so that no round is needed for the news; another one is exhausted only when it is asked once more. A rank
+    without data goes on in here: it hands over what it has accumulated, then empty rounds, until all have agreed. Where
+    the number of updates is given, nothing is accumulated behind the last one: its rounds are landed at once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+from stretto.echo.statistics import InputStatistics
+from stretto.engine import Job
+from stretto.engine.report import Vote
+from stretto.errors import ConfigError
+from stretto.records import Update
+
+Batch = TypeVar("Batch")
+Until = Literal["any", "all"]
+
+
+class Feed:
+    """The batches of one job's rank, and the updates that they lead to.
+
+    Args:
+        job: Of this rank.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.input = InputStatistics(job.compute.runtime.now)
+        self.num_samples = 1
+        """Of the batch that was handed out last."""
+        self._job = job
+        self._compute = job.compute
+        self._on_update: Callable[[Update], None] | None = None
+        self._last_update: int | None = None
+        """After which to end."""
+        self._landed: list[Update] = []
+        """Updates that nobody has been told of."""
+
+    def batches(
+        self,
+        loader: Iterable[Batch],
+        updates: int | None,
+        until: Until,
+        on_update: Callable[[Update], None] | None,
+    ) -> Iterator[Batch]:
+        """See `DataParallel.feed`."""
+        with self._compute.running():
+            self._begin(updates, until)
+            self._on_update = on_update
+            self.input.begin(loader)
+            batches, length = iter(loader), _length_of(loader)
+        nothing = object()
+        num_fed = 0
+        while not self._is_over(until):
+            batch: Any = self.input.take(batches, nothing)
+            if batch is nothing:
+                with self._compute.running():
+                    self._pass_rounds(until, has_fed=num_fed > 0)
+                break
+            num_fed += 1
+            if num_fed == length:
+                with self._compute.running():
+                    self._compute.take_off_if_ready()  # the round before: it does not hold this last batch
+                    self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
+            self.num_samples = num_samples(batch)
+            yield batch
+            with self._compute.running():
+                self._land_last_update()
+        self._on_update = None
+
+    def drain(self) -> None:
+        """Hand over and land rounds until no rank has anything left; all ranks must call."""
+        self._compute.vote = Vote.DRAIN
+        while not self._is_drained():
+            self._pass_round()
+
+    def tell(self, update: Update) -> Update:
+        """Return the update with what was taken from the loader, once `on_update` has heard of it."""
+        update = self.input.fill(update)
+        if self._on_update is not None:
+            self._on_update(update)
+        return update
+
+    def take_landed(self) -> list[Update]:
+        """Return the updates that nobody has been told of."""
+        updates, self._landed = self._landed, []
+        return updates
+
+    def _begin(self, updates: int | None, until: str) -> None:
+        """Start anew after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
+        if until not in ("any", "all"):
+            raise ConfigError(f"feed(until={until!r}): expected 'any' or 'all'")
+        if updates is not None and (not isinstance(updates, int) or updates < 0):
+            raise ConfigError(f"feed(updates={updates!r}): expected a number of updates, or None")
+        self._last_update = updates
+        if self._compute.vote == Vote.EXHAUSTED:
+            self._compute.vote = Vote.GO_ON
+        votes = self._compute.votes
+        self._compute.votes = [vote if vote >= Vote.STOP else Vote.GO_ON for vote in votes]
+
+    def _has_enough(self) -> bool:
+        return self._last_update is not None and self._compute.steps >= self._last_update
+
+    def _is_over(self, until: Until) -> bool:
+        """Return whether all ranks have agreed to end; the same on every rank at the same round."""
+        votes = self._compute.votes
+        if self._has_enough() or not votes:
+            return self._has_enough()
+        decisive = max(votes) if until == "any" else min(votes)
+        return max(votes) >= Vote.STOP or decisive >= Vote.EXHAUSTED
+
+    def _is_drained(self) -> bool:
+        """Return whether nobody has anything left to contribute; the same on all ranks."""
+        votes, world_size = self._compute.votes, self._job.exchange.world_size
+        agreed = votes in ([Vote.DRAIN] * world_size, [Vote.EXHAUSTED] * world_size)
+        is_averaged = self._job.replicas.gap == 0
+        return (agreed or self._has_enough()) and is_averaged and self._compute.is_clear
+
+    def _pass_rounds(self, until: Until, *, has_fed: bool) -> None:
+        """Take part in rounds without data until the agreed end."""
+        if not has_fed:
+            raise ConfigError(
+                f"{self._compute.where}: the loader has no batch; expected at least one per rank"
+            )
+        self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
+        while not self._is_over(until):
+            self._pass_round()
+
+    def _pass_round(self) -> None:
+        """Close the round as it is, or hand the closed one over; in both cases land what is in flight then."""
+        has_closed = self._compute.has_round_ready
+        self._keep(self._compute.fly() if has_closed else self._compute.end_round())
+
+    def _land_last_update(self) -> None:
+        """Land rather than accumulate once the last update is in sight: what came behind would be lost."""
+        while (
+            self._last_update is not None
+            and self._compute.steps < self._last_update <= self._compute.updates_in_sight
+        ):
+            self._keep(self._compute.fly())
+
+    def _keep(self, update: Update | None) -> None:
+        """Tell of an update that no call returns, now or when `finish` returns it."""
+        if update is not None:
+            update = self.tell(update)
+            self._landed += [] if self._on_update is not None else [update]
+
+
+def _length_of(loader: Iterable[Any]) -> int | None:
+    """Return how many batches a loader says that it has; None if it does not know."""
+    try:
+        return len(loader)  # type: ignore[arg-type]  # whether it has one is the question
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def num_samples(batch: object) -> int:
+    """Return the length of the first tensor found in a batch, or 1."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)) and batch:
+        return num_samples(batch[0])
+    return 1
