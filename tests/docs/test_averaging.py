@@ -18,5 +18,4 @@ def test_the_example_runs() -> None:
     }
     (source,) = code_blocks(DOCS / "averaging.md", "tests/docs/test_averaging.py")
     exec(source, names)
-    # Eight with data; the end is agreed at the next average, three further on.
-    assert names["parallel"].steps == 11
+    assert names["parallel"].steps == 8

@@ -90,6 +90,7 @@ def leave_loop(rank: int, case: Case, length: int) -> Observed:
         final_statistics=[],
         updates=updates + drained,
         drained=len(drained),
+        behind=len(drained),
     )
 
 

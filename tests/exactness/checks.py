@@ -14,12 +14,15 @@ def expected_counts(case: Case, world_size: int) -> list[Counts]:
 
 
 def check(ranks: Sequence[Observed], expected: Trace, counts: Sequence[Counts] | None = None) -> None:
-    """Compare every rank to the bit; states that the drain shows are seen by nobody."""
+    """Compare every rank to the bit; states that are shown behind the last micro-batch are seen by nobody."""
     for rank, found in enumerate(ranks):
         if counts is not None:
             assert recorded_counts(found) == list(counts), f"rank {rank}"
-        assert len(expected.shown) - 2 * found.drained <= len(found.shown) <= len(expected.shown)
-        for position, (state, reference) in enumerate(zip(found.shown, expected.shown, strict=False)):
+        assert len(expected.shown) - 2 * found.behind <= len(found.shown) <= len(expected.shown)
+        num_seen = len(expected.shown) - 2 * found.behind
+        for position, (state, reference) in enumerate(
+            zip(found.shown[:num_seen], expected.shown, strict=False)
+        ):
             assert same(state, reference), f"rank {rank}: shown state {position} differs"
         assert len(found.committed) in (0, len(expected.committed) - found.drained)
         for position, (state, reference) in enumerate(zip(found.committed, expected.committed, strict=False)):

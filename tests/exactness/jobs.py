@@ -59,7 +59,7 @@ class Observed:
     shown: list[State]
     """Every new set of parameters that the model held after a micro-batch, in order, the start included."""
     committed: list[State]
-    """Parameters inside `settled()` at every update that `backward` returned."""
+    """Parameters inside `settled()` at every update that `feed` told of."""
     statistics: list[State]
     """Floating-point buffers inside `settled()` at the same moments."""
     live_statistics: list[State]
@@ -70,6 +70,8 @@ class Observed:
     updates: list[Update]
     drained: int
     """How many of `updates` came from `finish`."""
+    behind: int = 0
+    """How many landed behind the last micro-batch, in `feed` or `finish`: nobody sees all that was shown there."""
 
 
 class Network(nn.Module):
@@ -193,10 +195,12 @@ def train(rank: int, case: Case, group: ProcessGroup | None = None) -> Observed:
             shown.append(parameters_of(model))
 
     with parallel:
+        num_seen = 0
         for batch in parallel.feed(stream(case, rank), until=case.until, on_update=look):
             note()
             parallel.backward(mean_loss(model, batch), weight=batch[2])
             note()
+            num_seen = len(updates)
         note()
         drained = parallel.finish()
     return Observed(
@@ -208,6 +212,7 @@ def train(rank: int, case: Case, group: ProcessGroup | None = None) -> Observed:
         final_statistics=statistics_of(model),
         updates=updates + drained,
         drained=len(drained),
+        behind=len(updates) + len(drained) - num_seen,
     )
 
 

@@ -17,9 +17,7 @@ def averages(case: Case) -> list[State]:
     They are those of the first layer, so they depend on the data and not on the parameters.
     """
     layers = [build_model(case).normalise for _ in range(2)]
-    # Past the end, the last batch is passed through again at weight zero, and moves statistics like any other.
     inputs = [[x for x, *_ in stream(case, rank)] for rank in range(2)]
-    inputs = [[*batches, *batches[-1:] * (-len(batches) % 4)] for batches in inputs]
     results = []
     for start in range(0, len(inputs[0]), 4):
         for layer, batches in zip(layers, inputs, strict=True):
@@ -61,4 +59,6 @@ def test_settled_buffers_are_equal_on_all_ranks(index: int) -> None:
 @pytest.mark.parametrize("index", OVERLAPPING, ids=lambda i: describe(WATCHED[i]))
 def test_live_buffers_of_overlapping_strategies_run_ahead(index: int) -> None:
     found = watched()[0][index]
-    assert not any(map(same, found.live_statistics, found.statistics))
+    seen = len(found.statistics) - (found.behind - found.drained)  # behind the last micro-batch nothing runs ahead
+    assert seen >= 2
+    assert not any(map(same, found.live_statistics[:seen], found.statistics[:seen]))

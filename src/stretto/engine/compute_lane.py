@@ -63,8 +63,7 @@ class ComputeLane:
         self.vote = Vote.GO_ON
         self.votes: list[Vote] = []
         """What each rank wanted in the last round that landed."""
-        self.at_boundary = True
-        """Whether the last round that landed ended an update."""
+        self.at_boundary = True  # whether the last round that landed ended an update
         self.steps = 0
         self.num_counted = 0
         """Micro-batches of this rank so far, of any weight."""
@@ -78,14 +77,12 @@ class ComputeLane:
         self._idle = GradientBuffer(self.layout) if self._overlaps else None
         self._in_flight: Pending[Landing] | None = None
         self._opening: Pending[None] | None = None  # what the script asks for ahead of the gradients
-        self._ready: Round | None = None
-        """The round that takes off next, once its quota is met."""
+        self._ready: Round | None = None  # the round that takes off next, once its quota is met
         self._accumulating_round = 0
         """Position, in its update, of the round that accumulates: one ahead of the one in flight."""
         self._hyperparameters: Hyperparameters = []
         self._incidents: list[Incident] = []
-        self._is_checked = False
-        """Whether the parameters were looked at since the last micro-batch was counted."""
+        self._is_checked = False  # whether parameters were looked at since the last micro-batch was counted
         self._accounts = Accounts(comm.strategy.staleness, self.runtime.now(), use_is_known=allow_unused)
         user.hook(
             before_gradient=lambda index: self.accumulation.before_gradient(index),
@@ -104,7 +101,7 @@ class ComputeLane:
 
     @property
     def has_round_ready(self) -> bool:
-        """Whether a round waits for its take-off: the next update's first one, at an `Update` of an overlap."""
+        """Whether a round waits for its take-off."""
         return self._ready is not None
 
     @property
