@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from stretto import Auto, Bernoulli, DataParallel, EchoLoader, EchoOptions, Even, Ready, ZeRO1
 from stretto.recipes import DigitsResNet
 from stretto.train.configuration import RunConfig
-from stretto.train.launch import LocalRanks
+from stretto.train.launch import LocalRanks, train
 from stretto.train.outcome import describe_environment
 from stretto.train.slow_loader import SlowStore
 from stretto.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
@@ -283,7 +283,7 @@ def two_ranks(
     def measured(echo: str, slow_loader: str) -> dict[str, Any]:
         run = RunConfig(task=task, strategy="zero1", micro_batches=1, seconds=seconds, evaluate_every=None,
                         checkpoint_every=None, echo=echo, slow_loader=slow_loader)  # fmt: skip
-        outcome = ranks.train(run, shows_progress=False)
+        outcome = train(ranks, run, shows_progress=False)
         return {"echo": echo, "slow_loader": slow_loader, "samples_per_second": outcome.samples_per_second,
                 "fresh": outcome.fresh_batches, "echoed": outcome.echoed_batches,
                 "wait_seconds": outcome.wait_seconds}  # fmt: skip

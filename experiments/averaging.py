@@ -34,7 +34,7 @@ from stretto.echo.text import parse_plan
 from stretto.recipes import DigitsResNet, StdlibGPT
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig
-from stretto.train.launch import LocalRanks
+from stretto.train.launch import LocalRanks, train
 from stretto.train.outcome import describe_environment
 
 ARMS = ("ddp", "accumulate", "interval", "coin", "coin+state", "unechoed")
@@ -114,7 +114,7 @@ def real(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                 micro_batches=said.micro_batches, updates=arm(setting, each, seed).uses(seed) // said.micro_batches,
                 link=options.link, slow_loader=slow_loader, evaluate_every=None, checkpoint_every=None,
             )  # fmt: skip
-            outcome = ranks.train(run, shows_progress=False)
+            outcome = train(ranks, run, shows_progress=False)
             found.append({
                 "setting": name, "slow_loader": slow_loader, "arm": each, "seed": seed, "updates": outcome.updates,
                 "fresh": outcome.fresh_batches, "echoed": outcome.echoed_batches,

@@ -13,7 +13,7 @@ from stretto.observe import read_json_lines
 from stretto.train.configuration import RunConfig
 from stretto.train.outcome import Outcome, prepare_run_folder
 from stretto.train.rank import train_rank
-from stretto.train.workers import Seat, host_store, run_workers
+from stretto.train.workers import RankInfo, host_store, run_workers
 from tests.train.tiny import Tiny
 
 OWN = {
@@ -35,11 +35,11 @@ def tiny_run(folder: str | None = None, **settings: Any) -> RunConfig[Tiny]:
 
 
 def train(run: RunConfig[Tiny], world_size: int = 2, function: Any = train_rank, *args: Any) -> list[Outcome]:
-    """Call `function(seat, run, 0, False, *args)` on local workers and return what every rank returned."""
+    """Call `function(info, run, 0, False, *args)` on local workers and return what every rank returned."""
     prepare_run_folder(run)
     store = host_store("127.0.0.1", 0)
-    seats = [
-        Seat(
+    infos = [
+        RankInfo(
             rank=rank,
             world_size=world_size,
             local_rank=rank,
@@ -49,11 +49,11 @@ def train(run: RunConfig[Tiny], world_size: int = 2, function: Any = train_rank,
         )
         for rank in range(world_size)
     ]
-    return run_workers(function, seats, run, 0, False, *args)
+    return run_workers(function, infos, run, 0, False, *args)
 
 
 def train_until_killed(
-    seat: Seat, run: RunConfig[Tiny], warmup_updates: int, shows_progress: bool, victim: int, calls: int
+    info: RankInfo, run: RunConfig[Tiny], warmup_updates: int, shows_progress: bool, victim: int, calls: int
 ) -> int:
     """Train; on rank `victim` the process kills itself at the `calls`-th function call or return.
 
@@ -65,11 +65,11 @@ def train_until_killed(
     def count(frame: FrameType, event: str, argument: object) -> None:
         nonlocal seen
         seen += 1
-        if seen == calls and seat.rank == victim:
+        if seen == calls and info.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.setprofile(count)
-    train_rank(seat, run, warmup_updates, shows_progress)
+    train_rank(info, run, warmup_updates, shows_progress)
     sys.setprofile(None)
     return seen
 

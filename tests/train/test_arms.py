@@ -19,7 +19,7 @@ def test_a_comma_before_a_digit_belongs_to_a_clock() -> None:
 
 def test_an_arm_carries_options_of_its_strategy_and_settings_of_its_run() -> None:
     arm = parse_arm("acco:first=1:wire=bf16:lr=2e-3:micro_batches=6")
-    run = arm.configure(Job(task=Tiny()))
+    run = Job(task=Tiny()).run_of(arm)
     assert arm.strategy() == ACCO(first=1)
     assert (run.wire, run.micro_batches, run.task.lr) == ("bf16", 6, 2e-3)
     assert run.strategy == arm.text
@@ -32,19 +32,20 @@ def test_options_are_read_by_the_kind_of_their_defaults() -> None:
 
 def test_an_arm_keeps_what_it_does_not_set() -> None:
     job = Job(task=Tiny(lr=0.5), clock=Clock(minimum=2, maximum=4), seed=7, link="1gbit")
-    run = parse_arm("wp").configure(job)
+    run = job.run_of(parse_arm("wp"))
     assert (run.task, run.clock, run.seed, run.link) == (job.task, job.clock, 7, "1gbit")
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "compute", "torch-ddp"])
 def test_a_method_without_a_communication_lane_has_no_clock(name: str) -> None:
     job = Job(task=Tiny(), clock=Clock(), micro_batches=3)
-    run = parse_arm(name).configure(job)
+    run = job.run_of(parse_arm(name))
     assert (run.clock, run.micro_batches) == (None, 3)
 
 
 def test_micro_batches_of_an_arm_replace_the_clock_of_the_job() -> None:
-    assert parse_arm("acco:micro_batches=2").configure(Job(task=Tiny(), clock=Clock())).clock is None
+    job = Job(task=Tiny(), clock=Clock())
+    assert job.run_of(parse_arm("acco:micro_batches=2")).clock is None
 
 
 def test_learning_rates_go_to_the_arm_or_to_all_arms_of_a_strategy_but_not_over_an_arms_own() -> None:
@@ -90,5 +91,5 @@ def test_a_clock_is_two_numbers() -> None:
 
 def test_a_run_stays_in_its_folder_whatever_its_arm_sets() -> None:
     run = RunConfig(task=Tiny(), strategy="wp:wire=bf16", run_dir="run", resume=True, checkpoint_every=7)
-    configured = parse_arm(run.strategy).configure(run)
+    configured = run.run_of(parse_arm(run.strategy))
     assert configured == dataclasses.replace(run, wire="bf16")

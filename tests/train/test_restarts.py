@@ -19,7 +19,7 @@ from stretto.train.configuration import RunConfig
 from stretto.train.launch import LocalRanks
 from stretto.train.outcome import prepare_run_folder
 from stretto.train.restarts import to_leave_out, train_on
-from stretto.train.workers import Seat
+from stretto.train.workers import RankInfo
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train
 from tests.train.tiny import Tiny
 
@@ -128,8 +128,8 @@ def test_what_is_no_damage_ends_the_run_at_once() -> None:
     assert quarantine("run") == []
 
 
-def place(seat: Seat) -> tuple[int, int, int, int]:
-    return seat.rank, seat.world_size, seat.local_rank, seat.local_world_size
+def place(info: RankInfo) -> tuple[int, int, int, int]:
+    return info.rank, info.world_size, info.local_rank, info.local_world_size
 
 
 def test_those_that_stay_keep_their_devices() -> None:

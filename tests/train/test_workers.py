@@ -10,23 +10,25 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import CommunicationError, ConfigError, WorkerFailed
-from stretto.train.workers import Seat, run_workers
+from stretto.train.workers import RankInfo, run_workers
 
 
-def seats(count: int) -> list[Seat]:
+def infos(count: int) -> list[RankInfo]:
     return [
-        Seat(rank=rank, world_size=count, local_rank=rank, local_world_size=count, host="127.0.0.1", port=0)
+        RankInfo(
+            rank=rank, world_size=count, local_rank=rank, local_world_size=count, host="127.0.0.1", port=0
+        )
         for rank in range(count)
     ]
 
 
-def square(seat: Seat, offset: int) -> int:
-    return seat.rank**2 + offset
+def square(info: RankInfo, offset: int) -> int:
+    return info.rank**2 + offset
 
 
-def fail_on_rank_1(seat: Seat, how: str) -> None:
+def fail_on_rank_1(info: RankInfo, how: str) -> None:
     """Let rank 1 fail, and rank 0 notice it as a neighbour would, or not at all."""
-    if seat.rank == 0:
+    if info.rank == 0:
         if how == "unnoticed":
             threading.Event().wait()
         raise CommunicationError("rank 0 heard of it")
@@ -39,14 +41,14 @@ def fail_on_rank_1(seat: Seat, how: str) -> None:
     raise ZeroDivisionError("rank 1 divided")
 
 
-def print_and_wait(seat: Seat) -> None:
-    sys.stdout.write(f"rank {seat.rank} runs\n")
+def print_and_wait(info: RankInfo) -> None:
+    sys.stdout.write(f"rank {info.rank} runs\n")
     sys.stdout.flush()
     threading.Event().wait()
 
 
 def test_results_come_in_the_order_of_ranks() -> None:
-    assert run_workers(square, seats(3), 10) == [10, 11, 14]
+    assert run_workers(square, infos(3), 10) == [10, 11, 14]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_results_come_in_the_order_of_ranks() -> None:
 )
 def test_the_rank_that_failed_is_named_and_not_those_who_heard_of_it(how: str, cause: str) -> None:
     with pytest.raises(WorkerFailed) as caught:
-        run_workers(fail_on_rank_1, seats(2), how)
+        run_workers(fail_on_rank_1, infos(2), how)
     message = str(caught.value)
     assert message.startswith("rank 1 of 2 local workers failed: ")
     assert cause in message
@@ -69,9 +71,9 @@ def test_the_rank_that_failed_is_named_and_not_those_who_heard_of_it(how: str, c
 
 def test_a_message_of_the_library_stands_alone_and_anything_else_has_its_traceback() -> None:
     with pytest.raises(WorkerFailed) as refused:
-        run_workers(fail_on_rank_1, seats(2), "refused")
+        run_workers(fail_on_rank_1, infos(2), "refused")
     with pytest.raises(WorkerFailed) as raised:
-        run_workers(fail_on_rank_1, seats(2), "raised")
+        run_workers(fail_on_rank_1, infos(2), "raised")
     assert len(str(refused.value).splitlines()) == 1
     assert "fail_on_rank_1" in str(raised.value)
 
@@ -79,11 +81,11 @@ def test_a_message_of_the_library_stands_alone_and_anything_else_has_its_traceba
 def test_a_rank_that_notices_nothing_is_ended_after_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.train.workers.GRACE_SECONDS", 0.1)
     with pytest.raises(WorkerFailed, match="rank 1 of 2"):
-        run_workers(fail_on_rank_1, seats(2), "unnoticed")
+        run_workers(fail_on_rank_1, infos(2), "unnoticed")
 
 
 def test_no_worker_outlives_its_launcher() -> None:
-    script = "from tests.train.test_workers import *; run_workers(print_and_wait, seats(2))"
+    script = "from tests.train.test_workers import *; run_workers(print_and_wait, infos(2))"
     root = Path(__file__).parents[2]
     launcher = subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{script}"],

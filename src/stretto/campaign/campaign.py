@@ -6,7 +6,6 @@ others on virtual ranks. Beside them run clean jobs, without a fault, in which g
 
 import dataclasses
 import itertools
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from stretto.campaign.drawing import CAMPAIGNED, RANKS, DrawnFault, draw_faults,
 from stretto.campaign.judgement import Judgement, judge, pattern_rows, site_rows
 from stretto.campaign.trial import GoldenRuns, RankResult, Trial, golden_runs, run_real, run_virtual
 from stretto.errors import ConfigError
+from stretto.fields import check_fields
 from stretto.observe import replace_json
 from stretto.recipes import DigitsResNet, StdlibGPT, TaskConfig
 from stretto.strategies import STRATEGIES
@@ -27,7 +27,7 @@ from stretto.strategies.ledger import ledger_of
 from stretto.train.configuration import TaskT
 from stretto.train.launch import LocalRanks
 from stretto.train.outcome import describe_environment
-from stretto.train.workers import PRELOAD
+from stretto.train.workers import worker_context
 
 RESULTS = "campaign.json"
 _CLEAN_ROUNDS_PER_FAULT = 10
@@ -65,6 +65,7 @@ class CampaignConfig(Generic[TaskT]):
     """Repeat only the fault of this number, and show what every rank saw; nothing is written."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.faults < 1 or self.workers < 1 or self.seed < 0:
             raise ConfigError(
                 f"faults={self.faults}, workers={self.workers}, seed={self.seed}: expected at least one fault, one "
@@ -108,12 +109,12 @@ def small(task: TaskConfig) -> TaskConfig:
             return task
 
 
-def run_campaign(campaign: CampaignConfig[TaskT], tell: Callable[[str], None]) -> dict[str, Any]:
+def run_campaign(campaign: CampaignConfig[TaskT], log: Callable[[str], None]) -> dict[str, Any]:
     """Put every drawn fault into a job of its own, and return the report that is written to campaign.json.
 
     Args:
         campaign: How many faults, from which seed, and where to.
-        tell: Told what happens, one line at a time.
+        log: Called with one line of text at a time.
 
     Raises:
         ConformanceFailed: A job without a fault failed, or guards changed its outcome.
@@ -125,14 +126,13 @@ def run_campaign(campaign: CampaignConfig[TaskT], tell: Callable[[str], None]) -
     overheads = _measure_overheads(golden, turns=-(-campaign.faults // _FAULTS_PER_OVERHEAD))
     drawn = list(itertools.islice(draw_faults(campaign.seed), campaign.faults))
     numbers = campaign.real_numbers
-    tell(f"{len(numbers)} faults strike real workers")
+    log(f"{len(numbers)} faults strike real workers")
     clean, real = _run_on_real_workers([one for one in drawn if one.number in numbers], golden)
     jobs = [(one, golden[one.strategy], real.get(one.number)) for one in drawn]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, __name__])
+    context = worker_context(__name__)
     with ProcessPoolExecutor(campaign.workers, context, torch.set_num_threads, (1,)) as pool:
-        judgements = _map(pool, _strike, jobs, "faults", tell)
-        clean += _map(pool, _run_clean, list(_clean_trials(campaign)), "clean jobs", tell)
+        judgements = _map(pool, _strike, jobs, "faults", log)
+        clean += _map(pool, _run_clean, list(_clean_trials(campaign)), "clean jobs", log)
     report = {
         **_summarize(judgements, clean),
         "sites": site_rows(judgements, overheads),
@@ -226,14 +226,14 @@ def _map(
     function: Callable[[Given], Found],
     jobs: Sequence[Given],
     what: str,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[Found]:
     """Return what `function` makes of every job, in their order."""
     results = []
     for result in pool.map(function, jobs, chunksize=max(1, min(16, len(jobs) // 16))):
         results.append(result)
         if len(results) % _JOBS_PER_LINE == 0 or len(results) == len(jobs):
-            tell(f"{len(results)} of {len(jobs)} {what}")
+            log(f"{len(results)} of {len(jobs)} {what}")
     return results
 
 

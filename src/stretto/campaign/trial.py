@@ -23,7 +23,7 @@ from stretto.recipes import TaskConfig
 from stretto.records import Incident
 from stretto.strategies import STRATEGIES
 from stretto.strategies.ledger import ledger_of
-from stretto.train.workers import Seat, seated
+from stretto.train.workers import RankInfo, joined_group
 from stretto.virtual import VirtualCluster
 
 BUCKET_BYTES = 2**18
@@ -110,14 +110,14 @@ def run_virtual(trial: Trial) -> list[RankResult]:
     return results
 
 
-def run_real(seat: Seat, trials: list[Trial]) -> list[RankResult]:
+def run_real(info: RankInfo, trials: list[Trial]) -> list[RankResult]:
     """Run trials one after the other on this real worker and return its results; all workers must call this."""
     torch.set_num_threads(1)
     results = []
-    with seated(seat, Link.parse("none"), torch.device("cpu"), WAIT_SECONDS):
+    with joined_group(info, Link.parse("none"), torch.device("cpu"), WAIT_SECONDS):
         group = dist.group.WORLD
         if group is None:
-            raise RuntimeError("expected a default group, which `seated` makes")
+            raise RuntimeError("expected a default group, which `joined_group` makes")
         for trial in trials:
             results.append(RankResult())
             _run_on_rank(group, trial, results[-1])

@@ -1,19 +1,4 @@
-"""The commands of `stretto`: each reads its options, does its work, and prints what came of it.
-
-How a command tells its user a line while it works.
-
-`stretto train RECIPE`: train a recipe on local workers, or as a rank of a launcher.
-
-`stretto compare RECIPE`: strategies side by side on the same link.
-
-`stretto simulate RECIPE`: train a recipe on a virtual cluster of many ranks.
-
-`stretto diagnose RECIPE`: is the input the bottleneck, and what would an echo gain?
-
-`stretto campaign [RECIPE]`: seeded faults against guards, and whether these keep their promises.
-
-`stretto doctor`: is this machine's arithmetic, memory and network to be trusted?
-"""
+"""The commands of `stretto`: each takes the words after its name, does its work, and prints what came of it."""
 
 import dataclasses
 import json
@@ -23,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.campaign import CampaignConfig, repeat_fault, run_campaign, small
-from stretto.cli.options import find_ranks, is_joined, parse_alone, parse_options
+from stretto.cli.environment import find_ranks, is_joined
+from stretto.cli.options import parse_alone, parse_options
 from stretto.doctor import Examination, Finding, Report, examine_rank
 from stretto.echo import Diagnosis
 from stretto.errors import ConfigError
@@ -32,38 +18,32 @@ from stretto.recipes import TaskConfig
 from stretto.train.arms import parse_arm
 from stretto.train.comparison import compare, diagnose_rank
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
+from stretto.train.handle import check_run
 from stretto.train.outcome import Outcome, describe_environment, new_run_folder, prepare_run_folder
 from stretto.train.restarts import train_on
 from stretto.train.simulation import SimulateConfig, simulate
 
-
-def tell(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
+CAMPAIGN_RECIPE = "stdlib-gpt"
+"""What a campaign trains where no recipe is named."""
+BROKEN = FAILED = 1
+"""Exit codes: a promise was broken; the machine cannot be trusted."""
 
 
 def train_command(words: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        words: What follows its name.
-    """
-    recipe, run = parse_options("train", words, _configure_train)
+    """Train a recipe on local workers, or as a rank of a launcher."""
+    recipe, run = parse_options("train", words, lambda task: RunConfig(task=task))
     run = _complete(recipe, run)
     ranks = find_ranks(run.workers)
+    check_run(run, ranks.world_size)
     if ranks.is_first:
         prepare_run_folder(run)
-    outcome = train_on(ranks, run, tell)
+    outcome = train_on(ranks, run, _print_line)
     if ranks.is_first:
         _print_run(outcome, run)
 
 
-def _configure_train(task: TaskConfig) -> RunConfig[TaskConfig]:
-    return RunConfig(task=task)
-
-
 def _complete(recipe: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
-    """Fill in what the command line may leave open, and apply what the strategy's text sets."""
+    """Choose a folder where the user has not, and apply what the strategy's text sets for the run."""
     arm = parse_arm(run.strategy)
     if not arm.is_ours:
         raise ConfigError(
@@ -75,7 +55,7 @@ def _complete(recipe: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
                 "ranks of a launcher need --run-dir: they cannot agree on the name of a new folder"
             )
         run = dataclasses.replace(run, run_dir=new_run_folder(recipe))
-    return arm.configure(run)
+    return run.run_of(arm)
 
 
 def _print_run(outcome: Outcome, run: RunConfig[TaskConfig]) -> None:
@@ -98,39 +78,27 @@ def _print_run(outcome: Outcome, run: RunConfig[TaskConfig]) -> None:
 
 
 def compare_command(words: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        words: What follows its name.
-    """
-    _, comparison = parse_options("compare", words, _configure_compare)
+    """Run strategies side by side on the same link."""
+    _, comparison = parse_options("compare", words, lambda task: CompareConfig(task=task))
     ranks = find_ranks(comparison.workers)
-    runs = compare(comparison, ranks, tell if ranks.is_first else _keep_quiet)
+    runs = compare(comparison, ranks, _print_line if ranks.is_first else _print_nothing)
     if ranks.is_first:
         print_comparison(runs)
 
 
-def _configure_compare(task: TaskConfig) -> CompareConfig[TaskConfig]:
-    return CompareConfig(task=task)
+def _print_line(line: str) -> None:
+    print(line, flush=True)  # a pipe, too, shall see it at once
 
 
-def _keep_quiet(line: str) -> None:
-    """Leave the telling to the first rank."""
+def _print_nothing(line: str) -> None:
+    """Leave printing to the first rank."""
 
 
 def simulate_command(words: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        words: What follows its name.
-    """
-    _, simulation = parse_options("simulate", words, _configure_simulate)
+    """Train a recipe on a virtual cluster of many ranks."""
+    _, simulation = parse_options("simulate", words, lambda task: SimulateConfig(task=task))
     results = simulate(simulation)
     _print_simulation(results.values[0], simulation)
-
-
-def _configure_simulate(task: TaskConfig) -> SimulateConfig[TaskConfig]:
-    return SimulateConfig(task=task)
 
 
 def _print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -> None:
@@ -156,21 +124,14 @@ def _print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) 
 
 
 def diagnose_command(words: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        words: What follows its name.
-    """
-    _, job = parse_options("diagnose", words, _configure_diagnose)
+    """Measure whether the input is the bottleneck, and what an echo would gain."""
+    _, job = parse_options("diagnose", words, lambda task: DiagnoseConfig(task=task))
     ranks = find_ranks(job.workers)
+    check_run(job.run_of(parse_arm(job.strategy)), ranks.world_size)
     found = ranks.call(diagnose_rank, job)
     if ranks.is_first:
-        # All ranks wait for the one whose data come last.
+        # All ranks wait for the slowest loader.
         _print_diagnosis(max(found, key=lambda diagnosis: diagnosis.free_uses))
-
-
-def _configure_diagnose(task: TaskConfig) -> DiagnoseConfig[TaskConfig]:
-    return DiagnoseConfig(task=task)
 
 
 def _print_diagnosis(diagnosis: Diagnosis) -> None:
@@ -188,42 +149,30 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
         print(f"  before an echo: {advice}")
 
 
-RECIPE = "stdlib-gpt"
-"""What is trained where no recipe is named."""
-BROKEN = 1
-
-
 def campaign_command(words: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        words: What follows its name.
+    """Strike small jobs with seeded faults and see whether guards keep their promises.
 
     Returns:
         The process's exit code: 0 where every promise was kept, 1 where one was broken or an alarm was false.
     """
     named = bool(words) and not words[0].startswith("-")
-    whole = list(words) if named else [RECIPE, *words]
-    _, campaign = parse_options("campaign", whole, _configure_campaign)
+    whole = list(words) if named else [CAMPAIGN_RECIPE, *words]
+    _, campaign = parse_options("campaign", whole, lambda task: CampaignConfig(task=small(task)))
     if campaign.only is not None:
         return _repeat(campaign, campaign.only)
-    report = run_campaign(campaign, tell)
+    report = run_campaign(campaign, _print_line)
     print_campaign(report)
     return _complain(report, whole)
 
 
 def _complain(report: Mapping[str, Any], words: Sequence[str]) -> int:
-    """Print what was not kept, each fault with the line that repeats it, and return the exit code."""
+    """Print every broken promise with the command that repeats it, and return the exit code."""
     for alarm in report["alarms"]:
         print(f"false alarm: {alarm}")
     for broken in report["broken"]:
         print(f"broken promise: {broken['story']}")
         print(f"replay: stretto campaign {shlex.join([*words, '--only', str(broken['number'])])}")
     return BROKEN if report["broken"] or report["alarms"] else 0
-
-
-def _configure_campaign(task: TaskConfig) -> CampaignConfig[TaskConfig]:
-    return CampaignConfig(task=small(task))
 
 
 def _repeat(campaign: CampaignConfig[TaskConfig], number: int) -> int:
@@ -236,14 +185,8 @@ def _repeat(campaign: CampaignConfig[TaskConfig], number: int) -> int:
     return 0 if judgement.violation is None else BROKEN
 
 
-FAILED = 1
-
-
 def doctor_command(words: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        words: What follows its name.
+    """Find out whether this machine's arithmetic, memory and network can be trusted.
 
     Returns:
         The process's exit code: 0 where nothing disagrees, 1 where something does.

@@ -1,68 +1,31 @@
-"""What the environment says about ranks: those of torchrun and its like, or none.
+"""Configurations from words of the command line: every field is an option, and its docstring is the help.
 
-Typed configurations from words of the command line: every field is an option, its docstring the help.
+tyro finds options and prints the help. The values are read here, after tyro is done, by the types of the fields: so a
+mistake is an error like any other, in one line and with the word that was probably meant.
 """
 
-import ast
 import dataclasses
 import inspect
-import itertools
-import os
-import sys
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType, NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, MissingExtra, UnknownName
 from stretto.faults import Fault, faults_text, parse_faults
+from stretto.fields import did_you_mean, read_value, unknown_name
 from stretto.recipes import RECIPES
 from stretto.train.arms import parse_clock, parse_learning_rates, split_list
-from stretto.train.launch import JoinedRank, LocalRanks, Ranks
-from stretto.train.workers import Seat
 from stretto.virtual import parse_slowness
 
-
-def find_ranks(workers: int) -> Ranks:
-    """Return the rank that a launcher has made of this process, or else `workers` local ones.
-
-    Raises:
-        ConfigError: A launcher's variables are incomplete.
-    """
-    if is_joined():
-        # torchrun's agent may host the store itself; otherwise rank 0 does.
-        agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        seat = _seat(os.environ)
-        return JoinedRank(seat, hosts_store=seat.rank == 0 and not agent_hosts)
-    # Gloo otherwise looks the machine's own name up, which many machines cannot.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    return LocalRanks(workers)
-
-
-def is_joined() -> bool:
-    """Whether a launcher has started this process as one of its ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _seat(variables: Mapping[str, str]) -> Seat:
-    try:
-        return Seat(
-            rank=int(variables["RANK"]),
-            world_size=int(variables["WORLD_SIZE"]),
-            local_rank=int(variables.get("LOCAL_RANK", "0")),
-            local_world_size=int(variables.get("LOCAL_WORLD_SIZE", "1")),
-            host=variables["MASTER_ADDR"],
-            port=int(variables["MASTER_PORT"]),
-        )
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"RANK and WORLD_SIZE say that a launcher started this process, but its other variables do not fit "
-            f"({error}): expected MASTER_ADDR and MASTER_PORT too"
-        ) from error
-
-
 if TYPE_CHECKING:
-    from tyro.constructors import PrimitiveConstructorSpec, StructConstructorSpec, StructTypeInfo
+    from tyro.constructors import (
+        PrimitiveConstructorSpec,
+        PrimitiveTypeInfo,
+        StructConstructorSpec,
+        StructTypeInfo,
+    )
 
 ConfigT = TypeVar("ConfigT")
 
@@ -75,115 +38,224 @@ def parse_options(
     Args:
         command: Its name, for help and messages.
         words: What follows it.
-        configure: Makes the configuration of the command from that of a recipe; its fields are the options.
+        configure: Makes the command's configuration from a recipe's; its fields are the options.
 
     Returns:
         The recipe's name and the configuration.
 
     Raises:
         UnknownName: No recipe, or no option, is called so.
-        ConfigError: A value cannot be.
+        ConfigError: A value cannot be read, or cannot be.
         MissingExtra: tyro is not installed.
-        SystemExit: The help was asked for (0), or a value cannot be read (2); both are printed.
+        SystemExit: The help was asked for; it is printed.
     """
     if not words or words[0].startswith("-"):
         raise UnknownName(f"{command} needs a recipe first: {', '.join(RECIPES)}")
     name, *options = words
     if name not in RECIPES:
-        raise UnknownName(f"no recipe is called {name!r}; there are {', '.join(RECIPES)}")
-    return name, _parse(f"stretto {command} {name}", options, configure(RECIPES[name]()))
+        raise unknown_name("no recipe is called", name, RECIPES)
+    configuration: ConfigT = _parse(f"stretto {command} {name}", options, configure(RECIPES[name]()))
+    return name, configuration
 
 
 def parse_alone(command: str, words: Sequence[str], default: ConfigT) -> ConfigT:
     """Read the options of a command without a recipe; the errors are those of `parse_options`."""
-    return _parse(f"stretto {command}", words, default)
+    configuration: ConfigT = _parse(f"stretto {command}", words, default)
+    return configuration
 
 
-def _parse(program: str, options: Sequence[str], default: ConfigT) -> ConfigT:
+def _parse(program: str, words: Sequence[str], default: Any) -> Any:
     try:
         import tyro
     except ImportError as error:
         raise MissingExtra("tyro", "cli", "the command line") from error
+    kind = default.__class__
     registry = tyro.constructors.ConstructorRegistry()
-    registry.struct_rule(_fields_rule)
-    specs = _word_specs()
-    registry.primitive_rule(lambda info: specs.get(info.type))
-    configuration, unknown = tyro.cli(
-        type(default),
+    registry.primitive_rule(_one_option)
+    registry.struct_rule(_Drafting())
+    found: tuple[Any, list[str]] = tyro.cli(
+        kind[type(default.task)] if hasattr(default, "task") else kind,  # its options are fields too
         prog=program,
-        description=inspect.getdoc(type(default)),
-        args=list(options),
+        description=inspect.getdoc(kind),
+        args=list(words),
         default=default,
         registry=registry,
         return_unknown_args=True,
     )
+    draft, unknown = found
     if unknown:
-        raise UnknownName(f"{program} has no option {unknown[0]!r}; `{program} --help` lists them")
-    return configuration
+        raise _unknown_word(program, unknown[0], words, list(draft.options()))
+    return draft.made()
 
 
-def _fields_rule(info: "StructTypeInfo") -> "StructConstructorSpec | None":
-    """Let every field of a dataclass be an option; a field of a type variable's type takes its default's type."""
-    from tyro.constructors import StructConstructorSpec, StructFieldSpec
-
-    if not dataclasses.is_dataclass(info.default) or isinstance(info.default, type):
-        return None
-    kind = type(info.default)
-    hints, docs = get_type_hints(kind), field_docs(kind)
-    fields = []
-    for field in dataclasses.fields(kind):
-        value = getattr(info.default, field.name)
-        hint = hints[field.name]
-        field_type = type(value) if isinstance(hint, TypeVar) else hint
-        fields.append(StructFieldSpec(field.name, field_type, value, helptext=docs[field.name]))
-    return StructConstructorSpec(instantiate=kind, fields=tuple(fields))
+def _unknown_word(program: str, word: str, words: Sequence[str], options: Sequence[str]) -> UnknownName:
+    command = program.removeprefix("stretto ")
+    if word.startswith("-"):
+        hint = did_you_mean(word.partition("=")[0], options)
+        return UnknownName(f"{command} has no option {word!r}; `{program} --help` lists them{hint}")
+    # Options take all words that follow them, but for switches, which take none.
+    place = next(i for i, given in enumerate(words) if given.endswith(word))
+    given = " ".join(words[max(0, place - 1) : place + 1]) if words[place] == word else words[place]
+    return UnknownName(
+        f"cannot read {given!r}: a switch takes no value; `{program} --help` lists all options"
+    )
 
 
-def field_docs(kind: type) -> dict[str, str]:
-    """Return the string under each field of a dataclass and of those it inherits from, as one line each."""
-    docs: dict[str, str] = {}
-    for parent in reversed([parent for parent in kind.__mro__ if dataclasses.is_dataclass(parent)]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(parent))).body
-        body = definition.body if isinstance(definition, ast.ClassDef) else []
-        for statement, after in itertools.pairwise(body):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                text = ast.literal_eval(after.value) if isinstance(after, ast.Expr) else ""
-                docs[statement.target.id] = " ".join(str(text).split())
-    return docs
+@dataclasses.dataclass(frozen=True)
+class _Words:
+    """The value of one option, as the user wrote it."""
+
+    words: Sequence[str]
+    kind: Any
+
+    def read(self, option: str) -> Any:
+        """Return the value, of the option's type."""
+        separator = "," if get_origin(self.kind) is tuple else " "
+        text = separator.join(self.words)
+        if not self.words or (len(self.words) > 1 and separator == " "):
+            raise ConfigError(f"{option} takes one value, found {text or 'none'}")
+        try:
+            return read_value(text, self.kind, _READERS)
+        except ConfigError as error:
+            raise ConfigError(f"{option} {text}: {error}") from error
 
 
-def _word_specs() -> dict[Any, "PrimitiveConstructorSpec[Any]"]:
-    """Return how to read and show the types that are one word on this command line."""
-    return {
-        Clock | None: _word(
-            "MIN,MAX",
-            parse_clock,
-            lambda clock: "none" if clock is None else f"{clock.minimum},{clock.maximum}",
-        ),
-        tuple[str, ...]: _word("A,B,...", split_list, ",".join),
-        dict[str, float]: _word(
-            "ARM=RATE,...",
-            parse_learning_rates,
-            lambda rates: ",".join(f"{arm}={rate:g}" for arm, rate in rates.items()) or "none",
-        ),
-        tuple[Fault, ...]: _word("SITE:rank=R:...,...", parse_faults, faults_text),
-        dict[int, float]: _word(
-            "RANK=FACTOR,...",
-            parse_slowness,
-            lambda factors: ",".join(f"{rank}={factor:g}" for rank, factor in factors.items()) or "none",
-        ),
-    }
+@dataclasses.dataclass(frozen=True)
+class _Draft(Generic[ConfigT]):
+    """A configuration whose options are known, and not yet read."""
+
+    make: Callable[..., ConfigT]
+    values: Mapping[str, Any]
+    """By field: words, a draft, or the value of an option that the user left alone."""
+
+    def made(self, prefix: str = "--") -> ConfigT:
+        """Read all options and return the configuration."""
+        return self.make(**{name: _made(_option(prefix, name), value) for name, value in self.values.items()})
+
+    def options(self, prefix: str = "--") -> Iterator[str]:
+        """Yield every option, and beside a switch the one that turns it off."""
+        for name, value in self.values.items():
+            option = _option(prefix, name)
+            if isinstance(value, _Draft):
+                yield from value.options(f"{option}.")
+            else:
+                yield option
+            if isinstance(value, bool):
+                yield _option(f"{prefix}no-", name)
 
 
-def _word(
-    metavar: str, read: Callable[[str], Any], show: Callable[[Any], str]
-) -> "PrimitiveConstructorSpec[Any]":
+def _option(prefix: str, field: str) -> str:
+    return prefix + field.replace("_", "-")
+
+
+def _made(option: str, value: Any) -> Any:
+    if isinstance(value, _Words):
+        return value.read(option)
+    if not isinstance(value, _Draft):
+        return value
+    try:
+        return value.made(f"{option}.")
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith("--") else f"{option}: {text}") from error
+
+
+class _Drafting:
+    """Lets tyro look up the fields of a configuration and their docstrings, but returns drafts in its place."""
+
+    def __init__(self) -> None:
+        self._asks = False
+
+    def __call__(self, info: "StructTypeInfo") -> "StructConstructorSpec | None":
+        """Return how tyro is to make `info.type`; None leaves it to tyro's own rules."""
+        from tyro.constructors import ConstructorRegistry, StructConstructorSpec
+
+        if self._asks or not dataclasses.is_dataclass(get_origin(info.type) or info.type):
+            return None
+        self._asks = True  # the question comes back to this rule, which must not answer it
+        spec = ConstructorRegistry.get_struct_spec(info)
+        self._asks = False
+        if not isinstance(spec, StructConstructorSpec):
+            return None
+        fields = [
+            dataclasses.replace(field, helptext=partial(_in_one_line, field.helptext))
+            for field in spec.fields
+        ]
+        return StructConstructorSpec(
+            instantiate=lambda **values: _Draft(spec.instantiate, values), fields=tuple(fields)
+        )
+
+
+def _in_one_line(helptext: str | Callable[[], str | None] | None) -> str:
+    return " ".join(((helptext() if callable(helptext) else helptext) or "").split())
+
+
+def _one_option(info: "PrimitiveTypeInfo") -> "PrimitiveConstructorSpec[Any] | None":
+    """Return how tyro is to take an option's words; a switch is left to tyro's own rules."""
     from tyro.constructors import PrimitiveConstructorSpec
 
+    # tyro may write tuple[X, Y] in another way, which would be no key of `_READERS`.
+    kind: Any = info.type
+    if get_origin(kind) is tuple:
+        kind = tuple.__class_getitem__(get_args(kind))
+    if kind is bool or dataclasses.is_dataclass(get_origin(kind) or kind):
+        return None
     return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=lambda words: read(words[0]),
+        nargs="*",  # whatever their number: a wrong one is our error, not tyro's
+        metavar=_metavar(kind),
+        instance_from_str=lambda words: _Words(words, kind),
         is_instance=lambda value: True,
-        str_from_instance=lambda value: [show(value)],
+        str_from_instance=lambda value: [_shown(value)],
     )
+
+
+def _read_pair(text: str) -> tuple[float, ...]:
+    numbers = tuple(read_value(number, float) for number in text.split(","))
+    if len(numbers) != 2:
+        raise ConfigError(f"expected two numbers, found {len(numbers)}")
+    return numbers
+
+
+_READERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType(
+    {
+        Clock: parse_clock,
+        tuple[str, ...]: split_list,
+        tuple[float, float]: _read_pair,
+        tuple[Fault, ...]: parse_faults,
+        dict[str, float]: parse_learning_rates,
+        dict[int, float]: parse_slowness,
+    }
+)
+_METAVARS: Mapping[Any, str] = MappingProxyType(
+    {
+        NoneType: "None",
+        Clock: "MIN,MAX",
+        tuple[str, ...]: "A,B,...",
+        tuple[float, float]: "A,B",
+        tuple[Fault, ...]: "SITE:rank=R:...,...",
+        dict[str, float]: "ARM=RATE,...",
+        dict[int, float]: "RANK=FACTOR,...",
+    }
+)
+
+
+def _metavar(kind: Any) -> str:
+    """Return what the help shows for an option's value."""
+    if get_origin(kind) in (Union, UnionType):
+        return "|".join(map(_metavar, get_args(kind)))
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(get_args(kind)) + "}"
+    # tyro also asks about the words of a Literal, which are no types.
+    return _METAVARS.get(kind) or getattr(kind, "__name__", str(kind)).upper()
+
+
+def _shown(value: Any) -> str:
+    """Return a default as the user would write it."""
+    if isinstance(value, Clock):
+        return f"{value.minimum},{value.maximum}"
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={number:g}" for key, number in value.items()) or "none"
+    if not isinstance(value, tuple):
+        return str(value)
+    is_faults = all(isinstance(item, Fault) for item in value)
+    return faults_text(value) if value and is_faults else ",".join(map(str, value)) or "none"

@@ -22,9 +22,10 @@ from stretto.doctor.network import COLLECTIVES, CollectiveResult, LinkResult, Ne
 from stretto.doctor.report import Finding, Report
 from stretto.errors import ConfigError
 from stretto.faults import WIRE_SITES, Fault, FaultPlan, FaultyGroup, Injector
+from stretto.fields import check_fields
 from stretto.groups import Link
 from stretto.train.outcome import processor_name
-from stretto.train.workers import Seat, seated
+from stretto.train.workers import RankInfo, joined_group
 
 _TIME_SHARES = {"arithmetic": 0.4, "memory": 0.2, "collectives": 0.2, "links": 0.2}
 
@@ -49,6 +50,7 @@ class Examination:
     """How long a rank may wait for another one."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for field in ("workers", "seconds", "memory_megabytes", "link_megabytes", "timeout_seconds"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field} must be positive, found {getattr(self, field)}")
@@ -94,7 +96,7 @@ class _RankResult:
     """By sender."""
 
 
-def examine_rank(seat: Seat, examination: Examination) -> Report:
+def examine_rank(info: RankInfo, examination: Examination) -> Report:
     """Examine this rank's devices and its links to the others; every rank of the job calls this.
 
     Raises:
@@ -103,15 +105,15 @@ def examine_rank(seat: Seat, examination: Examination) -> Report:
     torch.set_num_threads(1)
     torch.backends.cudnn.deterministic = True
     count = torch.cuda.device_count()
-    own = [torch.device("cuda", i) for i in range(seat.local_rank, count, seat.local_world_size)]
+    own = [torch.device("cuda", i) for i in range(info.local_rank, count, info.local_world_size)]
     cores = os.cpu_count() or 1
-    subject = Subject(devices=[torch.device("cpu"), *own], threads=max(1, cores // seat.local_world_size))
-    with seated(seat, Link.parse("none"), torch.device("cpu"), examination.timeout_seconds):
+    subject = Subject(devices=[torch.device("cpu"), *own], threads=max(1, cores // info.local_world_size))
+    with joined_group(info, Link.parse("none"), torch.device("cpu"), examination.timeout_seconds):
         group = dist.group.WORLD
         if group is None:
-            raise RuntimeError("expected a default group, which `seated` makes")
+            raise RuntimeError("expected a default group, which `joined_group` makes")
         plan = FaultPlan(examination.faults)
-        struck = FaultyGroup(group, Injector(plan, seat.rank)) if plan.faults else group
+        struck = FaultyGroup(group, Injector(plan, info.rank)) if plan.faults else group
         return examine(struck, subject, examination)
 
 

@@ -1,76 +1,53 @@
-"""A plan in one line of text: what the command line takes.
+"""A plan as one word of the command line: even:uses=2.5   bernoulli:p=cosine(1,0.25)   ready:pool=8:max_uses=4   auto.
 
-    name[:key=value]...     even:uses=2.5   bernoulli:p=cosine(1,0.25)   ready:pool=8:max_uses=4   auto
-
-A value may be a schedule: cosine(START,STOP[,STEPS]), linear(START,STOP[,STEPS]), multistep(V0,STEP1,V1,...).
+A value may be a schedule: cosine(START,STOP[,STEPS]), linear(START,STOP[,STEPS]) or multistep(V0,STEP1,V1,...).
 """
 
-import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 from stretto.echo.measured import Auto
 from stretto.echo.plans import Bernoulli, Even, Plan, Ready
-from stretto.errors import ConfigError, UnknownName
+from stretto.errors import ConfigError
+from stretto.fields import read_record, read_value
 from stretto.schedules import Cosine, Linear, MultiStep, Schedule
 
 PLANS: Mapping[str, Callable[..., Plan]] = MappingProxyType(
     {"even": Even, "bernoulli": Bernoulli, "ready": Ready, "auto": Auto}
 )
-"""Name on the command line to plan."""
+"""Every plan by its name."""
 
-_SCHEDULED = ("uses", "p")
-_WHOLE = ("pool", "max_uses", "window", "skip")
+_FORM = re.compile(r"(cosine|linear|multistep)\(([-+.\deE,]+)\)")
 
 
 def parse_plan(text: str, steps: int | None = None) -> Plan:
-    """Read a plan.
+    """Read a plan; its settings are the fields of its class.
 
     Args:
-        text: See the module's words.
-        steps: Batches that one rank will hand out, where that is known: the length of a schedule that says none.
+        text: As in the module's first line.
+        steps: Batches that one rank will hand out: the length of a schedule that names none. None where it is not
+            known.
 
     Raises:
         UnknownName: No such plan, or the plan has no such setting.
         ConfigError: A value cannot be read, or cannot be.
     """
-    name, *pairs = text.split(":")
-    if name not in PLANS:
-        raise UnknownName(f"no echo plan is called {name!r}; there are {', '.join(PLANS)}")
-    kind: Any = PLANS[name]
-    known = [field.name for field in dataclasses.fields(kind)]
-    settings: dict[str, Any] = {}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        if key not in known:
-            raise UnknownName(f"{text!r}: {name} has no setting {key!r}; there are {', '.join(known)}")
-        settings[key] = _read(key, value, steps)
-    plan: Plan = kind(**settings)
+    plan: Plan = read_record("echo plan", text, PLANS, {Schedule: partial(_read_schedule, steps=steps)})
     return plan
 
 
-def _read(key: str, value: str, steps: int | None) -> Any:
-    if key in _SCHEDULED and "(" in value:
-        return _read_schedule(value, steps)
-    try:
-        return int(value) if key in _WHOLE else float(value)
-    except ValueError as error:
-        raise ConfigError(f"cannot read {key}={value!r}: {error}") from error
-
-
 def _read_schedule(text: str, steps: int | None) -> Schedule:
-    match = re.fullmatch(r"(cosine|linear|multistep)\(([-+.\deE,]+)\)", text.replace(" ", ""))
+    if "(" not in text:
+        return float(read_value(text, float))
+    match = _FORM.fullmatch(text.replace(" ", ""))
     if match is None:
         raise ConfigError(
             f"cannot read the schedule {text!r}: expected cosine(START,STOP[,STEPS]), linear(START,STOP[,STEPS]) or "
             "multistep(VALUE,STEP,VALUE,...)"
         )
-    try:
-        numbers = [float(number) for number in match[2].split(",")]
-    except ValueError as error:
-        raise ConfigError(f"cannot read the schedule {text!r}: {error}") from error
+    numbers = [float(read_value(number, float)) for number in match[2].split(",")]
     if match[1] == "multistep":
         return MultiStep(tuple(numbers[::2]), tuple(int(step) for step in numbers[1::2]))
     if len(numbers) == 2 and steps is None:
@@ -80,5 +57,4 @@ def _read_schedule(text: str, steps: int | None) -> Schedule:
     if len(numbers) not in (2, 3):
         raise ConfigError(f"{text!r}: expected START,STOP or START,STOP,STEPS, found {len(numbers)} values")
     kind = Cosine if match[1] == "cosine" else Linear
-    length = int(numbers[2]) if len(numbers) == 3 else int(steps or 1)
-    return kind(numbers[0], numbers[1], length)
+    return kind(numbers[0], numbers[1], int(numbers[2]) if len(numbers) == 3 else int(steps or 1))

@@ -5,6 +5,7 @@ from typing import Literal
 
 from stretto.errors import ConfigError
 from stretto.exchange import WireFormat
+from stretto.fields import check_fields
 from stretto.strategies import Strategy
 
 
@@ -45,6 +46,7 @@ class Options:
     """How long a collective may wait for a rank that neither answers nor dies."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"Options(clip_norm={self.clip_norm}): expected a positive norm or None")
         if self.bucket_bytes < 1:
@@ -69,19 +71,6 @@ class Options:
                 "Options(wire='int8') packs contributions for the direct exchange: expected exchange='direct' or "
                 f"'auto' and verified=False, found exchange={self.exchange!r} and verified={self.verified}"
             )
-        for field, known in _CHOICES.items():
-            if getattr(self, field) not in known:
-                raise ConfigError(
-                    f"Options({field}={getattr(self, field)!r}): expected one of {', '.join(known)}"
-                )
-
-
-_CHOICES = {
-    "wire": ("fp32", "bf16", "int8"),
-    "exchange": ("auto", "native", "direct"),
-    "nonfinite": ("raise", "skip"),
-    "accumulate": ("fp32", "parameter"),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +87,7 @@ class Clock:
     """Micro-batches per rank and round after which the rank waits for the lane; bounds the batch."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 1 <= self.minimum <= self.maximum:
             raise ConfigError(
                 f"Clock(minimum={self.minimum}, maximum={self.maximum}): expected 1 <= minimum <= maximum"

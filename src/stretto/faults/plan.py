@@ -12,7 +12,8 @@ import random
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
-from stretto.errors import ConfigError, UnknownName
+from stretto.errors import ConfigError
+from stretto.fields import check_fields, field_types, read_settings, split_settings, unknown_name
 
 WireSite = Literal["contribution", "gathered values", "all-reduced values", "broadcast values", "roll call"]
 MemorySite = Literal[
@@ -99,16 +100,12 @@ class Fault:
     """Which elements, which bits, which opportunities."""
 
     def __post_init__(self) -> None:
-        for field, known in _CHOICES.items():
-            if getattr(self, field) not in known:
-                raise ConfigError(
-                    f"Fault({field}={getattr(self, field)!r}): expected one of {', '.join(known)}"
-                )
+        check_fields(self)
         if min(self.rank, self.instant) < 0 or min(self.burst, self.bits, self.chunk_bytes) < 1:
             raise ConfigError(
                 f"{self}: expected a rank and instant from 0, burst, bits and chunk_bytes from 1"
             )
-        if not 0 < self.rate <= 1 or not 0 < self.fraction <= 1 or self.variance < 0:
+        if not 0 < self.rate <= 1 or not 0 < self.fraction <= 1 or not self.variance >= 0:
             raise ConfigError(f"{self}: expected 0 < rate, fraction <= 1 and a variance of at least 0")
 
     def is_on(self, opportunity: int) -> bool:
@@ -121,14 +118,14 @@ class Fault:
         return self.rate == 1.0 or random.Random(f"{self.seed}/{opportunity}").random() < self.rate
 
 
-_CHOICES = {"site": SITES, "lasts": LASTS, "extent": EXTENTS, "pattern": PATTERNS}
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class FaultPlan:
     """All that goes wrong in one run."""
 
     faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def of_rank(self, rank: int) -> tuple[Fault, ...]:
         """Return the faults of one rank."""
@@ -182,9 +179,8 @@ def draw_fault(seed: int, sites: Sequence[Site], world_size: int, opportunities:
     )
 
 
-_FIELDS: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Fault)}
-_NUMBERS = {int: int, float: float}
-_BY_WORD = {site.replace(" ", "-"): site for site in SITES}
+_SITES_BY_WORD: dict[str, Any] = {site.replace(" ", "-"): site for site in SITES}
+_KINDS = {name: kind for name, kind in field_types(Fault).items() if name != "site"}
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
@@ -199,35 +195,26 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     return tuple(_read_fault(part.strip()) for part in text.split(","))
 
 
+def _read_fault(text: str) -> Fault:
+    word, _ = split_settings(text)
+    site = word.replace(" ", "-")
+    if site not in _SITES_BY_WORD:
+        raise unknown_name("no site of a fault is called", word, _SITES_BY_WORD)
+    settings = read_settings(text, _KINDS)
+    if "rank" not in settings:
+        raise ConfigError(f"{text!r}: expected the rank whose memory is damaged, as {word}:rank=1")
+    return Fault(site=_SITES_BY_WORD[site], **settings)
+
+
 def faults_text(faults: tuple[Fault, ...]) -> str:
-    """Return faults as `parse_faults` reads them; settings that are as usual are left out."""
+    """Return faults as `parse_faults` reads them; settings at their defaults are left out."""
     return ",".join(map(_fault_text, faults)) or "none"
 
 
-def _read_fault(text: str) -> Fault:
-    word, *pairs = text.split(":")
-    site = word.replace(" ", "-")
-    if site not in _BY_WORD:
-        raise UnknownName(f"no site of a fault is called {word!r}; there are {', '.join(_BY_WORD)}")
-    settings: dict[str, Any] = {"site": _BY_WORD[site]}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        if key not in _FIELDS:
-            raise UnknownName(f"{text!r}: a fault has no setting {key!r}; there are {', '.join(_FIELDS)}")
-        try:
-            settings[key] = _NUMBERS.get(_FIELDS[key], str)(value)
-        except ValueError as error:
-            raise ConfigError(f"{text!r}: cannot read {key}={value!r}: {error}") from error
-    if "rank" not in settings:
-        raise ConfigError(f"{text!r}: expected whose memory is damaged, as {word}:rank=1")
-    return Fault(**settings)
-
-
 def _fault_text(fault: Fault) -> str:
-    settings = {
-        field.name: getattr(fault, field.name)
+    chosen = [
+        f"{field.name}={getattr(fault, field.name)}"
         for field in dataclasses.fields(Fault)
-        if field.name not in ("site", "rank") and getattr(fault, field.name) != field.default
-    }
-    pairs = {"rank": fault.rank, **settings}.items()
-    return ":".join([fault.site.replace(" ", "-"), *(f"{key}={value}" for key, value in pairs)])
+        if field.name != "site" and getattr(fault, field.name) != field.default
+    ]
+    return ":".join([fault.site.replace(" ", "-"), *chosen])

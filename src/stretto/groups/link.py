@@ -10,6 +10,7 @@ The slow wire of one process: one transmission after the other, in the order the
 """
 
 import dataclasses
+import math
 import queue
 import re
 import threading
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from stretto.errors import ConfigError
+from stretto.fields import check_fields
 
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -37,10 +39,15 @@ class Link:
     """Time from the last bit sent to its arrival; it does not occupy the link."""
 
     def __post_init__(self) -> None:
-        if self.bits_per_second is not None and self.bits_per_second <= 0:
-            raise ConfigError(f"a link's rate must be positive, found {self.bits_per_second} bit/s; {_FORMS}")
-        if self.latency_seconds < 0:
-            raise ConfigError(f"a link's latency cannot be negative, found {self.latency_seconds} s")
+        check_fields(self)
+        if self.bits_per_second is not None and not self.bits_per_second > 0:
+            raise ConfigError(
+                f"a link's bits_per_second must be positive, found {self.bits_per_second}; {_FORMS}"
+            )
+        if not 0 <= self.latency_seconds < math.inf:
+            raise ConfigError(
+                f"a link's latency_seconds must be finite and at least 0, found {self.latency_seconds} s"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "Link":

@@ -14,6 +14,7 @@ from torch import Tensor
 from stretto.checksums import digest, hexadecimal
 from stretto.engine.round import Accumulation
 from stretto.errors import ConfigError, TransferCorrupt
+from stretto.fields import check_fields
 from stretto.guards.contract import Guard, GuardScript, RoundWatch
 from stretto.guards.replay import GuardedRounds, KeptRound
 from stretto.randomness import coin, draw
@@ -61,6 +62,7 @@ class Audit(Guard):
     needs_equal_parameters = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 < self.rate <= 1:
             raise ConfigError(f"Audit(rate={self.rate}): expected a share of rounds above 0, at most 1")
         if not 0 < self.tolerance < 1:

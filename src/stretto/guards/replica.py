@@ -11,6 +11,7 @@ import xxhash
 
 from stretto.checksums import hexadecimal
 from stretto.errors import ReplicasDiverged
+from stretto.fields import check_fields
 from stretto.guards.contract import (
     Copy,
     Fingerprint,
@@ -47,6 +48,9 @@ class ReplicaGuard(Guard):
     """Compute every step twice, ahead on copies and then in place, so that a rank whose step went wrong is known even
     between two. Costs one more optimizer step and a digest of its outcome per update, and the memory of one segment's
     master and state."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def rehearses_step(self) -> bool:

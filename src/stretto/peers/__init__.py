@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from stretto.errors import ConfigError, UnknownName
+from stretto.errors import ConfigError
+from stretto.fields import unknown_name
 from stretto.peers.peer import Peer
 from stretto.peers.stock import Compute, TorchDDP, TorchDDPbf16, TorchDDPZero, TorchFSDP2
 
@@ -34,7 +35,7 @@ def make_peer(
         ConfigError: no micro-batches, or no job of `torch.distributed` where the method needs one.
     """
     if name not in PEERS:
-        raise UnknownName(f"no stock method is called {name!r}; there are {', '.join(PEERS)}")
+        raise unknown_name("no stock method is called", name, PEERS)
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ConfigError(
             f"{name} needs a fixed number of micro-batches per update of at least 1, found {micro_batches}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from stretto import errors
+from stretto.fields import unknown_name
 from stretto.recipes.batches import MicroBatches, reshard
 from stretto.recipes.digits_resnet import DigitsResNet, digits_resnet
 from stretto.recipes.stdlib_gpt import StdlibGPT, stdlib_gpt
@@ -19,7 +19,7 @@ def recipe(name: str) -> TaskConfig:
         UnknownName: No recipe is called that.
     """
     if name not in RECIPES:
-        raise errors.UnknownName(f"no recipe is called {name!r}: the recipes are {', '.join(RECIPES)}")
+        raise unknown_name("no recipe is called", name, RECIPES)
     return RECIPES[name]()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from stretto import errors
+from stretto.fields import check_at_least, check_fields
 from stretto.recipes.task import extra
 
 NOT_LIBRARY = frozenset(
@@ -54,6 +55,8 @@ class Text:
     """Number of tokens of the BPE, at least 257. Bytes have 256 whatever this says."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, vocabulary=1)
         if self.folder is not None and self.dataset_path is not None:
             raise errors.ConfigError(
                 f"text comes from one place: found folder {self.folder!r} and dataset_path "

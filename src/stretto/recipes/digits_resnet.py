@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stretto import errors
+from stretto.fields import check_at_least, check_fields
 from stretto.recipes.batches import MicroBatches
 from stretto.recipes.optimizers import SGD, AdamW, Schedule
 from stretto.recipes.task import Loss, Task, evaluating, extra, mean_loss
@@ -129,9 +130,8 @@ class DigitsResNet:
     """The learning rate over the updates."""
 
     def __post_init__(self) -> None:
-        for name, least in (("width", 1), ("blocks", 1), ("batch", 2)):
-            if (found := getattr(self, name)) < least:
-                raise errors.ConfigError(f"{name} must be at least {least}, found {found}")
+        check_fields(self)
+        check_at_least(self, width=1, blocks=1, batch=2, lr=0)
         if not 0 < self.heldout_share < 1:
             raise errors.ConfigError(f"heldout_share must be between 0 and 1, found {self.heldout_share}")
 

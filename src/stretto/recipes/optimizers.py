@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from stretto import errors
+from stretto.fields import check_at_least, check_fields
 
 Kernel = Literal["fused", "foreach", "loop"]
 """How PyTorch computes the step: one kernel per tensor, lists of tensors, or one tensor after another."""
@@ -44,6 +45,12 @@ class AdamW:
     """`fused` is the fastest; `foreach` and `loop` equal each other to the bit however the
     parameters are cut."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise errors.ConfigError(f"betas must be at least 0 and below 1, found {self.betas}")
+        check_at_least(self, eps=0, weight_decay=0)
+
     def build(self, model: nn.Module, lr: float) -> torch.optim.AdamW:
         """The optimizer over `model`'s trainable parameters: two groups, matrices first."""
         matrices, vectors = _by_shape(model.parameters())
@@ -69,6 +76,10 @@ class SGD:
 
     kernel: Kernel = "fused"
     """See `AdamW.kernel`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, momentum=0, weight_decay=0)
 
     def build(self, model: nn.Module, lr: float) -> torch.optim.SGD:
         """The optimizer over `model`'s trainable parameters, one group."""
@@ -102,6 +113,7 @@ class Schedule:
     does that to all."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.warmup < 0:
             raise errors.ConfigError(f"warmup must not be negative, found {self.warmup} updates")
         if not 0 <= self.floor <= 1:

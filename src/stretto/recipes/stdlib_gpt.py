@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stretto import errors
+from stretto.fields import check_at_least, check_fields
 from stretto.recipes.batches import MicroBatches
 from stretto.recipes.corpus import Text, read_corpus
 from stretto.recipes.gpt import SHAPES, Architecture, Shape, Size, causal_lm
@@ -72,9 +72,8 @@ class StdlibGPT:
     """The text written at the end."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "context", "batch", "evaluation_windows"):
-            if (found := getattr(self, name)) is not None and found < 1:
-                raise errors.ConfigError(f"{name} must be at least 1, found {found}")
+        check_fields(self)
+        check_at_least(self, layers=1, width=1, heads=1, context=1, batch=1, lr=0, evaluation_windows=1)
 
     def shape(self) -> Shape:
         """`size`'s dimensions, with those set explicitly in their place."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,7 @@ class Task:
     """Share of held-out samples classified rightly (classifiers)."""
 
 
+@runtime_checkable
 class TaskConfig(Protocol):
     """A frozen dataclass of options that builds a task."""
 

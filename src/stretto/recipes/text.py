@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto import errors
+from stretto.fields import check_fields
 from stretto.recipes.task import evaluating, extra
 
 END = 0
@@ -175,9 +176,10 @@ class Snippet:
     """Of the draws: equal models write equal texts."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.prompt:
             raise errors.ConfigError("the prompt of the sample must not be empty: the model continues it")
-        if self.temperature < 0 or self.length < 0:
+        if not 0 <= self.temperature < float("inf") or self.length < 0:
             raise errors.ConfigError(
                 f"temperature and length of the sample must not be negative, found {self.temperature} and "
                 f"{self.length}"

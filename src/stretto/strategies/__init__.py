@@ -1,6 +1,6 @@
 """Update strategies: one file each, nothing but the coroutine and its options."""
 
-from stretto.errors import UnknownName
+from stretto.fields import unknown_name
 from stretto.strategies.acco import ACCO
 from stretto.strategies.contract import Strategy
 from stretto.strategies.delayed import DPU, WeightPrediction
@@ -20,7 +20,7 @@ def strategy_by_name(name: str) -> Strategy:
         UnknownName: No strategy is called so.
     """
     if name not in STRATEGIES:
-        raise UnknownName(f"no strategy is called {name!r}; there are {', '.join(STRATEGIES)}")
+        raise unknown_name("no strategy is called", name, STRATEGIES)
     return STRATEGIES[name]()
 
 

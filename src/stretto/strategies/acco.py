@@ -3,6 +3,7 @@
 import dataclasses
 
 from stretto.errors import ConfigError
+from stretto.fields import check_fields
 from stretto.strategies.contract import Gather, Preview, Reduce, Script, Step, Strategy
 
 
@@ -30,6 +31,9 @@ class ACCO(Strategy):
     name = "acco"
     overlaps = True
     staleness = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def fixes_split(self) -> bool:

@@ -11,6 +11,7 @@ import math
 from typing import Literal
 
 from stretto.errors import ConfigError
+from stretto.fields import check_fields
 from stretto.randomness import coin
 from stretto.schedules import Schedule, value_at
 from stretto.strategies.contract import Average, Local, Look, Moment, Script, Step, Strategy
@@ -98,6 +99,7 @@ class LocalSGD(Strategy):
     staleness = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not callable(self.rate) and not 0 <= self.rate <= 1:
             raise ConfigError(f"LocalSGD(rate={self.rate}): expected averages per update, from 0 to 1")
         if self.rate == 0 and self.max_gap is None:
@@ -105,8 +107,6 @@ class LocalSGD(Strategy):
                 "LocalSGD(rate=0): expected averages now and then, because only there ranks agree on an end; set "
                 "max_gap, or a rate above 0"
             )
-        if self.plan not in ("even", "bernoulli"):
-            raise ConfigError(f"LocalSGD(plan={self.plan!r}): expected one of even, bernoulli")
         if self.max_gap is not None and self.max_gap < 1:
             raise ConfigError(f"LocalSGD(max_gap={self.max_gap}): expected at least 1 update, or None")
         object.__setattr__(self, "_pace", Pace(self.rate, self.plan, self.seed))  # the dataclass is frozen

@@ -5,6 +5,7 @@ import math
 from typing import Literal
 
 from stretto.errors import ConfigError
+from stretto.fields import check_fields
 from stretto.strategies.contract import (
     AllReduce,
     Average,
@@ -46,6 +47,7 @@ class PAFTSync(Strategy):
     staleness = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.interval < 1:
             raise ConfigError(f"PAFTSync(interval={self.interval}): expected at least 1 update")
 
@@ -105,6 +107,7 @@ class PAFTDyn(Strategy):
     staleness = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 1 <= self.minimum <= self.maximum:
             raise ConfigError(
                 f"PAFTDyn(minimum={self.minimum}, maximum={self.maximum}): expected 1 <= minimum <= maximum"
@@ -112,8 +115,6 @@ class PAFTDyn(Strategy):
         for field in ("first", "probe"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"PAFTDyn({field}={getattr(self, field)}): expected at least 1")
-        if self.estimate not in ("corrected", "paper"):
-            raise ConfigError(f"PAFTDyn(estimate={self.estimate!r}): expected one of corrected, paper")
 
     def update(self) -> Script:
         """One synchronous step, and perhaps an average and a new interval."""

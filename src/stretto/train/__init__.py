@@ -1,1 +1,1 @@
-"""Runs: configuration, the training loop, local workers, comparisons."""
+"""Whole runs: configuration, workers, the training loop, run folders, resuming, comparing, simulating."""

@@ -1,19 +1,27 @@
-"""Arms of a comparison: a strategy, its options, and settings of the run for it alone, in one line of text.
+"""Arms of a comparison: a strategy, its options, and settings of the run for it alone, as one word.
 
-name[:key=value]...        for example  acco:first=1:wire=bf16  or  wp:clock=1,8:lr=2e-3
+    name[:key=value]...        for example  acco:first=1:wire=bf16  or  wp:clock=1,8:lr=2e-3
+
+A run names its strategy in the same way.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
+from stretto.exchange import WireFormat
+from stretto.fields import did_you_mean, field_types, read_settings, read_value, split_settings, unknown_name
 from stretto.peers import PEERS
 from stretto.strategies import STRATEGIES, Strategy
-from stretto.train.configuration import Job, RunConfig, TaskT
+
+SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {"wire": WireFormat, "clock": Clock, "micro_batches": int, "clip_norm": float, "lr": float}
+)
+"""Settings of a run that an arm may have for itself, and their types."""
 
 
 def parse_clock(text: str) -> Clock:
@@ -40,30 +48,12 @@ def parse_learning_rates(text: str) -> dict[str, float]:
         ConfigError: Anything else.
     """
     pairs = [arm.rpartition("=") for arm in split_list(text)]
-    if any(not arm for arm, _, _ in pairs):
-        raise ConfigError(f"cannot read the learning rates {text!r}: expected ARM=RATE, as acco=2e-3,wp=1e-3")
-    return {arm: _read(float, "learning rate", rate) for arm, _, rate in pairs}
-
-
-SETTINGS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
-    {"wire": str, "clock": parse_clock, "micro_batches": int, "clip_norm": float, "lr": float}
-)
-"""Settings of a run that an arm may have for itself, and how each is read."""
-
-
-def parse_switch(text: str) -> bool:
-    """Read "on" or "off".
-
-    Raises:
-        ConfigError: Anything else.
-    """
-    if text not in ("on", "off"):
-        raise ConfigError(f"cannot read the switch {text!r}: expected on or off")
-    return text == "on"
-
-
-_READERS: Mapping[type, Callable[[str], Any]] = MappingProxyType({float: float, str: str, bool: parse_switch})
-"""How a strategy's own option is read, by the type of its default; integers where there is none."""
+    try:
+        if all(arm for arm, _, _ in pairs):
+            return {arm: read_value(rate, float) for arm, _, rate in pairs}
+    except ConfigError as error:
+        raise ConfigError(f"cannot read the learning rates {text!r}: {error}") from error
+    raise ConfigError(f"cannot read the learning rates {text!r}: expected ARM=RATE, as acco=2e-3,wp=1e-3")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +63,7 @@ class Arm:
     text: str
     """As the user wrote it: the arm's name in results."""
     name: str
-    """Of the strategy or peer."""
+    """Of the strategy or stock method."""
     options: dict[str, Any]
     """Options of the strategy's own."""
     settings: dict[str, Any]
@@ -90,62 +80,39 @@ class Arm:
         return self.is_ours and STRATEGIES[self.name].overlaps
 
     def strategy(self) -> Strategy:
-        """The strategy with its options; only where `is_ours`."""
+        """Return the strategy with its options; only where `is_ours`."""
         return STRATEGIES[self.name](**self.options)
-
-    def configure(self, job: Job[TaskT]) -> RunConfig[TaskT]:
-        """Return the run of this arm: all that `job` says of a run, but for what the arm sets itself."""
-        names = {field.name for field in dataclasses.fields(RunConfig)} - {"strategy"}
-        shared = {
-            field.name: getattr(job, field.name) for field in dataclasses.fields(job) if field.name in names
-        }
-        changes = dict(self.settings)
-        if "lr" in changes:
-            changes["task"] = _with_rate(job.task, changes.pop("lr"))
-        if "micro_batches" in changes:
-            changes.setdefault("clock", None)
-        if not self.overlaps:
-            changes["clock"] = None
-        return RunConfig(**{**shared, **changes}, strategy=self.text)
 
 
 def parse_arm(text: str) -> Arm:
     """Read one arm.
 
     Raises:
-        UnknownName: No strategy, or no such setting.
-        ConfigError: A value cannot be read.
+        UnknownName: No such strategy or stock method, or no such setting.
+        ConfigError: A value cannot be read, or cannot be.
     """
-    name, *pairs = text.split(":")
+    name, _ = split_settings(text)
     if name not in STRATEGIES and name not in PEERS:
-        raise UnknownName(
-            f"no strategy is called {name!r}; there are {', '.join(STRATEGIES)}, and to compare with "
-            f"{', '.join(PEERS)}"
-        )
-    # Every strategy is a dataclass of its options, which the type of the mapping cannot say.
-    kind: Any = STRATEGIES.get(name)
-    own = {} if kind is None else {field.name: field for field in dataclasses.fields(kind) if field.init}
-    options: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        if key in own:
-            options[key] = _read(_READERS.get(type(own[key].default), int), key, value)
-        elif key in SETTINGS:
-            settings[key] = _read(SETTINGS[key], key, value)
-        else:
-            raise UnknownName(
-                f"{text!r}: {name} has no setting {key!r}; there are {', '.join([*own, *SETTINGS])}"
-            )
-    return Arm(text, name, options, settings)
+        raise unknown_name("no strategy is called", name, [*STRATEGIES, *PEERS])
+    own = field_types(STRATEGIES[name]) if name in STRATEGIES else {}
+    values = read_settings(text, {**own, **SETTINGS, **own}, {Clock: parse_clock})  # its own are named first
+    arm = Arm(
+        text,
+        name,
+        options={key: value for key, value in values.items() if key in own},
+        settings={key: value for key, value in values.items() if key not in own},
+    )
+    if arm.is_ours:
+        arm.strategy()  # refuses options that cannot be
+    return arm
 
 
 def parse_arms(texts: Sequence[str], learning_rates: Mapping[str, float]) -> list[Arm]:
-    """Read all arms; `learning_rates` by arm or strategy fill in for those without one of their own.
+    """Read all arms; `learning_rates` by arm or strategy are for those that set none of their own.
 
     Raises:
-        UnknownName: See `parse_arm`; or a learning rate for an arm that does not run.
-        ConfigError: A value cannot be read, or two arms are the same.
+        UnknownName: No such strategy or setting; or a learning rate for an arm that does not run.
+        ConfigError: A value cannot be read or cannot be, or two arms are the same.
     """
     if len(set(texts)) < len(texts):
         raise ConfigError(f"an arm stands twice in {', '.join(texts)}; use repeats to run all of them again")
@@ -154,6 +121,7 @@ def parse_arms(texts: Sequence[str], learning_rates: Mapping[str, float]) -> lis
     if unknown := sorted(set(learning_rates) - known):
         raise UnknownName(
             f"learning rates for {', '.join(unknown)}, which does not run; there are {', '.join(texts)}"
+            f"{did_you_mean(unknown[0], known)}"
         )
     return [_with_default_rate(arm, learning_rates) for arm in arms]
 
@@ -163,18 +131,3 @@ def _with_default_rate(arm: Arm, learning_rates: Mapping[str, float]) -> Arm:
     if rate is None or "lr" in arm.settings:
         return arm
     return dataclasses.replace(arm, settings={**arm.settings, "lr": rate})
-
-
-def _with_rate(task: TaskT, rate: float) -> TaskT:
-    if not dataclasses.is_dataclass(task) or "lr" not in {field.name for field in dataclasses.fields(task)}:
-        raise ConfigError(f"{type(task).__name__} has no field lr that an arm could set")
-    return dataclasses.replace(task, lr=rate)
-
-
-def _read(kind: Callable[[str], Any], key: str, value: str) -> Any:
-    try:
-        return kind(value)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"cannot read {key}={value!r}: {error}") from error

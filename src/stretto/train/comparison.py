@@ -1,9 +1,4 @@
-"""Strategies side by side on the same link, and whether the input holds a run back.
-
-Strategies side by side: every arm once, then all again, on the same link.
-
-Measures one rank's loader and steps, beside those of the other ranks.
-"""
+"""Two measurements: strategies side by side on the same link, and whether a run waits for its data."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,31 +15,35 @@ from stretto.recipes.task import Batch
 from stretto.records import Update
 from stretto.train.arms import Arm, parse_arm, parse_arms
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig, TaskT
-from stretto.train.handle import open_handle
-from stretto.train.launch import Ranks
+from stretto.train.handle import check_run, open_handle
+from stretto.train.launch import Ranks, train
 from stretto.train.outcome import Outcome, describe_environment
-from stretto.train.past import slowed
-from stretto.train.workers import Seat, choose_device, seated
+from stretto.train.state import slowed
+from stretto.train.workers import RankInfo, choose_device, joined_group
 
 RESULTS = "compare.json"
 
 
 def compare(
-    comparison: CompareConfig[TaskT], ranks: Ranks, tell: Callable[[str], None]
+    comparison: CompareConfig[TaskT], ranks: Ranks, log: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Run all arms in turns and return one record per run, which also stand in compare.json.
+    """Run every arm once, then all arms again, and return one record per run.
+
+    The first rank writes the records to compare.json after every run, so that an interrupted comparison keeps those it
+    has.
 
     Args:
-        comparison: Arms, repeats, and what all have in common.
-        ranks: Who trains. The first of them writes the results, anew after every run, so that a comparison that
-            is broken off keeps what it has.
-        tell: Told what happens, one line at a time.
+        comparison: Arms, repeats, and what all arms have in common.
+        ranks: The ranks that train.
+        log: Called with one line of text before and after every run.
 
     Raises:
-        ConfigError: An arm cannot be read.
+        ConfigError: The settings of an arm contradict each other; no run has begun.
         WorkerFailed: A rank failed.
     """
     arms = parse_arms(comparison.strategies, comparison.learning_rates)
+    for arm in arms:
+        check_run(comparison.run_of(arm), ranks.world_size)
     environment = {**describe_environment(), "workers": ranks.world_size, "link": comparison.link}
     if ranks.is_first:
         Path(comparison.out).mkdir(parents=True, exist_ok=True)
@@ -52,10 +51,10 @@ def compare(
     for repeat in range(comparison.repeats):
         for arm in arms:
             run = _run_of(arm, comparison, repeat)
-            tell(f"repeat {repeat + 1} of {comparison.repeats}: {arm.text}")
-            outcome = ranks.train(run, comparison.warmup_updates, shows_progress=False)
+            log(f"repeat {repeat + 1} of {comparison.repeats}: {arm.text}")
+            outcome = train(ranks, run, comparison.warmup_updates, shows_progress=False)
             runs.append(_record(arm, run, repeat, outcome))
-            tell(_summary(runs[-1]))
+            log(_summary(runs[-1]))
             if ranks.is_first:
                 content = {
                     "runs": runs,
@@ -67,9 +66,8 @@ def compare(
 
 
 def _run_of(arm: Arm, comparison: CompareConfig[TaskT], repeat: int) -> RunConfig[TaskT]:
-    """Return the run of an arm; the arms of a repeat have one seed, so that they can be compared in pairs."""
-    job = dataclasses.replace(comparison, seed=comparison.seed + repeat)
-    return arm.configure(job)
+    """Return the run of an arm; all arms of a repeat have the same seed, so that they can be compared in pairs."""
+    return dataclasses.replace(comparison, seed=comparison.seed + repeat).run_of(arm)
 
 
 def _record(arm: Arm, run: RunConfig[TaskT], repeat: int, outcome: Outcome) -> dict[str, Any]:
@@ -97,27 +95,27 @@ def _summary(record: dict[str, Any]) -> str:
     )
 
 
-def diagnose_rank(seat: Seat, job: DiagnoseConfig[TaskT]) -> Diagnosis:
-    """Measure on this rank; every rank of the job calls this with equal settings.
+def diagnose_rank(info: RankInfo, job: DiagnoseConfig[TaskT]) -> Diagnosis:
+    """Measure this rank's loader and steps; every rank of the job calls this with equal settings.
 
     Args:
-        seat: Which rank this is.
+        info: Which rank this is.
         job: What to measure.
 
     Raises:
         StrettoError: A setting, a step or a rank failed.
     """
     torch.set_num_threads(job.threads)
-    run = parse_arm(job.strategy).configure(job)
-    device = choose_device(run.device, seat)
-    with seated(seat, Link.parse(run.link), device, run.timeout_seconds):
-        task = run.task.build(seat.rank, seat.world_size, run.seed, run.planned_updates)
+    run = job.run_of(parse_arm(job.strategy))
+    device = choose_device(run.device, info)
+    with joined_group(info, Link.parse(run.link), device, run.timeout_seconds):
+        task = run.task.build(info.rank, info.world_size, run.seed, run.planned_updates)
         task.model.to(device)
-        with open_handle(run, task) as handle:
+        with open_handle(run, task.model, task.optimizer) as handle:
 
             def step(batch: Batch) -> Update | None:
                 return handle.micro_batch(partial(task.loss, handle.model), batch)
 
-            found = diagnose(slowed(run, task.loader, seat.rank), step, batches=job.batches)
+            found = diagnose(slowed(run, task.loader, info.rank), step, batches=job.batches)
             handle.finish()
     return found

@@ -1,15 +1,27 @@
-"""Everything about a run that can be chosen: the job, where its files go, and what a comparison varies."""
+"""Everything about a run that can be chosen: what is trained, on which workers, and what a comparison varies.
+
+Options             how `DataParallel` works
+  Training          what is trained
+    Job             on real workers
+      RunConfig     once, with its files
+      CompareConfig by several strategies
+      DiagnoseConfig for a few steps
+    SimulateConfig  on a virtual cluster (`stretto.train.simulation`)
+"""
 
 import dataclasses
-from typing import Generic, Literal, TypeVar
+import math
+from typing import Any, Generic, Literal, TypeVar
 
 from stretto.echo.text import parse_plan
 from stretto.engine import Clock, Options
 from stretto.errors import ConfigError
 from stretto.faults import Fault
+from stretto.fields import check_at_least
 from stretto.groups import Link
 from stretto.guards.text import parse_guard
 from stretto.recipes import TaskConfig
+from stretto.train.arms import Arm, parse_arm, parse_arms
 from stretto.train.slow_loader import SlowStore
 
 TaskT = TypeVar("TaskT", bound=TaskConfig)
@@ -20,28 +32,21 @@ DEFAULT_PATIENCE = 600.0
 """Seconds after which a run that only a loss would end gives up."""
 
 
+def part_of(record: Any, kind: type) -> dict[str, Any]:
+    """Return the fields that `record` has from `kind`, which is its class or a parent of that, by name."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(kind)}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Job(Options, Generic[TaskT]):
-    """What is trained, on which workers, and when it ends; the options of `DataParallel` beside it."""
+class Training(Options, Generic[TaskT]):
+    """What is trained, and how; the options of `DataParallel` beside it."""
 
     task: TaskT
     """Model, data and optimizer: what the recipe returned."""
-    workers: int = 2
-    """Local processes to start. Ranks that a launcher such as torchrun has started count instead."""
-    threads: int = 1
-    """Threads of each worker's tensor operations. Runs are reproducible to the bit for equal numbers."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model lives; auto takes CUDA where every local worker finds a device of its own."""
     seed: int = 0
     """Decides initial parameters, order of the data and random draws; not negative."""
     updates: int | None = None
-    """Committed updates after which the run ends; learning-rate schedules stretch over them. None is 240 where
-    nothing else ends the run."""
-    seconds: float | None = None
-    """Training time after which the run ends; evaluations and checkpoints do not count."""
-    to_loss: float | None = None
-    """Held-out loss that ends the run, once two evaluations in a row are at or below it. Where neither updates nor
-    seconds are set, the run gives up after 600 s of training."""
+    """Committed updates after which the run ends; None for no limit."""
     micro_batches: int = 4
     """Micro-batches per rank and update: the batch is this times the ranks times the recipe's own batch."""
     clock: Clock | None = None
@@ -55,26 +60,15 @@ class Job(Options, Generic[TaskT]):
     schedule, as bernoulli:p=cosine(1,0.25). See docs/echo.md, and `stretto diagnose` first."""
     slow_loader: str = "none"
     """Make loading slow: MS[,decode][,jitter=CV] per micro-batch, waiting, or with decode keeping a core busy."""
-    link: str = "none"
-    """Slow link to train over, such as 100mbit, 1gbit or 50mbit,2ms: throttles Gloo, no root needed."""
     evaluate_every: int | None = 100
     """Updates between evaluations of the held-out loss, beside those before and after the run; None for these
     two alone."""
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)  # a bare super() does not find its class in a slotted dataclass
-        least = {"workers": 1, "threads": 1, "seed": 0, "updates": 1, "micro_batches": 1, "evaluate_every": 1}
-        for field, minimum in least.items():
-            found = getattr(self, field)
-            if found is not None and found < minimum:
-                raise ConfigError(f"{field} must be at least {minimum}, found {found}")
-        if self.seconds is not None and not self.seconds > 0:
-            raise ConfigError(f"seconds must be positive, found {self.seconds}")
-        if self.to_loss is not None and self.evaluate_every is None:
-            raise ConfigError("to_loss needs evaluations: set evaluate_every")
+        check_at_least(self, seed=0, updates=1, micro_batches=1, evaluate_every=1)
         for guard in self.guards:
             parse_guard(guard)
-        Link.parse(self.link)
         SlowStore.parse(self.slow_loader)
         if self.echo != "none":
             parse_plan(self.echo, self.planned_steps)
@@ -82,7 +76,51 @@ class Job(Options, Generic[TaskT]):
     @property
     def options(self) -> Options:
         """The part that `DataParallel` takes."""
-        return Options(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)})
+        return Options(**part_of(self, Options))
+
+    @property
+    def planned_updates(self) -> int | None:
+        """Committed updates after which the run ends, or None where only time or loss end it."""
+        return self.updates
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Micro-batches that each rank will hand out, or None where that is not fixed."""
+        updates = self.planned_updates
+        return None if updates is None or self.clock is not None else updates * self.micro_batches
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job(Training[TaskT]):
+    """What is trained on which real workers, and when it ends."""
+
+    workers: int = 2
+    """Local processes to start. Ranks that a launcher such as torchrun has started count instead."""
+    threads: int = 1
+    """Threads of each worker's tensor operations. Runs are reproducible to the bit for equal numbers."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives; auto takes CUDA where every local worker finds a device of its own."""
+    updates: int | None = None
+    """Committed updates after which the run ends; learning-rate schedules stretch over them. None is 240 where
+    nothing else ends the run."""
+    seconds: float | None = None
+    """Training time after which the run ends; evaluations and checkpoints do not count."""
+    to_loss: float | None = None
+    """Held-out loss that ends the run, once two evaluations in a row are at or below it. Where neither updates nor
+    seconds are set, the run gives up after 600 s of training."""
+    link: str = "none"
+    """Slow link to train over, such as 100mbit, 1gbit or 50mbit,2ms: throttles Gloo, no root needed."""
+
+    def __post_init__(self) -> None:
+        Training.__post_init__(self)
+        check_at_least(self, workers=1, threads=1)
+        if self.seconds is not None and not self.seconds > 0:
+            raise ConfigError(f"seconds must be positive, found {self.seconds}")
+        if self.to_loss is not None and math.isnan(self.to_loss):
+            raise ConfigError(f"to_loss must be a number that a loss can reach, found {self.to_loss}")
+        if self.to_loss is not None and self.evaluate_every is None:
+            raise ConfigError("to_loss needs evaluations: set evaluate_every")
+        Link.parse(self.link)
 
     @property
     def planned_updates(self) -> int | None:
@@ -92,17 +130,33 @@ class Job(Options, Generic[TaskT]):
         return self.updates
 
     @property
-    def planned_steps(self) -> int | None:
-        """Micro-batches that each rank will hand out, or None where that is not fixed."""
-        updates = self.planned_updates
-        return None if updates is None or self.clock is not None else updates * self.micro_batches
-
-    @property
     def planned_seconds(self) -> float | None:
         """Training time after which the run ends, or None where time does not end it."""
         if self.updates is None and self.seconds is None and self.to_loss is not None:
             return DEFAULT_PATIENCE
         return self.seconds
+
+    def run_of(self, arm: Arm) -> "RunConfig[TaskT]":
+        """Return the run of one arm: what this job says of a run, but for what the arm sets itself.
+
+        Raises:
+            ConfigError: The arm sets what the job does not have, or what cannot be.
+        """
+        changes = dict(arm.settings)
+        if "lr" in changes:
+            changes["task"] = _with_rate(self.task, changes.pop("lr"))
+        if "micro_batches" in changes:
+            changes.setdefault("clock", None)
+        if not arm.overlaps:
+            changes["clock"] = None
+        shared = part_of(self, RunConfig if isinstance(self, RunConfig) else Job)
+        return RunConfig(**{**shared, **changes, "strategy": arm.text})
+
+
+def _with_rate(task: TaskT, rate: float) -> TaskT:
+    if not dataclasses.is_dataclass(task) or "lr" not in {field.name for field in dataclasses.fields(task)}:
+        raise ConfigError(f"{type(task).__name__} has no field lr that an arm could set")
+    return dataclasses.replace(task, lr=rate)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +164,8 @@ class RunConfig(Job[TaskT]):
     """One training run, with its files."""
 
     strategy: str = "acco"
-    """ddp, zero1, dpu, wp, acco or local; what is set for it alone follows after colons, as in acco:first=1 or
-    local:rate=0.1:state=on."""
+    """ddp, zero1, dpu, wp, acco, local, paft-sync or paft-dyn; what is set for it alone follows after colons, as in
+    acco:first=1 or local:rate=0.1:state=on."""
     run_dir: str | None = None
     """Folder for configuration, records, TensorBoard events and checkpoints; None takes a new one below runs/."""
     strikes: int | None = 3
@@ -134,12 +188,8 @@ class RunConfig(Job[TaskT]):
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
-        if self.checkpoint_every is not None and self.checkpoint_every < 1:
-            raise ConfigError(f"checkpoint_every must be at least 1, found {self.checkpoint_every}")
-        if self.checkpoints_kept < 1:
-            raise ConfigError(f"checkpoints_kept must be at least 1, found {self.checkpoints_kept}")
-        if self.restarts < 0:
-            raise ConfigError(f"restarts must be at least 0, found {self.restarts}")
+        check_at_least(self, checkpoint_every=1, checkpoints_kept=1, restarts=0)
+        parse_arm(self.strategy)
         if self.resume and self.run_dir is None:
             raise ConfigError("resume needs the folder of the run to continue: set run_dir")
 
@@ -155,8 +205,8 @@ class DiagnoseConfig(Job[TaskT]):
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
-        if self.batches < 1:
-            raise ConfigError(f"batches must be at least 1, found {self.batches}")
+        check_at_least(self, batches=1)
+        parse_arm(self.strategy)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,8 +231,7 @@ class CompareConfig(Job[TaskT]):
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
-        for field, minimum in {"repeats": 1, "warmup_updates": 0}.items():
-            if getattr(self, field) < minimum:
-                raise ConfigError(f"{field} must be at least {minimum}, found {getattr(self, field)}")
+        check_at_least(self, repeats=1, warmup_updates=0)
         if not self.strategies:
-            raise ConfigError("a comparison needs at least one strategy")
+            raise ConfigError("strategies is empty: a comparison needs at least one strategy")
+        parse_arms(self.strategies, self.learning_rates)

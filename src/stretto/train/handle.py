@@ -1,24 +1,23 @@
-"""What the training loop holds: our `DataParallel`, or a stock method that offers the same.
-
-A rehearsal: a run to which damage is done on purpose, on the wire and in memory.
-"""
+"""What the training loop holds: `DataParallel` or a stock method with the same interface, as a run says."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from stretto.engine.listener import Weighed
 from stretto.errors import ConfigError
 from stretto.faults import FaultPlan, FaultyGroup, Injector, strike_memory
+from stretto.groups import SoloGroup
 from stretto.guards.text import parse_guard
 from stretto.parallel import DataParallel
 from stretto.peers import make_peer
-from stretto.recipes import Task
 from stretto.records import Incident, Update
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig, TaskT
@@ -27,12 +26,12 @@ Batch = TypeVar("Batch")
 
 
 class Handle(Protocol):
-    """See `DataParallel`, whose words these are."""
+    """The part of `DataParallel` that the training loop uses; the names mean what they mean there."""
 
     model: nn.Module
-    """Whose forward pass gives the loss."""
+    """Its forward pass gives the loss."""
     late_incidents: tuple[Incident, ...]
-    """Found while `finish` drained, behind the last update."""
+    """Found by `finish`, after the last update."""
 
     @property
     def rank(self) -> int: ...
@@ -67,19 +66,21 @@ class Handle(Protocol):
     ) -> None: ...
 
 
-def open_handle(run: RunConfig[TaskT], task: Task, group: ProcessGroup | None = None) -> Handle:
-    """Wrap the task's model as the run's strategy says; all ranks of `group`, or the default group, must call.
+def open_handle(
+    run: RunConfig[TaskT], model: nn.Module, optimizer: Optimizer, group: ProcessGroup | None = None
+) -> Handle:
+    """Wrap a model as the run says; all ranks of `group`, or of the default group, must call.
 
     Raises:
-        ConfigError: The strategy, or a setting, does not fit the task.
+        ConfigError: Settings contradict each other, or do not fit the model or the optimizer.
     """
     arm = parse_arm(run.strategy)
     if not arm.is_ours:
-        return make_peer(arm.name, task.model, task.optimizer, run.micro_batches, clip_norm=run.clip_norm)
+        return make_peer(arm.name, model, optimizer, run.micro_batches, clip_norm=run.clip_norm)
     micro_batches = run.micro_batches if run.clock is None else run.clock
     return DataParallel(
-        task.model,
-        task.optimizer,
+        model,
+        optimizer,
         arm.strategy(),
         micro_batches=micro_batches,
         group=group,
@@ -88,8 +89,26 @@ def open_handle(run: RunConfig[TaskT], task: Task, group: ProcessGroup | None = 
     )
 
 
+def check_run(run: RunConfig[TaskT], world_size: int) -> None:
+    """Raise where settings of the run contradict each other, before there are workers, data or a folder.
+
+    What the parts of the library have to say about each other is found by wrapping a model of one weight on a rank
+    that is alone.
+
+    Raises:
+        ConfigError: They do.
+    """
+    if outside := sorted({fault.rank for fault in run.faults if not fault.rank < world_size}):
+        raise ConfigError(
+            f"faults name rank {', '.join(map(str, outside))}; the run has ranks 0 to {world_size - 1}"
+        )
+    if parse_arm(run.strategy).is_ours:
+        model = nn.ParameterList([torch.zeros(1)])
+        open_handle(run, model, torch.optim.SGD(model.parameters(), lr=0.0), SoloGroup()).finish()
+
+
 class Rehearsal:
-    """One rank's share of the faults of a run; does nothing where it has none.
+    """Puts the faults of a run into the job of one rank; does nothing where the run has none.
 
     Args:
         run: With its faults.
@@ -101,12 +120,15 @@ class Rehearsal:
         self._is_on = bool(run.faults)
 
     def wrap(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """Return the group that the job is to be given in the place of `group`, None being torch's default one."""
+        """Return the group to train with: `group`, or one that damages what this rank receives over it.
+
+        None is torch's default group.
+        """
         whole = dist.group.WORLD if group is None else group
         return FaultyGroup(whole, self._injector) if self._is_on and whole is not None else group
 
     def begin(self, handle: Handle) -> None:
-        """Let faults strike the memory of the job from now on.
+        """Begin to damage the memory of the job.
 
         Raises:
             ConfigError: The job is a stock method's.

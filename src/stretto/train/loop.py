@@ -1,19 +1,9 @@
-"""When a held-out loss counts as reached.
-
-A single evaluation at or below the target may be luck of one update, so the next one has to confirm it. The time
-is where the straight line between the last evaluation above the target and the first of the two below crosses it,
-which makes it finer than the distance between evaluations:
-
-    t = t0 + (t1 - t0) (l0 - X) / (l0 - l1),      l0 > X >= l1
-
-Training time: wall time, and time on processors, without what only looks at the run.
-
-The training loop, the same for every strategy and every stock method.
+"""The training loop, the same for every strategy and every stock method.
 
     feed -> micro-batch -> on an update: scheduler, observers, evaluation, checkpoint
 
-What only looks at the run (evaluation, observers, checkpoints) happens right after an update, with the stopwatch
-held and random states put back, so that a run is the same to the bit with and without it.
+Evaluations, observers and checkpoints do not change a run: they happen right after an update, while the stopwatch is
+held, and random states are put back. A run is the same to the bit with and without them.
 """
 
 import dataclasses
@@ -30,11 +20,16 @@ from stretto.observe import Observer
 from stretto.recipes import Task
 from stretto.records import Update
 from stretto.train.handle import Handle
-from stretto.train.outcome import Evaluation, Tally
+from stretto.train.outcome import Evaluation, Totals
 
 
 def seconds_to_loss(evaluations: Sequence[Evaluation], target: float) -> float | None:
-    """Return the training time at which `target` was reached for good, or None.
+    """Return the training time at which `target` was reached, or None.
+
+    A single evaluation at or below the target may be luck, so the next one has to confirm it. The time is taken
+    between evaluations, on the straight line from the last one above the target to the first of the two below:
+
+        t = t0 + (t1 - t0) (l0 - target) / (l0 - l1),      l0 > target >= l1
 
     Args:
         evaluations: In the order of time.
@@ -54,16 +49,16 @@ def _crossing(above: Evaluation, below: Evaluation, target: float) -> float:
 
 
 class Stopwatch:
-    """Runs from its making, but for the blocks in which it is held.
+    """Measures training time: it runs from the start, but not in blocks in which it is held.
 
     Args:
-        before: Seconds that an earlier part of the run has taken.
+        before: Seconds of training before the checkpoint that the run goes on from.
         now: The clock, in seconds; a virtual cluster has its own.
     """
 
     def __init__(self, before: float = 0.0, now: Callable[[], float] = time.perf_counter) -> None:
-        self._wall = _Hand(now, before)
-        self._cpu = _Hand(time.process_time, 0.0)
+        self._wall = _Clock(now, before)
+        self._cpu = _Clock(time.process_time, 0.0)
 
     @property
     def seconds(self) -> float:
@@ -72,18 +67,18 @@ class Stopwatch:
 
     @property
     def cpu_seconds(self) -> float:
-        """Time that all threads of the process have spent on processors, in this part of the run."""
+        """Processor time of all threads of the process, in this part of the run."""
         return self._cpu.seconds
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Leave the time spent in the block out; blocks do not nest."""
+        """Do not count the time of the block; blocks do not nest."""
         with self._wall.held(), self._cpu.held():
             yield
 
 
-class _Hand:
-    """Reads one clock."""
+class _Clock:
+    """One clock that can be held."""
 
     def __init__(self, clock: Callable[[], float], before: float) -> None:
         self._clock = clock
@@ -106,12 +101,12 @@ class _Hand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """When the loop looks, saves and ends."""
+class LoopPlan:
+    """When the loop evaluates, saves and ends."""
 
     batches: int | None
-    """Micro-batches that this rank still hands out; None for no limit. With fixed counts it decides the end, so
-    that every strategy sees the same samples."""
+    """Micro-batches that this rank still reads; None for no limit. With fixed counts this decides the end, so that
+    every strategy sees the same samples."""
     last_step: int | None
     """Committed updates after which the loop ends; None for no limit."""
     seconds: float | None
@@ -130,35 +125,35 @@ class Loop:
     Args:
         task: What to train.
         handle: What its model is wrapped in.
-        plan: When to look, save and end.
-        observers: Who hears of it; none on ranks other than 0.
-        save: Writes a checkpoint; called on all ranks alike.
+        plan: When to evaluate, save and end.
+        observers: Told of every update, evaluation and incident; none on ranks other than 0.
+        save: Writes a checkpoint; called on all ranks at the same update.
         stopwatch: The training time.
-        tally: What the updates add up to.
+        totals: Adds up the updates.
     """
 
     def __init__(
         self,
         task: Task,
         handle: Handle,
-        plan: Plan,
+        plan: LoopPlan,
         *,
         observers: Sequence[Observer],
         save: Callable[["Loop"], None],
         stopwatch: Stopwatch,
-        tally: Tally,
+        totals: Totals,
     ) -> None:
         self.task = task
         self.handle = handle
         self.plan = plan
         self.stopwatch = stopwatch
-        self.tally = tally
+        self.totals = totals
         self.batches_handed_out = 0
         self._observers = observers
         self._save = save
 
     def run(self) -> None:
-        """Train until the plan's end, and drain."""
+        """Train to the end of the plan, and commit what is left."""
         loss_function = partial(self.task.loss, self.handle.model)
         for batch in itertools.islice(self.handle.feed(self.task.loader), self.plan.batches):
             self.batches_handed_out += 1
@@ -173,12 +168,12 @@ class Loop:
             observer.noticed(incident)
 
     def evaluate(self) -> None:
-        """Take the held-out loss at the committed parameters, unless these have been looked at already.
+        """Measure the held-out loss of the committed parameters, once per update.
 
-        All ranks must call, before training, right after an update, or at the end.
+        All ranks must call: before training, right after an update, or at the end.
         """
         step = self.handle.steps
-        if self.tally.evaluations and self.tally.evaluations[-1].step == step:
+        if self.totals.evaluations and self.totals.evaluations[-1].step == step:
             return
         with self.stopwatch.held(), torch.random.fork_rng(devices=[]), self.handle.settled():
             evaluation = Evaluation(
@@ -186,13 +181,13 @@ class Loop:
                 training_seconds=self.stopwatch.seconds,
                 heldout_loss=self.task.evaluate(self.task.model),
             )
-            self.tally.evaluations.append(evaluation)
+            self.totals.evaluations.append(evaluation)
             for observer in self._observers:
                 observer.evaluated(step, evaluation.heldout_loss, evaluation.training_seconds)
 
     def _committed(self, update: Update) -> None:
-        """Everything that happens between an update and the next micro-batch."""
-        self.tally.arrived(update, self.stopwatch.seconds)
+        """Do everything that happens between an update and the next micro-batch."""
+        self.totals.arrived(update, self.stopwatch.seconds)
         self._count(update)
         if self.task.scheduler is not None:
             self.task.scheduler.step()
@@ -206,7 +201,7 @@ class Loop:
             self.handle.stop()
 
     def _count(self, update: Update) -> None:
-        self.tally.add(update)
+        self.totals.add(update)
         with self.stopwatch.held():
             for observer in self._observers:
                 observer.updated(update, self.stopwatch.seconds)
@@ -215,7 +210,7 @@ class Loop:
         if self.plan.seconds is not None and self.stopwatch.seconds >= self.plan.seconds:
             return True
         target = -math.inf if self.plan.to_loss is None else self.plan.to_loss
-        return seconds_to_loss(self.tally.evaluations, target) is not None
+        return seconds_to_loss(self.totals.evaluations, target) is not None
 
 
 def _is_due(step: int, every: int | None) -> bool:

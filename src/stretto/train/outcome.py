@@ -1,10 +1,6 @@
-"""What a run came to on one rank, where it ran, and the folder that holds it.
+"""The outcome of a run on one rank, a description of the machine it ran on, and the run's folder.
 
-What a run came to, on one rank.
-
-What a measurement depends on beside its settings.
-
-The folder of a run: config.json, updates.jsonl, evaluations.jsonl, tensorboard/, checkpoints/, model.pt.
+The folder holds config.json, updates.jsonl, evaluations.jsonl, tensorboard/, checkpoints/ and model.pt.
 """
 
 import dataclasses
@@ -27,7 +23,7 @@ from stretto.train.configuration import RunConfig, TaskT
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """One look at the held-out samples."""
+    """One measurement of the held-out loss."""
 
     step: int
     """Committed updates before it."""
@@ -39,19 +35,19 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a run came to, on one rank; times and bytes are that rank's own."""
+    """The outcome of a run on one rank; times and bytes are that rank's own."""
 
     updates: int
-    """Committed updates, those of the run that was continued included."""
+    """Committed updates, with those before the checkpoint that the run went on from."""
     samples: int
     """Samples behind the updates made here, over all ranks."""
     training_seconds: float
-    """Training time, draining included, evaluations and checkpoints not."""
+    """Training time, without evaluations and checkpoints."""
     cpu_seconds: float
     """Processor time of all threads of the process, in the training time of the updates made here."""
     samples_per_second: float | None
-    """Over all ranks, from the end of the warm-up to the last update before draining; None for fewer than one
-    update in between."""
+    """Over all ranks, from the end of the warm-up to the last update that the loop received; None where there are
+    not two updates to measure between."""
     exposed_seconds: float | None
     """Time in which the compute lane waited for communication, in the updates made here; None where the method
     cannot tell."""
@@ -76,19 +72,19 @@ class Outcome:
     seconds_to_loss: float | None
     """Training time at which `to_loss` was reached; None where it was not, or not asked for."""
     evaluations: tuple[Evaluation, ...]
-    """All looks at the held-out samples, in order."""
+    """All evaluations, in order."""
     accuracy: float | None
     """Share of held-out samples classified rightly at the end; classifiers only."""
     sample: str | None
     """Text that the model generated at the end; language models only."""
 
 
-class Tally:
-    """Adds up the updates made here, and keeps all looks at the held-out samples.
+class Totals:
+    """Adds up the updates made here, and keeps all evaluations.
 
     Args:
         warmup_updates: First updates that the rate leaves out.
-        baseline_bytes: Peak resident memory of the process before the method began.
+        baseline_bytes: Peak resident memory of the process before the model was wrapped.
     """
 
     def __init__(self, warmup_updates: int, baseline_bytes: int) -> None:
@@ -115,12 +111,12 @@ class Tally:
         self.wait_seconds += update.wait_seconds
 
     def arrived(self, update: Update, training_seconds: float) -> None:
-        """Note when an update came, for the rate; not for those of the drain, whose pace is another."""
+        """Note when the loop received an update, for the rate; updates of `finish` come at another pace."""
         self._arrivals.append((training_seconds, update.samples))
 
     @property
     def samples_per_second(self) -> float | None:
-        """The steady rate: from the last update of the warm-up to the last one that arrived."""
+        """The steady rate: from the last update of the warm-up to the last one received."""
         steady = self._arrivals[max(0, self._warmup_updates - 1) :]
         if len(steady) < 2:
             return None
@@ -148,7 +144,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Return what the host's processor is called."""
+    """Return the name of the host's processor."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -170,15 +166,15 @@ def _commit() -> str | None:
 
 
 def new_run_folder(recipe: str) -> str:
-    """Return the name of a folder for a run that begins now."""
+    """Return a name for the folder of a run that begins now."""
     return str(Path("runs", f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def prepare_run_folder(run: RunConfig[TaskT]) -> None:
-    """Make the run's folder and write its configuration; one process calls this before the ranks begin.
+    """Make the run's folder and write its configuration; one process calls this before the ranks start.
 
     Raises:
-        ConfigError: The folder holds a run already, and this one does not continue it.
+        ConfigError: The folder holds a run already, and this run does not resume it.
     """
     if run.run_dir is None:
         return

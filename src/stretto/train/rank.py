@@ -18,15 +18,15 @@ from stretto.recipes import Task
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.handle import Handle, Rehearsal, open_handle
-from stretto.train.loop import Loop, Plan, Stopwatch, seconds_to_loss
-from stretto.train.outcome import Outcome, Tally, peak_resident_bytes
-from stretto.train.past import Past, loader_of
-from stretto.train.workers import Seat, choose_device, seated
+from stretto.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
+from stretto.train.outcome import Outcome, Totals, peak_resident_bytes
+from stretto.train.state import TrainState, loader_of
+from stretto.train.workers import RankInfo, choose_device, joined_group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Post:
-    """Where a rank trains that has joined the others."""
+class RankContext:
+    """Where a rank trains, once it has joined the others."""
 
     rank: int
     """From 0."""
@@ -35,48 +35,50 @@ class Post:
     device: torch.device
     """Where its model lives."""
     group: dist.ProcessGroup | None = None
-    """Whose ranks train; None is torch's default group."""
+    """The group of all ranks; None is torch's default group."""
     now: Callable[[], float] = time.perf_counter
     """The clock of the training time, in seconds."""
 
 
-def train_rank(seat: Seat, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
+def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
     """Train on this rank; every rank of the job calls this with equal settings.
 
     Args:
-        seat: Which rank this is.
-        run: What to do.
+        info: Which rank this is.
+        run: What to train.
         warmup_updates: First updates that the outcome's rate leaves out.
         shows_progress: Whether rank 0 shows the run as it goes.
 
     Raises:
-        StrettoError: A setting, the training or a rank failed; see the tree in `stretto.errors`.
+        StrettoError: A setting, the training or a rank failed.
     """
     torch.set_num_threads(run.threads)
-    device = choose_device(run.device, seat)
-    with seated(seat, Link.parse(run.link), device, run.timeout_seconds):
-        post = Post(rank=seat.rank, world_size=seat.world_size, device=device)
-        return train_at(post, run, warmup_updates, shows_progress)
+    device = choose_device(run.device, info)
+    with joined_group(info, Link.parse(run.link), device, run.timeout_seconds):
+        context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
+        return train_at(context, run, warmup_updates, shows_progress)
 
 
-def train_at(post: Post, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
-    """Train on a rank that has joined the others; arguments and errors are those of `train_rank`."""
-    task = run.task.build(post.rank, post.world_size, run.seed, run.planned_updates)
-    task.model.to(post.device)
-    task = dataclasses.replace(task, loader=loader_of(run, task.loader, post.rank, post.group))
-    tally = Tally(warmup_updates, baseline_bytes=peak_resident_bytes())
-    rehearsal = Rehearsal(run, post.rank)
-    with open_handle(run, task, rehearsal.wrap(post.group)) as handle:
+def train_at(
+    context: RankContext, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool
+) -> Outcome:
+    """Train on a rank that has joined the others; the other arguments and the errors are those of `train_rank`."""
+    task = run.task.build(context.rank, context.world_size, run.seed, run.planned_updates)
+    task.model.to(context.device)
+    task = dataclasses.replace(task, loader=loader_of(run, task.loader, context.rank, context.group))
+    totals = Totals(warmup_updates, baseline_bytes=peak_resident_bytes())
+    rehearsal = Rehearsal(run, context.rank)
+    with open_handle(run, task.model, task.optimizer, rehearsal.wrap(context.group)) as handle:
         rehearsal.begin(handle)
-        _seed(run.seed, post.rank)
-        past = Past.restore(run, task, handle)
-        tally.evaluations.extend(past.evaluations)
-        stopwatch = Stopwatch(past.training_seconds, post.now)
-        observers = _observers(run, past, post, shows_progress)
-        for observer, incident in itertools.product(observers, past.incidents):
+        _seed(run.seed, context.rank)
+        start = TrainState.restore(run, task, handle)
+        totals.evaluations.extend(start.evaluations)
+        stopwatch = Stopwatch(start.training_seconds, context.now)
+        observers = _observers(run, start, context, shows_progress)
+        for observer, incident in itertools.product(observers, start.incidents):
             observer.noticed(incident)
         try:
-            return _train(run, task, handle, past, tally, stopwatch, observers)
+            return _train(run, task, handle, start, totals, stopwatch, observers)
         finally:
             for observer in observers:
                 observer.close()
@@ -86,32 +88,32 @@ def _train(
     run: RunConfig[TaskT],
     task: Task,
     handle: Handle,
-    past: Past,
-    tally: Tally,
+    start: TrainState,
+    totals: Totals,
     stopwatch: Stopwatch,
     observers: Sequence[Observer],
 ) -> Outcome:
-    """Train with what is ready, from the first look at the held-out samples to the last."""
+    """Train, from the first evaluation to the last."""
 
     def save(loop: Loop) -> None:
-        now = Past(
+        now = TrainState(
             step=handle.steps,
-            updates_fed=past.updates_fed + loop.batches_handed_out / run.micro_batches,
+            updates_fed=start.updates_fed + loop.batches_handed_out / run.micro_batches,
             training_seconds=loop.stopwatch.seconds,
-            evaluations=tuple(tally.evaluations),
+            evaluations=tuple(totals.evaluations),
         )
         now.save(run, task, handle)
 
     loop = Loop(
         task,
         handle,
-        _plan(run, past),
+        _plan(run, start),
         observers=observers,
         save=save,
         stopwatch=stopwatch,
-        tally=tally,
+        totals=totals,
     )
-    if not tally.evaluations:
+    if not totals.evaluations:
         loop.evaluate()
     loop.run()
     training_seconds, cpu_seconds = loop.stopwatch.seconds, loop.stopwatch.cpu_seconds
@@ -120,53 +122,53 @@ def _train(
         save(loop)
     if handle.rank == 0 and run.run_dir is not None:
         torch.save(task.model.state_dict(), Path(run.run_dir, "model.pt"))
-    return _outcome(run, task, handle, tally, training_seconds, cpu_seconds)
+    return _outcome(run, task, handle, totals, training_seconds, cpu_seconds)
 
 
 def _outcome(
     run: RunConfig[TaskT],
     task: Task,
     handle: Handle,
-    tally: Tally,
+    totals: Totals,
     training_seconds: float,
     cpu_seconds: float,
 ) -> Outcome:
-    """Look at the trained model, and say what the run came to."""
+    """Return the outcome, with a look at the trained model."""
     with handle.settled():
         accuracy = None if task.accuracy is None else task.accuracy(task.model)
         sample = None if task.sample is None else task.sample(task.model)
     return Outcome(
         updates=handle.steps,
-        samples=tally.samples,
+        samples=totals.samples,
         training_seconds=training_seconds,
         cpu_seconds=cpu_seconds,
-        samples_per_second=tally.samples_per_second,
-        exposed_seconds=_known(tally.exposed_seconds),
-        lane_seconds=_known(tally.lane_seconds),
-        sent_bytes=tally.sent_bytes,
-        fresh_batches=tally.fresh_batches,
-        echoed_batches=tally.echoed_batches,
-        wait_seconds=tally.wait_seconds,
-        baseline_bytes=tally.baseline_bytes,
+        samples_per_second=totals.samples_per_second,
+        exposed_seconds=_known(totals.exposed_seconds),
+        lane_seconds=_known(totals.lane_seconds),
+        sent_bytes=totals.sent_bytes,
+        fresh_batches=totals.fresh_batches,
+        echoed_batches=totals.echoed_batches,
+        wait_seconds=totals.wait_seconds,
+        baseline_bytes=totals.baseline_bytes,
         peak_bytes=peak_resident_bytes(),
-        heldout_before=tally.evaluations[0].heldout_loss,
-        heldout_loss=tally.evaluations[-1].heldout_loss,
-        seconds_to_loss=None if run.to_loss is None else seconds_to_loss(tally.evaluations, run.to_loss),
-        evaluations=tuple(tally.evaluations),
+        heldout_before=totals.evaluations[0].heldout_loss,
+        heldout_loss=totals.evaluations[-1].heldout_loss,
+        seconds_to_loss=None if run.to_loss is None else seconds_to_loss(totals.evaluations, run.to_loss),
+        evaluations=tuple(totals.evaluations),
         accuracy=accuracy,
         sample=sample,
     )
 
 
-def _plan(run: RunConfig[TaskT], past: Past) -> Plan:
+def _plan(run: RunConfig[TaskT], start: TrainState) -> LoopPlan:
     updates = run.planned_updates
     batches = last_step = None
     if updates is not None and run.clock is None:
-        batches = max(0, round((updates - past.updates_fed) * run.micro_batches))
+        batches = max(0, round((updates - start.updates_fed) * run.micro_batches))
     elif updates is not None:
         # With a clock, an overlapping strategy commits its last update while it drains.
         last_step = updates - 1 if parse_arm(run.strategy).overlaps else updates
-    return Plan(
+    return LoopPlan(
         batches=batches,
         last_step=last_step,
         seconds=run.planned_seconds,
@@ -176,17 +178,19 @@ def _plan(run: RunConfig[TaskT], past: Past) -> Plan:
     )
 
 
-def _observers(run: RunConfig[TaskT], past: Past, post: Post, shows_progress: bool) -> list[Observer]:
-    """Return who hears of the run on this rank: nobody but on rank 0."""
+def _observers(
+    run: RunConfig[TaskT], start: TrainState, context: RankContext, shows_progress: bool
+) -> list[Observer]:
+    """Return what shows and records the run: nothing on ranks other than 0."""
     observers: list[Observer] = []
-    if post.rank != 0:
+    if context.rank != 0:
         return observers
     if run.run_dir is not None:
-        observers.append(Recorder(Path(run.run_dir), past.step))
+        observers.append(Recorder(Path(run.run_dir), start.step))
         if run.tensorboard:
-            observers.append(TensorBoard(Path(run.run_dir, "tensorboard"), past.step))
+            observers.append(TensorBoard(Path(run.run_dir, "tensorboard"), start.step))
     if shows_progress:
-        workers = "1 worker" if post.world_size == 1 else f"{post.world_size} workers"
+        workers = "1 worker" if context.world_size == 1 else f"{context.world_size} workers"
         title = f"{run.strategy} on {workers}, link {run.link}"
         if run.echo != "none":
             title += f", echo {run.echo}"
@@ -199,7 +203,7 @@ def _observers(run: RunConfig[TaskT], past: Past, post: Post, shows_progress: bo
 
 
 def _seed(seed: int, rank: int) -> None:
-    """Give every rank random draws of its own: models may drop out, data may be augmented."""
+    """Seed the random numbers of dropout and augmentation, for every rank differently."""
     torch_seed, numpy_seed, python_seed = np.random.SeedSequence([seed, rank]).generate_state(3)
     torch.manual_seed(int(torch_seed))
     np.random.seed(int(numpy_seed))
@@ -207,5 +211,5 @@ def _seed(seed: int, rank: int) -> None:
 
 
 def _known(value: float) -> float | None:
-    """Return None for a number that nobody could measure."""
+    """Return None for NaN and infinity: the method could not measure it."""
     return value if math.isfinite(value) else None

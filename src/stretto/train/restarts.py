@@ -1,7 +1,7 @@
-"""Restarts: a run that damage has ended goes on from its last checkpoint, without those the damage is laid to.
+"""Restarts: a run that damage has ended goes on from its last checkpoint, without the ranks that caused it.
 
-Guards look at what is saved, and what is read is compared with its digests: a checkpoint of a guarded run holds no
-damage that they see.
+A checkpoint of a guarded run is free of damage that guards can see: they check what is saved, and a checkpoint is
+compared with its checksums when it is read.
 """
 
 import dataclasses
@@ -16,27 +16,27 @@ from stretto.guards.strikes import blame
 from stretto.observe import append_json_line
 from stretto.records import Incident
 from stretto.train.configuration import RunConfig, TaskT
-from stretto.train.launch import Ranks
+from stretto.train.launch import Ranks, train
 from stretto.train.outcome import Outcome
-from stretto.train.past import checkpoints_of
+from stretto.train.state import checkpoints_of
 
 FILE = "quarantine.jsonl"
-"""One object for every time that damage has ended the run."""
+"""One line for every time that damage ended the run."""
 
 
-def train_on(ranks: Ranks, run: RunConfig[TaskT], tell: Callable[[str], None]) -> Outcome:
+def train_on(ranks: Ranks, run: RunConfig[TaskT], log: Callable[[str], None]) -> Outcome:
     """Train `run`, and after damage go on from its last checkpoint, `run.restarts` times at most.
 
     Args:
-        ranks: Whom to begin with.
-        run: What to do; its folder is there.
-        tell: Says a line to the user.
+        ranks: All ranks of the first attempt.
+        run: What to train; its folder exists.
+        log: Called with one line of text at every restart.
 
     Raises:
-        WorkerFailed: A rank failed for another reason, or once too often, or is not for this process to start again.
+        WorkerFailed: A rank failed for another reason, too often, or cannot be started again by this process.
     """
     try:
-        return ranks.train(run, shows_progress=True)
+        return train(ranks, run, shows_progress=True)
     except WorkerFailed as failure:
         if not failure.damages:
             raise
@@ -46,19 +46,19 @@ def train_on(ranks: Ranks, run: RunConfig[TaskT], tell: Callable[[str], None]) -
             _record(run, failure, ranks, left_out or (), remaining)
         if left_out is None or remaining is None:
             raise
-        tell(f"{failure}\n{_in_words(run, left_out, remaining)}")
+        log(f"{failure}\n{_in_words(run, left_out, remaining)}")
     faults = FaultPlan(run.faults).going_on(left_out).faults
     going_on = dataclasses.replace(
         run, workers=remaining.world_size, faults=faults, resume=True, restarts=run.restarts - 1
     )
-    return train_on(remaining, going_on, tell)
+    return train_on(remaining, going_on, log)
 
 
 def to_leave_out(damages: Sequence[CorruptionError], world_size: int) -> tuple[int, ...] | None:
     """Return the ranks that a run goes on without; None where it cannot go on.
 
-    These are the ranks that damage is laid to, and of a link that it is laid to the sender. Where they are all ranks,
-    the same ones go on, unless they have been repaired as often as allowed.
+    These are the ranks that caused the damage; of a link, the sender. Where that is every rank, all of them go on,
+    unless they have been repaired as often as allowed already.
     """
     culprits = blame({link for damage in damages for link in damage.links}).values()
     senders = {culprit if isinstance(culprit, int) else culprit[0] for culprit in culprits}

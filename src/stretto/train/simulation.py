@@ -1,35 +1,34 @@
-"""A run on the virtual cluster: the training loop of every run, on many ranks of this process, in virtual time."""
+"""A run on the virtual cluster: the usual training loop, on many ranks of this process, in virtual time."""
 
 import dataclasses
+import math
 from pathlib import Path
-from typing import Generic
 
 import torch
 
-from stretto.engine import Clock, Options
 from stretto.errors import ConfigError
 from stretto.faults import Fault
+from stretto.fields import check_at_least
 from stretto.train.arms import parse_arm
-from stretto.train.configuration import RunConfig, TaskT
+from stretto.train.configuration import RunConfig, TaskT, Training, part_of
+from stretto.train.handle import check_run
 from stretto.train.launch import STEADY_AFTER
 from stretto.train.outcome import Outcome, prepare_run_folder
-from stretto.train.rank import Post, train_at
+from stretto.train.rank import RankContext, train_at
 from stretto.train.slow_loader import SlowStore
 from stretto.virtual import Compute, Results, VirtualCluster, VirtualGroup, parse_network
 
 TRACE = "trace.jsonl"
-"""What every rank did when, beside the files of any run."""
+"""What every rank did and when; the other files are those of any run."""
 _NANOSECONDS_PER_MILLISECOND = 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SimulateConfig(Options, Generic[TaskT]):
-    """What is trained on which virtual cluster; the options of `DataParallel` beside it."""
+class SimulateConfig(Training[TaskT]):
+    """What is trained on which virtual cluster."""
 
-    task: TaskT
-    """Model, data and optimizer: what the recipe returned."""
     strategy: str = "acco"
-    """ddp, zero1, dpu, wp or acco; what is set for it alone follows after colons, as in acco:first=1."""
+    """As for `stretto train`: acco:first=1, or another strategy with what is set for it alone."""
     ranks: int = 64
     """Ranks, all in this process: memory and real time grow with them."""
     network: str = "office"
@@ -47,17 +46,8 @@ class SimulateConfig(Options, Generic[TaskT]):
     ready at the same instant; not negative."""
     updates: int = 20
     """Committed updates after which the run ends."""
-    micro_batches: int = 4
-    """Micro-batches per rank and update."""
-    echo: str = "none"
-    """Use batches again while the next ones are on their way: as for `stretto train`."""
     slow_loader: str = "none"
     """MS[,jitter=CV]: virtual milliseconds that a rank waits for each micro-batch, read ahead in the background."""
-    clock: Clock | None = None
-    """MIN,MAX micro-batches per rank and round, by the virtual clock instead of a fixed number."""
-    guards: tuple[str, ...] = ()
-    """What watches over the job's values, separated by commas: replica, rest, audit:rate=0.01; see docs/guards.md,
-    and `verified` for what travels."""
     faults: tuple[Fault, ...] = ()
     """Damage done on purpose: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3; see
     docs/guards.md."""
@@ -66,13 +56,16 @@ class SimulateConfig(Options, Generic[TaskT]):
     run_dir: str | None = None
     """Folder for configuration, records, trace and model; None writes no files."""
 
-    def as_run(self) -> RunConfig[TaskT]:
-        """Return the same as a run that the training loop takes.
-
-        Raises:
-            UnknownName: No strategy is called so.
-            ConfigError: Something cannot be, or the method is not one of ours.
-        """
+    def __post_init__(self) -> None:
+        Training.__post_init__(self)
+        check_at_least(self, ranks=1)
+        if not all(0 <= cost < math.inf for cost in (self.micro_batch_ms, self.step_ms)):
+            raise ConfigError(
+                f"micro_batch_ms and step_ms must be finite and at least 0, found {self.micro_batch_ms} and "
+                f"{self.step_ms}"
+            )
+        if outside := [rank for rank in self.slow if not 0 <= rank < self.ranks]:
+            raise ConfigError(f"slow names rank {outside[0]}; the run has ranks 0 to {self.ranks - 1}")
         arm = parse_arm(self.strategy)
         if not arm.is_ours:
             raise ConfigError(
@@ -84,24 +77,24 @@ class SimulateConfig(Options, Generic[TaskT]):
                 f"slow loader {self.slow_loader!r}: what decoding takes of a core is not modelled: expected one that "
                 "waits, as 30,jitter=0.5"
             )
-        shared = {field.name for field in dataclasses.fields(RunConfig)}
-        settings = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name in shared
-        }
+        self.cluster()  # refuses a network and costs that cannot be
+
+    def as_run(self) -> RunConfig[TaskT]:
+        """Return the same as a run of real workers, which is what the training loop takes."""
         run = RunConfig(
-            **settings, workers=self.ranks, device="cpu", checkpoint_every=None, tensorboard=False
+            **part_of(self, Training),
+            strategy=self.strategy,
+            faults=self.faults,
+            run_dir=self.run_dir,
+            workers=self.ranks,
+            device="cpu",
+            checkpoint_every=None,
+            tensorboard=False,
         )
-        return arm.configure(run)
+        return run.run_of(parse_arm(self.strategy))
 
     def cluster(self) -> VirtualCluster:
-        """Return the cluster that the run takes place on.
-
-        Raises:
-            UnknownName: No network is called so.
-            ConfigError: Something cannot be.
-        """
+        """Return the cluster that the run takes place on."""
         compute = Compute(
             micro_batch_ns=round(self.micro_batch_ms * _NANOSECONDS_PER_MILLISECOND),
             step_ns=round(self.step_ms * _NANOSECONDS_PER_MILLISECOND),
@@ -112,25 +105,26 @@ class SimulateConfig(Options, Generic[TaskT]):
 
 
 def simulate(simulation: SimulateConfig[TaskT]) -> Results[Outcome]:
-    """Run `simulation` and return what every rank's run came to; all times are virtual.
+    """Run `simulation` and return the outcome of every rank; all times are virtual.
 
     Raises:
-        ConfigError: Something cannot be, or the folder holds a run already.
+        ConfigError: Settings contradict each other, or the folder holds a run already.
         StrettoError: A rank failed.
     """
     run, cluster = simulation.as_run(), simulation.cluster()
+    check_run(run, cluster.world_size)
     prepare_run_folder(run)
     torch.set_num_threads(run.threads)
 
     def program(rank: int, group: VirtualGroup) -> Outcome:
-        post = Post(
+        context = RankContext(
             rank=rank,
             world_size=cluster.world_size,
             device=torch.device("cpu"),
             group=group,
             now=lambda: group.now_ns / 1e9,
         )
-        return train_at(post, run, STEADY_AFTER, shows_progress=False)
+        return train_at(context, run, STEADY_AFTER, shows_progress=False)
 
     results = cluster.run(program)
     if run.run_dir is not None:

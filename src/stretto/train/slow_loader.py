@@ -1,8 +1,8 @@
 """A loader that takes time, to see what a slow store or a slow decoder would do to a run.
 
-It really waits, or really keeps a core busy; nothing is modelled. "30" waits until a micro-batch has taken 30 ms, as
-on a store that is slow to answer; "30,decode" decompresses for 30 ms of processor time; ",jitter=0.5" draws each
-duration from a gamma distribution of that coefficient of variation.
+30              wait until the micro-batch has taken 30 ms, as for a store that answers slowly
+30,decode       decompress data for 30 ms of processor time
+30,jitter=0.5   draw each duration from a gamma distribution with this coefficient of variation
 """
 
 import re
@@ -15,6 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 
 from stretto.errors import ConfigError
+from stretto.fields import check_fields
 from stretto.recipes import ResumableLoader
 
 Batch = TypeVar("Batch")
@@ -25,16 +26,17 @@ _PACKED = zlib.compress(bytes(1 << 18))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowStore:
-    """How slow."""
+    """How long loading a micro-batch takes, and what it waits for."""
 
     milliseconds: float
     """Mean duration of a micro-batch's loading."""
     decodes: bool = False
-    """Whether a core is busy meanwhile."""
+    """Whether loading keeps a core busy; otherwise it waits."""
     jitter: float = 0.0
     """Coefficient of variation of the duration."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 <= self.milliseconds < float("inf") or not 0 <= self.jitter < float("inf"):
             raise ConfigError(f"a slow loader needs a duration and a jitter of at least 0, found {self}")
 
@@ -70,11 +72,11 @@ class SlowStore:
 
 
 class SlowLoader(Generic[Batch]):
-    """Gives the micro-batches of `loader`, each no sooner than `store` says.
+    """Returns the micro-batches of `loader`, each no sooner than `store` says.
 
     Args:
-        loader: What is slowed down; its state is this loader's.
-        store: How much.
+        loader: The loader to slow down; its state is this loader's state.
+        store: How long each micro-batch takes.
         seed: Of the jitter.
     """
 
@@ -99,11 +101,11 @@ class SlowLoader(Generic[Batch]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's."""
+        """Return the state of the wrapped loader."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the loader's."""
+        """Load the state of the wrapped loader."""
         self._loader.load_state_dict(state)
 
 

@@ -1,6 +1,6 @@
-"""A rank's place in the job, and joining the others there.
+"""Worker processes: start one per rank, join the others in a process group, and name the rank that fails first.
 
-Starts ranks as local processes and watches them: whoever fails first is named, nobody stays behind.
+No process stays behind: workers end with the process that started them, and after a failure of one of them.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, TypeVar
 
@@ -27,8 +28,8 @@ from stretto.groups import Link, register_throttled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
-    """Which rank this process is, and where the ranks meet."""
+class RankInfo:
+    """Which rank a process is, and at which store the ranks meet."""
 
     rank: int
     """From 0."""
@@ -42,20 +43,20 @@ class Seat:
     """Address of the store."""
     port: int
     """Port of the store."""
-    room: str = ""
-    """Prefix of everything said in the store: jobs that follow each other on one store do not meet."""
+    store_prefix: str = ""
+    """Of all keys in the store: jobs that follow each other on one store do not read each other's."""
 
 
 def host_store(host: str, port: int) -> TCPStore:
-    """Open the store that ranks meet at; it lives as long as the returned object. Port 0 lets the system choose."""
+    """Open the store at which ranks meet; it lives as long as the returned object. Port 0 lets the system choose."""
     return TCPStore(host, port, is_master=True, wait_for_workers=False)
 
 
 @contextmanager
-def seated(seat: Seat, link: Link, device: torch.device, timeout_seconds: float) -> Iterator[None]:
-    """Join the other ranks in torch's default group, and leave it at the end of the block.
+def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_seconds: float) -> Iterator[None]:
+    """Join the other ranks in torch's default process group for the length of the block.
 
-    On a CPU the group is Gloo behind `link`; a link without limits only counts what is sent.
+    On a CPU the group is Gloo behind `link`; a link without limits only counts the bytes that are sent.
 
     Raises:
         CommunicationError: The store or a rank does not answer in time.
@@ -63,17 +64,17 @@ def seated(seat: Seat, link: Link, device: torch.device, timeout_seconds: float)
     timeout = timedelta(seconds=timeout_seconds)
     register_throttled(link)
     try:
-        store = TCPStore(seat.host, seat.port, is_master=False, timeout=timeout)
+        store = TCPStore(info.host, info.port, is_master=False, timeout=timeout)
         dist.init_process_group(
             "throttled" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=PrefixStore(f"stretto/{seat.room}", store),
-            rank=seat.rank,
-            world_size=seat.world_size,
+            store=PrefixStore(f"stretto/{info.store_prefix}", store),
+            rank=info.rank,
+            world_size=info.world_size,
             timeout=timeout,
         )
     except RuntimeError as error:
         raise CommunicationError(
-            f"rank {seat.rank} of {seat.world_size}: cannot join the others at {seat.host}:{seat.port} "
+            f"rank {info.rank} of {info.world_size}: cannot join the others at {info.host}:{info.port} "
             f"({str(error).splitlines()[0]})"
         ) from error
     yield
@@ -81,12 +82,12 @@ def seated(seat: Seat, link: Link, device: torch.device, timeout_seconds: float)
     dist.destroy_process_group()
 
 
-def choose_device(kind: Literal["auto", "cpu", "cuda"], seat: Seat) -> torch.device:
+def choose_device(kind: Literal["auto", "cpu", "cuda"], info: RankInfo) -> torch.device:
     """Return this rank's device; auto takes CUDA where every local rank finds a device of its own."""
     found = torch.cuda.device_count()
-    if kind == "cpu" or (kind == "auto" and found < seat.local_world_size):
+    if kind == "cpu" or (kind == "auto" and found < info.local_world_size):
         return torch.device("cpu")
-    device = torch.device("cuda", seat.local_rank % max(1, found))
+    device = torch.device("cuda", info.local_rank % max(1, found))
     torch.cuda.set_device(device)
     return device
 
@@ -94,9 +95,10 @@ def choose_device(kind: Literal["auto", "cpu", "cuda"], seat: Seat) -> torch.dev
 T = TypeVar("T")
 
 PRELOAD = ("stretto.train.rank", "torch._dynamo")
-"""Imported once, before workers are forked. Making an optimizer imports the second, which takes seconds."""
+"""Modules that are imported once, before workers are forked. Making an optimizer imports the second, which takes
+seconds."""
 GRACE_SECONDS = 10.0
-"""How long the other workers may take to notice a failure and say what they saw; then they are killed."""
+"""How long the other workers may take to notice a failure and report it; then they are killed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,42 +106,49 @@ class _Failure:
     """How a worker ended that did not return."""
 
     text: str
+    """For people."""
     is_consequence: bool = False
-    """Whether it only heard of another rank's failure."""
+    """Whether another rank's failure is the cause."""
     damage: CorruptionError | None = None
-    """The error, where it speaks of damaged values."""
+    """The error, where damaged values are the cause."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Worker:
-    """One process and the end of the pipe on which it reports."""
+    """One process, and our end of the pipe on which it reports."""
 
     rank: int
     process: BaseProcess
     reports: Connection
 
 
-def run_workers(function: Callable[..., T], seats: Sequence[Seat], *args: Any) -> list[T]:
-    """Call `function(seat, *args)` in one process per seat and return the results in the order of seats.
+def worker_context(*preload: str) -> ForkServerContext:
+    """Return how workers are started: forked from a server that has imported `PRELOAD` and the modules named here."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, *preload])
+    return context
+
+
+def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: Any) -> list[T]:
+    """Call `function(info, *args)` in one process per info and return the results in the order of infos.
 
     Args:
         function: Importable, like its arguments and result picklable.
-        seats: The ranks to start here; there may be others elsewhere.
-        args: For every rank alike.
+        infos: The ranks to start on this machine; other machines may have more.
+        args: The same for every rank.
 
     Raises:
-        WorkerFailed: Names the rank whose failure came first, and its cause. The other workers have ended.
+        WorkerFailed: Names the rank that failed first, and the cause. All other workers have ended too.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+    context = worker_context()
     workers: list[_Worker] = []
     try:
-        for seat in seats:
+        for info in infos:
             reports, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(sender, function, seat, args), daemon=False)
+            process = context.Process(target=_work, args=(sender, function, info, args), daemon=False)
             process.start()
             sender.close()  # so that the worker's end is the only one: its death closes the pipe
-            workers.append(_Worker(rank=seat.rank, process=process, reports=reports))
+            workers.append(_Worker(rank=info.rank, process=process, reports=reports))
         return [results for results in _collect(workers)]
     finally:
         for worker in workers:
@@ -149,7 +158,7 @@ def run_workers(function: Callable[..., T], seats: Sequence[Seat], *args: Any) -
 
 
 def _collect(workers: Sequence[_Worker]) -> list[Any]:
-    """Wait for every worker's report; after the first failure, only for as long as the grace lasts."""
+    """Wait for every worker's report; after the first failure, for `GRACE_SECONDS` at most."""
     pending = {worker.reports: worker for worker in workers}
     results: dict[int, Any] = {}
     failures: dict[int, _Failure] = {}
@@ -187,7 +196,7 @@ def _how_it_ended(exit_code: int | None) -> str:
 
 
 def _describe(failures: dict[int, _Failure], num_workers: int) -> str:
-    """Say what came first: a failure that is not the consequence of another one."""
+    """Return the message: the first failure that is not the consequence of another one, then the others."""
     causes = {rank: failure for rank, failure in failures.items() if not failure.is_consequence} or failures
     rank, cause = next(iter(causes.items()))
     text = f"rank {rank} of {num_workers} local workers failed: {cause.text}"
@@ -197,12 +206,14 @@ def _describe(failures: dict[int, _Failure], num_workers: int) -> str:
     return text
 
 
-def _work(sender: Connection, function: Callable[..., Any], seat: Seat, args: tuple[Any, ...]) -> None:
-    """Run one worker; the body of its process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher decides
+def _work(sender: Connection, function: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
+    """Run one worker: the body of its process."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes; the one that started us decides
     _end_with_launcher()
     try:
-        result = function(seat, *args)
+        result = function(info, *args)
     except BaseException as error:
         failure = _Failure(
             text=_text(error),
@@ -217,7 +228,7 @@ def _work(sender: Connection, function: Callable[..., Any], seat: Seat, args: tu
 
 
 def _end_with_launcher() -> None:
-    """End this process when the launcher is gone, however it went: no orphans."""
+    """End this process when the one that started it has ended, even by SIGKILL."""
     launcher = multiprocessing.parent_process()
     if launcher is None:
         return
@@ -230,7 +241,7 @@ def _end_with_launcher() -> None:
 
 
 def _text(error: BaseException) -> str:
-    """Return a message of the library as it stands, and anything else with its traceback."""
+    """Return an error of the library as one message, and any other error with its traceback."""
     if isinstance(error, StrettoError):
         return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error)).rstrip()

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from torch import distributed as dist
 
 from stretto.errors import ConfigError, Deadlock, PeerFailed
+from stretto.fields import check_fields
 from stretto.virtual.clock import Schedule
 from stretto.virtual.collectives import Hall, Surroundings
 from stretto.virtual.group import VirtualGroup
@@ -61,6 +62,7 @@ class VirtualCluster:
     """What every rank's group is wrapped in; None for nothing."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.world_size < 1 or self.seed < 0:
             raise ConfigError(
                 f"VirtualCluster(world_size={self.world_size}, seed={self.seed}): expected at least one rank and a "

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import ConfigError, UnknownName
+from stretto.fields import check_fields, unknown_name
 from stretto.groups.link import Link
 
 Pattern = Literal["ring", "direct"]
@@ -38,6 +39,9 @@ class Uplink:
     link: Link
     """Its rate and latency, beside those of the ranks' own links."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outage:
@@ -50,10 +54,9 @@ class Outage:
     """First nanosecond with it again."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start_ns < self.stop_ns:
-            raise ConfigError(
-                f"an outage from {self.start_ns} to {self.stop_ns} ns: expected 0 <= start < stop"
-            )
+        check_fields(self)
+        if self.rank < 0 or not 0 <= self.start_ns < self.stop_ns:
+            raise ConfigError(f"{self}: expected 0 <= start < stop, and a rank from 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +71,9 @@ class Network:
     """Links that ranks share."""
     outages: tuple[Outage, ...] = ()
     """Times in which links are down."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def check(self, world_size: int) -> None:
         """Raise unless every rank that is named exists.
@@ -161,6 +167,5 @@ def parse_network(text: str) -> Network:
     try:
         return Network(link=Link.parse(text))
     except ConfigError as error:
-        raise UnknownName(
-            f"no network is called {text!r}; there are {', '.join(NETWORKS)}; {error}"
-        ) from error
+        known = unknown_name("no network is called", text, NETWORKS)
+        raise UnknownName(f"{known}; {error}") from error

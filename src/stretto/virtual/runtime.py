@@ -6,6 +6,7 @@ The engine's runtime on a virtual cluster: a lane is a task of its own, with tim
 """
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
@@ -15,6 +16,7 @@ import numpy as np
 
 from stretto.engine.runtime import InlineRuntime, Pending, Work
 from stretto.errors import ConfigError
+from stretto.fields import check_fields
 from stretto.virtual.clock import Schedule, Stopped, Task
 from stretto.virtual.trace import LANE, Span, Trace
 
@@ -39,10 +41,11 @@ class Compute:
     """Each piece of work costs up to this share more or less, drawn evenly from a stream of the cluster's seed."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if min(self.micro_batch_ns, self.step_ns, self.step_picoseconds_per_element) < 0:
             raise ConfigError(f"costs cannot be negative, found {self}")
-        if min([self.preview_factor, *self.slowness.values()]) < 0:
-            raise ConfigError(f"factors on costs cannot be negative, found {self}")
+        if not all(0 <= factor < math.inf for factor in (self.preview_factor, *self.slowness.values())):
+            raise ConfigError(f"factors on costs must be finite and not negative, found {self}")
         if not 0 <= self.jitter < 1:
             raise ConfigError(f"jitter is a share of at least 0 and below 1, found {self.jitter}")
 
@@ -53,9 +56,9 @@ def parse_slowness(text: str) -> dict[int, float]:
     Raises:
         ConfigError: Anything else.
     """
-    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     try:
-        return {int(rank): float(factor) for rank, _, factor in pairs}
+        pairs = [pair.split("=") for pair in text.split(",") if pair.strip()]
+        return {int(rank): float(factor) for rank, factor in pairs}
     except ValueError as error:
         raise ConfigError(f"cannot read {text!r}: expected RANK=FACTOR,... as 3=2.5,7=1.2") from error
 

@@ -1,9 +1,4 @@
-"""What a run reads, what it saves beside model and optimizer, and how it goes on from there.
-
-The micro-batches of a run: the task's own, slowed down and echoed where the run says so.
-
-What a run saves beside model and optimizer, and how it goes on from there.
-"""
+"""What a run reads, and what it saves beside model and optimizer to go on from there."""
 
 import contextlib
 import dataclasses
@@ -34,16 +29,16 @@ def loader_of(
     rank: int,
     group: dist.ProcessGroup | None = None,
 ) -> ResumableLoader[Batch]:
-    """Return what the run reads on this rank.
+    """Return the task's loader, slowed down and echoed where the run says so.
 
-    A slow loader is read ahead in the background also where nothing is echoed, as loaders with workers are: what an
-    echo gains is measured against a loop that overlaps already.
+    A slow loader is read ahead in the background even without an echo, as a loader with workers would: an echo has to
+    gain something over a loop that overlaps already.
 
     Args:
-        run: What to do.
+        run: What to train.
         loader: The task's.
         rank: This rank.
-        group: Whose ranks train; on a virtual one a slow loader takes virtual time.
+        group: The group of all ranks; on a virtual one a slow loader takes virtual time.
     """
     if run.echo == "none" and run.slow_loader == "none":
         return loader
@@ -62,7 +57,7 @@ def slowed(
         return loader
     seed = run.seed + rank
     if isinstance(group, VirtualGroup):
-        # It has the loader's attributes, those of a state among them.
+        # It passes attributes of the loader on, such as `state_dict`.
         return cast(ResumableLoader[Batch], VirtualStore(loader, group, store.durations(seed)))
     return SlowLoader(loader, store, seed)
 
@@ -70,7 +65,7 @@ def slowed(
 def reshard_loader(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """Return the loader state for `rank` of `world_size`, from those of all ranks of the saved run.
 
-    As `recipes.reshard`; held batches are dropped, and their remaining uses with them.
+    As `recipes.reshard`. Batches that an echo still holds are dropped with their remaining uses.
     """
     if "position" not in states[0]:
         return reshard(states, rank, world_size)
@@ -84,22 +79,22 @@ def _plan(run: RunConfig[TaskT]) -> Plan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Past:
-    """What has happened before this process: nothing, or what the checkpoint says."""
+class TrainState:
+    """How far a run has come: the beginning, or what a checkpoint says."""
 
     step: int | None = None
     """Committed updates of the checkpoint; None for a new run."""
     updates_fed: float = 0.0
-    """Updates for which every rank has handed out its micro-batches; a fraction where that of the next has begun."""
+    """Micro-batches that every rank has read, in updates; a fraction where the next update has some already."""
     training_seconds: float = 0.0
-    """Training time."""
+    """Training time so far."""
     evaluations: tuple[Evaluation, ...] = ()
-    """All looks at the held-out samples, the one before the first update among them."""
+    """All evaluations, with the one before the first update."""
     incidents: tuple[Incident, ...] = ()
-    """One for every damaged checkpoint that this process has passed over."""
+    """One for every damaged checkpoint that this process did not use; not saved."""
 
     def save(self, run: RunConfig[TaskT], task: Task, parallel: Handle) -> None:
-        """Write a checkpoint; all ranks must call, right after an update, with the past that it is then."""
+        """Write a checkpoint; all ranks must call, right after an update."""
         extra = dataclasses.asdict(self)
         del extra["incidents"]
         extra["scheduler"] = None if task.scheduler is None else task.scheduler.state_dict()
@@ -113,7 +108,7 @@ class Past:
 
     @classmethod
     def restore(cls, run: RunConfig[TaskT], task: Task, parallel: Handle) -> Self:
-        """Continue from the last good checkpoint where the run says so and there is one; all ranks must call.
+        """Load the last good checkpoint, if the run resumes and there is one; all ranks must call.
 
         Raises:
             TornCheckpoint: There are checkpoints, and all of them are damaged.

@@ -1,0 +1,258 @@
+"""Fields of option records: checked against their types, and read from text.
+
+A record is a frozen dataclass of options. On the command line one record is one word:
+
+    name[:key=value]...      acco:first=1:wire=bf16     audit:rate=0.02     ready:pool=8
+
+The keys are the record's fields, and each value is read by its field's type. The same types are checked when a program
+makes the record, because many programs run without a type checker.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from stretto.errors import ConfigError, UnknownName
+
+Readers = Mapping[Any, Callable[[str], Any]]
+"""How values of a type are read that have a text form of their own, by type."""
+
+_NO_READERS: Readers = MappingProxyType({})
+_SHOWN_CHARACTERS = 80
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'skip'?" where one of `known` is close to `word`, and otherwise nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def unknown_name(sentence: str, name: str, known: Collection[str]) -> UnknownName:
+    """Return the error that says which names there are, and which of them is close.
+
+    Args:
+        sentence: What comes before the name, such as "no guard is called".
+        name: As the user wrote it.
+        known: All that exist.
+    """
+    listed = ", ".join(known) or "none"
+    return UnknownName(f"{sentence} {name!r}; there are {listed}{did_you_mean(name, known)}")
+
+
+@functools.cache
+def field_types(kind: type) -> Mapping[str, Any]:
+    """Return the type of every field that the maker of a record may set, in order; strings are resolved."""
+    hints = get_type_hints(kind)
+    return MappingProxyType(
+        {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+    )
+
+
+def check_fields(record: Any) -> None:
+    """Raise unless every field holds a value of its type; the first line of a record's `__post_init__`.
+
+    An integer may stand where a float is expected. A bool is no number, and a list is no tuple.
+
+    Raises:
+        ConfigError: Names the record, the field, the value, what was expected, and the word that was probably meant.
+    """
+    for name, kind in field_types(record.__class__).items():
+        value = getattr(record, name)
+        if not _fits(value, kind):
+            hint = did_you_mean(value, _words(kind)) if isinstance(value, str) else ""
+            raise ConfigError(
+                f"{type(record).__name__}({name}={_shown(value)}): expected {_described(_members(kind))}{hint}"
+            )
+
+
+def check_at_least(record: Any, **minima: float) -> None:
+    """Raise unless fields are None or at least the minimum given for them; NaN is below every minimum.
+
+    Raises:
+        ConfigError: Names the field and what was found.
+    """
+    for name, minimum in minima.items():
+        found = getattr(record, name)
+        if found is not None and not found >= minimum:
+            raise ConfigError(f"{name} must be at least {minimum}, found {found}")
+
+
+def split_settings(text: str) -> tuple[str, dict[str, str]]:
+    """Cut "name:key=value:key=value" into the name and the values by key, all still text."""
+    name, *pairs = text.strip().split(":")
+    return name, {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def read_settings(text: str, kinds: Mapping[str, Any], readers: Readers = _NO_READERS) -> dict[str, Any]:
+    """Return the values that "name:key=value..." sets, by key.
+
+    Args:
+        text: Of one record; its name is not looked at.
+        kinds: The keys that exist, and the type of each.
+        readers: Types with a text form of their own.
+
+    Raises:
+        UnknownName: A key does not exist.
+        ConfigError: A value cannot be read.
+    """
+    name, settings = split_settings(text)
+    values = {}
+    for key, value in settings.items():
+        if key not in kinds:
+            raise unknown_name(f"{text!r}: {name} has no setting", key, kinds)
+        try:
+            values[key] = read_value(value, kinds[key], readers)
+        except ConfigError as error:
+            raise ConfigError(f"{text!r}: cannot read {key}={value!r}: {error}") from error
+    return values
+
+
+def read_record(what: str, text: str, kinds: Mapping[str, Any], readers: Readers = _NO_READERS) -> Any:
+    """Return the record that "name:key=value..." describes.
+
+    Args:
+        what: What such a record is, for messages: "guard".
+        text: As the user wrote it.
+        kinds: The records that exist, by name.
+        readers: Types with a text form of their own.
+
+    Raises:
+        UnknownName: The name or a key does not exist.
+        ConfigError: A value cannot be read, or cannot be.
+    """
+    name, _ = split_settings(text)
+    if name not in kinds:
+        raise unknown_name(f"no {what} is called", name, kinds)
+    return kinds[name](**read_settings(text, field_types(kinds[name]), readers))
+
+
+def read_value(text: str, kind: Any, readers: Readers = _NO_READERS) -> Any:
+    """Return the value of type `kind` that `text` stands for.
+
+    A bool is "on" or "off", None is "None". Of a union the first type that can read the text is taken.
+
+    Args:
+        text: As the user wrote it.
+        kind: A field's type: None, bool, int, float, str, Literal, a union of these, or one with a reader.
+        readers: Types with a text form of their own.
+
+    Raises:
+        ConfigError: Says what was expected.
+    """
+    members = (kind,) if kind in readers else _members(kind)
+    for member in members:
+        if member in readers:
+            return readers[member](text)
+        if get_origin(member) is Literal and text in get_args(member):
+            return text
+        if member in _READERS:
+            with contextlib.suppress(ValueError, KeyError):
+                return _READERS[member](text)
+    readable = [member for member in members if member in _READERS or get_origin(member) is Literal]
+    raise ConfigError(f"expected {_described(readable, _TEXT_NAMES)}{did_you_mean(text, _words(kind))}")
+
+
+_READERS: Readers = MappingProxyType(
+    {
+        NoneType: {"None": None}.__getitem__,
+        bool: {"on": True, "off": False}.__getitem__,
+        int: int,
+        float: float,
+        str: str,
+    }
+)
+_NAMES = {NoneType: "None", bool: "True or False", int: "an integer", float: "a number", str: "a string"}
+_TEXT_NAMES = {**_NAMES, bool: "on or off"}
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """Return the types of a union, None first; another type is alone."""
+    if get_origin(kind) not in (Union, UnionType):
+        return (kind,)
+    return tuple(sorted(get_args(kind), key=lambda member: member is not NoneType))
+
+
+def _words(kind: Any) -> list[str]:
+    """Return the words that a field of this type takes."""
+    literals = [member for member in _members(kind) if get_origin(member) is Literal]
+    return [str(word) for literal in literals for word in get_args(literal)]
+
+
+def _described(members: Sequence[Any], names: Mapping[Any, str] = MappingProxyType(_NAMES)) -> str:
+    """Return what a field of these types takes, in words; None comes last."""
+    return " or ".join(_name(member, names) for member in reversed(members))
+
+
+def _name(kind: Any, names: Mapping[Any, str]) -> str:
+    origin, items = get_origin(kind) or kind, get_args(kind)
+    if kind in names:
+        return names[kind]
+    if origin is Literal:
+        return f"one of {', '.join(map(str, items))}"
+    if origin is Callable:
+        return "a function"
+    if isinstance(kind, TypeVar) and kind.__bound__ is not None:
+        return _name(kind.__bound__, names)
+    held = ", ".join("..." if item is ... else item.__name__ for item in items)
+    return f"a {origin.__name__}[{held}]" if items else f"an instance of {origin.__name__}"
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether `value` is of the type that an annotation names."""
+    if kind is Any:
+        return True
+    if isinstance(kind, TypeVar):
+        return kind.__bound__ is None or _fits(value, kind.__bound__)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    origin = get_origin(kind) or kind
+    return isinstance(value, origin) if origin not in _FITS else _FITS[origin](value, get_args(kind))
+
+
+def _fits_literal(value: Any, words: tuple[Any, ...]) -> bool:
+    return any(value == word and type(value) is type(word) for word in words)
+
+
+def _fits_union(value: Any, members: tuple[Any, ...]) -> bool:
+    return any(_fits(value, member) for member in members)
+
+
+def _fits_tuple(value: Any, kinds: tuple[Any, ...]) -> bool:
+    if not isinstance(value, tuple):
+        return False
+    if kinds[1:] == (...,):
+        return all(_fits(item, kinds[0]) for item in value)
+    return len(value) == len(kinds) and all(map(_fits, value, kinds))
+
+
+def _fits_mapping(value: Any, kinds: tuple[Any, ...]) -> bool:
+    return isinstance(value, Mapping) and all(
+        _fits(key, kinds[0]) and _fits(item, kinds[1]) for key, item in value.items()
+    )
+
+
+def _fits_callable(value: Any, _: tuple[Any, ...]) -> bool:
+    return callable(value)
+
+
+_FITS: Mapping[Any, Callable[[Any, tuple[Any, ...]], bool]] = MappingProxyType(
+    {
+        Literal: _fits_literal,
+        Union: _fits_union,
+        UnionType: _fits_union,
+        tuple: _fits_tuple,
+        dict: _fits_mapping,
+        Mapping: _fits_mapping,
+        Callable: _fits_callable,
+    }
+)
