@@ -59,6 +59,8 @@ def test_settled_buffers_are_equal_on_all_ranks(index: int) -> None:
 @pytest.mark.parametrize("index", OVERLAPPING, ids=lambda i: describe(WATCHED[i]))
 def test_live_buffers_of_overlapping_strategies_run_ahead(index: int) -> None:
     found = watched()[0][index]
-    seen = len(found.statistics) - (found.behind - found.drained)  # behind the last micro-batch nothing runs ahead
+    seen = len(found.statistics) - (
+        found.behind - found.drained
+    )  # behind the last micro-batch nothing runs ahead
     assert seen >= 2
     assert not any(map(same, found.live_statistics[:seen], found.statistics[:seen]))
