@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stretto.cli import main as stretto
-from stretto.recipes import stdlib_gpt
+from stretto.recipes import StdlibGPT
 from stretto.strategies import strategy_by_name
 from stretto.strategies.ledger import ledger_of
 from stretto.train.simulation import SimulateConfig, simulate
@@ -66,7 +66,7 @@ def measure_step(numel: int) -> float:
 def simulate_update(strategy: str, micro_batch: float, step: float, options: argparse.Namespace) -> float:
     """Return the virtual seconds of one update, once a run is under way."""
     simulation = SimulateConfig(
-        task=stdlib_gpt(),
+        task=StdlibGPT(),
         strategy=strategy,
         ranks=options.workers,
         network=options.link,
@@ -90,10 +90,10 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     real = measure_real(options.out, options.link, options.updates, options.workers)
-    task = stdlib_gpt().build(0, options.workers, 0, 1)
+    task = StdlibGPT().build(0, options.workers, 0, 1)
     numel = sum(parameter.numel() for parameter in task.model.parameters())
     # An update that never communicates is its micro-batches and a step over all parameters.
-    micro_batch = (real["compute"] - measure_step(numel)) / SimulateConfig(task=stdlib_gpt()).micro_batches
+    micro_batch = (real["compute"] - measure_step(numel)) / SimulateConfig(task=StdlibGPT()).micro_batches
     rows: list[dict[str, Any]] = []
     for strategy in STRATEGIES:
         owners = 1 if ledger_of(strategy_by_name(strategy)).replicated else options.workers

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 from stretto.engine import Clock
 from stretto.errors import ConfigError, MissingExtra, UnknownName
 from stretto.faults import Fault, faults_text, parse_faults
-from stretto.recipes import RECIPES
+from stretto.recipes import RECIPES, recipe
 from stretto.train.arms import parse_clock, parse_learning_rates, split_list
 from stretto.train.launch import JoinedRank, LocalRanks, Ranks
 from stretto.train.workers import Seat
@@ -89,9 +89,7 @@ def parse_options(
     if not words or words[0].startswith("-"):
         raise UnknownName(f"{command} needs a recipe first: {', '.join(RECIPES)}")
     name, *options = words
-    if name not in RECIPES:
-        raise UnknownName(f"no recipe is called {name!r}; there are {', '.join(RECIPES)}")
-    return name, _parse(f"stretto {command} {name}", options, configure(RECIPES[name]()))
+    return name, _parse(f"stretto {command} {name}", options, configure(recipe(name)))
 
 
 def parse_alone(command: str, words: Sequence[str], default: ConfigT) -> ConfigT:

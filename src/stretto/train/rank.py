@@ -61,6 +61,11 @@ def train_rank(seat: Seat, run: RunConfig[TaskT], warmup_updates: int, shows_pro
 
 def train_at(post: Post, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
     """Train on a rank that has joined the others; arguments and errors are those of `train_rank`."""
+    progress = None
+    if shows_progress and post.rank == 0:
+        title = title_of(run, post.world_size)
+        progress = Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
+        progress.doing("reading the data and building the model")
     task = run.task.build(post.rank, post.world_size, run.seed, run.planned_updates)
     task.model.to(post.device)
     task = dataclasses.replace(task, loader=loader_of(run, task.loader, post.rank, post.group))
@@ -72,7 +77,7 @@ def train_at(post: Post, run: RunConfig[TaskT], warmup_updates: int, shows_progr
         past = Past.restore(run, task, handle)
         tally.evaluations.extend(past.evaluations)
         stopwatch = Stopwatch(past.training_seconds, post.now)
-        observers = _observers(run, past, post, shows_progress)
+        observers = _observers(run, past, post, progress)
         for observer, incident in itertools.product(observers, past.incidents):
             observer.noticed(incident)
         try:
@@ -176,25 +181,26 @@ def _plan(run: RunConfig[TaskT], past: Past) -> Plan:
     )
 
 
-def _observers(run: RunConfig[TaskT], past: Past, post: Post, shows_progress: bool) -> list[Observer]:
+def title_of(run: RunConfig[TaskT], world_size: int) -> str:
+    """Return what is trained where, in one line."""
+    workers = "1 worker" if world_size == 1 else f"{world_size} workers"
+    title = f"{run.strategy} on {workers}, link {run.link}"
+    if run.echo != "none":
+        title += f", echo {run.echo}"
+    if run.run_dir:
+        title += f", {run.run_dir}"
+    return title
+
+
+def _observers(run: RunConfig[TaskT], past: Past, post: Post, progress: Progress | None) -> list[Observer]:
     """Return who hears of the run on this rank: nobody but on rank 0."""
     observers: list[Observer] = []
-    if post.rank != 0:
-        return observers
-    if run.run_dir is not None:
+    if post.rank == 0 and run.run_dir is not None:
         observers.append(Recorder(Path(run.run_dir), past.step))
         if run.tensorboard:
             observers.append(TensorBoard(Path(run.run_dir, "tensorboard"), past.step))
-    if shows_progress:
-        workers = "1 worker" if post.world_size == 1 else f"{post.world_size} workers"
-        title = f"{run.strategy} on {workers}, link {run.link}"
-        if run.echo != "none":
-            title += f", echo {run.echo}"
-        if run.run_dir:
-            title += f", {run.run_dir}"
-        observers.append(
-            Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
-        )
+    if progress is not None:
+        observers.append(progress)
     return observers
 
 
