@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,18 +66,8 @@ class TorchDDPbf16(TorchDDP):
 
 
 def all_reduce_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-    """Average a bucket's gradients over ranks, in bfloat16 on the wire.
-
-    As `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook`, which refuses Gloo: division
-    comes before the sum, so that it stays in range.
-    """
-    narrow = bucket.buffer().to(torch.bfloat16).div_(group.size())
-    work = group.allreduce([narrow])
-
-    def widen(_: Future[list[Tensor]]) -> Tensor:
-        return bucket.buffer().copy_(narrow)
-
-    averaged: Future[Tensor] = work.get_future().then(widen)
+    """Run torch's own hook; under its own name DDP accepts it on accelerators only."""
+    averaged: Future[Tensor] = bf16_compress_hook(group, bucket)
     return averaged
 
 
