@@ -45,7 +45,7 @@ BY_TENSOR: dict[str, Callable[[Tensor], object]] = {
     "SHA-1": sha1,
     "hash_tensor": torch.hash_tensor,
 }
-"""`sums` are the sums of rows and columns. `checksum` is these and a digest: what `AtRest` takes of every tensor at every
+"""`sums` are those of rows and columns. `checksum` is these and a digest: what `AtRest` takes of every tensor at every
 update."""
 
 
