@@ -1,15 +1,15 @@
-"""How fast digests read memory, against what memory gives and against what others do.
+"""How fast digests read memory, beside memory itself and other checksums.
 
     python benchmarks/digests.py --out benchmarks/results/DATE-digests
 
-One thread, one process. All ways read the same values in turns, from another way on every time; a rate is bytes of
-the values over seconds, and a ratio is taken within a turn against `sum`, one pass over the values as 64-bit words
-that does the least that depends on all of them. `copy` writes as many bytes as it reads.
+One thread, one process. All ways read the same values in turns, and every turn begins with another way. A rate is the
+bytes of the values over the seconds. A share is taken within a turn, against `sum`: one pass over the values as 64-bit
+words, the least that can depend on all of them. `copy` writes as many bytes as it reads.
 """
 
 import argparse
+import collections
 import hashlib
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,19 +20,20 @@ import torch
 from torch import Tensor
 
 from stretto.checksums import Checksum, Sums, digest
+from stretto.observe import replace_json
 from stretto.train.outcome import describe_environment
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEBIBYTES = (0.25, 4, 64, 256)
-"""Of values: within a core's cache, within a processor's, and beyond both."""
+"""Sizes of the values: within the cache of a core, within that of a processor, and beyond both."""
 TENSORS = 16
-"""Into which the values are cut, as a model is into parameters; what works by tensor is called for each."""
+"""Number of tensors that hold the values, as parameters do in a model; most ways are called once per tensor."""
 SMALLEST_SECONDS = 0.02
-"""Of one timing: small values are read as often as that takes."""
+"""Length of one timing: small values are read several times."""
 
 
 def sha1(tensor: Tensor) -> bytes:
-    """Return the digest of Megatron-LM's check of replicas: SHA-1 of one parameter, in fp32, on the CPU."""
+    """Return the digest that Megatron-LM compares replicas by: SHA-1 of one parameter, in fp32, on the CPU."""
     return hashlib.sha1(tensor.detach().to(torch.float32).numpy().view("uint8").data).digest()
 
 
@@ -44,7 +45,7 @@ BY_TENSOR: dict[str, Callable[[Tensor], object]] = {
     "SHA-1": sha1,
     "hash_tensor": torch.hash_tensor,
 }
-"""`sums` are the sums of rows and columns. `checksum` is these and a digest: what AtRest takes of every tensor at every
+"""`sums` are those of rows and columns. `checksum` is these and a digest: what `AtRest` takes of every tensor at every
 update."""
 
 
@@ -54,17 +55,17 @@ def measure(values: list[Tensor], seconds: float) -> dict[str, list[float]]:
     ways: dict[str, Callable[[], object]] = {"copy": lambda: torch._foreach_copy_(targets, values)}
     ways |= {name: partial(read, way, values) for name, way in BY_TENSOR.items()}
     calls = {name: repeats_of(way) for name, way in ways.items()}
-    names = list(ways)
-    found: dict[str, list[float]] = {name: [] for name in names}
+    order = collections.deque(ways)
+    found: dict[str, list[float]] = {name: [] for name in ways}
     started, turn = time.perf_counter(), 0
     while turn < 3 or time.perf_counter() - started < seconds:
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in order:
             begun = time.perf_counter()
             for _ in range(calls[name]):
                 ways[name]()
             found[name].append((time.perf_counter() - begun) / calls[name])
         turn += 1
+        order.rotate(-1)
     return found
 
 
@@ -83,7 +84,7 @@ def repeats_of(way: Callable[[], object]) -> int:
 
 
 def rows(found: dict[str, list[float]], num_bytes: int) -> dict[str, dict[str, float]]:
-    """Return rate and ratio of every way, medians with quartiles."""
+    """Return every way's rate, and its share of the rate of `sum`: medians, and quartiles of the share."""
     table = {}
     for name, seconds in found.items():
         shares = [least / taken for taken, least in zip(seconds, found["sum"], strict=True)]
@@ -105,11 +106,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of one size and dtype")
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, help="length of the measurement of one size and dtype"
+    )
     parser.add_argument("--mebibytes", type=float, nargs="+", default=MEBIBYTES)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    options.out.mkdir(parents=True, exist_ok=True)
     results = []
     for size in options.mebibytes:
         for dtype in DTYPES:
@@ -124,8 +126,7 @@ def main() -> None:
                     f"of sum ({row['low']:.2f} to {row['high']:.2f}, quartiles of {row['turns']} turns)",
                     flush=True,
                 )
-    report = {"environment": describe_environment(), "results": results}
-    (options.out / "digests.json").write_text(json.dumps(report, indent=1) + "\n")
+    replace_json(options.out / "digests.json", {"environment": describe_environment(), "results": results})
 
 
 if __name__ == "__main__":

@@ -4,22 +4,20 @@
 
 Four parts, each with a file PART.json:
 
-    overhead   microseconds per use that EchoLoader adds to a bare loop over batches that are there already
-    one        a step of fixed work, a loader that takes `ratio` times as long, steady or irregular
-    virtual    1 to 8 ranks of the virtual cluster that exchange gradients after every step, over stores of their own;
-               all times are modelled, so that it may run on a busy machine, in about ten minutes
+    overhead   microseconds per use that EchoLoader adds to a loop over batches that are there already
+    one        a step of fixed work, and a loader that takes `ratio` times as long, steady or irregular
+    virtual    1 to 8 ranks of the virtual cluster that exchange gradients after every step, each over a store of its
+               own; all times are modelled, so it may run on a busy machine, for about ten minutes
     two        `stretto train digits-resnet` on two local workers that exchange gradients after every step
 
-The loader sleeps, as one that waits for a store does, so that it takes no processor from the step. On one rank every
-arm takes turns with a cached batch, in blocks of steps. The overhead is held against MONAI's ThreadDataLoader too,
-where `pip install monai --no-deps` has made it importable. Without `virtual` all takes about twenty minutes of an
-idle machine.
+The loader sleeps, like one that waits for a store, and so takes no processor time from the step. On one rank every arm
+takes turns with a cached batch, in blocks of steps. Where MONAI can be imported (`pip install monai --no-deps`), the
+overhead of its ThreadDataLoader is measured too. All parts but `virtual` take about twenty minutes of an idle machine.
 """
 
 import argparse
 import importlib
 import itertools
-import json
 import os
 import statistics
 import time
@@ -32,6 +30,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from stretto import Auto, Bernoulli, DataParallel, EchoLoader, EchoOptions, Even, Ready, ZeRO1
+from stretto.observe import replace_json
 from stretto.recipes import DigitsResNet
 from stretto.train.configuration import RunConfig
 from stretto.train.launch import LocalRanks, train
@@ -40,9 +39,9 @@ from stretto.train.slow_loader import SlowStore
 from stretto.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
 
 RATIOS = (0.5, 1.0, 1.5, 2.5, 5.0)
-"""L / C; below one there is nothing to gain, and nothing should be lost."""
-REACTIVE = Ready(max_uses=64)
-"""Without a bound that matters: at a ratio of 5 the default bound of 4 would rightly make the device wait."""
+"""L / C, the time of a load over that of a step; below one there is nothing to gain, and nothing should be lost."""
+READY = Ready(max_uses=64)
+"""With a bound that is never reached: at a ratio of 5 the default bound of 4 would make the device wait."""
 
 
 class Sleeper:
@@ -91,11 +90,11 @@ def block_seconds(batches: Iterator[Any], work: Work, steps: int) -> float:
 def against_cached(
     batches: Iterator[Any], work: Work, settle: int, steps: int, blocks: int
 ) -> dict[str, Any]:
-    """Return the speed of an arm as shares of the cached batch's, block by block.
+    """Return the speed of an arm as shares of that with a cached batch, block by block.
 
-    Blocks of both take turns, and an arm's block is held against the mean of the cached ones before and after it: the
-    machine's own speed drifts by more than what is to be measured. While a cached block runs, the arm's reader has
-    what it may read ahead and is idle; `settle` steps use that up before a block of the arm begins.
+    Blocks of both take turns. An arm's block is compared with the mean of the cached ones before and after it, because
+    the machine's own speed drifts by more than what is to be measured. During a cached block the arm's reader reads as
+    far ahead as it may; `settle` steps use that up before a block of the arm begins.
     """
     cached = iter(lambda: 0, None)
     before = block_seconds(cached, work, steps)
@@ -121,13 +120,13 @@ def arms(ratio: float) -> dict[str, Callable[[Sleeper], Iterable[Any]]]:
         "read ahead": echo(Even(1)),
         "even": echo(Even(uses)),
         "bernoulli": echo(Bernoulli(1 / uses)),
-        "ready": echo(REACTIVE),
+        "ready": echo(READY),
         "auto": echo(Auto(max_uses=8, window=24)),
     }
 
 
 WAITING = ("bare", "read ahead")
-"""Arms that wait for every batch: a block of theirs takes long, and two blocks tell enough."""
+"""Arms that wait for every batch: their blocks take long, and two of them tell enough."""
 
 
 def one_rank(milliseconds: float, steps: int, blocks: int) -> list[dict[str, Any]]:
@@ -153,7 +152,7 @@ def one_rank(milliseconds: float, steps: int, blocks: int) -> list[dict[str, Any
 
 
 def overhead(uses: int = 20_000, repeats: int = 7) -> dict[str, float]:
-    """Return the microseconds per use of a loop over batches that are there; the bare loops' are in the result."""
+    """Return the microseconds per use of a loop over batches that are there, also for the bare loop."""
     batch = {"inputs": torch.zeros(4), "targets": torch.zeros(4)}
     fresh = [batch] * uses
     quarter = fresh[: uses // 4]
@@ -196,7 +195,7 @@ def _threaded_loader() -> Callable[..., Iterable[Any]] | None:
 
 
 def virtual_ranks(steps: int, settle: int = 40) -> list[dict[str, Any]]:
-    """Return the modelled speed of every arm as shares of a cached batch's, on 1 to 8 ranks."""
+    """Return the modelled speed of every arm as a share of that with a cached batch, on 1 to 8 ranks."""
     found = []
     for ranks in (1, 2, 4, 8):
         cached = virtual_seconds(ranks, steps, settle, lambda store: store, store=None)["seconds"]
@@ -238,11 +237,11 @@ def virtual_seconds(
     """Return the modelled seconds per step, the most uses of a batch, and fresh batches per step.
 
     Args:
-        ranks: How many there are.
-        steps: That count.
-        settle: That come before and do not count in the seconds.
+        ranks: Number of ranks.
+        steps: Steps that are timed.
+        settle: Steps before them, which are not.
         arm: Wraps the loader.
-        store: Each rank has one of its own, with irregularities of its own; None gives a batch that is there.
+        store: Where batches come from, for each rank with other irregularities; None gives a batch that is there.
     """
 
     def program(rank: int, group: VirtualGroup) -> tuple[int, int, int]:
@@ -273,9 +272,9 @@ def virtual_seconds(
 def two_ranks(
     seconds: float, repeats: int, ratios: Sequence[float], jitters: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """Measure runs of two workers, each with a slow loader of its own, between two runs whose loader is fast.
+    """Measure runs of two workers, each with a slow loader of its own, between two runs with a fast loader.
 
-    The machine's own speed drifts: a run is held against the mean of the fast ones before and after its cell.
+    A run is compared with the mean of the fast ones before and after, because the machine's own speed drifts.
     """
     ranks = LocalRanks(2)
     task = DigitsResNet()
@@ -305,7 +304,7 @@ def two_ranks(
 
 
 def main() -> None:
-    """Measure, and write a file after every part."""
+    """Measure the parts, and write a file after each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -325,8 +324,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["overhead", "one", "virtual", "two"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise Gloo looks the machine's own name up
-    options.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise Gloo looks up the machine's own name
     about = {"environment": describe_environment(), "options": vars(options) | {"out": ""}}
     parts: dict[str, Callable[[], Any]] = {
         "overhead": overhead,
@@ -336,7 +334,7 @@ def main() -> None:
     }
     for name in options.parts:
         found = parts[name]()
-        (options.out / f"{name}.json").write_text(json.dumps({**about, name: found}, indent=1) + "\n")
+        replace_json(options.out / f"{name}.json", {**about, name: found})
         if name == "overhead":
             for loop, microseconds in found.items():
                 print(f"{loop:16} {microseconds:7.2f} us per use")

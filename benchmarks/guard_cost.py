@@ -1,16 +1,16 @@
-"""What guards cost: seconds of an update with them over seconds without, behind real sockets that are slow.
+"""What guards cost: seconds of an update with them over seconds without, over slow sockets.
 
     python benchmarks/guard_cost.py --out benchmarks/results/DATE-guard-cost
 
-Needs root for the namespaces. Two workers, one thread each, hold the jobs of all arms of a strategy at once and take
-one update of each in turn, from another arm on every time. Nothing is under way when an update has been returned,
-so that arms do not disturb each other. A ratio is taken within a turn, of the seconds until both workers are done;
-rank 0 writes RATE.json and prints the table.
+Needs root for the namespaces. Two workers, one thread each, hold the jobs of all arms of a strategy at once. They make
+one update of each arm in turn, and every turn begins with another arm. When an update has been returned nothing is
+under way, so that arms do not disturb each other. Seconds are those until both workers are done, and a ratio is taken
+within a turn. Rank 0 writes RATE.json and prints the table.
 """
 
 import argparse
+import collections
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -23,6 +23,7 @@ from namespaces import Namespaces
 from torch import distributed as dist
 
 import stretto as st
+from stretto.observe import replace_json
 from stretto.recipes import StdlibGPT
 from stretto.train.outcome import describe_environment
 
@@ -30,12 +31,12 @@ STRATEGIES: dict[str, Callable[[], st.Strategy]] = {"ddp": st.DDP, "zero1": st.Z
 MICRO_BATCHES = 4
 """Per update and rank, as in benchmarks/speed.py."""
 WARM_UP_TURNS = 3
-"""First turns that are left out: memory is new to them."""
+"""First turns, which are left out: they use memory for the first time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """What watches over a job."""
+    """The guards of a job."""
 
     guards: tuple[st.Guard, ...] = ()
     verified: bool = False
@@ -90,19 +91,19 @@ class Training:
 def measure(strategy: str, seconds: float) -> dict[str, list[float]]:
     """Return the seconds of every update of every arm, by turn, for about `seconds`."""
     jobs = {name: Training(strategy, arm) for name, arm in arms_of(strategy).items()}
-    names = list(jobs)
-    found: dict[str, list[float]] = {name: [] for name in names}
+    order = collections.deque(jobs)
+    found: dict[str, list[float]] = {name: [] for name in jobs}
     end = torch.zeros(1)
     turn, started = 0, 0.0
     while not end:
         if turn == WARM_UP_TURNS:
             started = time.perf_counter()
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in order:
             taken = seconds_of(jobs[name].update)
             if turn >= WARM_UP_TURNS:
                 found[name].append(taken)
         turn += 1
+        order.rotate(-1)
         # Rank 0's clock decides for all.
         end[0] = turn > WARM_UP_TURNS and time.perf_counter() - started >= seconds
         dist.broadcast(end, 0)
@@ -112,7 +113,7 @@ def measure(strategy: str, seconds: float) -> dict[str, list[float]]:
 
 
 def seconds_of(work: Callable[[], None]) -> float:
-    """Return how long all ranks take together."""
+    """Return how long it takes until all ranks have done `work`."""
     dist.barrier()
     started = time.perf_counter()
     work()
@@ -121,7 +122,7 @@ def seconds_of(work: Callable[[], None]) -> float:
 
 
 def ratios(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return the median ratio of every arm against none, with quartiles, taken turn by turn."""
+    """Return every arm's median seconds, and its ratio to no guards, taken turn by turn: median and quartiles."""
     table = {}
     for name, seconds in found.items():
         paired = [one / bare for one, bare in zip(seconds, found["none"], strict=True)]
@@ -137,7 +138,7 @@ def ratios(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def work(rate: str, seconds: float, out: Path) -> None:
-    """Measure every strategy on this rank of a job that has been launched."""
+    """Be one of the workers: measure every strategy."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = {}
@@ -148,12 +149,12 @@ def work(rate: str, seconds: float, out: Path) -> None:
             show(rate, strategy, results[strategy]["ratios"])
     if dist.get_rank() == 0:
         report = {"rate": rate, "environment": describe_environment(), "strategies": results}
-        (out / f"{rate}.json").write_text(json.dumps(report, indent=1) + "\n")
+        replace_json(out / f"{rate}.json", report)
     dist.destroy_process_group()
 
 
 def show(rate: str, strategy: str, table: dict[str, dict[str, float]]) -> None:
-    """Print one strategy's rows."""
+    """Print the rows of one strategy."""
     for name, row in table.items():
         print(
             f"{rate:8} {strategy:6} {name:9} {row['seconds']:7.4f} s  {row['ratio'] - 1:+7.2%} "
@@ -176,7 +177,6 @@ def main() -> None:
     if "RANK" in os.environ:
         work(options.rates[0], options.seconds, options.out)
         return
-    options.out.mkdir(parents=True, exist_ok=True)
     for rate in options.rates:
         command = [sys.executable, __file__, "--rates", rate, "--seconds", str(options.seconds)]
         with Namespaces(2, rate) as network:

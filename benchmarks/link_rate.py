@@ -1,4 +1,4 @@
-"""The rate of a link as an all-reduce sees it: payload bits that a rank sends, by the median time.
+"""The rate of a link as an all-reduce sees it: bits of payload that a rank sends, over the median time.
 
 python benchmarks/namespaces.py --rate 100mbit -- python benchmarks/link_rate.py
 torchrun --nproc-per-node 2 benchmarks/link_rate.py --link 100mbit

@@ -1,4 +1,4 @@
-"""Workers with a slow network of their own: one namespace per worker, joined by a bridge, behind token buckets.
+"""Workers on a slow network: one network namespace per worker, joined by a bridge, behind token buckets.
 
     worker 0 [eth0] == token bucket ==> [port0]        [port1] <== token bucket == [eth0] worker 1
                     <== token bucket ==        [bridge]        == token bucket ==>
@@ -8,8 +8,8 @@ iproute2:
 
     python benchmarks/namespaces.py --rate 100mbit --workers 2 -- python train.py
 
-The command runs once per worker with the environment that torchrun would give it. The bridge lives in a namespace
-too, so that nothing of the host changes and everything is gone with the namespaces.
+The command runs once per worker, in the environment that torchrun would give it. The bridge is in a namespace too:
+nothing of the host changes, and all is gone with the namespaces.
 """
 
 import argparse
@@ -23,8 +23,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from stretto.errors import ConfigError
 from stretto.groups import Link
@@ -32,21 +33,21 @@ from stretto.groups import Link
 _NAME = re.compile(r"stretto-(\d+)-\w+")
 _INTERFACE = "eth0"
 _PORT = 29500  # every namespace has all ports to itself
-_QUEUE = "100ms"  # beyond which packets are dropped; a hundredfold of the round trip
+_QUEUE = "100ms"  # packets that would wait longer are dropped; a hundred times the round trip
 
 
 class Namespaces:
-    """A context in which workers have namespaces; leaving it removes them, whatever happened."""
+    """A context in which the workers have namespaces; leaving it removes them, whatever happened."""
 
     def __init__(self, workers: int, rate: str) -> None:
         """Describe the network.
 
         Args:
             workers: How many, one namespace each.
-            rate: Of every direction of every worker, as "100mbit"; "none" leaves the links as fast as they are.
+            rate: Of every worker, in each direction, as "100mbit"; "none" leaves the links as fast as they are.
 
         Raises:
-            ConfigError: not root, no iproute2, or no such rate.
+            ConfigError: The user is not root, iproute2 is missing, or the rate cannot be read.
         """
         if os.geteuid() != 0:
             raise ConfigError(
@@ -80,10 +81,10 @@ class Namespaces:
 
         Args:
             command: Program and arguments.
-            environment: Added to this process's, below what names the worker's place.
+            environment: Variables beside those of this process; what torchrun sets comes last.
 
         Returns:
-            Exit codes by rank, as of `subprocess`.
+            Exit codes by rank, as `subprocess` gives them.
         """
         processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -152,6 +153,26 @@ class Namespaces:
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
 
 
+def compare_behind(rate: str, arms: Sequence[str], out: Path, *options: str) -> dict[str, Any]:
+    """Run `stretto compare stdlib-gpt` on two workers behind links of `rate`.
+
+    Args:
+        rate: As of `Namespaces`.
+        arms: What is compared.
+        out: Folder for compare.json.
+        options: Further words of the command line.
+
+    Returns:
+        What compare.json holds.
+    """
+    command = [sys.executable, "-m", "stretto", "compare", "stdlib-gpt", "--strategies", ",".join(arms)]
+    with Namespaces(2, rate) as network:
+        codes = network.run([*command, "--out", str(out), *options])
+    if any(codes):
+        raise SystemExit(f"a worker failed: exit codes {codes}")
+    return json.loads((out / "compare.json").read_text())
+
+
 def remove_orphans() -> None:
     """Remove the namespaces of processes that were killed before they could."""
     for space in _output("ip", "netns", "list").split():
@@ -186,17 +207,17 @@ def _output(*command: str) -> str:
 
 
 def main() -> int:
-    """Run a command per worker from the command line; return the first failure's exit code."""
+    """Run the command once per worker; return the exit code of the first failure, or 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rate", default="100mbit", help="of every direction of every worker; 'none' for no limit"
+        "--rate", default="100mbit", help="of every worker, in each direction; 'none' for no limit"
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("command", nargs="+", help="after --")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that blocks are left
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `with` blocks end
     with Namespaces(options.workers, options.rate) as spaces:
         before = spaces.sent_bytes()
         codes = spaces.run(options.command)

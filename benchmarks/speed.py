@@ -1,35 +1,38 @@
-"""Throughput of every strategy and every stock method over real sockets that are slow, against the time model.
+"""Throughput of every strategy and every stock method over slow sockets, against the time model.
 
     python benchmarks/speed.py --out benchmarks/results/DATE-speed
 
-Needs root for the namespaces. Two workers, one thread each, in turns; ratios are taken within a repeat. For every
-rate the folder gets compare.json and a table; `time-model.json` holds measured and predicted seconds per update.
+Needs root for the namespaces. Two workers, one thread each. Arms run in turns, and ratios are taken within a repeat.
+Every rate has a folder with compare.json; its time-model.json has measured and predicted seconds per update.
 """
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
-from namespaces import Namespaces
+from namespaces import compare_behind
 
+from stretto.observe import replace_json
+from stretto.observe.tables import shares_of_limit
 from stretto.recipes import StdlibGPT
 
 STOCK = ("torch-ddp", "torch-ddp-bf16", "torch-ddp-zero", "torch-fsdp2")
 FIXED = ("ddp", "zero1", "dpu", "wp", "acco")
 NARROW = ("zero1:wire=bf16", "wp:wire=bf16", "acco:wire=bf16")
-"""A 16-bit wire, for rates at which it has something to save."""
+"""Arms with a 16-bit wire, for rates at which that can save something."""
 FAST = ("1gbit", "none")
-"""Rates at which it has not."""
+"""Rates at which it cannot."""
+
+
+EVALUATION = ("--evaluate-every", "None", "--task.evaluation-windows", "16")
 
 
 def all_arms(rate: str) -> list[str]:
     """Return what is measured behind links of `rate`.
 
-    The clock's minimum keeps what an exchange takes of a processor under a few percent of the round.
+    The smallest counts of the clock keep the processor time of an exchange at a few percent of a round.
     """
     if rate in FAST:
         return ["compute", *STOCK, *FIXED, "wp:clock=16,64", "acco:clock=12,64"]
@@ -37,33 +40,18 @@ def all_arms(rate: str) -> list[str]:
     return ["compute", *STOCK, *FIXED, *NARROW, *clock]
 
 
-def measure(rate: str, arms: list[str], seconds: float, repeats: int, out: Path) -> dict:
-    """Run the arms in turns behind links of `rate`; return compare.json."""
-    command = [sys.executable, "-m", "stretto", "compare", "stdlib-gpt", "--strategies", ",".join(arms)]
-    command += ["--seconds", str(seconds), "--repeats", str(repeats), "--out", str(out)]
-    command += ["--evaluate-every", "None", "--task.evaluation-windows", "16"]
-    with Namespaces(2, rate) as network:
-        codes = network.run(command)
-    if any(codes):
-        raise SystemExit(f"a worker failed: exit codes {codes}")
-    return json.loads((out / "compare.json").read_text())
-
-
 def shares(comparison: dict) -> dict[str, list[float]]:
     """Return every arm's samples per second as a share of `compute` in the same repeat."""
     runs = comparison["runs"]
-    limit = {run["repeat"]: run["samples_per_second"] for run in runs if run["strategy"] == "compute"}
-    found: dict[str, list[float]] = {}
     for run in runs:
         if run["samples_per_second"] is None:
             raise SystemExit(f"{run['strategy']} made too few updates for a steady rate: raise --seconds")
-        share = run["samples_per_second"] / limit[run["repeat"]]
-        found.setdefault(run["strategy"], []).append(share)
-    return found
+    arms = dict.fromkeys(run["strategy"] for run in runs)
+    return {arm: shares_of_limit([run for run in runs if run["strategy"] == arm], runs) for arm in arms}
 
 
 def seconds_per_update(comparison: dict, strategy: str) -> float:
-    """Return the median steady time of an update of a strategy with fixed counts."""
+    """Return the median seconds of a steady update; for strategies with fixed counts."""
     samples_per_update = next(
         run["samples"] / run["updates"] for run in comparison["runs"] if run["strategy"] == strategy
     )
@@ -72,7 +60,7 @@ def seconds_per_update(comparison: dict, strategy: str) -> float:
 
 
 def step_seconds(repeats: int = 20) -> float:
-    """Return the median time of the recipe's optimizer step over one rank's shard, half the parameters."""
+    """Return the median seconds of the recipe's optimizer step over one rank's shard, half of the parameters."""
     torch.set_num_threads(1)
     task = StdlibGPT().build(0, 1, 0, None)
     for parameter in task.model.parameters():
@@ -88,11 +76,10 @@ def step_seconds(repeats: int = 20) -> float:
 def time_model(comparison: dict) -> dict[str, dict[str, float]]:
     """Predict every fixed-count strategy from n·t, C and B; see docs/time-model.md.
 
-    n·t is `compute`'s update. C is the time of ZeRO-1's communication lane, where nothing runs beside it. O, the
-    preview that prediction makes beside it, is taken to cost what the same shard's step does. B is what an
-    exchange takes of a processor, ZeRO-1's processor time less `compute`'s: a worker has one core here, so what
-    its lane and its sockets take is missing beside them. `ratio` compares with the times for B = 0, a lane that
-    costs nothing; `ratio_one_core` with those for the measured B.
+    n·t is an update of `compute`. C is the time of ZeRO-1's communication lane, which has nothing beside it. O is the
+    cost of a preview, taken to be that of the shard's step. B is the processor time of an exchange: that of ZeRO-1 less
+    that of `compute`. A worker has one core here, so computing loses what lane and sockets take. `ratio` is measured
+    over predicted time for B = 0, `ratio_one_core` for the measured B.
     """
 
     def per_update(strategy: str, field: str) -> float:
@@ -139,9 +126,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="training time of a run")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    limits = ["--seconds", str(options.seconds), "--repeats", str(options.repeats)]
     for rate in options.rates:
         out = options.out / rate
-        comparison = measure(rate, options.arms or all_arms(rate), options.seconds, options.repeats, out)
+        comparison = compare_behind(rate, options.arms or all_arms(rate), out, *limits, *EVALUATION)
         for strategy, found in shares(comparison).items():
             median, low, high = statistics.median(found), min(found), max(found)
             print(f"{rate:8} {strategy:30} {median:6.1%} of compute ({low:.1%} to {high:.1%})", flush=True)
@@ -151,7 +139,7 @@ def main() -> None:
 
 def report_time_model(rate: str, models: dict[str, dict[str, float]], out: Path) -> None:
     """Write and print how the measured times compare with the predicted ones."""
-    (out / "time-model.json").write_text(json.dumps(models, indent=1) + "\n")
+    replace_json(out / "time-model.json", models)
     for strategy in FIXED:
         ratios = models[strategy]
         told = f"{ratios['ratio']:.3f}, with B {ratios['ratio_one_core']:.3f}"

@@ -1,22 +1,23 @@
-"""Time to a fixed held-out loss over a slow network, learning rate tuned per arm.
+"""Time to a fixed held-out loss over slow sockets, the learning rate tuned for every way of updating.
 
     python benchmarks/time_to_loss.py --out benchmarks/results/DATE-time-to-loss
 
-Needs root for the namespaces. Tuning runs without a slow link: with fixed counts the updates do not depend on it.
-All synchronous arms, ours and the stock ones, make the same updates and share one tuned rate. The measured runs
-then stop at the target, with the clock held during evaluations.
+Needs root for the namespaces. Tuning runs without a slow link, because with fixed counts the updates do not depend on
+it. All synchronous arms, ours and the stock ones, make the same updates and share one tuned rate. The measured runs
+then stop at the target; time spent on evaluations does not count.
 """
 
 import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
-from namespaces import Namespaces
+from namespaces import compare_behind
+
+from stretto.observe import replace_json
 
 TUNED = ("ddp", "acco:wire=int8")
-"""One arm per way of updating; the wire and the clock take its rate."""
+"""One arm per way of updating; arms that differ in wire or clock take its rate."""
 STOCK = ("torch-ddp", "torch-ddp-bf16", "torch-ddp-zero", "torch-fsdp2")
 OWN = (
     "zero1:wire=bf16",
@@ -26,22 +27,12 @@ OWN = (
     "acco:wire=int8:clock=2,32",
 )
 EVALUATION = ["--evaluate-every", "4", "--task.evaluation-windows", "32"]
-# A run that only time ends keeps its rate; the tuned ones, which a count may end, must do as they do.
+# A run that only time ends keeps its learning rate. Those of the tuning, which a count may end, must keep theirs too.
 SCHEDULE = ["--task.schedule.warmup", "10", "--task.schedule.floor", "1"]
 
 
-def compare(rate: str, arms: list[str], out: Path, limits: list[str]) -> list[dict]:
-    """Run the arms in turns behind links of `rate`; return their records."""
-    command = [sys.executable, "-m", "stretto", "compare", "stdlib-gpt", "--strategies", ",".join(arms)]
-    with Namespaces(2, rate) as network:
-        codes = network.run([*command, "--out", str(out), *EVALUATION, *SCHEDULE, *limits])
-    if any(codes):
-        raise SystemExit(f"a worker failed: exit codes {codes}")
-    return json.loads((out / "compare.json").read_text())["runs"]
-
-
 def updates_to_target(run: dict) -> float:
-    """Return the updates a run made until it reached the target and stopped, or infinity."""
+    """Return the updates that a run needed to reach the target, or infinity."""
     return float("inf") if run["seconds_to_loss"] is None else run["updates"]
 
 
@@ -49,7 +40,7 @@ def tune(rates: list[float], target: float, updates: int, out: Path) -> dict[str
     """Return the rate at which each tuned arm needs the fewest updates; ties go to the lower final loss."""
     arms = [f"{arm}:lr={rate:g}" for arm in TUNED for rate in rates]
     limits = ["--updates", str(updates), "--to-loss", str(target), "--seed", "1000"]
-    runs = compare("none", arms, out, limits)
+    runs = compare_behind("none", arms, out, *limits, *EVALUATION, *SCHEDULE)["runs"]
     best = {}
     for arm in TUNED:
         candidates = [run for run in runs if run["strategy"].startswith(f"{arm}:lr=")]
@@ -70,7 +61,7 @@ def method_of(arm: str) -> str:
 
 
 def report(out: Path, rate: str) -> None:
-    """Print every arm's time to the target over all repeats measured so far."""
+    """Print every arm's time to the target, over all repeats measured so far."""
     runs = [
         run
         for path in sorted(out.glob(f"{rate}-seed*/compare.json"))
@@ -98,13 +89,12 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[7e-4, 1e-3, 1.5e-3])
     parser.add_argument("--tuning-updates", type=int, default=90)
     parser.add_argument("--arms", nargs="+", default=[*STOCK, *OWN])
-    parser.add_argument("--only-tune", action="store_true", help="stop before the measured runs")
+    parser.add_argument("--only-tune", action="store_true", help="end before the measured runs")
     options = parser.parse_args()
     tuned = options.out / "tuned.json"
-    if not tuned.exists():  # timing does not matter for tuning, so it may have been done apart
-        tuned.parent.mkdir(parents=True, exist_ok=True)
+    if not tuned.exists():  # tuning does not depend on time, so it may have been done before, elsewhere
         found = tune(options.rates, options.target, options.tuning_updates, options.out / "tuning")
-        tuned.write_text(json.dumps(found))
+        replace_json(tuned, found)
     if options.only_tune:
         return
     best = json.loads(tuned.read_text())
@@ -112,7 +102,7 @@ def main() -> None:
     limits = ["--seconds", str(options.cap), "--to-loss", str(options.target)]
     for seed in options.seeds:
         out = options.out / f"{options.rate}-seed{seed}"
-        compare(options.rate, arms, out, [*limits, "--seed", str(seed)])
+        compare_behind(options.rate, arms, out, *limits, "--seed", str(seed), *EVALUATION, *SCHEDULE)
     report(options.out, options.rate)
 
 

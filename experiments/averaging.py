@@ -1,29 +1,27 @@
-"""What does averaging replicas now and then cost in loss, and what does it save, where batches are echoed? Equal loads.
+"""Batches are echoed: what does it cost in loss, and what does it save, to average replicas only now and then?
 
     nice python experiments/averaging.py run --out benchmarks/results/DATE-averaging
     python experiments/averaging.py summarise --out benchmarks/results/DATE-averaging
     python experiments/averaging.py real --settings half --out benchmarks/results/DATE-averaging
 
-Two ranks. All arms take the same fresh batches; all but `unechoed` use them again by one and the same coin, which loads
-with probability p at every step:
+Two ranks. All arms take the same fresh batches. All but `unechoed` use them again: at every step one and the same coin
+loads a fresh batch with probability p, or else takes the last one again.
 
-    ddp         gradients summed at every step
+    ddp         gradients are summed at every step
     accumulate  `ddp` with 1 / p uses per update
     interval    replicas step alone and are averaged at every (1 / p)-th step
-    coin        the same by a coin of probability p, so as often as a fresh batch comes: Algorithm 2
-    coin+state  and the optimizer's moments are averaged too
-    unechoed    `ddp`, every batch once: as many exchanges as `accumulate`, without echo
+    coin        the same, but averaged by a coin of probability p, so as often as a fresh batch comes: Algorithm 2
+    coin+state  the same, and the optimizer's moments are averaged too
+    unechoed    `ddp` with every batch used once: as many exchanges as `accumulate`, without echo
 
-`run` trains on a virtual cluster. How arms are tuned is said in tuned_arms.py, what is compared in
-paired_comparison.py, and the model of time in echoed_run.py. `real` checks that model: it trains every arm once on two
-workers, with a loader that waits and a throttled link, and wants an idle machine.
+`run` trains on a virtual cluster: tuned_arms.py tunes the arms, paired_comparison.py compares them, and echoed_run.py
+has the model of time. `real` checks that model: it trains every arm once on two workers, with a loader that waits and a
+throttled link, and needs an idle machine.
 """
 
 import argparse
-import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from echoed_run import Arm
@@ -31,6 +29,7 @@ from paired_comparison import arguments, perform
 from tuned_arms import Experiment, Setting
 
 from stretto.echo.text import parse_plan
+from stretto.observe import replace_json
 from stretto.recipes import DigitsResNet, StdlibGPT
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig
@@ -58,8 +57,8 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Words:
-    """An arm as the command line would have it."""
+class Options:
+    """An arm in the options of the command line."""
 
     echo: str
     strategy: str
@@ -67,31 +66,31 @@ class Words:
     """Uses per update."""
 
 
-def words(setting: Setting, name: str, seed: int) -> Words:
-    """Return an arm in words."""
+def options_of(setting: Setting, name: str, seed: int) -> Options:
+    """Return the options of an arm."""
     rate = f"rate={1 / setting.uses:g}"
     coin = f"local:{rate}:plan=bernoulli:seed={seed}"
     stream = f"bernoulli:p={1 / setting.uses:g}"
     found = {
-        "ddp": Words(stream, "ddp", 1),
-        "accumulate": Words(stream, "ddp", round(setting.uses)),
-        "interval": Words(stream, f"local:{rate}", 1),
-        "coin": Words(stream, coin, 1),
-        "coin+state": Words(stream, f"{coin}:state=on", 1),
-        "unechoed": Words("even:uses=1", "ddp", 1),
+        "ddp": Options(stream, "ddp", 1),
+        "accumulate": Options(stream, "ddp", round(setting.uses)),
+        "interval": Options(stream, f"local:{rate}", 1),
+        "coin": Options(stream, coin, 1),
+        "coin+state": Options(stream, f"{coin}:state=on", 1),
+        "unechoed": Options("even:uses=1", "ddp", 1),
     }
     return found[name]
 
 
 def arm(setting: Setting, name: str, seed: int) -> Arm:
     """Return what an arm does."""
-    said = words(setting, name, seed)
-    return Arm(plan=parse_plan(said.echo), loads=setting.loads, strategy=parse_arm(said.strategy).strategy(),
-               micro_batches=said.micro_batches)  # fmt: skip
+    chosen = options_of(setting, name, seed)
+    return Arm(plan=parse_plan(chosen.echo), loads=setting.loads, strategy=parse_arm(chosen.strategy).strategy(),
+               micro_batches=chosen.micro_batches)  # fmt: skip
 
 
 def references(name: str) -> dict[str, str]:
-    """Return what an arm is compared with: an exchange at every step, and no echo."""
+    """Return what an arm is compared with: the arm that exchanges at every step, and the one without echo."""
     return {f"`{other}`": other for other in ("ddp", "unechoed") if other != name}
 
 
@@ -101,17 +100,17 @@ EXPERIMENT = Experiment(
 
 
 def real(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train every arm of a setting in turn on two workers; return what each took, seed by seed."""
+    """Train every arm of a setting in turn on two workers; return what each of them took, seed by seed."""
     setting = SETTINGS[name]
     slow_loader = options.slow_loader or f"{1000 * setting.model.load_seconds:g}"
     ranks = LocalRanks(2)
     found = []
     for seed in range(options.seeds):
         for each in setting.arms:
-            said = words(setting, each, seed)
+            chosen = options_of(setting, each, seed)
             run = RunConfig(
-                task=setting.config(setting.rates[0]), seed=seed, strategy=said.strategy, echo=said.echo,
-                micro_batches=said.micro_batches, updates=arm(setting, each, seed).uses(seed) // said.micro_batches,
+                task=setting.config(setting.rates[0]), seed=seed, strategy=chosen.strategy, echo=chosen.echo,
+                micro_batches=chosen.micro_batches, updates=arm(setting, each, seed).uses(seed) // chosen.micro_batches,
                 link=options.link, slow_loader=slow_loader, evaluate_every=None, checkpoint_every=None,
             )  # fmt: skip
             outcome = train(ranks, run, shows_progress=False)
@@ -131,13 +130,9 @@ def real(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 def check_on_workers(options: argparse.Namespace) -> None:
     """Write real.json: every setting on two workers."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    Path(options.out).mkdir(parents=True, exist_ok=True)
-    report = {
-        "link": options.link,
-        "environment": describe_environment(),
-        "runs": [run for name in options.settings for run in real(name, options)],
-    }
-    Path(options.out, "real.json").write_text(json.dumps(report, indent=1) + "\n")
+    runs = [run for name in options.settings for run in real(name, options)]
+    report = {"link": options.link, "environment": describe_environment(), "runs": runs}
+    replace_json(options.out / "real.json", report)
 
 
 def main() -> None:

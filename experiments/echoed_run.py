@@ -1,22 +1,24 @@
-"""One echoed run on two ranks of a virtual cluster: its held-out loss, and when it loaded and sent what.
+"""One run with echoed batches on two ranks of a virtual cluster: its held-out loss, and what it loaded and sent.
 
-What it would have taken on a slow loader and on a link is reckoned afterwards (see `costs`), so that nothing depends
-on how busy the machine was:
+How long it would have taken with a slow loader and a slow link is computed afterwards from a model of time, so that
+nothing depends on how busy the machine was:
 
     read(k) = max(read(k - 1), taken(k - AHEAD)) + load
     end(t)  = max(end(t - 1), read(k) if use t takes the fresh batch k) + step + (exposed if an exchange is made)
 
-A loader reads one batch after the other, at most `AHEAD` beyond those taken; a use that wants a fresh one waits for it.
-An exchange hides behind nothing, as those of `DDP` and `LocalSGD` do; on the clock of an ideal `DDP`, gradients hide
-behind the backward pass, taken as two thirds of a step. An average of replicas has nothing to hide behind.
+A loader reads one batch after the other, at most `AHEAD` beyond those taken; a use that needs a fresh one waits for it.
+An exchange runs beside nothing, as in `DDP` and `LocalSGD`. On the clock of an ideal `DDP` gradients are exchanged
+beside the backward pass, which is taken as two thirds of a step; averages of replicas still run beside nothing.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from stretto import DataParallel, EchoLoader, EchoOptions, LocalSGD
 from stretto.echo import Plan
 from stretto.echo.plans import epoch_length
+from stretto.errors import NonFinite
 from stretto.recipes import TaskConfig
 from stretto.recipes.task import Task
 from stretto.strategies import Strategy
@@ -28,10 +30,11 @@ POINTS = 10
 AHEAD = 2
 """Batches that the modelled loader reads ahead."""
 BACKWARD = 2 / 3
-"""Share of a step in which an ideal `DDP` can hide its exchange."""
+"""Share of a step beside which the gradients of an ideal `DDP` travel."""
 CLOCKS = {"seconds": (1e10, 0.0), "slow_link_seconds": (1e8, 0.0), "hidden_seconds": (1e8, BACKWARD)}
-"""The axes of time: bits per second of the link, and the share of a step behind which gradients hide."""
+"""The axes of time: bits per second of the link, and the share of a step beside which gradients travel."""
 AXES = ("updates", "fresh_samples", *CLOCKS, "megabytes")
+"""What a run costs, in six ways."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The machine whose time is reckoned."""
+    """The machine of the model of time."""
 
     step_seconds: float
     """A rank's own work on one batch."""
@@ -66,7 +69,11 @@ class Model:
 
 
 def train(config: TaskConfig, arm: Arm, seed: int) -> dict[str, Any]:
-    """Train once; return the curve of rank 0, and of every use whether its batch was fresh and an exchange came."""
+    """Train once, and return rank 0's losses and, for every use, whether its batch was fresh and an exchange followed.
+
+    Raises:
+        NonFinite: The run diverged.
+    """
     results = VirtualCluster(RANKS, seed=seed).run(
         lambda rank, group: _train_rank(config, arm, seed, rank, group)
     )
@@ -107,17 +114,22 @@ def _train_rank(config: TaskConfig, arm: Arm, seed: int, rank: int, group: Virtu
 
 
 def _measured(task: Task) -> dict[str, float]:
-    accuracy = {} if task.accuracy is None else {"accuracy": task.accuracy(task.model)}
-    return {"heldout_loss": task.evaluate(task.model), **accuracy}
+    loss = task.evaluate(task.model)
+    if not math.isfinite(loss):
+        raise NonFinite(f"the held-out loss is {loss}")
+    return {
+        "heldout_loss": loss,
+        **({} if task.accuracy is None else {"accuracy": task.accuracy(task.model)}),
+    }
 
 
 def costs(run: dict[str, Any], arm: Arm, model: Model, batch: int) -> list[dict[str, float]]:
-    """Return what a run had taken after each of its uses, on all `AXES`.
+    """Return what a run had cost after each of its uses, on all `AXES`.
 
     Args:
         run: Returned by `train`.
-        arm: Which it was.
-        model: The machine whose time is reckoned.
+        arm: What was trained.
+        model: The machine of the model of time.
         batch: Samples per rank and use.
     """
     fresh = [letter == "1" for letter in run["fresh"]]
@@ -145,7 +157,7 @@ def timeline(fresh: list[bool], exchanged: list[bool], model: Model, exposed: fl
         fresh: Whether a use takes a fresh batch.
         exchanged: Whether it ends with an exchange.
         model: What steps and loads take.
-        exposed: Seconds of an exchange that nothing hides.
+        exposed: Seconds of an exchange beside which nothing runs.
     """
     now, read = 0.0, 0.0
     taken: list[float] = []

@@ -1,21 +1,21 @@
-"""What another use of a batch is worth: held-out loss of echoed training, learning rates tuned for every arm.
+"""What is another use of a batch worth? Held-out loss of echoed training, the learning rate tuned for every arm.
 
     nice python experiments/echoing.py run --out benchmarks/results/DATE-echo-learning
     python experiments/echoing.py summarise --out benchmarks/results/DATE-echo-learning
 
 Two ranks of a virtual cluster. All arms but `spaced` take the same fresh batches:
 
-    fresh      every batch once
-    spaced     as many steps as the echoed arms, every batch fresh: what re-reading would give
+    fresh      every batch is used once
+    spaced     as many steps as the echoed arms, every batch fresh: what reading more would give
     even       1 / 0.55 = 1.82 uses of every batch
-    bernoulli  a fresh batch with p = 0.55
-    falling    p from 1 to 0.1 on a cosine, the published schedule: over its length 0.55 on average
-    rising     the reverse
+    bernoulli  every step takes a fresh batch with p = 0.55
+    falling    p falls from 1 to 0.1 on a cosine, as published; 0.55 on average
+    rising     p rises from 0.1 to 1 on a cosine
 
-each with gradients summed at every step (`ddp`), and as `ARM+local` with replicas that step alone and are averaged
-at the rate at which the arm loads (Algorithm 2): by the coin under `bernoulli`, `falling` and `rising`, evenly under
-`even`. `fresh` and `spaced`, whose rate of loading is 1, are averaged evenly at 0.55 too. How arms are tuned is said in
-tuned_arms.py, what is compared in paired_comparison.py, and the model of time in echoed_run.py.
+Each arm sums gradients at every step (`ddp`). As `ARM+local` its replicas step alone and are averaged at the rate at
+which it loads (Algorithm 2): by the same coin under `bernoulli`, `falling` and `rising`, evenly under `even`. `fresh`
+and `spaced`, which load at every step, are averaged evenly at 0.55 too. tuned_arms.py tunes the arms,
+paired_comparison.py compares them, and echoed_run.py has the model of time.
 """
 
 from echoed_run import Arm
@@ -72,7 +72,7 @@ def _plan(name: str, loads: int) -> tuple[Plan, int]:
 
 
 def _strategy(name: str, plan: Plan, seed: int) -> DDP | LocalSGD:
-    """Return an arm's strategy: averages at the rate at which the plan loads, or at 0.55 where it always does."""
+    """Return an arm's strategy; averages come at the rate at which the plan loads, or at 0.55 where it always loads."""
     if not name.endswith(LOCAL):
         return DDP()
     if isinstance(plan, Bernoulli):

@@ -1,9 +1,9 @@
-"""Does a run that is killed at any moment and resumed end as the run that nobody disturbed? Bitwise, or not at all.
+"""A run is killed at any moment and resumed: does it end, to the bit, as the run that nobody disturbed?
 
-Each moment is drawn by a seed: a strategy's run is started from the command line, one of its workers is killed
-with SIGKILL a drawn fraction of an update after a drawn update, and the same command with `--resume` goes on. Its
-records, evaluations and model must equal those of an undisturbed run of that strategy to the bit; only what a rank
-measured of itself (times, bytes sent) may differ. Linux: the workers are found in /proc.
+A run is started from the command line; a random fraction of an update after a random update, a random worker is killed
+with SIGKILL; the same command with `--resume` goes on. Records, evaluations and model must equal those of an
+undisturbed run of the same strategy to the bit. Only what a rank measured (times, bytes sent) may differ. Linux only:
+the workers are found in /proc.
 
     python experiments/kill_and_resume.py --moments 20 --out benchmarks/results/DATE-kill-and-resume
 """
@@ -22,20 +22,20 @@ from typing import Any
 
 import torch
 
-from stretto.observe import read_json_lines
+from stretto.observe import read_json_lines, replace_json
 from stretto.train.outcome import describe_environment
 
 STRATEGIES = ("acco", "wp", "dpu", "zero1", "ddp")
 UPDATES = 24
 WORKERS = 2
 OWN = {"seconds", "lane_seconds", "exposed_seconds", "training_seconds", "sent_bytes"}
-"""Fields of a record that two equal runs do not share: what a rank measured."""
+"""Fields of a record in which two equal runs may differ: what a rank measured."""
 POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """When which worker of what is killed."""
+    """Which worker of a run is killed, and when."""
 
     strategy: str
     victim: int
@@ -43,7 +43,7 @@ class Moment:
     update: int
     """The kill comes after this update's record; 0 is while the run starts."""
     fraction: float
-    """Share of the time of an update, its look at the held-out samples and its checkpoint included."""
+    """And this share of an update's time later, its evaluation and checkpoint included."""
 
 
 def draw(seed: int, count: int) -> list[Moment]:
@@ -61,7 +61,7 @@ def draw(seed: int, count: int) -> list[Moment]:
 
 
 def command(recipe: list[str], folder: Path, strategy: str, *more: str) -> list[str]:
-    """Return the command of a run that often looks and saves."""
+    """Return the command of a run that evaluates and saves often."""
     return [
         sys.executable, "-m", "stretto", "train", *recipe, "--strategy", strategy,
         "--updates", str(UPDATES), "--workers", str(WORKERS), "--checkpoint-every", "3",
@@ -74,16 +74,16 @@ def workers_of(launcher: int) -> list[int]:
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The name, in brackets, may hold anything; the parent is the second word behind it.
+            # The name in brackets may hold anything; the parent is the second word behind it.
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # gone since
+        except OSError:  # the process has ended since
             continue
     children = {process for process, parent in parents.items() if parent == launcher}
     return sorted(process for process, parent in parents.items() if parent in children)
 
 
 def run_and_kill(words: list[str], folder: Path, moment: Moment, seconds_per_update: float) -> int:
-    """Start a run, kill the drawn worker at the drawn moment, and return how many records there were then."""
+    """Start a run, kill a worker at the given moment, and return how many records there were then."""
     launcher = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     records = folder / "updates.jsonl"
     while len(read_json_lines(records)) < moment.update or len(workers_of(launcher.pid)) < WORKERS:
@@ -100,7 +100,7 @@ def run_and_kill(words: list[str], folder: Path, moment: Moment, seconds_per_upd
 
 
 def written(folder: Path) -> tuple[Any, ...]:
-    """Return everything that must be equal."""
+    """Return what must be equal: records, evaluations and model."""
     records = [
         {name: value for name, value in record.items() if name not in OWN}
         for record in read_json_lines(folder / "updates.jsonl")
@@ -113,13 +113,13 @@ def written(folder: Path) -> tuple[Any, ...]:
 
 
 def seconds_per_update(folder: Path) -> float:
-    """Return the wall time of an update with all that follows it, from the times of the run's records."""
+    """Return the mean wall time from one update to the next."""
     records = read_json_lines(folder / "updates.jsonl")
     return sum(record["seconds"] for record in records[1:]) / (len(records) - 1)
 
 
 def main() -> int:
-    """Run all moments, write and print what became of them, and return 0 if every resumed run was equal."""
+    """Kill and resume at all moments, write and print the outcomes, and return 0 if every resumed run was equal."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -149,7 +149,7 @@ def main() -> int:
         outcomes.append({**asdict(moment), "records": found, "checkpoints": checkpoints, "equal": equal})
         print(json.dumps(outcomes[-1]), flush=True)
     results = {"moments": outcomes, "recipe": arguments.recipe, "environment": describe_environment()}
-    (arguments.out / "kill_and_resume.json").write_text(json.dumps(results, indent=2) + "\n")
+    replace_json(arguments.out / "kill_and_resume.json", results)
     return 0 if all(outcome["equal"] for outcome in outcomes) else 1
 
 

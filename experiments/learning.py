@@ -1,14 +1,13 @@
 """Does hiding the communication cost loss? Paired seeds, equal samples, a fixed batch.
 
-Every arm trains the same language model on the same micro-batches in the same order, through `DataParallel` on
-one rank: staleness and estimates are a matter of rounds, not of ranks, and one rank leaves both cores to
-different runs. The learning rate is tuned for the synchronous arm, on seeds of its own, and held for all arms.
+Every arm trains the same language model on the same micro-batches in the same order, through `DataParallel` on one
+rank: staleness and estimates depend on rounds, not on the number of ranks, and so several runs go side by side. The
+learning rate is tuned for the synchronous arm, on a seed that serves for nothing else, and used for all arms.
 
     python experiments/learning.py --out benchmarks/results/DATE-learning
 """
 
 import argparse
-import json
 import statistics
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -17,12 +16,14 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from paired_comparison import half_width
+from intervals import Interval, difference
 
 import stretto as st
+from stretto.observe import replace_json
 from stretto.recipes import StdlibGPT
 from stretto.recipes.optimizers import Schedule
 from stretto.strategies import strategy_by_name
+from stretto.train.outcome import describe_environment
 
 SYNCHRONOUS = "zero1"
 ARMS = ("acco", "wp", "dpu")
@@ -48,7 +49,7 @@ class Run:
 
 
 def train(run: Run) -> dict[str, float | int | str]:
-    """Train once; return the run's fields, its parameters, held-out loss and seconds."""
+    """Train once; return the run's fields, its number of parameters, held-out loss and seconds."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     config = StdlibGPT(
@@ -104,14 +105,11 @@ def collected(future: "Future[dict]") -> dict:
     return run
 
 
-def compare(runs: list[dict], arm: str) -> dict[str, float | list[float]]:
-    """Return the paired differences of held-out loss to the synchronous arm, with a 95 % t-interval, in nats."""
-    loss = {(r["strategy"], r["seed"]): r["heldout_loss"] for r in runs}
-    seeds = sorted({r["seed"] for r in runs})
-    differences = [loss[arm, seed] - loss[SYNCHRONOUS, seed] for seed in seeds]
-    mean = statistics.mean(differences)
-    half = half_width(differences)
-    return {"mean": mean, "low": mean - half, "high": mean + half, "differences": differences}
+def compare(runs: list[dict], arm: str) -> Interval:
+    """Return the paired difference of held-out loss to the synchronous arm, in nats."""
+    loss = {(run["strategy"], run["seed"]): run["heldout_loss"] for run in runs}
+    seeds = sorted({run["seed"] for run in runs})
+    return difference([loss[arm, seed] for seed in seeds], [loss[SYNCHRONOUS, seed] for seed in seeds])
 
 
 def main() -> None:
@@ -121,11 +119,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for learning.json")
     parser.add_argument("--updates", type=int, default=1500, help="committed updates per run")
-    parser.add_argument("--seeds", type=int, default=5, help="paired seeds")
+    parser.add_argument("--seeds", type=int, default=5, help="paired seeds, at least 2")
     parser.add_argument("--rates", type=float, nargs="+", default=[4e-3, 8e-3, 1.6e-2])
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         rate, tuning = tune(pool, options.rates, options.updates)
         print(f"learning rate of the synchronous arm: {rate:g}", flush=True)
@@ -137,12 +134,10 @@ def main() -> None:
         runs = [collected(future) for future in pending]
     differences = {arm: compare(runs, arm) for arm in ARMS}
     report = {"learning_rate": rate, "differences": differences, "runs": runs, "tuning": tuning,
-              "torch": torch.__version__}  # fmt: skip
-    (options.out / "learning.json").write_text(json.dumps(report, indent=1))
-    for arm, difference in differences.items():
-        print(
-            f"{arm:6} {difference['mean']:+.4f} nats, 95 % [{difference['low']:+.4f}, {difference['high']:+.4f}]"
-        )
+              "environment": describe_environment()}  # fmt: skip
+    replace_json(options.out / "learning.json", report)
+    for arm, found in differences.items():
+        print(f"{arm:6} {found['mean']:+.4f} nats, 95 % [{found['low']:+.4f}, {found['high']:+.4f}]")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
 """Bytes per parameter by strategy: peak resident memory of training, against the ledger plus stated constants.
 
-Every measurement runs in fresh processes. The baseline is taken after a small job of the same kind, so that
-libraries, threads and connections are in it; the peak is the kernel's, over building, wrapping and training.
+Every measurement runs in fresh processes. The baseline is taken after a small job of the same kind, so that it
+includes libraries, threads and connections. The peak is the kernel's, over building, wrapping and training. Linux only.
 
     python experiments/memory.py --out benchmarks/results/DATE-memory
 """
 
 import argparse
 import dataclasses
-import json
 import os
-import platform
 import sys
 import tempfile
 from multiprocessing import get_context
@@ -23,8 +21,10 @@ from torch import nn
 
 import stretto as st
 from stretto.exchange.exchange import IN_FLIGHT
+from stretto.observe import replace_json
 from stretto.strategies import STRATEGIES, strategy_by_name
 from stretto.strategies.ledger import ledger_of
+from stretto.train.outcome import describe_environment
 
 UPDATES = 2
 MICRO_BATCHES = 2
@@ -64,7 +64,7 @@ def predicted_bytes(setting: Setting) -> float:
 
 
 def constant_bytes(setting: Setting) -> dict[str, int]:
-    """Return what a rank holds beside that; it does not grow with the model."""
+    """Return what a rank holds besides; it does not grow with the model."""
     ledger = ledger_of(strategy_by_name(setting.strategy))
     itemsize = setting.torch_dtype.itemsize
     bucket = min(setting.bucket_bytes // itemsize, setting.num_parameters)
@@ -81,8 +81,8 @@ def constant_bytes(setting: Setting) -> dict[str, int]:
     else:
         constants["slices sent"] = flying * owned * itemsize
     if ledger.previews:
-        # A preview before the step divides a copy of the sums; after the step they are a mean already. The masters'
-        # copy is what is sent, unless that is narrower.
+        # A preview before the step divides a copy of the sums; after the step they are a mean already. The copy of the
+        # masters is also what is sent, unless that is narrower.
         copies = 2 + (ledger.rounds > 1) + (itemsize < 4)
         constants["copies of a segment's moments, mean and masters, for a preview"] = copies * owned * 4
     return constants
@@ -171,14 +171,17 @@ def settings(options: argparse.Namespace) -> list[Setting]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    """Measure all settings, write `memory.json` and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for memory.json")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--width", type=int, default=1024, help="of a layer, a square matrix")
     parser.add_argument("--layers", type=int, default=52)
     parser.add_argument("--bucket-bytes", type=int, default=st.Options().bucket_bytes)
     options = parser.parse_args()
-    # Otherwise glibc keeps freed blocks of up to 32 MiB for later, and the peak shows its policy.
+    # Otherwise glibc keeps freed blocks of up to 32 MiB, and the peak shows its policy.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**18)
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = []
@@ -192,14 +195,8 @@ def main() -> None:
             f"  {sum(found['constant_bytes'].values()) / 2**20:13.1f}  {found['relative_error']:+6.1%}",
             flush=True,
         )
-    options.out.mkdir(parents=True, exist_ok=True)
-    content = {
-        "command": sys.argv,
-        "torch": torch.__version__,
-        "machine": platform.platform(),
-        "runs": rows,
-    }
-    (options.out / "memory.json").write_text(json.dumps(content, indent=1) + "\n")
+    report = {"command": sys.argv, "environment": describe_environment(), "runs": rows}
+    replace_json(options.out / "memory.json", report)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""What does averaging replicas save of a run whose gradients arrive with noise, and what do guards make of the same?
+"""Gradients arrive with noise: how much of the run does averaging replicas save, and what do guards find?
 
 Four ranks of a virtual cluster train the digits. After every exchange each rank's copy of the mean gradient gets
-Gaussian noise of its own, fresh at every update: VARIANCE per coordinate of the mean, so that ‖noise‖² is the variance
-times the number of parameters. `clean` has none, `noised` is `ddp` with it, `sync-H` and `dyn-*` are PAFT. Further
-cells: AdamW with and without averaged moments; bursts (1e-4 always, 0.1 or 1 more at every 50th update); and `ddp` with
-guards, with noise on all ranks or on one. Every run ends right after its last update: `finish` would average once more.
+Gaussian noise of its own, new at every update, of a given variance per coordinate: the expected ‖noise‖² is the
+variance times the number of parameters. `clean` has no noise, `noised` is `ddp` with noise, `sync-H` and `dyn-*` are
+PAFT. Further parts: AdamW with and without averaged moments; bursts (1e-4 always, 0.1 or 1 more at every 50th update);
+and `ddp` with guards, with noise on all ranks or on one. Every run ends right after its last update, because `finish`
+would average once more.
 
-Each run is a line of runs.jsonl, and one that is there already is not made again, so that the script may be stopped at
-any time; `paft.json` has the intervals over seeds.
+Each run is a line of runs.jsonl. A run that is there is not made again, so the script can be stopped at any time and go
+on. `paft.json` has the intervals over seeds.
 
     python experiments/paft.py --out benchmarks/results/DATE-paft
 """
 
 import argparse
 import dataclasses
-import json
 import math
 import statistics
 import time
@@ -23,15 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paired_comparison import half_width
+from book import Book
+from intervals import interval
 from torch import Tensor
 
 import stretto as st
 from stretto.checksums import digest, hexadecimal
 from stretto.errors import StrettoError
 from stretto.faults import Fault, FaultPlan, Injector, strike_memory
+from stretto.observe import replace_json
 from stretto.recipes import DigitsResNet
 from stretto.recipes.task import Task
+from stretto.train.outcome import describe_environment
 from stretto.virtual import VirtualCluster, VirtualGroup
 
 RANKS = 4
@@ -59,7 +62,7 @@ GUARDS: dict[str, tuple[st.Guard, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run, but for its seed."""
+    """What decides a run, without its seed."""
 
     part: str
     """Of the report: table, adam, bursts or guards."""
@@ -68,7 +71,7 @@ class Cell:
     variance: float = 0.0
     burst: float = 0.0
     ranks: int = RANKS
-    """How many get noise, from rank 0."""
+    """How many ranks get noise, from rank 0 on."""
     guard: str = "none"
 
     @property
@@ -108,8 +111,10 @@ class Setting:
 
 
 def noise(cell: Cell, setting: Setting, seed: int) -> FaultPlan:
-    """Return the faults: the exchange gives a sum of RANKS means, so noise of its variance times RANKS² is that of the
-    mean."""
+    """Return the noise as faults.
+
+    The exchange gives a sum over RANKS, so that noise of the mean is noise of the sum with RANKS² times the variance.
+    """
 
     def fault(rank: int, variance: float, **when: Any) -> Fault:
         return Fault(
@@ -133,7 +138,7 @@ def noise(cell: Cell, setting: Setting, seed: int) -> FaultPlan:
 
 @dataclasses.dataclass
 class Seen:
-    """What one rank ended with."""
+    """What one rank has seen of a run."""
 
     task: Task
     values: list[Tensor]
@@ -144,11 +149,11 @@ class Seen:
 
 
 def train(cell: Cell, setting: Setting, seed: int, outcomes: dict[int, Seen], group: VirtualGroup) -> None:
-    """Train one rank to the last update, or to the error that ends it, and leave in `outcomes` what it ended with."""
+    """Train one rank to the last update, or to the error that ends it, and put into `outcomes` what it has seen."""
     rank = group.rank()
     recipe = DigitsResNet(width=setting.width, batch=setting.batch, optimizer=cell.optimizer)
     task = recipe.build(rank, RANKS, seed, setting.updates)
-    # One bucket: a fault of the whole extent is one of a whole tensor.
+    # One bucket, because a fault strikes at most one tensor.
     parallel = st.DataParallel(
         task.model,
         task.optimizer,
@@ -198,7 +203,7 @@ def run(cell: Cell, setting: Setting, seed: int) -> dict[str, Any]:
 
 
 def judged(ranks: list[Seen]) -> dict[str, Any]:
-    """Return held-out loss and accuracy, as a mean over replicas and of their mean, and how far they are apart."""
+    """Return loss and accuracy, as a mean over replicas and of their mean, and how far the replicas are apart."""
     found = [(seen.task.evaluate(seen.task.model), seen.task.accuracy(seen.task.model)) for seen in ranks]
     means = [torch.stack(values).mean(0) for values in zip(*(seen.values for seen in ranks), strict=True)]
     apart = [
@@ -230,11 +235,11 @@ def finite(value: float) -> float | None:
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for every cell, means over seeds with 95 % t-intervals."""
+    """Return, for every cell, means over seeds with their intervals."""
     rows = []
     for cell in cells():
         fields = dataclasses.asdict(cell)
-        own = [record for record in records if all(record[key] == value for key, value in fields.items())]
+        own = [record for record in records if fields.items() <= record.items()]
         if not own:
             continue
         row: dict[str, Any] = {
@@ -245,7 +250,8 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         row["error_updates"] = sorted(r["update"] + 1 for r in own if r["error"])
         whole = [record for record in own if record["error"] is None]
         for key in ("loss", "accuracy", "loss_of_mean", "accuracy_of_mean", "distance_from_mean", "averages"):
-            row[key] = interval([r[key] for r in whole if r[key] is not None])
+            values = [r[key] for r in whole if r[key] is not None]
+            row[key] = interval(values) if values else None
         row["median_intervals"] = [r["median_interval"] for r in own]
         row["incidents"] = [r["incidents"] for r in own]
         clean = {r["seed"]: r["digest"] for r in records if r["part"] == "table" and r["arm"] == "clean"}
@@ -254,15 +260,8 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def interval(values: list[float]) -> dict[str, float] | None:
-    """Return mean and half-width of a 95 % t-interval."""
-    if not values:
-        return None
-    return {"mean": statistics.mean(values), "half": half_width(values) if len(values) > 1 else 0.0}
-
-
 def main() -> None:
-    """Make the runs that are missing, seed after seed, and sum up."""
+    """Make the runs that are missing, seed after seed, and summarise all."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -271,33 +270,30 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=8, help="channels of the network's first stage")
     parser.add_argument("--batch", type=int, default=16, help="images per rank and update")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=40.0, help="CPU time after which no run is begun")
+    parser.add_argument(
+        "--minutes", type=float, default=40.0, help="CPU time after which no further run begins"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    options.out.mkdir(parents=True, exist_ok=True)
     setting = Setting(options.updates, options.width, options.batch)
-    path = options.out / "runs.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    book = Book(options.out)
     for seed in range(options.seeds):
         for cell in cells():
-            wanted = {"seed": seed, **dataclasses.asdict(cell)}
-            if any(all(record[key] == value for key, value in wanted.items()) for record in records):
+            if book.find({"seed": seed, **dataclasses.asdict(cell)}) is not None:
                 continue
             if time.process_time() > 60 * options.minutes:
                 break
-            records.append(run(cell, setting, seed))
-            with path.open("a") as lines:
-                lines.write(json.dumps(records[-1]) + "\n")
-            print(describe(records[-1]), flush=True)
+            book.add(run(cell, setting, seed))
+            print(describe(book.runs[-1]), flush=True)
     report = {
         "setting": dataclasses.asdict(setting),
         "ranks": RANKS,
         "burst_every": BURST_EVERY,
-        "rows": summarise(records),
-        "cpu_seconds": sum(record["cpu_seconds"] for record in records),
-        "torch": torch.__version__,
+        "rows": summarise(book.runs),
+        "cpu_seconds": sum(record["cpu_seconds"] for record in book.runs),
+        "environment": describe_environment(),
     }
-    (options.out / "paft.json").write_text(json.dumps(report, indent=1) + "\n")
+    replace_json(options.out / "paft.json", report)
 
 
 def describe(record: dict[str, Any]) -> str:

@@ -1,12 +1,11 @@
-"""What came of arms that ran with the same seeds: differences of held-out loss, and what a target loss took.
+"""Arms that ran with the same seeds: how their held-out losses differ, and what it cost them to reach a target loss.
 
-Differences are paired, seed by seed, with 95 % t-intervals, none of them widened for the number of comparisons. What a
-target took is read where the line between two evaluations crosses it. The target is the worst loss at which a run of
-the reference ended, so that all of those get there; ratios are over the seeds with which an arm gets there too.
+Differences are paired, seed by seed, with 95 % t-intervals, which are not widened for the number of comparisons. The
+cost of the target is read where the line between two evaluations crosses it. The target is the worst loss at which a
+run of the reference ended, so that all of those reach it; ratios are over the seeds with which an arm reaches it too.
 """
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -16,41 +15,23 @@ from typing import Any
 
 import torch
 from echoed_run import AXES, costs
-from scipy import stats
-from tuned_arms import Book, Experiment, Run, final, run_all, tuned
+from intervals import Interval, difference, interval
+from tuned_arms import Experiment, Run, Runs, final, run_all, tuned
 
-Interval = dict[str, float]
-"""Mean, low and high."""
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Return that of the mean's 95 % t-interval, beyond all bounds for a single value."""
-    if len(values) < 2:
-        return math.inf
-    return float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+from stretto.observe import replace_json
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """Return the mean and its 95 % t-interval."""
-    mean, half = statistics.mean(values), half_width(values)
-    return {"mean": mean, "low": mean - half, "high": mean + half}
-
-
-def _difference(own: Sequence[float], other: Sequence[float]) -> Interval:
-    return interval([a - b for a, b in zip(own, other, strict=True)])
-
-
-def compared(experiment: Experiment, book: Book, name: str) -> dict[str, Any]:
-    """Return what came of a setting's arms, on the seeds with which all of them ran.
+def compared(experiment: Experiment, made: Runs, name: str) -> dict[str, Any]:
+    """Compare a setting's arms on the seeds with which all of them ran.
 
     Raises:
         KeyError: An arm's tuning is not complete.
     """
     setting = experiment.settings[name]
-    tuning = {arm: tuned(setting, name, arm, book.known) for arm in setting.arms}
+    tuning = {arm: tuned(setting, name, arm, made.known) for arm in setting.arms}
     rates = {arm: next(iter(losses)) for arm, losses in tuning.items()}
-    seeds = book.seeds(name, rates)
-    runs = {arm: [book.known(Run(name, arm, rate, seed)) for seed in seeds] for arm, rate in rates.items()}
+    seeds = made.seeds(name, rates)
+    runs = {arm: [made.known(Run(name, arm, rate, seed)) for seed in seeds] for arm, rate in rates.items()}
     main = experiment.reference
     target = max(final(run) for run in runs[main])
     paths = {
@@ -92,14 +73,14 @@ def _accuracies(runs: list[dict[str, Any]]) -> list[float]:
 
 
 def _against(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, Interval]:
-    found = {"heldout_loss": _difference([final(run) for run in own], [final(run) for run in other])}
+    found = {"heldout_loss": difference([final(run) for run in own], [final(run) for run in other])}
     if _accuracies(own):
-        found["accuracy"] = _difference(_accuracies(own), _accuracies(other))
+        found["accuracy"] = difference(_accuracies(own), _accuracies(other))
     return found
 
 
 def reached(run: dict[str, Any], path: list[dict[str, float]], target: float) -> dict[str, float] | None:
-    """Return what a run had taken when the line between two evaluations crossed `target`; None if it never did."""
+    """Return what a run had cost when the line between two evaluations crossed `target`; None if it never did."""
     before: dict[str, float] | None = None
     for point in run["curve"]:
         if point["heldout_loss"] <= target:
@@ -115,9 +96,9 @@ def reached(run: dict[str, Any], path: list[dict[str, float]], target: float) ->
 def _costs_to_target(
     own: list[dict[str, float] | None], other: list[dict[str, float] | None]
 ) -> dict[str, Any]:
-    """Return how many runs reached the target, and by axis what that took: median, and ratio to the reference.
+    """Return how many runs reached the target, and what that cost on each axis: median, and ratio to the reference.
 
-    Ratios are paired, their mean is geometric, and both are over the runs that got there.
+    Ratios are paired and their mean is geometric; median and ratio are over the runs that reached the target.
     """
     pairs = [(a, b) for a, b in zip(own, other, strict=True) if a is not None and b is not None]
     axes = {}
@@ -141,7 +122,7 @@ def tables(found: dict[str, Any]) -> str:
             _row(f"`{arm}`", f"{row['lr']:g}", f"{row['heldout_loss']['mean']:.4f}", *differences, accuracy)
         )
     lines += ["", f"To a held-out loss of {found['target']:.4f}, in multiples of what `{found['reference']}` took.", "",
-              *_head(["arm", "got there", *(axis.replace("_", " ") for axis in AXES)])]  # fmt: skip
+              *_head(["arm", "reached it", *(axis.replace("_", " ") for axis in AXES)])]  # fmt: skip
     for arm, row in arms.items():
         taken = row["to_target"]
         ratios = [_multiple(taken.get(axis)) for axis in AXES]
@@ -180,10 +161,13 @@ def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
-def summarise(experiment: Experiment, book: Book, settings: Sequence[str], folder: Path) -> None:
-    """Write the results of settings that have been run, and print their tables."""
-    found = {name: compared(experiment, book, name) for name in settings}
-    (folder / experiment.results).write_text(json.dumps(found, indent=1) + "\n")
+def summarise(experiment: Experiment, made: Runs, settings: Sequence[str], folder: Path) -> None:
+    """Write the comparison of settings that have been run, and print their tables."""
+    try:
+        found = {name: compared(experiment, made, name) for name in settings}
+    except KeyError as missing:
+        raise SystemExit(f"not made yet, `run` it first or leave its setting out: {missing}") from None
+    replace_json(folder / experiment.results, found)
     for name, setting in found.items():
         print(f"\n## {name}\n\n{tables(setting)}")
 
@@ -191,7 +175,7 @@ def summarise(experiment: Experiment, book: Book, settings: Sequence[str], folde
 def arguments(
     experiment: Experiment, description: str | None, *, others: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
-    """Return the parser of a script's command line; `others` are actions of its own."""
+    """Return the parser of a script's command line; `others` are further actions that the script has."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -204,10 +188,10 @@ def arguments(
 
 
 def perform(experiment: Experiment, options: argparse.Namespace) -> None:
-    """Run what has not been run yet, or say what came of it."""
+    """Make the runs that are missing, or compare those that were made."""
     torch.set_num_threads(1)
-    book = Book(experiment, options.out)
+    runs = Runs(experiment, options.out)
     if options.action == "run":
-        run_all(experiment, book, options.settings, options.seeds)
+        run_all(experiment, runs, options.settings, options.seeds)
     else:
-        summarise(experiment, book, options.settings, options.out)
+        summarise(experiment, runs, options.settings, options.out)

@@ -1,8 +1,8 @@
 """Simulated update times against those of real workers on a throttled link.
 
-Real runs come first: `compute`, which never communicates, tells what a micro-batch costs; every strategy then runs on
-the link by `stretto compare`. The optimizer step is timed alone, on the shard that a rank owns. The virtual cluster is
-fed these two costs and the link, and nothing else that was measured. Needs a quiet machine.
+Real runs come first, by `stretto compare`: `compute`, which never communicates, shows what a micro-batch costs; then
+every strategy runs on the link. The optimizer step is timed alone, on the shard that a rank owns. The virtual cluster
+is given these two costs and the link, and nothing else that was measured. Needs an idle machine.
 
     python experiments/simulated_against_real.py --out benchmarks/results/DATE-simulated --link 100mbit
 """
@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from stretto.cli import main as stretto
-from stretto.recipes import stdlib_gpt
+from stretto.observe import replace_json
+from stretto.recipes import StdlibGPT
 from stretto.strategies import strategy_by_name
 from stretto.strategies.ledger import ledger_of
 from stretto.train.simulation import SimulateConfig, simulate
@@ -30,18 +31,11 @@ STEPS = 20
 
 
 def measure_real(out: Path, link: str, updates: int, workers: int) -> dict[str, float]:
-    """Run all arms on real workers and return seconds per update by arm; rank 0's, the warm-up left out."""
-    words = ["compare", "stdlib-gpt", "--strategies", ",".join(("compute", *STRATEGIES)), "--link", link]
-    words += [
-        "--updates",
-        str(updates),
-        "--workers",
-        str(workers),
-        "--evaluate-every",
-        "None",
-        "--out",
-        str(out),
-    ]
+    """Run all arms on real workers; return rank 0's seconds per update by arm, without the warm-up."""
+    words = [
+        "compare", "stdlib-gpt", "--strategies", ",".join(("compute", *STRATEGIES)), "--link", link,
+        "--updates", str(updates), "--workers", str(workers), "--evaluate-every", "None", "--out", str(out),
+    ]  # fmt: skip
     if stretto(words) != 0:
         sys.exit("the real runs failed")
     runs = json.loads((out / "compare.json").read_text())["runs"]
@@ -66,7 +60,7 @@ def measure_step(numel: int) -> float:
 def simulate_update(strategy: str, micro_batch: float, step: float, options: argparse.Namespace) -> float:
     """Return the virtual seconds of one update, once a run is under way."""
     simulation = SimulateConfig(
-        task=stdlib_gpt(),
+        task=StdlibGPT(),
         strategy=strategy,
         ranks=options.workers,
         network=options.link,
@@ -81,19 +75,20 @@ def simulate_update(strategy: str, micro_batch: float, step: float, options: arg
 
 
 def main() -> None:
-    """Run both and write how far they are apart."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run both, and write and print how far they are apart."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--link", default="100mbit")
     parser.add_argument("--updates", type=int, default=15)
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     real = measure_real(options.out, options.link, options.updates, options.workers)
-    task = stdlib_gpt().build(0, options.workers, 0, 1)
+    task = StdlibGPT().build(0, options.workers, 0, 1)
     numel = sum(parameter.numel() for parameter in task.model.parameters())
     # An update that never communicates is its micro-batches and a step over all parameters.
-    micro_batch = (real["compute"] - measure_step(numel)) / SimulateConfig(task=stdlib_gpt()).micro_batches
+    micro_batch = (real["compute"] - measure_step(numel)) / SimulateConfig(task=StdlibGPT()).micro_batches
     rows: list[dict[str, Any]] = []
     for strategy in STRATEGIES:
         owners = 1 if ledger_of(strategy_by_name(strategy)).replicated else options.workers
@@ -104,8 +99,8 @@ def main() -> None:
             {"strategy": strategy, "real": real[strategy], "virtual": virtual, "apart": apart, "step": step}
         )
         print(f"{strategy:6} real {real[strategy]:.3f} s, virtual {virtual:.3f} s, {apart:+.1%}", flush=True)
-    content = {"link": options.link, "micro_batch_seconds": micro_batch, "rows": rows}
-    (options.out / "simulated-against-real.json").write_text(json.dumps(content, indent=2) + "\n")
+    report = {"link": options.link, "micro_batch_seconds": micro_batch, "rows": rows}
+    replace_json(options.out / "simulated-against-real.json", report)
 
 
 if __name__ == "__main__":

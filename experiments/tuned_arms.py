@@ -1,11 +1,10 @@
 """Arms that train on the same data with the same seeds, each at a learning rate tuned for it alone.
 
-Every arm's learning rate is the best of a grid of factors of two, which grows while its edge is best, on seeds of
-their own. Then all arms run on every seed that is compared. A run that is in runs.jsonl already is not repeated, so
-that runs may be stopped at any time and go on.
+The learning rates of an arm are tried in factors of two, on seeds that serve for nothing else; while the best one is at
+an edge of the grid, the grid grows. Then all arms run at their best rate with every seed that is compared. A run that
+is in runs.jsonl is not made again, so that the script can be stopped at any time and go on.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from book import Book
 from echoed_run import Arm, Model, train
 
 from stretto.errors import NonFinite
@@ -33,24 +33,24 @@ class Setting:
     loads: int
     """Fresh batches of each rank."""
     uses: float
-    """Of a batch, on average: what the echoed arms are set to, and L / C of the modelled loader."""
+    """Uses of a batch, on average: of the echoed arms; and how many steps the modelled loader takes for a batch."""
     step_seconds: float
-    """A rank's work on one batch in the model of time: about what one core took here, a round number."""
+    """Time of a rank's work on one batch, in the model of time: about what one core takes, a round number."""
     rates: tuple[float, ...]
     """The grid of learning rates to begin with, rising by factors of two."""
     arms: tuple[str, ...]
     tuning_seeds: tuple[int, ...]
-    """Apart from the seeds that are compared."""
+    """None of them is among the seeds that are compared."""
 
     @property
     def model(self) -> Model:
-        """A loader as slow as the mean echo can hide."""
+        """The machine, with a loader that is as slow as the mean number of uses can hide."""
         return Model(step_seconds=self.step_seconds, load_seconds=self.uses * self.step_seconds)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run."""
+    """What decides a run; the fields by which its record is found."""
 
     setting: str
     arm: str
@@ -66,60 +66,59 @@ class Experiment:
     arm: Callable[[Setting, str, int], Arm]
     """What an arm does in a setting with a seed."""
     reference: str
-    """The arm that sets the target loss, and whose costs of it the others' are multiples of."""
+    """The arm that sets the target loss. What the others need to reach it is given in multiples of its costs."""
     references: Callable[[str], Mapping[str, str]]
-    """Arms that an arm's loss is compared with, by what the column of the table is called."""
+    """Title of a column of the table to the arm that an arm's loss is compared with there."""
     results: str
     """Name of the file that `summarise` writes."""
 
 
-class Book:
-    """The runs that were made, one line each."""
+class Runs:
+    """The runs of an experiment, made where they have not been made before."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._experiment = experiment
-        self._path = folder / "runs.jsonl"
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        self._runs = {_key(found): found for found in map(json.loads, lines)}
+        self._book = Book(folder)
 
     def known(self, run: Run) -> dict[str, Any]:
-        """Return what came of `run`; KeyError where it has not been made."""
-        return self._runs[run]
+        """Return the record of `run`.
+
+        Raises:
+            KeyError: It has not been made.
+        """
+        if (found := self._book.find(asdict(run))) is None:
+            raise KeyError(run)
+        return found
 
     def result(self, run: Run) -> dict[str, Any]:
-        """Return what came of `run`, making it where it has not been made."""
-        if run not in self._runs:
-            setting = self._experiment.settings[run.setting]
-            try:
-                found = train(
-                    setting.config(run.lr), self._experiment.arm(setting, run.arm, run.seed), run.seed
-                )
-            except NonFinite:
-                found = {"curve": []}
-            self._runs[run] = {**asdict(run), **found}
-            with self._path.open("a") as file:
-                file.write(json.dumps(self._runs[run]) + "\n")
-            print(f"{run.setting} {run.arm} lr {run.lr:g} seed {run.seed}: {final(found):.4f}", flush=True)
-        return self._runs[run]
+        """Return the record of `run`; make the run where it has not been made."""
+        if (found := self._book.find(asdict(run))) is not None:
+            return found
+        setting = self._experiment.settings[run.setting]
+        try:
+            made = train(setting.config(run.lr), self._experiment.arm(setting, run.arm, run.seed), run.seed)
+        except NonFinite:
+            made = {"curve": []}
+        self._book.add({**asdict(run), **made})
+        print(f"{run.setting} {run.arm} lr {run.lr:g} seed {run.seed}: {final(made):.4f}", flush=True)
+        return self.known(run)
 
     def seeds(self, name: str, rates: Mapping[str, float]) -> list[int]:
         """Return the seeds with which all arms of a setting ran at `rates`, without those of the tuning."""
         ran = [
-            {run.seed for run in self._runs if (run.setting, run.arm, run.lr) == (name, arm, rate)}
+            {
+                run["seed"]
+                for run in self._book.runs
+                if (run["setting"], run["arm"], run["lr"]) == (name, arm, rate)
+            }
             for arm, rate in rates.items()
         ]
         return sorted(set.intersection(*ran) - set(self._experiment.settings[name].tuning_seeds))
 
 
-def _key(found: dict[str, Any]) -> Run:
-    return Run(found["setting"], found["arm"], found["lr"], found["seed"])
-
-
 def final(found: dict[str, Any]) -> float:
-    """Return the held-out loss at the end, in nats; infinite for a run that diverged."""
-    loss = found["curve"][-1]["heldout_loss"] if found["curve"] else math.inf
-    return loss if math.isfinite(loss) else math.inf
+    """Return the held-out loss at the end, in nats; infinite for a run that diverged, which has no curve."""
+    return found["curve"][-1]["heldout_loss"] if found["curve"] else math.inf
 
 
 def tuned(
@@ -140,11 +139,11 @@ def tuned(
     return dict(sorted(losses.items(), key=lambda pair: pair[1]))
 
 
-def run_all(experiment: Experiment, book: Book, settings: Sequence[str], seeds: int) -> None:
-    """Tune all arms, then compare them, all arms of a seed after each other."""
+def run_all(experiment: Experiment, runs: Runs, settings: Sequence[str], seeds: int) -> None:
+    """Tune all arms, then run them at their best rates, seed after seed."""
     for name in settings:
         setting = experiment.settings[name]
-        rates = {arm: next(iter(tuned(setting, name, arm, book.result))) for arm in setting.arms}
+        rates = {arm: next(iter(tuned(setting, name, arm, runs.result))) for arm in setting.arms}
         for seed in range(seeds):
             for arm, rate in rates.items():
-                book.result(Run(name, arm, rate, seed))
+                runs.result(Run(name, arm, rate, seed))

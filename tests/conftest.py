@@ -48,7 +48,8 @@ def server_of_ranks() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
-    """Start every test from the same random states."""
+    """Start every test from the same random states, and with the same number of threads: a simulation sets one."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from stretto.cli import main
 from stretto.cli.commands import _complain
 from stretto.guards import GUARDS, Guard
 from stretto.guards.contract import GuardScript
-from stretto.recipes import stdlib_gpt
+from stretto.recipes import StdlibGPT
 from tests.train.tiny import Tiny
 
 FAULTS = 3
@@ -109,7 +109,7 @@ def test_a_false_alarm_is_no_success(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_starting_values_that_were_damaged_on_the_rank_that_sends_them_are_what_they_were() -> None:
-    campaign = CampaignConfig(task=small(stdlib_gpt()), real=0)
+    campaign = CampaignConfig(task=small(StdlibGPT()), real=0)
     drawn = next(
         one
         for one in draw_faults(0)
@@ -122,7 +122,7 @@ def test_starting_values_that_were_damaged_on_the_rank_that_sends_them_are_what_
 
 @pytest.mark.parametrize(("strategy", "site"), [("wp", "gathered values"), ("zero1", "masters")])
 def test_what_is_found_behind_the_last_update_is_told(strategy: str, site: str) -> None:
-    campaign = CampaignConfig(task=small(stdlib_gpt()), real=0)
+    campaign = CampaignConfig(task=small(StdlibGPT()), real=0)
     late = (one for one in draw_faults(0) if (one.fault.site, one.strategy) == (site, strategy))
     drawn = next(one for one in late if one.moment > 0.9 and not one.lasts)
     judgement = repeat_fault(campaign, drawn.number)

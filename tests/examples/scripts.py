@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from style.source import ROOT
+from tests.style.source import ROOT
 
 EXAMPLES = ROOT / "examples"
 

@@ -29,6 +29,12 @@ def tuned_arms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
+def intervals(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("intervals")
+
+
+@pytest.fixture
 def paired_comparison(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module("paired_comparison")
@@ -107,8 +113,8 @@ def test_a_target_is_reached_where_the_line_between_evaluations_crosses_it(
     assert found == (None if use is None else {"use": use})
 
 
-def test_intervals_are_those_of_student(paired_comparison: ModuleType) -> None:
-    found = paired_comparison.interval([1.0, 2.0, 3.0])
+def test_intervals_are_those_of_student(intervals: ModuleType) -> None:
+    found = intervals.interval([1.0, 2.0, 3.0])
     # t(0.975, 2 degrees of freedom) = 4.30265; the standard error is 1 / sqrt(3).
     assert found == {
         "mean": 2.0,
@@ -132,5 +138,5 @@ def test_a_run_in_the_book_is_not_made_again(tuned_arms: ModuleType, tmp_path: P
     nothing = tuned_arms.Experiment(
         settings={}, arm=lambda *_: None, reference="", references=lambda _: {}, results=""
     )
-    book = tuned_arms.Book(nothing, tmp_path)
-    assert tuned_arms.final(book.result(tuned_arms.Run("s", "even", 0.1, 3))) == float("inf")
+    runs = tuned_arms.Runs(nothing, tmp_path)
+    assert tuned_arms.final(runs.result(tuned_arms.Run("s", "even", 0.1, 3))) == float("inf")

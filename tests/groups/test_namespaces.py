@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.namespaces import Namespaces, remove_orphans
 
+from benchmarks.namespaces import Namespaces, remove_orphans
 from stretto.errors import ConfigError
 
 as_root = pytest.mark.skipif(

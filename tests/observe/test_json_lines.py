@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto.errors import ConfigError
 from stretto.observe import JsonLines, Recorder, read_json_lines
 from tests.observe.updates import update
 
@@ -41,6 +42,16 @@ def test_a_record_that_was_being_written_at_the_end_is_no_record() -> None:
     assert steps() == [1, 2, 3]
     write(range(4, 6), keep_until=10)
     assert steps() == [1, 2, 3, 4, 5]
+
+
+def test_a_damaged_line_is_an_error_that_names_it() -> None:
+    FILE.write_bytes(b'{"step": 1}\n{"st{"step": 3}\n{"step": 4}\n')
+    with pytest.raises(ConfigError, match=r"records\.jsonl, line 2: expected one JSON object, found"):
+        read_json_lines(FILE)
+    with pytest.raises(ConfigError, match="line 2"):
+        JsonLines(FILE, keep_until=4)
+    write(range(2, 4), keep_until=0)  # nothing behind the checkpoint is looked at
+    assert steps() == [2, 3]
 
 
 def test_a_resumed_run_without_a_file_begins_it() -> None:

@@ -14,19 +14,20 @@ HEADER = Header(title="acco on 2 workers", updates=10, seconds=None)
 
 def test_without_a_terminal_it_prints_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(HEADER)
+    progress.doing("building the model")
     progress.evaluated(0, 5.5, 0.0)
     for step in range(1, 6):
         progress.updated(update(step, loss=float(step)), training_seconds=2.0 * step)
     progress.close()
     first, evaluation, begin, end = capsys.readouterr().out.splitlines()
-    assert first == "acco on 2 workers"
+    assert first == "building the model"
     assert evaluation == "held-out loss 5.5000 after 0 updates"
     assert begin == "update 1/10  loss 1.0000"
     # Over the four updates after the first, of two seconds of training each; five updates are left.
     assert end == ("update 5/10  loss 3.5000  50 samples/s  exposed 12.5%  lane 25%  1.5 MB/s  0:10 left")
 
 
-def test_a_incident_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incident_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     incident = Incident(
         step=2,
         guard="verified",
@@ -38,7 +39,7 @@ def test_a_incident_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> 
     )
     progress = Progress(HEADER)
     progress.updated(update(2, incidents=(incident,)), 1.0)
-    assert capsys.readouterr().out.splitlines()[1] == (
+    assert capsys.readouterr().out.splitlines()[0] == (
         "update 2: contribution damaged (bucket 0; rank 1, on the way from rank 1 to rank 0): sent again"
     )
 
@@ -71,6 +72,32 @@ def test_the_panel_shows_loss_speed_exposure_the_lane_and_the_time_left() -> Non
     shown = console.file.getvalue()
     for part in ("3/10, 0:14 left", "2.0000", "50 samples/s", "12.5% of the time", "25% busy, 1.5 MB/s"):
         assert part in shown
+
+
+def test_a_run_that_waits_for_data_without_echo_does_not_speak_of_echo(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = Progress(HEADER)
+    for step in range(1, 4):
+        progress.updated(update(step, fresh=4, wait_seconds=0.5), 2.0 * step)
+    progress.close()
+    console = Console(file=io.StringIO(), width=90)
+    console.print(progress)
+    shown = capsys.readouterr().out + console.file.getvalue()
+    assert "wait 25.0%" in shown
+    assert "25.0% of the time waits" in shown
+    assert "fresh" not in shown
+    assert "nan" not in shown
+
+
+def test_the_loss_of_first_uses_is_left_out_where_no_update_had_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = Progress(HEADER)
+    for step in range(1, 4):
+        progress.updated(update(step, echoed=4), 2.0 * step)
+    progress.close()
+    assert capsys.readouterr().out.splitlines()[-1].endswith("left  0% fresh batches")
 
 
 def test_echoes_and_waits_have_a_place_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def uneven_data(rank: int, until: str) -> list[tuple[int, ...]]:
     peer = make_peer("torch-ddp", model, training.new_optimizer(model), MICRO_BATCHES)
     batches = training.shard(rank, num=[2 * MICRO_BATCHES + 1, 4 * MICRO_BATCHES][rank])
     counts = []
-    for inputs, weight in peer.feed(batches, until):
+    for inputs, weight in peer.feed(batches, until=until):
         if update := peer.backward(training.loss_of(peer.model, inputs), weight):
             counts.append(update.micro_batches)
     peer.finish()

@@ -1,12 +1,10 @@
 """The image classifier on the digits."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from stretto import errors
-from stretto.recipes.digits_resnet import DigitsResNet, digits_resnet, load_digits
+from stretto.recipes.digits_resnet import DigitsResNet, load_digits
 from stretto.recipes.task import Task
 
 
@@ -37,7 +35,7 @@ def test_the_two_sides_are_all_the_digits() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_it_learns(optimizer: str) -> None:
-    task = built(replace(digits_resnet(), optimizer=optimizer))
+    task = built(DigitsResNet(optimizer=optimizer))
     train(task, 60)
     assert task.evaluate(task.model) < 0.5  # ln 10 = 2.3 is chance
     assert task.accuracy(task.model) > 0.9
@@ -45,13 +43,13 @@ def test_it_learns(optimizer: str) -> None:
 
 def test_every_rank_starts_equal_and_building_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
-    first, second = (built(digits_resnet(), rank, 2).model.state_dict() for rank in range(2))
+    first, second = (built(DigitsResNet(), rank, 2).model.state_dict() for rank in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_evaluation_touches_neither_statistics_nor_modes() -> None:
-    task = built(digits_resnet())
+    task = built(DigitsResNet())
     train(task, 3)
     task.model[1].eval()  # a normalisation that the user has frozen
     state = {name: value.clone() for name, value in task.model.state_dict().items()}
@@ -62,12 +60,12 @@ def test_evaluation_touches_neither_statistics_nor_modes() -> None:
 
 
 def test_the_held_out_images_do_not_depend_on_the_seed_of_the_run() -> None:
-    model = built(digits_resnet()).model
-    assert built(digits_resnet(), seed=1).evaluate(model) == built(digits_resnet(), seed=2).evaluate(model)
+    model = built(DigitsResNet()).model
+    assert built(DigitsResNet(), seed=1).evaluate(model) == built(DigitsResNet(), seed=2).evaluate(model)
 
 
 def test_it_has_batch_statistics_and_weight_one_per_micro_batch() -> None:
-    task = built(digits_resnet())
+    task = built(DigitsResNet())
     assert any(isinstance(module, torch.nn.BatchNorm2d) for module in task.model.modules())
     loss = task.loss(task.model, next(iter(task.loader)))
     assert (loss.weight, loss.samples, loss.value.ndim) == (1.0, 32, 0)

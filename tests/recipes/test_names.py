@@ -49,13 +49,13 @@ def test_a_missing_extra_names_its_install_command() -> None:
         assert complaint.endswith(f"needs {package}: pip install 'stretto[recipes]'")
 
 
-def test_a_name_gives_the_configuration_that_its_function_returns() -> None:
-    assert recipes.recipe("stdlib-gpt") == recipes.stdlib_gpt()
-    assert recipes.recipe("digits-resnet") == recipes.digits_resnet()
+def test_a_name_gives_the_default_options() -> None:
+    assert recipes.recipe("stdlib-gpt") == recipes.StdlibGPT()
+    assert recipes.recipe("digits-resnet") == recipes.DigitsResNet()
 
 
 def test_an_unknown_name_lists_those_that_exist() -> None:
-    with pytest.raises(errors.UnknownName, match="'gpt5': the recipes are stdlib-gpt, digits-resnet"):
+    with pytest.raises(errors.UnknownName, match="'gpt5'; there are stdlib-gpt, digits-resnet"):
         recipes.recipe("gpt5")
 
 

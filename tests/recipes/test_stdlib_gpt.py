@@ -11,7 +11,7 @@ from torch.nn import functional
 from stretto import errors
 from stretto.recipes.corpus import Text, read_corpus
 from stretto.recipes.gpt import SHAPES, Architecture, Shape, Size, causal_lm
-from stretto.recipes.stdlib_gpt import StdlibGPT, stdlib_gpt
+from stretto.recipes.stdlib_gpt import StdlibGPT
 from stretto.recipes.task import Task
 from stretto.recipes.text import END, IGNORED, Bytes, Snippet, Windows
 
@@ -45,7 +45,7 @@ def test_a_size_is_within_a_tenth_of_its_name(architecture: Architecture, size: 
 
 
 def test_the_default_has_two_million_parameters_and_reads_8_times_128_bytes() -> None:
-    task = built(replace(stdlib_gpt(), data=Text(megabytes=0.2)))
+    task = built(StdlibGPT(data=Text(megabytes=0.2)))
     assert sum(parameter.numel() for parameter in task.model.parameters()) == pytest.approx(2e6, rel=0.01)
     assert next(iter(task.loader)).inputs.shape == (8, 128)
 
@@ -148,6 +148,11 @@ def test_a_sample_continues_the_prompt_and_equal_models_write_equal_texts() -> N
     assert text.startswith("def ")
     assert text == built().sample(task.model)
     assert task.model.training
+
+
+def test_a_sample_has_no_control_characters_but_line_breaks_and_tabs() -> None:
+    task = built(replace(SMALL, sample=Snippet(prompt="a\x1b[31m\rb\n\tc\x00\u0085", length=0)))
+    assert task.sample(task.model) == "a[31mb\n\tc"
 
 
 def test_a_cold_sample_takes_the_likeliest_token_also_beyond_the_context() -> None:

@@ -16,7 +16,7 @@ DOCUMENTS = list(read_corpus(Text(megabytes=0.1)).train.values())
 
 TRAIN = """
 import json
-from recipes.test_tokens import DOCUMENTS
+from tests.recipes.test_tokens import DOCUMENTS
 from stretto.recipes.text import BytePairs
 print(json.dumps(BytePairs(DOCUMENTS, 400).stream(DOCUMENTS).tolist()))
 """
@@ -43,7 +43,7 @@ def test_every_process_trains_the_same_pairs() -> None:
         capture_output=True,
         text=True,
         check=True,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     assert json.loads(other.stdout) == BytePairs(DOCUMENTS, 400).stream(DOCUMENTS).tolist()
 

@@ -2,7 +2,7 @@
 
 import ast
 
-from style.source import functions, package_files, parsed, place, project_files
+from tests.style.source import functions, package_files, parsed, place, project_files
 
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from style.source import in_layer, package_files, parsed, place, project_files
+from tests.style.source import in_layer, package_files, parsed, place, project_files
 
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 SUPPRESSION = re.compile(r"#\s*(noqa|type:\s*ignore)")

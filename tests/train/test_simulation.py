@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
@@ -86,7 +85,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
 
 
 def test_threads_are_those_of_a_run() -> None:
-    assert dataclasses.replace(simulation()).as_run().threads == torch.get_num_threads() == 1
+    assert dataclasses.replace(simulation()).as_run().threads == 1
 
 
 def test_a_slow_loader_takes_virtual_time_and_an_echo_hides_it() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import stretto
-from style.source import PACKAGE, ROOT, package_files
+from tests.style.source import PACKAGE, ROOT, package_files
 
 TRAINING = """
 import torch

@@ -20,6 +20,7 @@ from stretto.train.comparison import compare, diagnose_rank
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.handle import check_run
 from stretto.train.outcome import Outcome, describe_environment, new_run_folder, prepare_run_folder
+from stretto.train.rank import title_of
 from stretto.train.restarts import train_on
 from stretto.train.simulation import SimulateConfig, simulate
 
@@ -37,6 +38,7 @@ def train_command(words: Sequence[str]) -> None:
     check_run(run, ranks.world_size)
     if ranks.is_first:
         prepare_run_folder(run)
+        _print_line(title_of(run, ranks.world_size))  # at once: it takes seconds until the ranks have started
     outcome = train_on(ranks, run, _print_line)
     if ranks.is_first:
         _print_run(outcome, run)

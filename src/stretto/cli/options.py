@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Union, get_arg
 from stretto.engine import Clock
 from stretto.errors import ConfigError, MissingExtra, UnknownName
 from stretto.faults import Fault, faults_text, parse_faults
-from stretto.fields import did_you_mean, read_value, unknown_name
-from stretto.recipes import RECIPES
+from stretto.fields import did_you_mean, read_value
+from stretto.recipes import RECIPES, recipe
 from stretto.train.arms import parse_clock, parse_learning_rates, split_list
 from stretto.virtual import parse_slowness
 
@@ -52,9 +52,7 @@ def parse_options(
     if not words or words[0].startswith("-"):
         raise UnknownName(f"{command} needs a recipe first: {', '.join(RECIPES)}")
     name, *options = words
-    if name not in RECIPES:
-        raise unknown_name("no recipe is called", name, RECIPES)
-    configuration: ConfigT = _parse(f"stretto {command} {name}", options, configure(RECIPES[name]()))
+    configuration: ConfigT = _parse(f"stretto {command} {name}", options, configure(recipe(name)))
     return name, configuration
 
 

@@ -1,114 +1,44 @@
-"""The records of a run: observers of updates, and the files they write.
+"""Records of a run in files: who is told of updates, and the JSON that is written of them.
 
-A file of results that is written as a whole.
-
-A file of records, one JSON object per line, that a resumed run continues consistently.
-
-Whoever wants to hear of updates and evaluations.
+`updates.jsonl`, `evaluations.jsonl` and `incidents.jsonl` hold one JSON object per line. A run that continues from a
+checkpoint drops the records behind it and makes them again, so that the files read as if nothing had happened.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from stretto.errors import ConfigError
 from stretto.records import Incident, Update
 
 
-def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content`, making the folder where there is none, in one step: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    unfinished.replace(path)
+class Observer:
+    """Is told of a run on rank 0; must not touch model, optimizer or random states.
 
-
-class JsonLines:
-    """Appends records that have a `step`.
-
-    Every record is handed to the system in one write as soon as it is known, so a killed process loses at most
-    the line it was writing.
-
-    Args:
-        path: The file.
-        keep_until: Keep the records up to this step and go on behind them; None begins anew.
+    A subclass implements what it wants to hear of; the rest does nothing.
     """
 
-    def __init__(self, path: Path, keep_until: int | None) -> None:
-        kept = 0 if keep_until is None else _length_until(path, keep_until)
-        # Unbuffered, so that a record is one write.
-        self._file = path.open("ab", buffering=0)
-        self._file.truncate(kept)
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Append `record`."""
-        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def append_json_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one record to a file that is seldom written, and that nothing is ever taken from."""
-    with path.open("ab", buffering=0) as file:
-        file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole records of a file; a torn last line is left out, a missing file has none."""
-    if not path.exists():
-        return []
-    return [record for line in path.read_bytes().splitlines(keepends=True) if (record := _record(line))]
-
-
-def _length_until(path: Path, step: int) -> int:
-    """Return the bytes of the leading records whose step is at most `step`."""
-    length = 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-        record = _record(line)
-        if record is None or record["step"] > step:
-            break
-        length += len(line)
-    return length
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
-        return None
-    record: dict[str, Any] = json.loads(line)
-    return record
-
-
-class Observer(Protocol):
-    """Hears of a run on one rank; must not touch model, optimizer or random states."""
-
     def updated(self, update: Update, training_seconds: float) -> None:
-        """Take note of a committed update, `training_seconds` of training after the start."""
-        ...
+        """Hear of a committed update, `training_seconds` of training after the start of the run."""
 
     def noticed(self, incident: Incident) -> None:
-        """Take note of damage that was found outside an update."""
-        ...
+        """Hear of damage that was found outside an update; that found in one is in its `incidents`."""
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
-        """Take note of the held-out loss after `step` committed updates."""
-        ...
+        """Hear of the held-out loss after `step` committed updates."""
 
     def close(self) -> None:
         """End; nothing more will come."""
-        ...
 
 
-class Recorder:
-    """Writes `updates.jsonl`, one object per update, and `evaluations.jsonl`, one per evaluation.
-
-    What guards have found goes to `incidents.jsonl` too, and stays there when the run goes back to a checkpoint.
+class Recorder(Observer):
+    """Writes the three files of a run.
 
     Args:
-        folder: Where both files lie.
-        resumed_from: Committed updates of the checkpoint that the run continues from: later records, which the
-            run makes again, are dropped. None begins both files.
+        folder: Where they lie.
+        resumed_from: Committed updates of the checkpoint that the run continues from: later updates and evaluations
+            are dropped, incidents stay. None begins both files.
     """
 
     def __init__(self, folder: Path, resumed_from: int | None) -> None:
@@ -117,22 +47,95 @@ class Recorder:
         self._incidents = folder / "incidents.jsonl"
 
     def updated(self, update: Update, training_seconds: float) -> None:
-        """See `Observer.updated`; `training_seconds` stands beside the update's own fields."""
         for incident in update.incidents:
             self.noticed(incident)
         self._updates.write({**update.as_json(), "training_seconds": training_seconds})
 
     def noticed(self, incident: Incident) -> None:
-        """See `Observer.noticed`."""
         append_json_line(self._incidents, incident.as_json())
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
-        """See `Observer.evaluated`."""
         self._evaluations.write(
             {"step": step, "heldout_loss": heldout_loss, "training_seconds": training_seconds}
         )
 
     def close(self) -> None:
-        """Close both files."""
         self._updates.close()
         self._evaluations.close()
+
+
+class JsonLines:
+    """Appends records that have a `step`.
+
+    Every record is handed to the system as soon as it is known: a killed process loses at most the line that it was
+    writing.
+
+    Args:
+        path: The file.
+        keep_until: Keep the leading records up to this step and go on behind them; None begins anew.
+
+    Raises:
+        ConfigError: Among the records to be kept is a line that is not one.
+    """
+
+    def __init__(self, path: Path, keep_until: int | None) -> None:
+        kept = 0
+        if keep_until is not None:
+            for line, record in _records(path):
+                if record["step"] > keep_until:
+                    break
+                kept += len(line)
+        self._file = path.open("ab")
+        self._file.truncate(kept)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append `record`."""
+        self._file.write(_line(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append `record` to a file that is written seldom, and from which nothing is ever dropped."""
+    with path.open("ab") as file:
+        file.write(_line(record))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file; a last line that is not complete is left out, a missing file has none.
+
+    Raises:
+        ConfigError: A line is not a record.
+    """
+    return [record for _, record in _records(path)]
+
+
+def replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` in one step, so that no reader ever sees half of it; makes the folder where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    unfinished.replace(path)
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield the complete lines of a file with their records."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}, line {number}: expected one JSON object, found {line[:40]!r} ({error}); restore the file, "
+                "or move it away to begin a new one"
+            ) from error
+        yield line, record

@@ -1,11 +1,4 @@
-"""Tables on the screen: comparisons and campaigns.
-
-A table on the screen, or in a file.
-
-The table of a comparison: medians with their spread, speed also as a share of what computing alone reaches.
-
-The table of a campaign: what was promised about each kind of damage, and what became of it.
-"""
+"""Tables on the screen or in a file: the results of a comparison, and those of a campaign."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,12 +13,12 @@ def print_table(
     """Print rows of cells under headings.
 
     Args:
-        what: The table is of, for the error.
-        caption: Below it.
+        what: What the table is of; for the error.
+        caption: Text below the table.
         headings: One per column.
-        rows: As many cells each.
-        left: So many columns begin at their left edge; the others end at their right one.
-        width: In a file, which has none of its own that long rows would have to be folded to; characters.
+        rows: Each with one cell per column.
+        left: Number of columns, from the first, that are aligned left; the others are aligned right.
+        width: Characters of a line in a file; a terminal has a width of its own.
 
     Raises:
         MissingExtra: rich is not installed.
@@ -44,7 +37,7 @@ def print_table(
 
 
 LIMIT = "compute"
-"""The arm that never communicates: the limit of throughput."""
+"""The arm that never communicates; its rate is the limit of throughput."""
 
 _COMPARISON_HEADINGS = (
     "strategy",
@@ -61,7 +54,7 @@ Run = dict[str, Any]
 
 
 def print_comparison(runs: Sequence[Run]) -> None:
-    """Print one row per arm, in the order of their first runs.
+    """Print one row per arm, in the order of their first runs: medians with their range.
 
     Args:
         runs: Records of a comparison.
@@ -81,7 +74,7 @@ def print_comparison(runs: Sequence[Run]) -> None:
 
 
 def shares_of_limit(own: Sequence[Run], runs: Sequence[Run]) -> list[float]:
-    """Return the rate of each run as a share of the limit's in the same repeat, where both have one."""
+    """Return the rate of each run as a share of the rate of `LIMIT` in the same repeat, where both have one."""
     limits = {run["repeat"]: run["samples_per_second"] for run in runs if run["strategy"] == LIMIT}
     return [
         run["samples_per_second"] / limits[run["repeat"]]
@@ -110,7 +103,7 @@ def _known(runs: Sequence[Run], field: str) -> list[float]:
 
 
 def _spread(values: Sequence[float], text: Callable[[float], str], of: int | None = None) -> str:
-    """Return the median and the range; with `of`, also how many of that many runs have a value."""
+    """Return the median and the range of `values`, and where they are fewer than `of`, how many of those."""
     if not values:
         return "-"
     shown = text(statistics.median(values))

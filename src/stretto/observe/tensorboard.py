@@ -1,13 +1,14 @@
-"""TensorBoard events, with the optional package of that name."""
+"""Curves in TensorBoard."""
 
 import math
 from pathlib import Path
 
 from stretto.errors import MissingExtra
-from stretto.records import Incident, Update
+from stretto.observe.records import Observer
+from stretto.records import Update
 
 
-class TensorBoard:
+class TensorBoard(Observer):
     """Writes one curve per number of an update, over committed updates.
 
     Args:
@@ -28,31 +29,26 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def updated(self, update: Update, training_seconds: float) -> None:
-        """See `Observer.updated`."""
-        self._add("train/loss", update.loss, update.step)
-        self._add("train/gradient_norm", update.gradient_norm, update.step)
-        self._add("train/learning_rate", update.learning_rates[0], update.step)
-        self._add("speed/samples_per_second", update.samples / update.seconds, update.step)
-        self._add("speed/exposed_share", update.exposed_seconds / update.seconds, update.step)
-        self._add("speed/lane_share", update.lane_seconds / update.seconds, update.step)
-        self._add("speed/sent_bytes", update.sent_bytes, update.step)
-        self._add("data/wait_share", update.wait_seconds / update.seconds, update.step)
-        if update.echoed or update.fresh:
-            self._add("data/fresh_share", update.fresh / (update.fresh + update.echoed), update.step)
+        curves = {
+            "train/loss": update.loss,
+            "train/gradient_norm": update.gradient_norm,
+            "train/learning_rate": update.learning_rates[0],
+            "speed/samples_per_second": update.samples / update.seconds,
+            "speed/exposed_share": update.exposed_seconds / update.seconds,
+            "speed/lane_share": update.lane_seconds / update.seconds,
+            "speed/sent_bytes": update.sent_bytes,
+            "data/wait_share": update.wait_seconds / update.seconds,
+        }
+        if update.fresh + update.echoed:
+            curves["data/fresh_share"] = update.fresh / (update.fresh + update.echoed)
         if math.isfinite(update.first_use_loss):
-            self._add("train/first_use_loss", update.first_use_loss, update.step)
-
-    def noticed(self, incident: Incident) -> None:
-        """See `Observer.noticed`: damage is no curve."""
+            curves["train/first_use_loss"] = update.first_use_loss
+        for name, value in curves.items():
+            self._writer.add_scalar(name, value, update.step)
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
-        """See `Observer.evaluated`."""
-        self._add("heldout/loss", heldout_loss, step)
-        self._add("heldout/training_seconds", training_seconds, step)
+        self._writer.add_scalar("heldout/loss", heldout_loss, step)
+        self._writer.add_scalar("heldout/training_seconds", training_seconds, step)
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
-
-    def _add(self, name: str, value: float, step: int) -> None:
-        self._writer.add_scalar(name, value, step)

@@ -1,4 +1,4 @@
-"""Stock methods, and no method at all, behind the handle of `DataParallel`: what a comparison runs beside ours."""
+"""PyTorch's own methods behind the interface of `DataParallel`: what a comparison runs beside our strategies."""
 
 import torch
 from torch import nn
@@ -26,13 +26,13 @@ def make_peer(
     Args:
         name: One of `PEERS`.
         model: On its device, with equal weights on all ranks. Train through the peer's `model`.
-        optimizer: Over the model's parameters, not yet stepped; schedulers may turn it.
+        optimizer: Over all trainable parameters of the model, not yet stepped; schedulers may turn it.
         micro_batches: Per rank and update.
         clip_norm: Limit of the gradients' global norm; None does not clip.
 
     Raises:
-        UnknownName: no peer is called so.
-        ConfigError: no micro-batches, or no job of `torch.distributed` where the method needs one.
+        UnknownName: There is no such method.
+        ConfigError: `micro_batches` is below 1, or the method needs a job of `torch.distributed` and there is none.
     """
     if name not in PEERS:
         raise unknown_name("no stock method is called", name, PEERS)

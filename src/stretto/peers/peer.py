@@ -1,7 +1,4 @@
-"""What one rank has seen since the last update, and the sum of it over ranks.
-
-What all stock methods share: counting micro-batches, agreeing on the end, and the records.
-"""
+"""The training loop around a stock method: micro-batches are counted, ranks agree on the end, updates are reported."""
 
 import dataclasses
 import math
@@ -21,87 +18,21 @@ from stretto.errors import ConfigError
 from stretto.groups import SoloGroup, ThrottledGroup, private_group, release
 from stretto.records import Incident, Update
 
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Tally:
-    """One rank's micro-batches since the last update."""
-
-    micro_batches: int = 0
-    """How many were run, those of weight zero included."""
-    counted: int = 0
-    """How many had a weight."""
-    weight: float = 0.0
-    loss_sum: float = 0.0
-    """Sum of weight times loss."""
-    samples: int = 0
-    stop: bool = False
-    """Whether this rank wants to end."""
-    exhausted: bool = False
-    """Whether this rank's data have ended."""
-
-    def add(self, loss: Tensor, weight: float, samples: int) -> None:
-        """Count one micro-batch."""
-        self.micro_batches += 1
-        if weight > 0:
-            self.counted += 1
-            self.weight += weight
-            self.loss_sum += weight * float(loss.detach())
-            self.samples += samples
-
-    def as_tensor(self) -> Tensor:
-        """What the other ranks need to know, in float64, which holds all counts exactly."""
-        told = (self.counted, self.weight, self.loss_sum, self.samples, self.stop, self.exhausted)
-        return torch.tensor(told, dtype=torch.float64)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Totals:
-    """The tallies of all ranks."""
-
-    micro_batches: tuple[int, ...]
-    """How many had a weight, by rank."""
-    weight: float
-    loss: float
-    """Weighted mean; nan without any weight."""
-    samples: int
-    stop: bool
-    """Whether any rank wants to end."""
-    exhausted: tuple[bool, ...]
-    """Whose data have ended, by rank."""
-
-    @classmethod
-    def of(cls, tallies: Tensor) -> "Totals":
-        """Sum up the rows of `Tally.as_tensor`, one per rank."""
-        counted, weights, loss_sums, samples, stops, exhausted = tallies.t().tolist()
-        weight = math.fsum(weights)
-        return cls(
-            micro_batches=tuple(map(int, counted)),
-            weight=weight,
-            loss=math.fsum(loss_sums) / weight if weight > 0 else math.nan,
-            samples=int(sum(samples)),
-            stop=any(stops),
-            exhausted=tuple(map(bool, exhausted)),
-        )
-
-    def ends(self, until: Literal["any", "all"]) -> bool:
-        """Whether the job ends with this update."""
-        return self.stop or (any(self.exhausted) if until == "any" else all(self.exhausted))
-
-
 Batch = TypeVar("Batch")
 
 
 class Peer:
-    """The loop around a stock method, with the handle of `DataParallel`, over all ranks of the job.
+    """A stock method with the interface of `DataParallel`, over all ranks of the job.
 
-    A subclass says how the model is wrapped, how a micro-batch without exchange is run and how an update is made.
+    A subclass says how the model is wrapped, how gradients are kept from being exchanged before the last micro-batch of
+    an update, and how the optimizer steps.
 
-    What is agreed besides the gradients (weights, losses, the wish to stop) travels in one small all-gather per
-    update, on a plain Gloo group beside the measured one and beside the last backward pass.
+    Beside the gradients the ranks exchange counts, weights, losses and the wish to stop: one small all-gather per
+    update on a plain Gloo group, which is not measured and runs beside the last backward pass.
 
-    The forward pass goes through `model`, which may be a wrapper; `settled` is for looking at the model that was
-    given, whose buffers are not kept equal: rank 0's count. An exception is left to the stock method: the other
-    ranks' collectives fail once this process is gone.
+    The forward pass goes through `model`, which may be a wrapper. `settled` is for looking at the model that was given.
+    Its buffers are not kept equal: rank 0's count. Exceptions are left to the stock method: when a process ends, the
+    collectives of the others fail.
     """
 
     name: str
@@ -117,7 +48,7 @@ class Peer:
         *,
         clip_norm: float | None = None,
     ) -> None:
-        """See `make_peer`."""
+        """Wrap `model`; arguments and errors are those of `make_peer`."""
         if self.needs_launcher and not dist.is_initialized():
             raise ConfigError(
                 f"{self.name} needs torch.distributed: start with torchrun, or call init_process_group"
@@ -141,14 +72,14 @@ class Peer:
         self._returned = time.monotonic()
         self.prepare(is_last=micro_batches == 1)
 
-    # What a method is
+    # What a stock method does in its own way
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return what the forward pass goes through."""
         return model
 
     def prepare(self, is_last: bool) -> None:
-        """Make ready for the forward and backward pass of a micro-batch, the last of its update or not."""
+        """Get ready for the next micro-batch; gradients are exchanged only with the last one of an update."""
 
     def step(self) -> None:
         """Change the parameters by the gradients."""
@@ -159,7 +90,19 @@ class Peer:
         """Show plain committed parameters in the given model inside the block; all ranks must enter."""
         yield
 
-    # The handle
+    def agree(self, tally: "Tally") -> Callable[[], "Totals"]:
+        """Start to exchange tallies; the returned function waits for those of the other ranks."""
+        own = tally.as_tensor()
+        everybody = own.new_empty(self.world_size * len(own))
+        work = self._control.all_gather_single(everybody, own)
+
+        def totals() -> Totals:
+            work.wait()
+            return Totals.of(everybody.view(self.world_size, -1))
+
+        return totals
+
+    # The interface of `DataParallel`
 
     @property
     def rank(self) -> int:
@@ -202,13 +145,13 @@ class Peer:
             yield batch
 
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int = 1) -> Update | None:
-        """Run one micro-batch's backward pass; return the update that it completed, if it did."""
-        self._tally.add(loss, 0.0 if self._tally.exhausted else weight, samples)
-        self._input.note_loss(loss, 0.0 if self._tally.exhausted else weight)
+        """Run one micro-batch's backward pass; return the update that it completed, or None."""
+        counted = 0.0 if self._tally.exhausted else weight
+        self._tally.add(loss, counted, samples)
+        self._input.note_loss(loss, counted)
         is_last = self._tally.micro_batches == self.micro_batches
         totals = self.agree(self._tally) if is_last else None
-        share = 0.0 if self._tally.exhausted else weight / self.micro_batches
-        (loss * share).backward()
+        (loss * (counted / self.micro_batches)).backward()
         update = None if totals is None else self._update(totals())
         self.prepare(is_last=self._tally.micro_batches + 1 == self.micro_batches)
         return update
@@ -222,18 +165,6 @@ class Peer:
     ) -> Update | None:
         """Run one micro-batch's forward and backward pass; as `DataParallel.micro_batch`."""
         return self.backward(*weighed(loss_function(batch), weight, samples))
-
-    def agree(self, tally: Tally) -> Callable[[], Totals]:
-        """Start to exchange tallies; the result waits for the others'."""
-        own = tally.as_tensor()
-        everybody = own.new_empty(self.world_size * len(own))
-        work = self._control.all_gather_single(everybody, own)
-
-        def totals() -> Totals:
-            work.wait()
-            return Totals.of(everybody.view(self.world_size, -1))
-
-        return totals
 
     def stop(self) -> None:
         """Ask all ranks to end `feed` after the update under way."""
@@ -259,15 +190,17 @@ class Peer:
     ) -> None:
         return None
 
-    def _update(self, totals: Totals) -> Update | None:
-        """Commit unless all weights were zero, and report."""
+    # An update
+
+    def _update(self, totals: "Totals") -> Update | None:
+        """Step and report, unless all weights were zero."""
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
         self.rounds += 1
         self._tally = Tally()
         self._ended = totals.ends(self._until)
         norm = math.nan
         if totals.weight > 0:
-            # Gradients are now means over ranks of the sum over micro-batches of weight / micro_batches.
+            # A gradient is now the mean over ranks of  Σ weight · g / micro_batches.
             norm = self._scale_and_clip(self.world_size * self.micro_batches / totals.weight)
             self.step()
             self.steps += 1
@@ -275,7 +208,7 @@ class Peer:
         return self._input.fill(self._record(totals, norm, rates)) if totals.weight > 0 else None
 
     def _scale_and_clip(self, scale: float) -> float:
-        """Return the gradients' norm before clipping; nan without clipping: a stock loop does not compute it."""
+        """Return the gradients' norm before clipping; nan without clipping, where a stock loop does not compute it."""
         # In the model's order, as a plain loop hands them over: the order decides the last bit of the norm.
         parameters = list(self.model.parameters())
         if scale != 1.0:
@@ -287,7 +220,7 @@ class Peer:
         norm: Any = nn.utils.clip_grad_norm_(parameters, self.clip_norm)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # FSDP2 gives a DTensor
 
-    def _record(self, totals: Totals, norm: float, learning_rates: tuple[float, ...]) -> Update:
+    def _record(self, totals: "Totals", norm: float, learning_rates: tuple[float, ...]) -> Update:
         now, sent = time.monotonic(), self.sent_bytes
         update = Update(
             step=self.steps,
@@ -308,3 +241,73 @@ class Peer:
         )
         self._returned, self._sent_before = now, sent
         return update
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Tally:
+    """What one rank has counted since the last update."""
+
+    micro_batches: int = 0
+    """How many were run, those of weight zero included."""
+    counted: int = 0
+    """How many had a weight."""
+    weight: float = 0.0
+    """Sum of the weights."""
+    loss_sum: float = 0.0
+    """Sum of weight times loss."""
+    samples: int = 0
+    """Samples in the micro-batches that had a weight."""
+    stop: bool = False
+    """Whether this rank wants to end."""
+    exhausted: bool = False
+    """Whether this rank's data have ended."""
+
+    def add(self, loss: Tensor, weight: float, samples: int) -> None:
+        """Count one micro-batch."""
+        self.micro_batches += 1
+        if weight > 0:
+            self.counted += 1
+            self.weight += weight
+            self.loss_sum += weight * float(loss.detach())
+            self.samples += samples
+
+    def as_tensor(self) -> Tensor:
+        """Return what the other ranks need to know, in float64, which holds all counts exactly."""
+        told = (self.counted, self.weight, self.loss_sum, self.samples, self.stop, self.exhausted)
+        return torch.tensor(told, dtype=torch.float64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What all ranks have counted since the last update."""
+
+    micro_batches: tuple[int, ...]
+    """Micro-batches that had a weight, by rank."""
+    weight: float
+    """Sum of the weights of all ranks."""
+    loss: float
+    """Weighted mean; nan without any weight."""
+    samples: int
+    """Samples in those micro-batches."""
+    stop: bool
+    """Whether any rank wants to end."""
+    exhausted: tuple[bool, ...]
+    """Whether the data have ended, by rank."""
+
+    @classmethod
+    def of(cls, tallies: Tensor) -> "Totals":
+        """Return the sums over the rows of `Tally.as_tensor`, one row per rank."""
+        counted, weights, loss_sums, samples, stops, exhausted = tallies.t().tolist()
+        weight = math.fsum(weights)
+        return cls(
+            micro_batches=tuple(map(int, counted)),
+            weight=weight,
+            loss=math.fsum(loss_sums) / weight if weight > 0 else math.nan,
+            samples=int(sum(samples)),
+            stop=any(stops),
+            exhausted=tuple(map(bool, exhausted)),
+        )
+
+    def ends(self, until: Literal["any", "all"]) -> bool:
+        """Return whether the job ends with this update."""
+        return self.stop or (any(self.exhausted) if until == "any" else all(self.exhausted))

@@ -1,13 +1,4 @@
-"""Stock methods to compare with: no communication, DDP, DDP with ZeRO, FSDP2.
-
-No communication at all: the limit of throughput.
-
-Stock DistributedDataParallel: all-reduces beside the last backward pass, by bucket.
-
-Stock DDP with ZeroRedundancyOptimizer: each rank steps a part and broadcasts it.
-
-Stock FSDP2: parameters, gradients and optimizer state in shards, gathered by block when needed.
-"""
+"""PyTorch's own methods to compare with: DDP, DDP with ZeRO, FSDP2; and no communication at all."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,11 +18,11 @@ from stretto.peers.peer import Peer, Tally, Totals
 
 
 class Compute(Peer):
-    """Every rank trains a replica of its own: nothing is faster, and nothing is learned together.
+    """Every rank trains alone: no method can be faster, and the ranks learn nothing from each other.
 
-    Replicas drift, so rank 0's is the one to evaluate, and its held-out loss is no limit of anything. The records
-    suppose that all ranks do what this one does. A wish to stop is seen in the store, and each rank then ends
-    after the update it is at.
+    So its rate is a limit, but its held-out loss, that of rank 0's replica, is not. The records take it that all ranks
+    do what this one does. A rank that wants to stop says so in the store; every rank ends after the update at which it
+    reads that.
     """
 
     name = "compute"
@@ -41,7 +33,7 @@ class Compute(Peer):
         self._store = self._control.get_group_store()
 
     def agree(self, tally: Tally) -> Callable[[], Totals]:
-        """Ask nobody but the store."""
+        """Look into the store; nothing else is exchanged."""
         if tally.stop:
             self._store.set("stop", "")
         tally.stop = self._store.check(["stop"])
@@ -50,18 +42,16 @@ class Compute(Peer):
 
 
 class TorchDDP(Peer):
-    """DDP that exchanges with the last micro-batch of an update, as its `no_sync` is for."""
+    """DistributedDataParallel: all-reduces by bucket, beside the backward pass of an update's last micro-batch."""
 
     name = "torch-ddp"
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """See `Peer.wrap`."""
         self.ddp = DistributedDataParallel(model, process_group=self.group, gradient_as_bucket_view=True)
         return self.ddp
 
     def prepare(self, is_last: bool) -> None:
-        """See `Peer.prepare`."""
-        self.ddp.require_backward_grad_sync = is_last  # what `no_sync` sets, which wants a block
+        self.ddp.require_backward_grad_sync = is_last  # as `no_sync` does, which needs a `with` block
 
 
 class TorchDDPbf16(TorchDDP):
@@ -70,34 +60,26 @@ class TorchDDPbf16(TorchDDP):
     name = "torch-ddp-bf16"
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """See `Peer.wrap`."""
         wrapped = super().wrap(model)
         self.ddp.register_comm_hook(self.group, all_reduce_in_bf16)
         return wrapped
 
 
 def all_reduce_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-    """Average a bucket's gradients over ranks, in bfloat16 on the wire; torch's own such hook refuses Gloo.
-
-    Divided before the sum, which then stays in range and is rounded like torch's.
-    """
-    narrow = bucket.buffer().to(torch.bfloat16).div_(group.size())
-    work = group.allreduce([narrow])
-
-    def widen(_: Future[list[Tensor]]) -> Tensor:
-        return bucket.buffer().copy_(narrow)
-
-    averaged: Future[Tensor] = work.get_future().then(widen)
+    """Run torch's own hook; under its own name DDP accepts it on accelerators only."""
+    averaged: Future[Tensor] = bf16_compress_hook(group, bucket)
     return averaged
 
 
 class TorchDDPZero(TorchDDP):
-    """The given optimizer is the face that schedulers turn; ZeroRedundancyOptimizer owns the state."""
+    """DDP with ZeroRedundancyOptimizer: each rank steps a part of the parameters and broadcasts it.
+
+    Schedulers turn the given optimizer; its settings are copied before every step to the one that holds the state.
+    """
 
     name = "torch-ddp-zero"
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """See `Peer.wrap`."""
         from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
         self.zero = ZeroRedundancyOptimizer(
@@ -108,7 +90,6 @@ class TorchDDPZero(TorchDDP):
         return super().wrap(model)
 
     def step(self) -> None:
-        """See `Peer.step`."""
         for group, settings in zip(self.zero.param_groups, read_hyperparameters(self.optimizer), strict=True):
             group.update(settings)
         self.zero.step()
@@ -120,15 +101,15 @@ def _part(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> tor
 
 
 class TorchFSDP2(Peer):
-    """`fully_shard` with its defaults on every block and on the whole; gradients meet with the last micro-batch.
+    """`fully_shard` with its defaults on every block and on the whole model.
 
-    The given model is sharded in place, and the given optimizer's parameters are replaced by their shards.
+    The given model is sharded in place, and the given optimizer's parameters are replaced by their shards. Gradients
+    are reduced with the last micro-batch of an update.
     """
 
     name = "torch-fsdp2"
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """See `Peer.wrap`."""
         from torch.distributed.device_mesh import DeviceMesh  # slow to import, as fsdp is
         from torch.distributed.fsdp import fully_shard
 
@@ -142,12 +123,11 @@ class TorchFSDP2(Peer):
         return model
 
     def prepare(self, is_last: bool) -> None:
-        """See `Peer.prepare`."""
         self._whole.set_requires_gradient_sync(is_last)
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Gather everything once and keep it for the block, so that forward passes inside need no other rank."""
+        """Gather all parameters once and keep them inside the block: forward passes there need no other rank."""
         modules = [*self._blocks, self._whole]
         for module in modules:
             module.unshard()

@@ -1,22 +1,22 @@
-"""Recipes: Python functions that return everything a run starts from, as one typed configuration."""
+"""Models and data that a run starts from, by name."""
 
 from collections.abc import Callable
 
 from stretto.fields import unknown_name
 from stretto.recipes.batches import MicroBatches, reshard
-from stretto.recipes.digits_resnet import DigitsResNet, digits_resnet
-from stretto.recipes.stdlib_gpt import StdlibGPT, stdlib_gpt
+from stretto.recipes.digits_resnet import DigitsResNet
+from stretto.recipes.stdlib_gpt import StdlibGPT
 from stretto.recipes.task import Loss, ResumableLoader, Task, TaskConfig
 
-RECIPES: dict[str, Callable[[], TaskConfig]] = {"stdlib-gpt": stdlib_gpt, "digits-resnet": digits_resnet}
-"""Name on the command line to recipe."""
+RECIPES: dict[str, Callable[[], TaskConfig]] = {"stdlib-gpt": StdlibGPT, "digits-resnet": DigitsResNet}
+"""From the name on the command line to the recipe: what it returns are the default options."""
 
 
 def recipe(name: str) -> TaskConfig:
-    """The configuration that the recipe `name` returns.
+    """Return the default options of the recipe `name`.
 
     Raises:
-        UnknownName: No recipe is called that.
+        UnknownName: There is no such recipe.
     """
     if name not in RECIPES:
         raise unknown_name("no recipe is called", name, RECIPES)
@@ -32,8 +32,6 @@ __all__ = [
     "StdlibGPT",
     "Task",
     "TaskConfig",
-    "digits_resnet",
     "recipe",
     "reshard",
-    "stdlib_gpt",
 ]

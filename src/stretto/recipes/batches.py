@@ -1,9 +1,9 @@
-"""Micro-batches in one seeded global order, dealt to the ranks in turn, resumable at any of them.
+"""Micro-batches in one seeded global order, dealt to the ranks in turn; a saved state continues at any of them.
 
-The seed and the epoch give a permutation of the samples; consecutive runs of `size` samples are the epoch's
-micro-batches (an incomplete last one is left out), and the epochs follow each other without end. With `W`
-ranks, rank `r` takes the micro-batches `r, r + W, r + 2W, ...` of that order. Updates of `m` micro-batches
-over all ranks therefore see the same samples at every world size that divides `m`.
+Seed and epoch give a permutation of the samples. The micro-batches of an epoch are consecutive runs of `size` samples;
+an incomplete last run is left out. Epochs follow each other without end. Of `W` ranks, rank `r` takes the
+micro-batches `r, r + W, r + 2W, ...` of this order. So an update of `m` micro-batches, all ranks together, sees the
+same samples at every world size that divides `m`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,17 +20,17 @@ BatchOut = TypeVar("BatchOut", covariant=True)
 
 
 class Samples(Protocol[BatchOut]):
-    """A fixed set of samples, collected by index."""
+    """A fixed set of samples, read by index."""
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: Tensor) -> BatchOut:
-        """Collects the samples `indices` (int64, one dimension) into one micro-batch of fresh storage."""
+        """Return the samples `indices` (int64, one dimension) as one micro-batch, in new storage."""
         ...
 
 
 class MicroBatches(Generic[Batch]):
-    """This rank's share of the global order; see the module's words.
+    """One rank's share of the global order.
 
     Args:
         samples: What the micro-batches are made of.
@@ -42,7 +42,7 @@ class MicroBatches(Generic[Batch]):
             does not divide it, the first ranks get one more.
 
     Raises:
-        ConfigError: Fewer samples than one micro-batch needs, or a number out of its range.
+        ConfigError: There are fewer samples than one micro-batch needs, or a number is out of its range.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MicroBatches(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         while self.micro_batches is None or self.position < self.micro_batches:
             batch = self.samples.batch(self._indices(self.position))
-            self.consumed += 1  # before it is handed out: a state saved while the batch is in use counts it
+            self.consumed += 1  # before the batch is given out: a state saved while it is in use counts it
             yield batch
 
     @property
@@ -86,7 +86,7 @@ class MicroBatches(Generic[Batch]):
         return self.rank + self.consumed * self.world_size
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this rank is, and what the order depends on."""
+        """Return how far this rank is, and what the order depends on."""
         return {
             "seed": self.seed,
             "per_epoch": self.per_epoch,
@@ -96,10 +96,10 @@ class MicroBatches(Generic[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where the saved loader of this rank stopped.
+        """Continue where the saved loader of this rank stopped.
 
         Raises:
-            ConfigError: The state is of another order, rank or world size (`reshard` it first).
+            ConfigError: The state belongs to another order, rank or world size (`reshard` it first).
         """
         found = self.state_dict()
         differing = [key for key in found if key != "consumed" and state.get(key) != found[key]]
@@ -121,11 +121,11 @@ class MicroBatches(Generic[Batch]):
 
 
 def reshard(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """The loader state for `rank` of `world_size`, from the saved states of all ranks.
+    """Return the loader state for `rank` of `world_size`, from the saved states of all ranks.
 
     At the same world size it is that rank's own state. At another one, the new ranks continue after the first
-    `sum(consumed)` micro-batches of the global order: exactly the unseen ones if all ranks had consumed
-    equally many, otherwise as many as are unseen, with a few seen twice and as many left out.
+    `sum(consumed)` micro-batches of the global order. These are exactly the unseen ones if all ranks had consumed
+    equally many; otherwise a few are seen twice, and as many are left out.
 
     Args:
         states: `state_dict()` of every rank of the saved run, in rank order.
@@ -145,6 +145,6 @@ def reshard(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dic
     if world_size == len(states):
         return dict(states[rank])
     total = sum(state["consumed"] for state in states)
-    # The positions rank, rank + world_size, ... below `total`: their count is a division rounded up.
-    consumed = max(0, -(-(total - rank) // world_size))
+    # Of the positions rank, rank + world_size, ... those below `total` are consumed.
+    consumed = len(range(rank, total, world_size))
     return {**states[0], "rank": rank, "world_size": world_size, "consumed": consumed}

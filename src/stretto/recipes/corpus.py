@@ -1,17 +1,17 @@
-"""Text to learn from: the Python standard library's own sources, or texts that the user has.
+"""Text to learn from: the sources of the Python standard library, or text that the user has.
 
-Documents are split into training and held-out *as a whole* by a hash of their name, so that no file is on
-both sides, and a file stays on its side when others come and go.
+A document is used for training or held out *as a whole*; a hash of its name decides. So no file is on both sides, and
+a file stays on its side when others are added or removed.
 """
 
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from stretto import errors
 from stretto.fields import check_at_least, check_fields
@@ -82,63 +82,55 @@ class Document(NamedTuple):
     read: Callable[[], bytes]
     """Returns the text."""
 
+    @property
+    def place(self) -> float:
+        """A number in [0, 1) that depends on the name alone; below `heldout_share` the document is held out."""
+        digest = blake2b(self.name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        # 53 bits: a double holds them exactly, so the number stays below 1.
+        return (int.from_bytes(digest, "big") >> 11) / 2**53
+
 
 class Corpus(NamedTuple):
-    """The two sides; name to text, in the order of the names' hashes."""
+    """The two sides: name to text, sorted by the documents' places."""
 
     train: dict[str, bytes]
     heldout: dict[str, bytes]
 
 
 def read_corpus(text: Text) -> Corpus:
-    """Reads both sides, each up to its share of the byte cap (the last document of a side may be cut).
+    """Read both sides, each up to its share of `megabytes` (the last document of a side may be cut).
 
     Raises:
         ConfigError: The source does not exist, or one of the sides would be empty.
         MissingExtra: `dataset_path` is set and `datasets` is not installed.
     """
-    documents = sorted(_documents(text), key=lambda document: (_place(document.name), document.name))
-    sides = Corpus(
-        train=_fill(
-            (document for document in documents if _place(document.name) >= text.heldout_share),
-            int(text.megabytes * 1e6 * (1 - text.heldout_share)),
-        ),
-        heldout=_fill(
-            (document for document in documents if _place(document.name) < text.heldout_share),
-            int(text.megabytes * 1e6 * text.heldout_share),
-        ),
+    documents = sorted(_documents(text), key=lambda document: (document.place, document.name))
+    heldout = [document for document in documents if document.place < text.heldout_share]
+    train = documents[len(heldout) :]
+    corpus = Corpus(
+        train=_read(train, int(text.megabytes * 1e6 * (1 - text.heldout_share))),
+        heldout=_read(heldout, int(text.megabytes * 1e6 * text.heldout_share)),
     )
-    for side, filled in sides._asdict().items():
+    for side, filled in corpus._asdict().items():
         if not filled:
+            source = text.folder or text.dataset_path or "the standard library's sources"
             raise errors.ConfigError(
-                f"no text on the {side} side of {_source_name(text)} ({len(documents)} documents, "
-                f"heldout_share {text.heldout_share:g}, {text.megabytes:g} megabytes): give more documents, "
-                "or another share"
+                f"no text on the {side} side of {source} ({len(documents)} documents, heldout_share "
+                f"{text.heldout_share:g}, {text.megabytes:g} megabytes): give more documents, or another share"
             )
-    return sides
+    return corpus
 
 
-def _place(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone; below `heldout_share` it means held out."""
-    digest = blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-    # 53 bits: a double holds them exactly, so the number stays below 1.
-    return (int.from_bytes(digest, "big") >> 11) / 2**53
-
-
-def _fill(documents: Iterable[Document], budget: int) -> dict[str, bytes]:
-    """Reads documents until `budget` bytes are there; empty ones are left out."""
-    filled: dict[str, bytes] = {}
+def _read(documents: list[Document], num_bytes: int) -> dict[str, bytes]:
+    """Read documents until there are `num_bytes`; empty ones are left out."""
+    texts: dict[str, bytes] = {}
     for document in documents:
-        if budget <= 0:
+        if num_bytes <= 0:
             break
-        if content := document.read()[:budget]:
-            filled[document.name] = content
-            budget -= len(content)
-    return filled
-
-
-def _source_name(text: Text) -> str:
-    return text.folder or text.dataset_path or "the standard library's sources"
+        if content := document.read()[:num_bytes]:
+            texts[document.name] = content
+            num_bytes -= len(content)
+    return texts
 
 
 def _documents(text: Text) -> Iterator[Document]:
@@ -155,7 +147,7 @@ def _files(root: Path, suffixes: tuple[str, ...], without: frozenset[str]) -> It
     for folder, below, files in os.walk(root):
         below[:] = [name for name in below if name not in without and not name.startswith(".")]
         for file in files:
-            # Installation data, generated and full of the machine's own paths, is no source either.
+            # Installation data is generated and full of the machine's own paths: not a source.
             if file.endswith(suffixes) and not file.startswith("_sysconfigdata"):
                 path = Path(folder, file)
                 yield Document(path.relative_to(root).as_posix(), path.read_bytes)
@@ -175,9 +167,9 @@ def _rows(path: str, column: str) -> Iterator[Document]:
         raise errors.ConfigError(
             f"the dataset at {path!r} has no column {column!r}, only {rows.column_names}: set dataset_column"
         )
+
+    def read(index: int) -> bytes:
+        return str(rows[index][column]).encode("utf-8")
+
     for index in range(len(rows)):
-        yield Document(f"row {index}", partial(_row, rows, index, column))
-
-
-def _row(rows: Any, index: int, column: str) -> bytes:
-    return str(rows[index][column]).encode("utf-8")
+        yield Document(f"row {index}", partial(read, index))

@@ -1,6 +1,6 @@
-"""A small residual network with batch normalisation (He et al., 2016, arXiv:1512.03385).
+"""The recipe `digits-resnet`: an image classifier on scikit-learn's digits, 1,797 images of 8 x 8 pixels.
 
-An image classifier on scikit-learn's digits: 1,797 images of 8 x 8 pixels, ten classes.
+A residual network with batch normalisation (He et al., 2016, arXiv:1512.03385), small enough for these images.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +16,123 @@ from stretto.fields import check_at_least, check_fields
 from stretto.recipes.batches import MicroBatches
 from stretto.recipes.optimizers import SGD, AdamW, Schedule
 from stretto.recipes.task import Loss, Task, evaluating, extra, mean_loss
+
+CLASSES = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigitsResNet:
+    """Options; as they stand, about 75,000 parameters, trained by SGD with momentum."""
+
+    width: int = 16
+    """Channels of the first stage; the third has four times as many."""
+
+    blocks: int = 1
+    """Residual blocks per stage."""
+
+    batch: int = 32
+    """Images per micro-batch; at least 2, because batch normalisation takes its statistics from them."""
+
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Which of the two below trains the model."""
+
+    lr: float | None = None
+    """Learning rate after the warm-up; None takes 0.05 for sgd and 0.003 for adamw."""
+
+    heldout_share: float = 0.2
+    """Share of the images kept for evaluation, between 0 and 1."""
+
+    split_seed: int = 0
+    """Decides which images are held out. Not the run's seed, so that runs of different seeds can be compared."""
+
+    sgd: SGD = field(default_factory=SGD)
+    """Options of sgd."""
+
+    adamw: AdamW = field(default_factory=AdamW)
+    """Options of adamw."""
+
+    schedule: Schedule = field(default_factory=Schedule)
+    """The learning rate over the updates."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, width=1, blocks=1, batch=2, lr=0)
+        if not 0 < self.heldout_share < 1:
+            raise errors.ConfigError(f"heldout_share must be between 0 and 1, found {self.heldout_share}")
+
+    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
+        """Build the task of one rank; arguments and errors are those of `TaskConfig.build`."""
+        train, heldout = load_digits(self.heldout_share, self.split_seed)
+        model = ResNet(width=self.width, blocks=self.blocks, classes=CLASSES, seed=seed)
+        lr = {"sgd": 0.05, "adamw": 0.003}[self.optimizer] if self.lr is None else self.lr
+        optimizer = (self.sgd if self.optimizer == "sgd" else self.adamw).build(model, lr)
+        return Task(
+            model=model,
+            optimizer=optimizer,
+            scheduler=self.schedule.build(optimizer, updates),
+            loader=MicroBatches(Digits(train), self.batch, rank=rank, world_size=world_size, seed=seed),
+            loss=class_loss,
+            evaluate=partial(mean_loss, batches=[heldout], loss=class_loss),
+            accuracy=partial(class_accuracy, images=heldout),
+        )
+
+
+class Images(NamedTuple):
+    """Images and their classes."""
+
+    pixels: Tensor
+    """float32, (images, 1, 8, 8), from 0 to 1."""
+
+    classes: Tensor
+    """int64, (images,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """Images, read by index."""
+
+    images: Images
+
+    def __len__(self) -> int:
+        return len(self.images.classes)
+
+    def batch(self, indices: Tensor) -> Images:
+        return Images(self.images.pixels[indices], self.images.classes[indices])
+
+
+def load_digits(heldout_share: float, split_seed: int) -> tuple[Images, Images]:
+    """Return the images to train on and those held out.
+
+    Raises:
+        MissingExtra: scikit-learn is not installed.
+    """
+    digits = extra("sklearn.datasets", "the recipe digits-resnet").load_digits()
+    pixels = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
+    classes = torch.from_numpy(digits.target).long()
+    order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(split_seed))
+    heldout, train = order.tensor_split([round(len(classes) * heldout_share)])
+    return Images(pixels[train], classes[train]), Images(pixels[heldout], classes[heldout])
+
+
+def class_loss(model: nn.Module, images: Images) -> Loss:
+    """Return the mean cross-entropy per image, in nats, with weight 1."""
+    logits = logits_of(model, images)
+    value = functional.cross_entropy(logits.float(), images.classes.to(logits.device, non_blocking=True))
+    return Loss(value, 1.0, len(images.classes))
+
+
+def class_accuracy(model: nn.Module, images: Images) -> float:
+    """Return the share of `images` whose largest logit is that of their class."""
+    with evaluating(model):
+        chosen = logits_of(model, images).argmax(1).cpu()
+    return float((chosen == images.classes).double().mean())
+
+
+def logits_of(model: nn.Module, images: Images) -> Tensor:
+    """Return `model`'s output for the pixels, on its own device."""
+    device = next(model.parameters()).device
+    logits: Tensor = model(images.pixels.to(device, non_blocking=True))
+    return logits
 
 
 class Block(nn.Module):
@@ -55,141 +172,15 @@ class ResNet(nn.Sequential):
                 nn.Conv2d(1, width, 3, padding=1, bias=False),
                 nn.BatchNorm2d(width),
                 nn.ReLU(),
-                *_stage(width, width, blocks, stride=1),
-                *_stage(width, 2 * width, blocks, stride=2),
-                *_stage(2 * width, 4 * width, blocks, stride=2),
+                *stage(width, width, blocks, stride=1),
+                *stage(width, 2 * width, blocks, stride=2),
+                *stage(2 * width, 4 * width, blocks, stride=2),
                 nn.AdaptiveAvgPool2d(1),
                 nn.Flatten(),
                 nn.Linear(4 * width, classes),
             )
 
 
-def _stage(channels_in: int, channels: int, blocks: int, stride: int) -> list[Block]:
-    rest = [Block(channels, channels, 1) for _ in range(blocks - 1)]
-    return [Block(channels_in, channels, stride), *rest]
-
-
-CLASSES = 10
-
-
-class Images(NamedTuple):
-    """Images and their classes."""
-
-    pixels: Tensor
-    """float32, (images, 1, 8, 8), from 0 to 1."""
-
-    classes: Tensor
-    """int64, (images,)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Digits:
-    """Images collected by index."""
-
-    images: Images
-
-    def __len__(self) -> int:
-        return len(self.images.classes)
-
-    def batch(self, indices: Tensor) -> Images:
-        return Images(self.images.pixels[indices], self.images.classes[indices])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DigitsResNet:
-    """Options of the recipe `digits-resnet`."""
-
-    width: int = 16
-    """Channels of the first stage; the third has four times as many."""
-
-    blocks: int = 1
-    """Residual blocks per stage."""
-
-    batch: int = 32
-    """Images per micro-batch, at least 2: batch normalisation takes its statistics from them."""
-
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Which of the two below trains the model."""
-
-    lr: float | None = None
-    """Learning rate after the warm-up; None takes 0.05 for sgd and 0.003 for adamw."""
-
-    heldout_share: float = 0.2
-    """Share of the images kept for evaluation, between 0 and 1."""
-
-    split_seed: int = 0
-    """Decides which images are held out; apart from the run's seed, so that runs can be compared."""
-
-    sgd: SGD = field(default_factory=SGD)
-    """Options of sgd."""
-
-    adamw: AdamW = field(default_factory=AdamW)
-    """Options of adamw."""
-
-    schedule: Schedule = field(default_factory=Schedule)
-    """The learning rate over the updates."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_at_least(self, width=1, blocks=1, batch=2, lr=0)
-        if not 0 < self.heldout_share < 1:
-            raise errors.ConfigError(f"heldout_share must be between 0 and 1, found {self.heldout_share}")
-
-    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
-        """See `TaskConfig.build`."""
-        train, heldout = load_digits(self.heldout_share, self.split_seed)
-        model = ResNet(width=self.width, blocks=self.blocks, classes=CLASSES, seed=seed)
-        optimizer = self._optimizer(model)
-        return Task(
-            model=model,
-            optimizer=optimizer,
-            scheduler=self.schedule.build(optimizer, updates),
-            loader=MicroBatches(Digits(train), self.batch, rank=rank, world_size=world_size, seed=seed),
-            loss=class_loss,
-            evaluate=partial(mean_loss, batches=[heldout], loss=class_loss),
-            accuracy=partial(class_accuracy, images=heldout),
-        )
-
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        if self.optimizer == "sgd":
-            return self.sgd.build(model, 0.05 if self.lr is None else self.lr)
-        return self.adamw.build(model, 0.003 if self.lr is None else self.lr)
-
-
-def load_digits(heldout_share: float, split_seed: int) -> tuple[Images, Images]:
-    """The digits, training side and held-out side.
-
-    Raises:
-        MissingExtra: scikit-learn is not installed.
-    """
-    digits = extra("sklearn.datasets", "the recipe digits-resnet").load_digits()
-    pixels = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
-    classes = torch.from_numpy(digits.target).long()
-    order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(split_seed))
-    heldout, train = order.tensor_split([round(len(classes) * heldout_share)])
-    return Images(pixels[train], classes[train]), Images(pixels[heldout], classes[heldout])
-
-
-def class_loss(model: nn.Module, images: Images) -> Loss:
-    """Mean cross-entropy per image, in nats, with weight 1."""
-    logits = _logits(model, images)
-    value = functional.cross_entropy(logits.float(), images.classes.to(logits.device, non_blocking=True))
-    return Loss(value, 1.0, len(images.classes))
-
-
-def class_accuracy(model: nn.Module, images: Images) -> float:
-    """Share of `images` whose largest logit is that of their class."""
-    with evaluating(model):
-        chosen = _logits(model, images).argmax(1).cpu()
-    return float((chosen == images.classes).double().mean())
-
-
-def _logits(model: nn.Module, images: Images) -> Tensor:
-    device = next(model.parameters()).device
-    logits: Tensor = model(images.pixels.to(device, non_blocking=True))
-    return logits
-
-
-def digits_resnet() -> DigitsResNet:
-    """The recipe `digits-resnet`: about 75,000 parameters with BatchNorm, SGD with momentum."""
-    return DigitsResNet()
+def stage(channels_in: int, channels: int, blocks: int, stride: int) -> list[Block]:
+    """Return the blocks of one stage; the first one changes width and resolution."""
+    return [Block(channels_in, channels, stride), *(Block(channels, channels, 1) for _ in range(blocks - 1))]

@@ -1,4 +1,4 @@
-"""Causal language models of `transformers`, built from a configuration: nothing is downloaded."""
+"""Language models of `transformers`, built from their configuration: nothing is downloaded."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -39,9 +39,9 @@ SHAPES: dict[Size, Shape] = {
 def causal_lm(
     architecture: Architecture, shape: Shape, *, vocabulary: int, context: int, dtype: torch.dtype, seed: int
 ) -> nn.Module:
-    """A model whose call with int64 tokens (sequences, at most `context`) gives an output with `logits`.
+    """Return a causal language model: int64 tokens (sequences, at most `context`) in, an output with `logits` out.
 
-    Input and output embeddings are one parameter, there is no dropout and no key-value cache.
+    Input and output embeddings are one parameter. There is no dropout, and no key-value cache.
 
     Args:
         architecture: GPT-2 (learned positions, LayerNorm, GELU) or Llama (rotary positions, RMSNorm, SwiGLU).

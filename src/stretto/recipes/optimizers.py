@@ -1,12 +1,7 @@
-"""Stock optimizers as options, and the learning rate over the updates.
-
-The stock optimizers, as options.
-
-The learning rate over the updates: a linear warm-up, then a half cosine down to a floor.
-"""
+"""PyTorch's optimizers as options, and the learning rate over the updates: warm-up, then a half cosine."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,8 +37,7 @@ class AdamW:
     normalisation) do not decay."""
 
     kernel: Kernel = "fused"
-    """`fused` is the fastest; `foreach` and `loop` equal each other to the bit however the
-    parameters are cut."""
+    """`fused` is the fastest. `foreach` and `loop` equal each other to the bit, however the parameters are cut."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -52,11 +46,11 @@ class AdamW:
         check_at_least(self, eps=0, weight_decay=0)
 
     def build(self, model: nn.Module, lr: float) -> torch.optim.AdamW:
-        """The optimizer over `model`'s trainable parameters: two groups, matrices first."""
-        matrices, vectors = _by_shape(model.parameters())
+        """Return the optimizer over `model`'s trainable parameters: two groups, matrices first."""
+        trainable = _trainable(model)
         groups = [
-            {"params": matrices, "weight_decay": self.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            {"params": [one for one in trainable if one.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [one for one in trainable if one.ndim < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=lr, betas=self.betas, eps=self.eps, **_flags(self.kernel))
 
@@ -75,16 +69,16 @@ class SGD:
     """Decay added to the gradient, of all parameters."""
 
     kernel: Kernel = "fused"
-    """See `AdamW.kernel`."""
+    """As for AdamW."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_at_least(self, momentum=0, weight_decay=0)
 
     def build(self, model: nn.Module, lr: float) -> torch.optim.SGD:
-        """The optimizer over `model`'s trainable parameters, one group."""
+        """Return the optimizer over `model`'s trainable parameters, in one group."""
         return torch.optim.SGD(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            _trainable(model),
             lr=lr,
             momentum=self.momentum,
             nesterov=self.nesterov,
@@ -93,24 +87,24 @@ class SGD:
         )
 
 
-def _by_shape(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    return (
-        [parameter for parameter in trainable if parameter.ndim >= 2],
-        [parameter for parameter in trainable if parameter.ndim < 2],
-    )
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Factor on the learning rate as a function of the committed updates."""
+    """Factor on the learning rate: a linear warm-up over the committed updates, then a half cosine to a floor.
+
+    A function of the number of updates, not a chain of PyTorch's `LinearLR` and `CosineAnnealingLR`: these save the
+    length of the run with their state, so that a run could not be resumed for longer.
+    """
 
     warmup: int = 20
     """Updates until the full rate is reached; at most a tenth of the run where its length is known."""
 
     floor: float = 0.1
-    """Factor at the end of the cosine, between 0 and 1. Runs that only time ends stay at the full rate; 1
-    does that to all."""
+    """Factor at the end of the cosine, between 0 and 1; 1 keeps the full rate. Runs that only time ends keep it
+    too."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -122,7 +116,7 @@ class Schedule:
             )
 
     def factor(self, updates: int | None) -> Callable[[int], float]:
-        """The factor for the update after `done` committed ones.
+        """Return the factor for the update after `done` committed ones, as a function of `done`.
 
             warm-up   (done + 1) / warmup
             cosine    floor + (1 - floor) * (1 + cos(pi * progress)) / 2
@@ -143,6 +137,6 @@ class Schedule:
         return at
 
     def build(self, optimizer: Optimizer, updates: int | None) -> LambdaLR:
-        """A scheduler of `optimizer`, to be stepped once per committed update."""
-        # A closure, not an object: LambdaLR saves the state of objects, and a run may be resumed for longer.
+        """Return a scheduler of `optimizer`, to be stepped once per committed update."""
+        # A closure, because LambdaLR saves the state of an object: a longer run would get back the old length.
         return LambdaLR(optimizer, self.factor(updates))

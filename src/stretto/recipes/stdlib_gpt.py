@@ -1,6 +1,5 @@
-"""A language model on the Python standard library's own sources."""
+"""The recipe `stdlib-gpt`: a language model on the sources of the Python standard library."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -22,7 +21,7 @@ Weigh = Literal["micro-batch", "token"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StdlibGPT:
-    """Options of the recipe `stdlib-gpt`."""
+    """Options; as they stand, 2 million parameters and 8 x 128 bytes per micro-batch."""
 
     architecture: Architecture = "gpt2"
     """GPT-2 (learned positions, LayerNorm, GELU) or Llama (rotary positions, RMSNorm, SwiGLU)."""
@@ -50,14 +49,14 @@ class StdlibGPT:
     """Learning rate of AdamW after the warm-up."""
 
     weigh: Weigh = "micro-batch"
-    """Weight of a micro-batch in the update: 1, or the number of tokens it predicts (no token is predicted
-    across the border of two documents, so the number varies a little)."""
+    """Weight of a micro-batch in the update: 1, or the number of tokens it predicts. No token is predicted across
+    the border of two documents, so this number varies a little."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of parameters and activations."""
 
     evaluation_windows: int = 256
-    """Held-out windows of `context` tokens that an evaluation reads, evenly spread over the held-out text."""
+    """Windows of `context` tokens that an evaluation reads, spread evenly over the held-out text."""
 
     data: Text = field(default_factory=Text)
     """Where the text comes from, and what a token is."""
@@ -76,18 +75,15 @@ class StdlibGPT:
         check_at_least(self, layers=1, width=1, heads=1, context=1, batch=1, lr=0, evaluation_windows=1)
 
     def shape(self) -> Shape:
-        """`size`'s dimensions, with those set explicitly in their place."""
+        """Return the dimensions of `size`, replaced by those that are set."""
         preset = SHAPES[self.size]
-        return Shape(
-            preset.layers if self.layers is None else self.layers,
-            preset.width if self.width is None else self.width,
-            preset.heads if self.heads is None else self.heads,
-        )
+        return Shape(self.layers or preset.layers, self.width or preset.width, self.heads or preset.heads)
 
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
-        """See `TaskConfig.build`."""
+        """Build the task of one rank; arguments and errors are those of `TaskConfig.build`."""
         corpus = read_corpus(self.data)
-        tokens = self._tokens(list(corpus.train.values()))
+        texts = list(corpus.train.values())
+        tokens: Tokens = Bytes() if self.data.tokens == "bytes" else BytePairs(texts, self.data.vocabulary)
         model = causal_lm(
             self.architecture,
             self.shape(),
@@ -97,37 +93,28 @@ class StdlibGPT:
             seed=seed,
         )
         optimizer = self.adamw.build(model, self.lr)
-        train = Windows(tokens.stream(corpus.train.values()), self.context)
+        train = Windows(tokens.stream(texts), self.context)
         heldout = Windows(tokens.stream(corpus.heldout.values()), self.context)
+        evaluated = heldout.spread(self.evaluation_windows).split(self.batch)
         return Task(
             model=model,
             optimizer=optimizer,
             scheduler=self.schedule.build(optimizer, updates),
             loader=MicroBatches(train, self.batch, rank=rank, world_size=world_size, seed=seed),
             loss=partial(next_token_loss, weigh=self.weigh),
-            evaluate=self._evaluation(heldout),
+            evaluate=partial(
+                mean_loss,
+                batches=[heldout.batch(indices) for indices in evaluated],
+                loss=partial(next_token_loss, weigh="token"),
+            ),
             sample=partial(self.sample.write, tokens=tokens, context=self.context),
         )
 
-    def _tokens(self, train: list[bytes]) -> Tokens:
-        return Bytes() if self.data.tokens == "bytes" else BytePairs(train, self.data.vocabulary)
-
-    def _evaluation(self, heldout: Windows) -> Callable[[nn.Module], float]:
-        batches = [
-            heldout.batch(indices) for indices in heldout.spread(self.evaluation_windows).split(self.batch)
-        ]
-        return partial(mean_loss, batches=batches, loss=partial(next_token_loss, weigh="token"))
-
 
 def next_token_loss(model: nn.Module, window: Window, weigh: Weigh) -> Loss:
-    """Mean cross-entropy per predicted token, in nats; taken in float32 also from a bf16 model."""
+    """Return the mean cross-entropy per predicted token, in nats; in float32, also for a bf16 model."""
     device = next(model.parameters()).device
     logits = model(window.inputs.to(device, non_blocking=True)).logits
     targets = window.targets.to(device, non_blocking=True)
     value = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
     return Loss(value, float(window.predicted) if weigh == "token" else 1.0, len(window.inputs))
-
-
-def stdlib_gpt() -> StdlibGPT:
-    """The recipe `stdlib-gpt`: 2 million parameters, bytes of the standard library, 8 x 128 per micro-batch."""
-    return StdlibGPT()

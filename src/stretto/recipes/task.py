@@ -1,8 +1,7 @@
-"""Optional packages, imported where they are used and missed with the command that installs them.
+"""What a recipe gives to the training loop, and what its parts promise.
 
-What a recipe builds on one rank, and what it promises to whoever trains it.
-
-Looking at a model without touching it.
+A recipe is a callable without arguments that returns a `TaskConfig`: a frozen dataclass of options. Its `build` makes
+the `Task` of one rank: model, optimizer, scheduler, micro-batches, loss and evaluation.
 """
 
 import importlib
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,37 +18,36 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stretto import errors
 
-
-def extra(module: str, purpose: str) -> ModuleType:
-    """Imports a module that the extra `recipes` installs.
-
-    Args:
-        module: Its full name.
-        purpose: What needs it, as the subject of the error's sentence.
-
-    Raises:
-        MissingExtra: It is not installed. An installed module that fails to import raises its own error.
-    """
-    package = module.partition(".")[0]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != package:
-            raise  # it is there, but something that it needs is not
-        raise errors.MissingExtra(package, "recipes", purpose) from error
-
-
 Batch = Any
 """One micro-batch of a task; only the task's own loss looks inside."""
 
 BatchOut = TypeVar("BatchOut", covariant=True)
 
 
+class TaskConfig(Protocol):
+    """A frozen dataclass of options that builds a task."""
+
+    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> "Task":
+        """Build the task of one rank.
+
+        Args:
+            rank: This rank, from 0.
+            world_size: Number of ranks that share the micro-batches.
+            seed: Decides the initial parameters and the order of the data; equal on every rank.
+            updates: Length of the run in committed updates; None where only time ends it.
+
+        Raises:
+            ConfigError: The options contradict each other or the data.
+            MissingExtra: A package of the `recipes` extra is not installed.
+        """
+        ...
+
+
 class ResumableLoader(Protocol[BatchOut]):
     """The micro-batches of one rank, in an order that a saved state can continue.
 
-    Iterating continues after the last micro-batch handed out, also through a second iterator. The state
-    counts a micro-batch as consumed from the moment it is handed out.
+    Every iterator continues after the last micro-batch that any of them has given out. From that moment the state
+    counts the micro-batch as consumed.
     """
 
     def __iter__(self) -> Iterator[BatchOut]: ...
@@ -60,7 +58,7 @@ class ResumableLoader(Protocol[BatchOut]):
 
 
 class Loss(NamedTuple):
-    """The outcome of one micro-batch: `weight * value` is its share of the update's objective."""
+    """The loss of one micro-batch: it adds `weight * value` to the update's objective."""
 
     value: Tensor
     """Scalar mean loss, attached to the graph."""
@@ -80,10 +78,10 @@ class Task:
     """Equal on every rank for equal seeds."""
 
     optimizer: Optimizer
-    """Over the model's parameters; nobody has stepped it."""
+    """Over the model's trainable parameters, not yet stepped."""
 
     scheduler: LRScheduler | None
-    """To be stepped once per committed update."""
+    """Stepped once per committed update."""
 
     loader: ResumableLoader[Batch]
     """This rank's micro-batches."""
@@ -92,38 +90,18 @@ class Task:
     """Forward pass; moves the micro-batch to the model's device."""
 
     evaluate: Callable[[nn.Module], float]
-    """Mean loss over the held-out samples: deterministic, no gradient, leaves the model in its modes."""
+    """Mean loss over the held-out samples. Deterministic, without gradients; leaves the model's modes as they are."""
 
     sample: Callable[[nn.Module], str] | None = None
-    """Generated text (language models)."""
+    """Text that the model writes (language models)."""
 
     accuracy: Callable[[nn.Module], float] | None = None
-    """Share of held-out samples classified rightly (classifiers)."""
-
-
-@runtime_checkable
-class TaskConfig(Protocol):
-    """A frozen dataclass of options that builds a task."""
-
-    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
-        """Builds the task on one rank.
-
-        Args:
-            rank: This rank, from 0.
-            world_size: Number of ranks that share the micro-batches.
-            seed: Decides the initial parameters and the order of the data; equal on every rank.
-            updates: Length of the run in committed updates, or None where only time ends it.
-
-        Raises:
-            ConfigError: The options contradict each other or the data.
-            MissingExtra: A package of the `recipes` extra is not installed.
-        """
-        ...
+    """Share of the held-out samples that are classified correctly (classifiers)."""
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every module has the mode that it had."""
+    """Turn evaluation mode on and gradients off; afterwards every module has the mode that it had before."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -131,11 +109,30 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, mode in modes.items():
-            module.training = mode  # not `train()`, which would also turn the modules below
+            module.training = mode  # not `train()`, which would also set the modules inside
 
 
 def mean_loss(model: nn.Module, batches: Iterable[Batch], loss: Callable[[nn.Module, Batch], Loss]) -> float:
-    """The weighted mean of `loss` over `batches`: `sum(weight * value) / sum(weight)`, summed in float64."""
+    """Return the weighted mean of `loss` over `batches`, summed in float64: `sum(weight * value) / sum(weight)`."""
     with evaluating(model):
         losses = [loss(model, batch) for batch in batches]
     return sum(one.weight * one.value.item() for one in losses) / sum(one.weight for one in losses)
+
+
+def extra(module: str, purpose: str) -> ModuleType:
+    """Import a module that the extra `recipes` installs.
+
+    Args:
+        module: Its full name.
+        purpose: What needs it; the subject of the error's sentence.
+
+    Raises:
+        MissingExtra: It is not installed. An installed module that fails to import raises its own error.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise  # the package is there, but something that it needs is not
+        raise errors.MissingExtra(package, "recipes", purpose) from error

@@ -1,11 +1,4 @@
-"""Text as tokens, tokens as windows, and a snippet of what a model writes.
-
-Two ways to cut text into tokens: single bytes, or a byte-level BPE trained on the spot.
-
-A stream of tokens as windows for next-token prediction.
-
-A short text from the model, to see what it has learned.
-"""
+"""Text as tokens, tokens as windows to learn from, and a text that a model writes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +14,9 @@ from stretto.recipes.task import evaluating, extra
 END = 0
 """The token after every document. For bytes it is NUL, which text does not contain."""
 
+IGNORED = -100
+"""Target that no loss is taken of."""
+
 
 class Tokens(Protocol):
     """A reversible cut of text into numbers below `vocabulary`."""
@@ -31,15 +27,15 @@ class Tokens(Protocol):
         ...
 
     def encode(self, document: bytes) -> list[int]:
-        """The tokens of one text, without an end."""
+        """Return the tokens of one text, without `END`."""
         ...
 
     def stream(self, documents: Iterable[bytes]) -> Tensor:
-        """All documents behind each other, `END` after each: one dimension, the smallest fitting integers."""
+        """Return the tokens of all documents in a row, `END` after each: one dimension, of a small integer dtype."""
         ...
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens; incomplete UTF-8 shows as the replacement character."""
+        """Return the text of `tokens`; incomplete UTF-8 becomes the replacement character."""
         ...
 
 
@@ -63,7 +59,7 @@ class BytePairs:
     """A byte-level BPE, trained on `documents`: the same documents give the same tokens in every process.
 
     Args:
-        documents: What it learns from.
+        documents: The texts that it is trained on.
         vocabulary: Number of tokens to reach, `END` included.
 
     Raises:
@@ -79,7 +75,7 @@ class BytePairs:
         self._tokenizer.decoder = tokenizers.decoders.ByteLevel()
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocabulary,
-            special_tokens=["<end>"],  # the first special token is number 0, that is END
+            special_tokens=["<end>"],  # the first special token has number 0, which is END
             initial_alphabet=byte_level.alphabet(),
             show_progress=False,
         )
@@ -106,10 +102,6 @@ def _text(document: bytes) -> str:
     return document.decode("utf-8", "replace")
 
 
-IGNORED = -100
-"""Target that no loss is taken of."""
-
-
 class Window(NamedTuple):
     """A micro-batch of windows, both tensors int64 of shape (windows, context)."""
 
@@ -120,11 +112,13 @@ class Window(NamedTuple):
     """The token after each; `IGNORED` after the end of a document, where an unrelated one begins."""
 
     predicted: int
-    """Number of targets that are not ignored, counted where the data are made: the device is not asked."""
+    """Number of targets that are not ignored, counted here so that nobody has to wait for the device."""
 
 
 class Windows:
-    """Window `i` reads the tokens from `i * context` on; every token is a target once, save the first.
+    """The windows of a stream of tokens: window `i` reads `context` tokens from `i * context` on.
+
+    Up to the end of the last full window, every token but the first is a target once.
 
     Args:
         stream: Integers, one dimension.
@@ -147,6 +141,7 @@ class Windows:
         return (len(self.stream) - 1) // self.context
 
     def batch(self, indices: Tensor) -> Window:
+        """Return the windows `indices` (int64, one dimension) as one micro-batch."""
         places = indices.unsqueeze(1) * self.context + torch.arange(self.context + 1)
         tokens = self.stream[places].long()
         inputs = tokens[:, :-1].contiguous()
@@ -154,14 +149,14 @@ class Windows:
         return Window(inputs, targets, int((targets != IGNORED).sum()))
 
     def spread(self, count: int) -> Tensor:
-        """Indices of up to `count` windows, evenly spread over the stream."""
+        """Return the indices of up to `count` windows, spread evenly over the stream."""
         count = min(count, len(self))
         return torch.arange(count) * len(self) // count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snippet:
-    """How the sample at the end of a run is drawn."""
+    """How the sample at the end of a run is written."""
 
     prompt: str = "def "
     """What the text begins with; not empty."""
@@ -170,7 +165,7 @@ class Snippet:
     """Most tokens to add; the end of the document ends it sooner."""
 
     temperature: float = 0.7
-    """Divides the logits before a token is drawn; 0 takes the likeliest token always."""
+    """Divides the logits before a token is drawn; 0 always takes the likeliest token."""
 
     seed: int = 0
     """Of the draws: equal models write equal texts."""
@@ -186,7 +181,13 @@ class Snippet:
             )
 
     def write(self, model: nn.Module, tokens: Tokens, context: int) -> str:
-        """Continues the prompt with `model`, which reads the last `context` tokens each time."""
+        """Return the prompt as `model` continues it, without control characters.
+
+        Args:
+            model: Takes int64 tokens (1, at most `context`); its output has `logits`.
+            tokens: What its tokens mean.
+            context: How many of the last tokens it reads.
+        """
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(self.seed)
         written = tokens.encode(self.prompt.encode("utf-8"))
@@ -197,9 +198,12 @@ class Snippet:
                 if chosen == END:
                     break
                 written.append(chosen)
-        return tokens.decode(written)
+        # A model that has learned little writes bytes that a terminal would obey.
+        return "".join(
+            letter for letter in tokens.decode(written) if letter.isprintable() or letter in "\n\t"
+        )
 
-    def _choose(self, logits: torch.Tensor, generator: torch.Generator) -> int:
+    def _choose(self, logits: Tensor, generator: torch.Generator) -> int:
         if self.temperature == 0:
             return int(logits.argmax())
         shares = torch.softmax(logits / self.temperature, dim=0)

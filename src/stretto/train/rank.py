@@ -63,6 +63,11 @@ def train_at(
     context: RankContext, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool
 ) -> Outcome:
     """Train on a rank that has joined the others; the other arguments and the errors are those of `train_rank`."""
+    progress = None
+    if shows_progress and context.rank == 0:
+        title = title_of(run, context.world_size)
+        progress = Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
+        progress.doing("reading the data and building the model")
     task = run.task.build(context.rank, context.world_size, run.seed, run.planned_updates)
     task.model.to(context.device)
     task = dataclasses.replace(task, loader=loader_of(run, task.loader, context.rank, context.group))
@@ -74,7 +79,7 @@ def train_at(
         start = TrainState.restore(run, task, handle)
         totals.evaluations.extend(start.evaluations)
         stopwatch = Stopwatch(start.training_seconds, context.now)
-        observers = _observers(run, start, context, shows_progress)
+        observers = _observers(run, start, context, progress)
         for observer, incident in itertools.product(observers, start.incidents):
             observer.noticed(incident)
         try:
@@ -178,27 +183,28 @@ def _plan(run: RunConfig[TaskT], start: TrainState) -> LoopPlan:
     )
 
 
+def title_of(run: RunConfig[TaskT], world_size: int) -> str:
+    """Return what is trained where, in one line."""
+    workers = "1 worker" if world_size == 1 else f"{world_size} workers"
+    title = f"{run.strategy} on {workers}, link {run.link}"
+    if run.echo != "none":
+        title += f", echo {run.echo}"
+    if run.run_dir:
+        title += f", {run.run_dir}"
+    return title
+
+
 def _observers(
-    run: RunConfig[TaskT], start: TrainState, context: RankContext, shows_progress: bool
+    run: RunConfig[TaskT], start: TrainState, context: RankContext, progress: Progress | None
 ) -> list[Observer]:
-    """Return what shows and records the run: nothing on ranks other than 0."""
+    """Return who hears of the run on this rank: nobody but on rank 0."""
     observers: list[Observer] = []
-    if context.rank != 0:
-        return observers
-    if run.run_dir is not None:
+    if context.rank == 0 and run.run_dir is not None:
         observers.append(Recorder(Path(run.run_dir), start.step))
         if run.tensorboard:
             observers.append(TensorBoard(Path(run.run_dir, "tensorboard"), start.step))
-    if shows_progress:
-        workers = "1 worker" if context.world_size == 1 else f"{context.world_size} workers"
-        title = f"{run.strategy} on {workers}, link {run.link}"
-        if run.echo != "none":
-            title += f", echo {run.echo}"
-        if run.run_dir:
-            title += f", {run.run_dir}"
-        observers.append(
-            Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
-        )
+    if progress is not None:
+        observers.append(progress)
     return observers
 
 
