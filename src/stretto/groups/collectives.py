@@ -25,17 +25,19 @@ Pattern = Literal["ring", "direct"]
 """Who sends to whom: every rank to the next one, or every rank to every other."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
     """What ranks do together."""
 
     name: str
     """In counts, messages and traces."""
+    pattern: Pattern
     sent_bytes: Callable[["Call"], int]
     """Bytes that the calling rank sends."""
-    pattern: Pattern
-    has_root: bool = False
     reduces: bool = False
+    """Whether the ranks' tensors are reduced, by `Call.reduction`."""
+    has_root: bool = False
+    """Whether one rank, `Call.root`, has another part than the rest."""
     sized_by: Literal["inputs", "outputs"] = "inputs"
     """The tensors that have the same sizes on all ranks. Of a scatter, only the root has inputs."""
 
@@ -207,54 +209,37 @@ def scatter(part: int, rank: int, root: int, world_size: int) -> int:
 # The table
 
 _ALL_REDUCE = Operation(
-    name="all_reduce",
-    pattern="ring",
-    reduces=True,
-    sent_bytes=lambda call: all_reduce(call.own_bytes, call.world_size),
+    "all_reduce", "ring", lambda call: all_reduce(call.own_bytes, call.world_size), reduces=True
 )
 _REDUCE = Operation(
-    name="reduce",
-    pattern="ring",
+    "reduce",
+    "ring",
+    lambda call: reduce(call.own_bytes, call.rank, call.root, call.world_size),
     reduces=True,
     has_root=True,
-    sent_bytes=lambda call: reduce(call.own_bytes, call.rank, call.root, call.world_size),
 )
 _BROADCAST = Operation(
-    name="broadcast",
-    pattern="direct",
+    "broadcast",
+    "direct",
+    lambda call: broadcast(call.own_bytes, call.rank, call.root, call.world_size),
     has_root=True,
-    sent_bytes=lambda call: broadcast(call.own_bytes, call.rank, call.root, call.world_size),
 )
-_ALL_GATHER = Operation(
-    name="all_gather",
-    pattern="ring",
-    sent_bytes=lambda call: all_gather(call.own_bytes, call.world_size),
-)
+_ALL_GATHER = Operation("all_gather", "ring", lambda call: all_gather(call.own_bytes, call.world_size))
 _REDUCE_SCATTER = Operation(
-    name="reduce_scatter",
-    pattern="ring",
-    reduces=True,
-    sent_bytes=lambda call: reduce_scatter(call.own_bytes, call.world_size),
+    "reduce_scatter", "ring", lambda call: reduce_scatter(call.own_bytes, call.world_size), reduces=True
 )
-_ALL_TO_ALL = Operation(
-    name="all_to_all",
-    pattern="direct",
-    sent_bytes=lambda call: all_to_all(call.part_bytes, call.rank),
-)
+_ALL_TO_ALL = Operation("all_to_all", "direct", lambda call: all_to_all(call.part_bytes, call.rank))
 _GATHER = Operation(
-    name="gather",
-    pattern="direct",
-    has_root=True,
-    sent_bytes=lambda call: gather(call.own_bytes, call.rank, call.root),
+    "gather", "direct", lambda call: gather(call.own_bytes, call.rank, call.root), has_root=True
 )
 _SCATTER = Operation(
-    name="scatter",
-    pattern="direct",
+    "scatter",
+    "direct",
+    lambda call: scatter(call.own_bytes, call.rank, call.root, call.world_size),
     has_root=True,
     sized_by="outputs",
-    sent_bytes=lambda call: scatter(call.own_bytes, call.rank, call.root, call.world_size),
 )
-_BARRIER = Operation(name="barrier", pattern="direct", sent_bytes=lambda call: 0)
+_BARRIER = Operation("barrier", "direct", lambda call: 0)
 
 _IN_PLACE = ("tensors",)
 _ACROSS = ("outputs", "inputs")
