@@ -108,6 +108,11 @@ class Call:
         return splits
 
     @property
+    def has_splits(self) -> bool:
+        """Whether the ranks' parts may have different numbers of rows."""
+        return bool(self.input_splits or self.output_splits)
+
+    @property
     def root(self) -> int:
         """The root rank: a field of torch's options, or an argument of the short forms."""
         first = self._options[0] if self._options else 0

@@ -43,10 +43,9 @@ def terms_of(call: Call) -> Terms:
     operation = call.operation
     # A gather and a scatter have no other form than that of lists.
     is_listed = call.method.is_listed and not operation.has_root
-    has_splits = bool(call.input_splits or call.output_splits)
     return Terms(
         operation=f"{operation.name} of lists" if is_listed else operation.name,
-        numels=() if has_splits else tuple([tensor.numel() for tensor in call.sized]),
+        numels=() if call.has_splits else tuple([tensor.numel() for tensor in call.sized]),
         dtypes=tuple([str(tensor.dtype).removeprefix("torch.") for tensor in call.sized]),
         root=call.root if operation.has_root else None,
         reduction=reduction_name(call) if operation.reduces else None,
@@ -209,8 +208,7 @@ class CollectiveMatcher:
 
 def _splits_agree(call: Call, calls: Mapping[int, Call]) -> bool:
     """Whether the ranks of an all-to-all expect of each other the rows that each one sends."""
-    first = next(iter(calls.values()))
-    if not any([call.input_splits, call.output_splits, first.input_splits, first.output_splits]):
+    if not call.has_splits:  # then none has: their terms would be others
         return True
     return all(
         all([call.input_splits, call.output_splits, other.input_splits, other.output_splits])

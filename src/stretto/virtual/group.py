@@ -103,7 +103,7 @@ def _check_tensors(call: Call) -> None:
     method, name = call.method, call.operation.name
     if method.single and (found := len(getattr(call, method.single))) != 1:
         raise CommunicationError(f"{method.name}: expected one entry per rank, found {found}")
-    if method.is_listed or method.is_in_place or call.input_splits or call.output_splits:
+    if method.is_listed or method.is_in_place or call.has_splits:
         return
     for output, input in zip(call.outputs, call.inputs, strict=True):
         whole, part, numel = output, input, input.numel()

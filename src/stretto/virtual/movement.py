@@ -122,7 +122,7 @@ def _reduce_scatter_lists(calls: Sequence[Call]) -> None:
 
 def _all_to_all(calls: Sequence[Call]) -> None:
     world_size = len(calls)
-    if any(call.input_splits or call.output_splits for call in calls):
+    if calls[0].has_splits:
         return _all_to_all_uneven(calls)
     # [source, destination, element]: one copy in per source, one strided copy out per destination.
     everything = torch.stack([call.inputs[0].reshape(world_size, -1) for call in calls])
