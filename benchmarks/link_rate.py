@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.groups import Link, register_throttled
-from stretto.groups.link import all_reduce
+from stretto.groups.collectives import all_reduce
 
 
 def seconds_of_all_reduces(num_bytes: int, repeats: int) -> list[float]:

@@ -184,7 +184,7 @@ class NoWayOn(CommunicationError):
     def __init__(self, what: str, rows: Sequence[object]) -> None:
         super().__init__("\n  ".join([what, *map(str, rows)]))
         self.rows = tuple(rows)
-        """Where each rank stands, in rank order: `stretto.virtual.Standing`."""
+        """What each rank does, in rank order: `stretto.virtual.RankStatus`."""
 
 
 class CollectivesDisagree(NoWayOn):

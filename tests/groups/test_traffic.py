@@ -2,7 +2,7 @@
 
 import pytest
 
-from stretto.groups import link as traffic
+from stretto.groups import collectives as traffic
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 13])

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from stretto.groups.private import private_group
-from stretto.groups.wrapped import CompletedWork, OlderNames
+from stretto.groups.collectives import CollectiveGroup
+from stretto.groups.private import CompletedWork, private_group
 
 
-class Spoiled(OlderNames, dist.ProcessGroup):
+class Spoiled(CollectiveGroup):
     """Passes everything on to an inner group."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""What cannot go on ends at once, on every rank, and says where each one stands."""
+"""A run that cannot go on ends at once, on every rank, and says what each rank does."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -41,6 +41,9 @@ def collectives(rank: int, group: dist.ProcessGroup) -> dict[str, list[Tensor]]:
     keep("all_gather_single", group.all_gather_single(whole, own(rank)), whole)
     parts = [torch.empty(6) for _ in range(WORLD_SIZE)]
     keep("all_gather", group.allgather([parts], [own(rank)]), *parts)
+    pairs = [[torch.empty(6), torch.empty(2)] for _ in range(WORLD_SIZE)]
+    work = group.allgather_coalesced(pairs, [own(rank), own(rank, 2)])
+    keep("all_gather of pairs", work, *[tensor for pair in pairs for tensor in pair])
     received = torch.empty(6)
     keep("all_to_all", group.alltoall_base(received, own(rank), [], []), received)
     ragged = torch.empty(3 * (rank + 1))

@@ -1,4 +1,4 @@
-"""Faults as data, and what puts them into a running job: to measure what guards notice."""
+"""Faults as data, and what puts them into a running job, to measure what guards notice."""
 
 from stretto.faults.group import FaultyGroup, register_faulty
 from stretto.faults.injector import Application, Injector

@@ -1,6 +1,6 @@
-"""How values are damaged, in place, behind the back of everything that counts writes.
+"""The injector of one rank: it counts opportunities, damages what the plan says, and records what it has done.
 
-The injector of one rank: counts opportunities, damages what the plan says, and keeps a record of it.
+Damage is written in place through an alias of the memory, so that no version counter notices.
 """
 
 import dataclasses
@@ -14,130 +14,27 @@ from stretto.checksums import digest, hexadecimal
 from stretto.errors import ConfigError
 from stretto.faults.plan import Fault, FaultPlan, Site
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_RUN = 4
-"""Elements of a run: what one faulty execution unit of a GPU was seen to damage."""
-
-
-def alias_of(tensor: Tensor) -> Tensor:
-    """Return a flat view of a tensor's memory that shares nothing else: writing it counts as no write of the tensor.
-
-    Bytes are taken for float32 where they can be: what travels as bytes holds values, or numbers of as many bits.
-
-    Raises:
-        ConfigError: The memory is not the host's, or not in one piece.
-    """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ConfigError(
-            f"a fault for a tensor on {tensor.device} with strides {tensor.stride()}: expected contiguous values in "
-            "the host's memory"
-        )
-    content = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
-    if tensor.dtype not in (torch.uint8, torch.int8):
-        return content.view(tensor.dtype)
-    is_values = content.numel() >= 4 and content.data_ptr() % 4 == 0
-    return content[: content.numel() // 4 * 4].view(torch.float32) if is_values else content
-
-
-def places(values: Tensor, fault: Fault, generator: torch.Generator) -> Tensor:
-    """Return the indices of the elements that `fault` damages."""
-    numel = values.numel()
-    if fault.extent == "all":
-        return torch.arange(numel)
-    if fault.extent == "fraction":
-        return torch.randperm(numel, generator=generator)[: max(1, int(fault.fraction * numel))]
-    wanted = {"element": 1, "run": _RUN, "chunk": max(1, fault.chunk_bytes // values.element_size())}
-    count = min(numel, wanted[fault.extent])
-    start = int(torch.randint(numel - count + 1, (), generator=generator))
-    return torch.arange(start, start + count)
-
-
-def damaged(selected: Tensor, fault: Fault, stale: Tensor, generator: torch.Generator) -> Tensor:
-    """Return what becomes of the selected elements.
-
-    Args:
-        selected: Their values, `(count,)`.
-        fault: With its pattern.
-        stale: What the same places held at the last opportunity; zeros where there was none.
-        generator: Draws bits and noise.
-    """
-    words = selected.clone().view(_INTEGERS[selected.element_size()])
-    half = selected.numel() // 2
-    match fault.pattern:
-        case "flip":
-            return (words ^ _masks(words, fault.bits, generator)).view(selected.dtype)
-        case "word":
-            return words.random_(generator=generator).view(selected.dtype)
-        case "stale":
-            return stale
-        case "shifted":
-            return selected.roll(1)
-        case "duplicated":
-            return torch.cat([selected[: selected.numel() - half], selected[:half]])
-        case "swapped":
-            return torch.cat([selected[half:], selected[:half]])
-        case "misread":
-            octets = selected.clone().view(torch.uint8).view(selected.numel(), -1).flip(1)
-            return octets.contiguous().view(-1).view(selected.dtype)
-        case "noise":
-            noise = torch.randn(selected.shape, generator=generator).mul_(fault.variance**0.5)
-            return noise.add_(selected.float()).to(selected.dtype)
-        case _:
-            return _multiplied(selected, fault)
-
-
-def _multiplied(selected: Tensor, fault: Fault) -> Tensor:
-    """Return what a wrong value, sign or scale makes of elements."""
-    match fault.pattern:
-        case "zero":
-            return torch.zeros_like(selected)
-        case "sign":
-            return selected.neg()
-        case "scale":
-            small = max(1e-3, 2 * torch.finfo(selected.dtype).eps)
-            return (selected * (1 + small)).to(selected.dtype)
-        case "power":
-            return (selected * 256).to(selected.dtype)
-        case "huge":
-            return torch.full_like(selected, 1e38)
-        case "infinity":
-            return torch.full_like(selected, torch.inf)
-        case _:
-            return torch.full_like(selected, torch.nan)
-
-
-def _masks(words: Tensor, bits: int, generator: torch.Generator) -> Tensor:
-    """Return a mask per word with at most the word's width, else `bits`, random bits set."""
-    width = 8 * words.element_size()
-    masks = torch.zeros_like(words)
-    for row in range(words.numel()):
-        chosen = torch.randperm(width, generator=generator)[:bits].tolist()
-        mask = sum(1 << bit for bit in chosen)
-        signed = mask - (1 << width) if words.dtype != torch.uint8 and mask >> (width - 1) else mask
-        masks[row] = signed
-    return masks
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Application:
-    """One time that a fault struck."""
+    """One strike of a fault: where, when, and what it changed."""
 
     fault: Fault
     opportunity: int
     """Of the site on that rank, from 0."""
     step: int
-    """Committed updates of the job when it struck; 0 for groups that no job has been made on."""
+    """Committed updates of the job at that moment; 0 for groups without a job."""
     elements: int
     """How many were damaged."""
     span: tuple[float, float]
-    """Where in the tensor the first of them begins and the last ends, as shares of its length."""
+    """Begin of the first and end of the last damaged element, as shares of the tensor's length."""
     before: str
     """Digest of the tensor, hexadecimal."""
     after: str
 
     @property
     def changed(self) -> bool:
-        """Whether any bit is another: a zeroed padding is not."""
+        """Whether any bit changed: zeros that are zeroed do not."""
         return self.before != self.after
 
 
@@ -154,9 +51,9 @@ class Injector:
         self._opportunities: Counter[Site] = Counter()
         self._held: dict[tuple[Site, int], Tensor] = {}
         self.applications: list[Application] = []
-        """What has been done so far, in order."""
+        """Every strike so far, in order."""
         self.committed: Callable[[Site], int] = lambda _: 0
-        """Returns the committed updates of the job that is struck, as whoever uses the site knows of them."""
+        """Returns the committed updates of the job that is struck, as the lane that uses the site counts them."""
 
     def is_interested(self, site: Site) -> bool:
         """Return whether any fault strikes there."""
@@ -167,7 +64,7 @@ class Injector:
         return self._opportunities[site]
 
     def offer(self, site: Site, tensors: Sequence[Tensor]) -> None:
-        """Let the plan's faults strike at an opportunity.
+        """Count an opportunity, and let the plan's faults strike.
 
         Args:
             site: What the tensors are.
@@ -212,3 +109,105 @@ class Injector:
 
     def _keeps_stale(self, site: Site) -> bool:
         return any(fault.site == site and fault.pattern == "stale" for fault in self._faults)
+
+
+# What becomes of the values
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_RUN = 4
+"""Elements of a run: as many as one faulty execution unit of a GPU was seen to damage."""
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """Return a flat view of a tensor's memory that shares no version counter: writing it is no write of the tensor.
+
+    Bytes are viewed as float32 where possible: tensors of bytes on the wire hold values, or numbers of as many bits.
+
+    Raises:
+        ConfigError: The memory is not the host's, or not in one piece.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ConfigError(
+            f"a fault for a tensor on {tensor.device} with strides {tensor.stride()}: expected contiguous values in "
+            "the host's memory"
+        )
+    content = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
+    if tensor.dtype not in (torch.uint8, torch.int8):
+        return content.view(tensor.dtype)
+    is_values = content.numel() >= 4 and content.data_ptr() % 4 == 0
+    return content[: content.numel() // 4 * 4].view(torch.float32) if is_values else content
+
+
+def places(values: Tensor, fault: Fault, generator: torch.Generator) -> Tensor:
+    """Return the indices of the elements that `fault` damages."""
+    numel = values.numel()
+    if fault.extent == "all":
+        return torch.arange(numel)
+    if fault.extent == "fraction":
+        return torch.randperm(numel, generator=generator)[: max(1, int(fault.fraction * numel))]
+    wanted = {"element": 1, "run": _RUN, "chunk": max(1, fault.chunk_bytes // values.element_size())}
+    count = min(numel, wanted[fault.extent])
+    start = int(torch.randint(numel - count + 1, (), generator=generator))
+    return torch.arange(start, start + count)
+
+
+def damaged(selected: Tensor, fault: Fault, stale: Tensor, generator: torch.Generator) -> Tensor:
+    """Return what becomes of the selected elements.
+
+    Args:
+        selected: Their values, `(count,)`.
+        fault: With its pattern.
+        stale: What the same places held at the last opportunity; zeros where there was none.
+        generator: Draws bits and noise.
+    """
+    half = selected.numel() // 2
+    match fault.pattern:
+        case "flip" | "word" | "misread":
+            return _with_wrong_bits(selected, fault, generator)
+        case "stale":
+            return stale
+        case "shifted":
+            return selected.roll(1)
+        case "duplicated":
+            return torch.cat([selected[: selected.numel() - half], selected[:half]])
+        case "swapped":
+            return torch.cat([selected[half:], selected[:half]])
+        case "noise":
+            noise = torch.randn(selected.shape, generator=generator).mul_(fault.variance**0.5)
+            return noise.add_(selected.float()).to(selected.dtype)
+        case "sign":
+            return selected.neg()
+        case "scale":
+            small = max(1e-3, 2 * torch.finfo(selected.dtype).eps)
+            return (selected * (1 + small)).to(selected.dtype)
+        case "power":
+            return (selected * 256).to(selected.dtype)
+        case _:
+            return torch.full_like(selected, _CONSTANTS[fault.pattern])
+
+
+_CONSTANTS = {"zero": 0.0, "huge": 1e38, "infinity": torch.inf, "nan": torch.nan}
+"""Patterns that put one value everywhere."""
+
+
+def _with_wrong_bits(selected: Tensor, fault: Fault, generator: torch.Generator) -> Tensor:
+    words = selected.clone().view(_INTEGERS[selected.element_size()])
+    if fault.pattern == "flip":
+        wrong = words ^ _masks(words, fault.bits, generator)
+    elif fault.pattern == "word":
+        wrong = words.random_(generator=generator)
+    else:  # misread: bytes in the other order
+        wrong = words.view(torch.uint8).view(selected.numel(), -1).flip(1).contiguous().view(-1)
+    return wrong.view(selected.dtype)
+
+
+def _masks(words: Tensor, bits: int, generator: torch.Generator) -> Tensor:
+    """Return a mask for every word, with `bits` random bits set, or all where a word has fewer."""
+    width = 8 * words.element_size()
+    masks = torch.zeros_like(words)
+    for row in range(words.numel()):
+        chosen = torch.randperm(width, generator=generator)[:bits].tolist()
+        mask = sum(1 << bit for bit in chosen)
+        is_negative = words.dtype != torch.uint8 and mask >> (width - 1)  # in two's complement
+        masks[row] = mask - (1 << width) if is_negative else mask
+    return masks

@@ -1,7 +1,7 @@
-"""Faults in memory: between the steps of a job, what its tensors hold is damaged.
+"""Faults in memory: the tensors of a job are damaged between its steps.
 
-Opportunities lie where the job's own code does not run: a hook before or after one of its calls, put there from
-outside, so that the job needs no door for it.
+The opportunities are hooks before and after some calls of the job. They are put there from outside, so that the job's
+own code knows nothing of faults.
 """
 
 import functools
@@ -25,8 +25,8 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
     |---|---|
     | gradient | after every micro-batch, in the accumulated gradient |
     | sum | after every sum of contributions |
-    | reduced gradient | after every exchange of gradients, once guards have taken note of it |
-    | masters, optimizer state | before the lane takes up a round |
+    | reduced gradient | after every exchange of gradients, when guards have recorded it |
+    | masters, optimizer state | before the lane begins a round |
     | step | after every optimizer step |
     | published values | after masters have been written into the outgoing buffer |
     | shown parameters | after every micro-batch |
@@ -36,7 +36,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
 
     def before_round(*_: Any) -> None:
         injector.offer("masters", sharded.masters)
-        injector.offer("optimizer state", list(_state(sharded)))
+        injector.offer("optimizer state", list(_state_tensors(sharded)))
 
     def before_counting(*_: Any) -> None:
         injector.offer("gradient", compute.accumulation.buffer.flats)
@@ -67,7 +67,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
 
 
 class _Struck:
-    """A strategy whose reduced gradients are struck when it is given them: guards have seen them by then."""
+    """A strategy whose reduced gradients are struck when it receives them; guards have seen them by then."""
 
     def __init__(self, strategy: Strategy, injector: Injector) -> None:
         self._strategy = strategy
@@ -89,7 +89,7 @@ class _Struck:
                 self._injector.offer("reduced gradient", reply.sums)
 
 
-def _state(sharded: ShardedOptimizer) -> Iterator[Tensor]:
+def _state_tensors(sharded: ShardedOptimizer) -> Iterator[Tensor]:
     for segment in sharded.segments:
         for value in sharded.optimizer.state.get(segment.master, {}).values():
             if isinstance(value, Tensor):

@@ -1,6 +1,6 @@
-"""What goes wrong, where, when and how: frozen, so that a run with faults can be repeated to the bit.
+"""Faults as data: where, when and how values are damaged, so that a run with faults can be repeated to the bit.
 
-Faults in one line of text: what the command line takes.
+On the command line, faults are one line of text:
 
     site:rank=R[:key=value]...[,site:...]     masters:rank=1:instant=3:lasts=sticky,gathered-values:rank=0
 
@@ -56,7 +56,7 @@ PATTERNS: tuple[str, ...] = get_args(Pattern)
 
 _WORD_PATTERNS: tuple[Pattern, ...] = ("flip", "word", "nan")
 _WORD_WEIGHTS = (80, 19, 1)
-"""By which damaged words are drawn: single and few bits most, NaN and infinity one in a hundred."""
+"""How often each of them is drawn, in percent: one or a few wrong bits mostly, NaN once in a hundred."""
 _CHUNK_PATTERNS: tuple[Pattern, ...] = ("zero", "stale", "shifted", "duplicated", "swapped", "misread")
 
 
@@ -64,32 +64,32 @@ _CHUNK_PATTERNS: tuple[Pattern, ...] = ("zero", "stale", "shifted", "duplicated"
 class Fault:
     """One cause of damage on one rank.
 
-    An *opportunity* is one moment at which the site holds something that can be damaged: a collective that
-    completes, a sum that is done, a micro-batch that ends. Opportunities of a site are counted from 0 on each rank.
+    An *opportunity* is a moment at which a site holds values that can be damaged: a collective completes, a sum is
+    done, a micro-batch ends. Each rank counts the opportunities of each site from 0.
     """
 
     site: Site
     """What is damaged. On the wire, as it arrives: contributions to a sum, gathered values, all-reduced and broadcast
     values, records of the roll call. In memory: the gradient between micro-batches, the owner's sum, the reduced
-    gradient before the step, masters and optimizer state between updates, masters right after the optimizer has
-    stepped them ("step"), published values before they are sent, parameters that the model shows."""
+    gradient before the step, masters and optimizer state between updates, masters directly after an optimizer step
+    ("step"), published values before they are sent, the parameters in the model."""
     rank: int
-    """Whose memory."""
+    """The rank whose memory is damaged."""
     instant: int = 0
-    """The first opportunity that is hit, from 0."""
+    """The first opportunity at which it strikes, from 0."""
     lasts: Lasts = "once"
-    """Once; every later opportunity too ("sticky"); or those of every other run of `burst` opportunities."""
+    """It strikes once; at every later opportunity too ("sticky"); or in bursts, with pauses between them."""
     rate: float = 1.0
-    """Share of the opportunities hit while a fault that lasts is on, drawn from the seed."""
+    """Share of these opportunities at which it really strikes, drawn from the seed."""
     burst: int = 5
-    """Opportunities that a burst lasts, and the pause after it."""
+    """Length of a burst, and of the pause after it, in opportunities."""
     extent: Extent = "element"
-    """How much of one tensor: one element; four neighbours; `fraction` of all, scattered; `chunk_bytes` in a row;
-    everything."""
+    """How much of one tensor: one element; a run of four neighbours; a scattered `fraction`; a chunk of `chunk_bytes`;
+    all."""
     fraction: float = 1e-3
-    """Share of elements for that extent, at least one element."""
+    """Share of the elements, for the extent of that name; at least one element."""
     chunk_bytes: int = 4096
-    """Length for that extent, at most the tensor."""
+    """Length of a chunk; at most the tensor."""
     pattern: Pattern = "flip"
     """What becomes of the values; `stretto.faults.injector` says how."""
     bits: int = 1
@@ -109,7 +109,7 @@ class Fault:
             raise ConfigError(f"{self}: expected 0 < rate, fraction <= 1 and a variance of at least 0")
 
     def is_on(self, opportunity: int) -> bool:
-        """Return whether this opportunity is hit."""
+        """Return whether it strikes at this opportunity."""
         since = opportunity - self.instant
         if since < 0 or (since > 0 and self.lasts == "once"):
             return False
@@ -120,7 +120,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """All that goes wrong in one run."""
+    """All faults of one run."""
 
     faults: tuple[Fault, ...] = ()
 
@@ -132,9 +132,9 @@ class FaultPlan:
         return tuple(fault for fault in self.faults if fault.rank == rank)
 
     def going_on(self, left_out: Collection[int]) -> "FaultPlan":
-        """Return what strikes when the run goes on in new processes without some ranks.
+        """Return the plan for a run that goes on in new processes without some ranks.
 
-        That is what lasts, on the ranks that stay, by their new numbers; a fault that strikes once has struck.
+        It has the faults that last, on the ranks that stay, by their new numbers. A fault that strikes once is over.
         """
         return FaultPlan(
             tuple(
@@ -148,13 +148,13 @@ class FaultPlan:
 def draw_fault(seed: int, sites: Sequence[Site], world_size: int, opportunities: int) -> Fault:
     """Draw one fault that strikes once; the same for the same arguments.
 
-    Half are damaged words, with the weights found on faulty devices; half are what faulty software makes of a chunk.
+    Half are damaged words, as frequent as on faulty devices; half are chunks with the errors of faulty software.
 
     Args:
         seed: Of the draw, and of the fault.
         sites: To choose from.
         world_size: Ranks to choose from.
-        opportunities: Bound of the instant.
+        opportunities: The instant is drawn below this number.
     """
     chance = random.Random(seed)
     site, rank, instant = chance.choice(sites), chance.randrange(world_size), chance.randrange(opportunities)

@@ -1,4 +1,4 @@
-"""Process groups: a rank alone, a slow link, the library's own."""
+"""Process groups: what every collective is, a rank alone, a slow link, the library's own."""
 
 from stretto.groups.link import Link
 from stretto.groups.private import SoloGroup, private_group, release

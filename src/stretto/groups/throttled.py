@@ -5,25 +5,25 @@ for what was sent before it, and is complete when its bytes have arrived and Glo
 
     complete = max(ran, arrived),   arrived = max(entered, wire free) + 8 sent / rate + latency
 
-`sent` is what this rank sends (`stretto.groups.link`): links are full duplex, and the collectives move as much
+`sent` is what this rank sends (`stretto.groups.collectives`): links are full duplex, and the collectives move as much
 in as out.
 """
 
 import collections
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
+from torch.futures import Future
 
-from stretto.errors import ConfigError
-from stretto.groups import link as traffic
+from stretto.errors import CommunicationError
+from stretto.groups.collectives import Call
 from stretto.groups.link import Link, Wire
-from stretto.groups.wrapped import LateWork, WrappedGroup
+from stretto.groups.wrapped import WrappedGroup, register_over_gloo
 
 
 def register_throttled(link: Link, name: str = "throttled") -> None:
@@ -35,25 +35,8 @@ def register_throttled(link: Link, name: str = "throttled") -> None:
     Raises:
         ConfigError: `name` is a backend of torch's own.
     """
-    if name in dist.Backend.backend_list and name.upper() not in dist.Backend._plugins:
-        raise ConfigError(f"{name!r} is a backend of torch's own; choose another name for the throttled one")
     wire = Wire(link)
-
-    def create(store: Store, rank: int, world_size: int, timeout: timedelta) -> ThrottledGroup:
-        return ThrottledGroup(gloo_group(store, rank, world_size, timeout), store, wire, name)
-
-    dist.Backend.register_backend(name, create, devices=["cpu"])
-
-
-def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a plain Gloo group that torch's registries know nothing of."""
-    inner_store = PrefixStore("inner", store)
-    group = dist.ProcessGroup(inner_store, rank, world_size)
-    gloo = dist.ProcessGroupGloo(inner_store, rank, world_size, timeout)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    for device in ("cpu", "cuda"):  # Gloo takes tensors of both
-        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
-    return group
+    register_over_gloo(name, lambda inner, store: ThrottledGroup(inner, store, wire, name))
 
 
 class ThrottledGroup(WrappedGroup):
@@ -64,8 +47,6 @@ class ThrottledGroup(WrappedGroup):
         self._wire = wire
         self._sent: collections.Counter[str] = collections.Counter()
         self._counting = threading.Lock()
-
-    # What was sent
 
     @property
     def sent(self) -> dict[str, int]:
@@ -83,137 +64,115 @@ class ThrottledGroup(WrappedGroup):
         """The link this group shares with all groups of its backend in this process."""
         return self._wire.link
 
-    def _issue(
-        self, collective: str, sent_bytes: int, start: Callable[..., dist.Work], *call: Any
-    ) -> dist.Work:
+    def perform(self, call: Call) -> dist.Work:
+        """Start it on the inner group, and let it complete when its bytes have arrived."""
+        sent_bytes = call.sent_bytes
         with self._counting:
-            self._sent[collective] += sent_bytes
+            self._sent[call.operation.name] += sent_bytes
         if self.link.is_free:
-            return start(*call)
+            return call.on(self._inner)
         entered = self._inner.barrier().get_future()
-        work = LateWork(start(*call))
+        work = LateWork(call.on(self._inner))
         entered.add_done_callback(
             lambda done: work.after(done, lambda: self._wire.send(sent_bytes, work.advance))
         )
         return work
 
-    # Collectives
 
-    def allreduce(self, tensors: Any, *options: Any) -> dist.Work:
-        """All-reduce one tensor or a list of one."""
-        sent = traffic.all_reduce(_bytes(tensors), self.size())
-        return self._issue("all_reduce", sent, self._inner.allreduce, tensors, *options)
+class LateWork(dist.Work):
+    """A collective that is complete once it has run *and* its bytes have had the time to travel.
 
-    def allreduce_coalesced(self, tensors: list[Tensor], *options: Any) -> dist.Work:
-        """All-reduce a list of tensors as one."""
-        sent = traffic.all_reduce(_bytes(tensors), self.size())
-        return self._issue("all_reduce", sent, self._inner.allreduce_coalesced, tensors, *options)
+    An error of the collective completes it at once. Torch's own work over a future refuses to wait with a timeout;
+    this one waits like Gloo's: a timeout raises and leaves the work as it was, so that one may wait again.
+    """
 
-    def reduce(self, tensors: Any, *options: Any) -> dist.Work:
-        """Reduce to one rank."""
-        sent = traffic.reduce(_bytes(tensors), self.rank(), _root(options), self.size())
-        return self._issue("reduce", sent, self._inner.reduce, tensors, *options)
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work  # keeps the tensors alive
+        self._over = threading.Event()
+        self._ended: Future[None] = Future()
+        # Only an error raised in `then` is one for C++ too: DDP would take that of `set_exception` for a result.
+        self._future: Future[Any] = self._ended.then(lambda _: self._outcome())
+        self._error: Exception | None = None
+        self._ahead = 2  # the collective itself and the arrival of its bytes
+        self._count = threading.Lock()
+        self._result = _future(work)
+        self._result.add_done_callback(lambda result: self.after(result, self.advance))
 
-    def broadcast(self, tensors: Any, *options: Any) -> dist.Work:
-        """Broadcast from one rank."""
-        sent = traffic.broadcast(_bytes(tensors), self.rank(), _root(options), self.size())
-        return self._issue("broadcast", sent, self._inner.broadcast, tensors, *options)
+    def after(self, future: Future[Any], then: Callable[[], None]) -> None:
+        """Call `then` unless the completed `future` holds an error, which ends this work."""
+        try:
+            future.wait()
+        except Exception as error:  # whatever it is, it belongs to whoever waits
+            self._end(error)
+        else:
+            then()
 
-    def allgather(self, outputs: Any, inputs: Any, *options: Any) -> dist.Work:
-        """All-gather into a list of tensors."""
-        sent = traffic.all_gather(_bytes(inputs), self.size())
-        return self._issue("all_gather", sent, self._inner.allgather, outputs, inputs, *options)
+    def advance(self) -> None:
+        """One of the two things waited for has happened."""
+        with self._count:
+            self._ahead -= 1
+            last = self._ahead == 0
+        if last:
+            self._end(None)
 
-    def allgather_coalesced(self, outputs: Any, inputs: list[Tensor], *options: Any) -> dist.Work:
-        """All-gather a list of tensors into lists."""
-        sent = traffic.all_gather(_bytes(inputs), self.size())
-        return self._issue("all_gather", sent, self._inner.allgather_coalesced, outputs, inputs, *options)
+    def _end(self, error: Exception | None) -> None:
+        with self._count:
+            if self._over.is_set():
+                return
+            self._error = error
+            self._over.set()
+        self._ended.set_result(None)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, *options: Any) -> dist.Work:
-        """All-gather into one tensor."""
-        sent = traffic.all_gather(_bytes(input), self.size())
-        return self._issue("all_gather", sent, self._inner.all_gather_single, output, input, *options)
+    def _outcome(self) -> Any:
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+        return self._result.value()
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: list[Tensor], *options: Any) -> dist.Work:
-        """All-gather several tensors, each into one."""
-        sent = traffic.all_gather(_bytes(inputs), self.size())
-        start = self._inner.all_gather_single_coalesced
-        return self._issue("all_gather", sent, start, outputs, inputs, *options)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, *options: Any) -> dist.Work:
-        """Reduce-scatter from a list of tensors."""
-        sent = traffic.reduce_scatter(_bytes(inputs), self.size())
-        return self._issue("reduce_scatter", sent, self._inner.reduce_scatter, outputs, inputs, *options)
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, *options: Any) -> dist.Work:
-        """Reduce-scatter from one tensor."""
-        sent = traffic.reduce_scatter(_bytes(input), self.size())
-        options = options or (dist.ReduceScatterOptions(),)
-        return self._issue("reduce_scatter", sent, self._inner.reduce_scatter_single, output, input, *options)
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: list[Tensor], *options: Any) -> dist.Work:
-        """Reduce-scatter several tensors."""
-        sent = traffic.reduce_scatter(_bytes(inputs), self.size())
-        start = self._inner.reduce_scatter_single_coalesced
-        return self._issue("reduce_scatter", sent, start, outputs, inputs, *options)
-
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], *options: Any
-    ) -> dist.Work:
-        """All-to-all between two tensors cut along their first dimension; no splits mean equal ones."""
-        parts = _parts(input, input_splits, self.size())
-        sent = traffic.all_to_all(parts, self.rank())
-        start = self._inner.all_to_all_single
-        return self._issue("all_to_all", sent, start, output, input, output_splits, input_splits, *options)
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> dist.Work:
-        """All-to-all between two lists of tensors."""
-        sent = traffic.all_to_all([tensor.nbytes for tensor in inputs], self.rank())
-        return self._issue("all_to_all", sent, self._inner.alltoall, outputs, inputs, *options)
-
-    def gather(self, outputs: Any, inputs: Any, *options: Any) -> dist.Work:
-        """Gather on one rank."""
-        sent = traffic.gather(_bytes(inputs), self.rank(), _root(options))
-        return self._issue("gather", sent, self._inner.gather, outputs, inputs, *options)
-
-    def scatter(self, outputs: Any, inputs: Any, *options: Any) -> dist.Work:
-        """Scatter from one rank."""
-        sent = traffic.scatter(_bytes(outputs), self.rank(), _root(options), self.size())
-        return self._issue("scatter", sent, self._inner.scatter, outputs, inputs, *options)
-
-    def barrier(self, *options: Any, **named: Any) -> dist.Work:
-        """Wait for all ranks; costs the latency."""
-        return self._issue("barrier", 0, lambda: self._inner.barrier(*options, **named))
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Refused: a link between two ranks is not modelled.
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the collective is complete, or at most `timeout` where it is not zero.
 
         Raises:
-            ConfigError: always.
+            CommunicationError: not complete within `timeout`.
+            RuntimeError: the collective failed; the backend's message.
         """
-        raise ConfigError(
-            "a throttled group models collectives, not send and recv; use a plain Gloo group for those"
-        )
+        if not self._over.wait(timeout.total_seconds() or None):
+            raise CommunicationError(
+                f"a collective was not complete within {timeout.total_seconds():g} s: a rank has not entered it, or "
+                f"its bytes are still on the wire; wait again or longer"
+            )
+        self._outcome()
+        return True
 
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Refused, see `send`."""
-        return self.send(tensors, rank, tag)
+    def is_completed(self) -> bool:
+        """Whether `wait` returns or raises at once."""
+        return self._over.is_set()
+
+    def is_success(self) -> bool:
+        """Whether the collective is complete and did not fail."""
+        return self._over.is_set() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """The error that ended the collective, if one did."""
+        return self._error
+
+    def result(self) -> Any:
+        """The output tensors, once complete."""
+        return self._work.result()
+
+    def get_future(self) -> Future[Any]:
+        """A future of the output tensors, completed with this work."""
+        return self._future
 
 
-def _bytes(tensors: Any) -> int:
-    if isinstance(tensors, Tensor):
-        return tensors.nbytes
-    return sum(_bytes(tensor) for tensor in tensors)
+def _future(work: dist.Work) -> Future[Any]:
+    """Return the work's future, or one that a thread completes where torch has none.
 
-
-def _parts(input: Tensor, splits: Sequence[int], world_size: int) -> list[int]:
-    if not splits:
-        return [input.nbytes // world_size] * world_size
-    row = input.nbytes // max(1, input.shape[0])
-    return [rows * row for rows in splits]
-
-
-def _root(options: tuple[Any, ...]) -> int:
-    """Read the root rank, which is a field of torch's options or an argument of the short forms."""
-    first = options[0] if options else 0
-    return first if isinstance(first, int) else int(first.rootRank)
+    Gloo's reduce-scatters have none: they copy their result out in `wait`.
+    """
+    with contextlib.suppress(RuntimeError):
+        return work.get_future()
+    begin: Future[None] = Future()
+    end: Future[Any] = begin.then(lambda _: work.wait())
+    threading.Thread(target=begin.set_result, args=(None,), name="stretto-wait", daemon=True).start()
+    return end

@@ -5,16 +5,16 @@ from stretto.virtual.group import VirtualGroup
 from stretto.virtual.network import NETWORKS, Network, Outage, Uplink, parse_network
 from stretto.virtual.runtime import Compute, parse_slowness
 from stretto.virtual.store import VirtualStore
-from stretto.virtual.trace import Span, Standing, Trace, Transfer
+from stretto.virtual.trace import RankStatus, Span, Trace, Transfer
 
 __all__ = [
     "NETWORKS",
     "Compute",
     "Network",
     "Outage",
+    "RankStatus",
     "Results",
     "Span",
-    "Standing",
     "Trace",
     "Transfer",
     "Uplink",

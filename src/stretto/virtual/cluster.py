@@ -1,4 +1,4 @@
-"""The virtual cluster: a program on many ranks of one process, in virtual time."""
+"""The virtual cluster: one program on many ranks of one process, in virtual time."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,27 +10,27 @@ from torch import distributed as dist
 from stretto.errors import ConfigError, Deadlock, PeerFailed
 from stretto.fields import check_fields
 from stretto.virtual.clock import Schedule
-from stretto.virtual.collectives import Hall, Surroundings
+from stretto.virtual.collectives import CollectiveMatcher, RunContext
 from stretto.virtual.group import VirtualGroup
 from stretto.virtual.network import Network, Wires
-from stretto.virtual.runtime import Compute, Costs, Desk
-from stretto.virtual.trace import Trace, standings
+from stretto.virtual.runtime import Compute, RankTime
+from stretto.virtual.trace import Trace, rank_statuses
 
 T = TypeVar("T")
 Faults = Callable[[dist.ProcessGroup], dist.ProcessGroup]
-"""Returns the group that a rank is handed in the place of its own: one that injects faults, for example."""
+"""Takes a rank's group and returns the one that its program gets: one that injects faults, for example."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Results(Generic[T]):
-    """What came of one run."""
+    """The outcome of one run."""
 
     values: tuple[T, ...]
     """What the program returned, by rank."""
     elapsed_ns: int
     """Virtual nanoseconds from the beginning to the end of the last rank."""
     trace: Trace
-    """What every rank did when."""
+    """What every rank did, and when."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,22 +44,22 @@ class VirtualCluster:
 
         results = VirtualCluster(64, network=NETWORKS["office"], seed=3).run(program)
 
-    The code is the one that runs on real processes. Its communication lanes, collectives and costs take virtual
-    time, by the models of the network and of the computing; everything else takes none. Equal clusters run equal
-    programs alike to the bit, also in another process; another seed lets ranks that are ready at the same instant
-    take turns in another order.
+    The code is the one that runs on real processes. Collectives take virtual time by the model of the network, work
+    takes it by the model of computing, and everything else takes none. Equal clusters run equal programs alike to the
+    bit, also in another process. With another seed, ranks that are ready at the same instant take turns in another
+    order.
     """
 
     world_size: int
     """How many ranks there are."""
     network: Network = dataclasses.field(default_factory=Network)
-    """What sending costs; by default nothing."""
+    """How long sending takes; by default no time."""
     compute: Compute = dataclasses.field(default_factory=Compute)
-    """What computing costs."""
+    """How long computing takes."""
     seed: int = 0
-    """Of the order among ranks that are ready at the same instant, and of the jitter of costs."""
+    """Decides the order of ranks that are ready at the same instant, and the jitter of computing."""
     faults: Faults | None = None
-    """What every rank's group is wrapped in; None for nothing."""
+    """Wraps every rank's group; None for no wrapper."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,13 +74,13 @@ class VirtualCluster:
         """Call `program(rank, group)` for every rank and return when all have returned.
 
         Args:
-            program: Ordinary training code that uses the group it is handed. It must not wait for anything but
-                collectives: what blocks one thread blocks all.
+            program: Ordinary training code on the group it is given. It must not wait for anything but collectives:
+                a thread that blocks in real time blocks all.
 
         Raises:
-            CollectivesDisagree: Ranks called different collectives; says where each one stands.
-            Deadlock: No rank can go on; says where each one stands.
-            BaseException: What a rank's program raised first. A note says how to run the same again.
+            CollectivesDisagree: Ranks called different collectives; says what each rank does.
+            Deadlock: No rank can go on; says what each rank does.
+            BaseException: The first error of a rank's program. A note says how to run the same again.
         """
         run = _Run(self, program)
         try:
@@ -98,11 +98,12 @@ class _Run(Generic[T]):
         self._cluster = cluster
         self._program = program
         self._trace = Trace()
-        self._schedule = Schedule(cluster.seed, self._stand_still)
+        self._schedule = Schedule(cluster.seed, self._deadlock)
         self._values: dict[int, T] = {}
         self._error: BaseException | None = None
         wires = Wires(cluster.network, cluster.world_size)
-        self._hall = Hall("the group", Surroundings(cluster.world_size, self._schedule, wires, self._trace))
+        context = RunContext(cluster.world_size, self._schedule, wires, self._trace)
+        self._matcher = CollectiveMatcher("the group", context)
 
     def complete(self) -> Results[T]:
         """Run it from beginning to end."""
@@ -117,10 +118,10 @@ class _Run(Generic[T]):
         return Results(values=values, elapsed_ns=self._schedule.now_ns, trace=self._trace)
 
     def _rank(self, rank: int) -> None:
-        """One rank's task."""
+        """Run the program of one rank."""
         cluster, schedule = self._cluster, self._schedule
-        desk = Desk(rank, schedule, Costs(cluster.compute, cluster.seed, rank), self._trace)
-        group: dist.ProcessGroup = VirtualGroup(self._hall, desk, cluster.world_size)
+        time = RankTime(rank, schedule, self._trace, cluster.compute, cluster.seed)
+        group: dist.ProcessGroup = VirtualGroup(self._matcher, time)
         if cluster.faults is not None:
             group = cluster.faults(group)
         try:
@@ -131,8 +132,8 @@ class _Run(Generic[T]):
                 cause = f"rank {rank}: {type(error).__name__}: {error}"
                 schedule.fail(lambda: PeerFailed(cause))
 
-    def _stand_still(self) -> Exception:
+    def _deadlock(self) -> Exception:
         return Deadlock(
             "no rank can go on: expected every rank to come to the same collectives",
-            tuple(standings(self._schedule.tasks, self._schedule.now_ns)),
+            tuple(rank_statuses(self._schedule)),
         )

@@ -1,84 +1,76 @@
-"""One rank's call of a collective: what all ranks must agree on, and what each one brings.
+"""What collectives do with tensors, once all ranks have come: a few operations per rank, not per pair of ranks.
 
-What collectives do with tensors, once all ranks have brought theirs: a few operations per rank, not per pair.
-
-Reductions add in rank order, so that results do not depend on who came first.
+Sums add in rank order, so that results do not depend on the order in which the ranks came.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from stretto.errors import ConfigError
 from stretto.exchange.sums import sum_in_rank_order
-from stretto.virtual.network import Pattern
+from stretto.groups.collectives import Call
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Terms:
-    """What every rank must say alike of one collective."""
-
-    operation: str
-    dtypes: tuple[str, ...]
-    numels: tuple[int, ...]
-    """Elements of every tensor that a rank brings; empty where ranks may bring different numbers."""
-    root: int | None = None
-    reduction: str | None = None
-
-    def __str__(self) -> str:
-        sizes = ", ".join(str(numel) for numel in self.numels)
-        parts = [
-            self.operation,
-            f"of {sizes} elements" if self.numels else "",
-            f"in {', '.join(dict.fromkeys(self.dtypes))}" if self.dtypes else "",
-            f"with root {self.root}" if self.root is not None else "",
-            f"by {self.reduction}" if self.reduction is not None else "",
-        ]
-        return " ".join(part for part in parts if part)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """One rank's part of one collective."""
-
-    terms: Terms
-    inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
-    sent_bytes: int
-    pattern: Pattern
-    input_splits: Sequence[int] = ()
-    """Rows for every rank; empty for equal parts."""
-    output_splits: Sequence[int] = ()
-    """Rows from every rank; empty for equal parts."""
-
-
-def terms(
-    operation: str, tensors: Sequence[Tensor], root: int | None = None, reduction: str | None = None
-) -> Terms:
-    """Return the terms of a collective to which every rank brings tensors of equal sizes."""
-    return Terms(
-        operation,
-        tuple([str(tensor.dtype).removeprefix("torch.") for tensor in tensors]),
-        tuple([tensor.numel() for tensor in tensors]),
-        root,
-        reduction,
-    )
+Movement = Callable[[Sequence[Call]], None]
+"""Fills the outputs of all ranks' calls, which are given in rank order."""
 
 
 def move(calls: Sequence[Call]) -> None:
     """Perform a collective.
 
     Args:
-        calls: Those of all ranks, in rank order, on equal terms.
+        calls: Those of all ranks, in rank order, which agree.
     """
+    method = calls[0].method
+    movements = _OF_LISTS if method.is_listed else _OF_WHOLES
     with torch.no_grad():
-        MOVEMENTS[calls[0].terms.operation](calls)
+        movements[method.operation.name](calls)
 
 
-def _nothing(calls: Sequence[Call]) -> None:
-    """A barrier moves nothing."""
+def reduction_name(call: Call) -> str:
+    """Return the name of the reduction that a call asks for.
+
+    Raises:
+        ConfigError: It is none of those that a virtual cluster performs.
+    """
+    chosen = call.reduction
+    for name, known, _ in _REDUCTIONS:
+        if chosen == known:
+            return name
+    names = ", ".join(name for name, _, _ in _REDUCTIONS)
+    raise ConfigError(f"a virtual cluster reduces by {names}, not {chosen}")
+
+
+# Reductions
+
+
+def _sum(contributions: Tensor) -> Tensor:
+    total = torch.empty_like(contributions[0])
+    sum_in_rank_order(contributions.flatten(1), total.view(-1))
+    return total
+
+
+_REDUCTIONS: Sequence[tuple[str, dist.ReduceOp.RedOpType, Callable[[Tensor], Tensor]]] = (
+    ("sum", dist.ReduceOp.SUM, _sum),
+    ("average", dist.ReduceOp.AVG, lambda contributions: _sum(contributions) / len(contributions)),
+    ("maximum", dist.ReduceOp.MAX, lambda contributions: contributions.amax(0)),
+    ("minimum", dist.ReduceOp.MIN, lambda contributions: contributions.amin(0)),
+    ("product", dist.ReduceOp.PRODUCT, lambda contributions: contributions.prod(0)),
+)
+"""Name, torch's constant, and what it makes of `(world size, ...)` contributions."""
+
+
+def _reduced(calls: Sequence[Call], index: int) -> Tensor:
+    """Reduce every rank's `index`-th input."""
+    contributions = torch.stack([call.inputs[index] for call in calls])
+    name = reduction_name(calls[0])
+    return next(reduce for known, _, reduce in _REDUCTIONS if known == name)(contributions)
+
+
+# Movements
 
 
 def _all_reduce(calls: Sequence[Call]) -> None:
@@ -89,16 +81,16 @@ def _all_reduce(calls: Sequence[Call]) -> None:
 
 
 def _reduce(calls: Sequence[Call]) -> None:
-    root = calls[0].terms.root or 0
-    for index in range(len(calls[0].inputs)):
-        _fill(calls[root].outputs[index], _reduced(calls, index))
+    root = calls[calls[0].root]
+    for index, output in enumerate(root.outputs):
+        _fill(output, _reduced(calls, index))
 
 
 def _broadcast(calls: Sequence[Call]) -> None:
-    root = calls[0].terms.root or 0
-    for rank, call in enumerate(calls):
-        if rank != root:
-            for output, content in zip(call.outputs, calls[root].inputs, strict=True):
+    root = calls[calls[0].root]
+    for call in calls:
+        if call is not root:
+            for output, content in zip(call.outputs, root.inputs, strict=True):
                 _fill(output, content)
 
 
@@ -110,7 +102,7 @@ def _all_gather(calls: Sequence[Call]) -> None:
 
 
 def _all_gather_lists(calls: Sequence[Call]) -> None:
-    contents = [call.inputs[0] for call in calls]
+    contents = [content for call in calls for content in call.inputs]
     for call in calls:
         for output, content in zip(call.outputs, contents, strict=True):
             _fill(output, content)
@@ -130,7 +122,7 @@ def _reduce_scatter_lists(calls: Sequence[Call]) -> None:
 
 def _all_to_all(calls: Sequence[Call]) -> None:
     world_size = len(calls)
-    if any(call.input_splits or call.output_splits for call in calls):
+    if calls[0].has_splits:
         return _all_to_all_uneven(calls)
     # [source, destination, element]: one copy in per source, one strided copy out per destination.
     everything = torch.stack([call.inputs[0].reshape(world_size, -1) for call in calls])
@@ -155,27 +147,15 @@ def _all_to_all_lists(calls: Sequence[Call]) -> None:
 
 
 def _gather(calls: Sequence[Call]) -> None:
-    root = calls[calls[0].terms.root or 0]
+    root = calls[calls[0].root]
     for output, call in zip(root.outputs, calls, strict=True):
         _fill(output, call.inputs[0])
 
 
 def _scatter(calls: Sequence[Call]) -> None:
-    root = calls[calls[0].terms.root or 0]
+    root = calls[calls[0].root]
     for call, content in zip(calls, root.inputs, strict=True):
         _fill(call.outputs[0], content)
-
-
-def _reduced(calls: Sequence[Call], index: int) -> Tensor:
-    """Reduce every rank's `index`-th input, in rank order."""
-    contributions = torch.stack([call.inputs[index] for call in calls])
-    return REDUCTIONS[calls[0].terms.reduction or "sum"](contributions)
-
-
-def _summed(contributions: Tensor) -> Tensor:
-    total = torch.empty_like(contributions[0])
-    sum_in_rank_order(contributions.flatten(1), total.view(-1))
-    return total
 
 
 def _fill(output: Tensor, content: Tensor) -> None:
@@ -186,29 +166,26 @@ def _cut(tensor: Tensor, splits: Sequence[int], world_size: int) -> Sequence[Ten
     return tensor.split(list(splits)) if splits else tensor.chunk(world_size)
 
 
-REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+_OF_WHOLES: Mapping[str, Movement] = MappingProxyType(
     {
-        "sum": _summed,
-        "average": lambda contributions: _summed(contributions) / len(contributions),
-        "maximum": lambda contributions: contributions.amax(0),
-        "minimum": lambda contributions: contributions.amin(0),
-        "product": lambda contributions: contributions.prod(0),
-    }
-)
-
-MOVEMENTS: Mapping[str, Callable[[Sequence[Call]], None]] = MappingProxyType(
-    {
-        "barrier": _nothing,
+        "barrier": lambda calls: None,
         "all_reduce": _all_reduce,
         "reduce": _reduce,
         "broadcast": _broadcast,
         "all_gather": _all_gather,
-        "all_gather of lists": _all_gather_lists,
         "reduce_scatter": _reduce_scatter,
-        "reduce_scatter of lists": _reduce_scatter_lists,
         "all_to_all": _all_to_all,
-        "all_to_all of lists": _all_to_all_lists,
+    }
+)
+"""Movements by the operation's name, where the parts of different ranks are parts of one tensor."""
+
+_OF_LISTS: Mapping[str, Movement] = MappingProxyType(
+    {
+        "all_gather": _all_gather_lists,
+        "reduce_scatter": _reduce_scatter_lists,
+        "all_to_all": _all_to_all_lists,
         "gather": _gather,
         "scatter": _scatter,
     }
 )
+"""Movements by the operation's name, where they are tensors of a list."""

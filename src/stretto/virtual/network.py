@@ -1,30 +1,26 @@
 """The network's model: how long what every rank sends needs to arrive.
 
-Note [Network]
-    Every rank has a full-duplex link of its own, and ranks may share uplinks. A link carries one transmission
-    after the other, in the order in which collectives begin; a collective begins when its last rank has entered it,
-    and is over on all ranks when its last byte has arrived:
+Every rank has a full-duplex link of its own, and ranks may share uplinks. A link carries one transmission after the
+other, in the order in which collectives begin. A collective begins when its last rank has entered it, and is over on
+all ranks when its last byte has arrived:
 
-        over = max over links of  max(begun, link free) + bytes / rate + latency
+    over = max over links of  max(begun, link free) + bytes / rate + latency
 
-    With `bytes` from the algorithms in `stretto.groups.link` this is the throttled group's model, with all
-    ranks in view. Processors send without cost, and switches drop nothing.
+`bytes` come from the table in `stretto.groups.collectives`. The throttled group has the same model of its own link.
+Sending costs no computing time, and switches drop nothing.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import ConfigError, UnknownName
 from stretto.fields import check_fields, unknown_name
+from stretto.groups.collectives import Pattern
 from stretto.groups.link import Link
-
-Pattern = Literal["ring", "direct"]
-"""Who sends to whom: every rank to the next, or every rank to every other."""
 
 _PICOSECONDS_PER_NANOSECOND = 1000
 _FREE = Link()
@@ -45,7 +41,7 @@ class Uplink:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outage:
-    """A time in which a rank's link carries nothing; what is under way goes on afterwards."""
+    """A time in which a rank's link carries nothing; an interrupted transmission goes on afterwards."""
 
     rank: int
     start_ns: int
@@ -61,12 +57,12 @@ class Outage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """Links of a virtual cluster; the default is a network that costs no time."""
+    """The links of a virtual cluster; by default they cost no time."""
 
     link: Link = _FREE
     """Every rank's own link, in each direction."""
     links: Mapping[int, Link] = dataclasses.field(default_factory=dict)
-    """Ranks with another link."""
+    """Links of single ranks, in place of `link`."""
     uplinks: tuple[Uplink, ...] = ()
     """Links that ranks share."""
     outages: tuple[Outage, ...] = ()
@@ -76,7 +72,7 @@ class Network:
         check_fields(self)
 
     def check(self, world_size: int) -> None:
-        """Raise unless every rank that is named exists.
+        """Check that every rank that the network names exists.
 
         Raises:
             ConfigError: One does not.
@@ -90,11 +86,11 @@ class Network:
 
 
 class Wires:
-    """What the links of one run carry, and until when.
+    """The links of one run, and until when each of them is busy.
 
     Args:
-        network: Its model.
-        world_size: How many ranks have a link.
+        network: Their rates, latencies and outages.
+        world_size: How many ranks there are.
     """
 
     def __init__(self, network: Network, world_size: int) -> None:
@@ -113,7 +109,7 @@ class Wires:
         Args:
             begun_ns: When the last rank has entered it.
             sent_bytes: By rank.
-            pattern: Decides how much of it takes the uplinks.
+            pattern: Who sends to whom, which decides how many bytes cross the uplinks.
         """
         if self._world_size == 1:
             return begun_ns
@@ -125,14 +121,14 @@ class Wires:
         stops = starts + carried.astype(np.int64) * self._rates // _PICOSECONDS_PER_NANOSECOND
         for outage in self._outages:
             if starts[outage.rank] < outage.stop_ns and stops[outage.rank] > outage.start_ns:
-                # What was sent before the outage has been sent.
+                # Bytes that were sent before the outage are not sent again.
                 begun_inside = max(outage.start_ns, int(starts[outage.rank]))
                 stops[outage.rank] += outage.stop_ns - begun_inside
         self._free_from = stops
         return int((stops + self._latencies).max())
 
     def _crossing(self, sent: NDArray[np.int64], members: NDArray[np.int64], pattern: Pattern) -> int:
-        """Return how many bytes leave those who share an uplink."""
+        """Return how many bytes the members of an uplink send to ranks outside it."""
         if pattern == "ring":
             following = (members + 1) % self._world_size
             return int(sent[members[~np.isin(following, members)]].sum())

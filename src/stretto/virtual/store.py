@@ -1,10 +1,12 @@
-"""A store that is slow in virtual time: how long every read takes is said beforehand.
+"""A store that is slow in virtual time: the duration of every read is given beforehand.
+
+One read follows the other, as soon as there is room for its batch. With `ahead` batches of room:
 
     begun(k) = max(over(k - 1), taken(k - ahead))
     over(k)  = begun(k) + seconds(k)
 
-One read after the other, as soon as there is room. A bare loop waits for each. An `EchoLoader` reads ahead, as it does
-with any loader, and `Ready` and `Auto` decide by the virtual clock, so that equal runs decide alike.
+A bare loop waits for each read. An `EchoLoader` reads ahead, as it does with any loader. `Ready` and `Auto` decide by
+the virtual clock, so that equal runs decide alike.
 """
 
 import dataclasses
@@ -20,7 +22,7 @@ Batch = TypeVar("Batch")
 
 
 class VirtualStore(Generic[Batch]):
-    """Gives the batches of `loader`, each after its time; attributes it does not have are the loader's.
+    """Gives the batches of `loader`, each after its time; other attributes are those of the loader.
 
         store = VirtualStore(loader, group, itertools.repeat(0.025))
         for batch in parallel.feed(EchoLoader(store, Ready())):
@@ -28,8 +30,8 @@ class VirtualStore(Generic[Batch]):
 
     Args:
         loader: This rank's batches, which take no time themselves.
-        group: Whose clock counts, and which rank waits.
-        durations: Seconds of one read after the other, without end; later passes go on with them.
+        group: The group of the rank that reads and waits.
+        durations: Seconds of one read after the other, without end; a later pass goes on where the last one ended.
     """
 
     def __init__(self, loader: Iterable[Batch], group: VirtualGroup, durations: Iterable[float]) -> None:
@@ -53,7 +55,7 @@ class VirtualStore(Generic[Batch]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pass(Iterator[Batch]):
-    """One pass; see `stretto.echo.reader.BringsReader`."""
+    """One pass over a store, for a bare loop (`__next__`) or an `EchoLoader` (`open_reader`)."""
 
     batches: Iterator[Batch]
     group: VirtualGroup
@@ -65,18 +67,23 @@ class _Pass(Iterator[Batch]):
         return batch
 
     def open_reader(self, capture: Callable[[], Any], ahead: int) -> Reader:
-        """See `BringsReader.open_reader`."""
+        """Return what an `EchoLoader` reads this pass with."""
         return VirtualReader(self, capture, ahead)
 
     def next_duration_ns(self) -> int:
+        """Return how long the next read takes.
+
+        Raises:
+            ConfigError: No finite duration is left.
+        """
         seconds = next(self.durations, None)
         if seconds is None or not 0 <= seconds < float("inf"):
             raise ConfigError(f"a VirtualStore needs a finite duration of every read, found {seconds}")
         return round(seconds * 1e9)
 
 
-class VirtualReader:
-    """See `stretto.echo.reader.Reader`; no thread, since it can be told when one would be done.
+class VirtualReader(Reader):
+    """Reads ahead in virtual time, without a thread: the end of every read is known when it begins.
 
     Args:
         reads: The pass to read.
@@ -87,8 +94,8 @@ class VirtualReader:
     def __init__(self, reads: _Pass[Any], capture: Callable[[], Any], ahead: int) -> None:
         self._reads = reads
         self._capture = capture
-        self._shelf: deque[tuple[Fetched | BaseException, int]] = deque()
-        """What is read or being read, and the instant at which it is over."""
+        self._queue: deque[tuple[Fetched | BaseException, int]] = deque()
+        """What has been read or is being read, each with the instant at which its read is over."""
         self._over_ns = 0
         self._is_closed = False
         self._reads_ahead = ahead > 0
@@ -96,38 +103,36 @@ class VirtualReader:
             self._begin()
 
     def now(self) -> float:
-        """See `Reader.now`: virtual seconds."""
+        """Return virtual seconds since the run began."""
         return self._reads.group.now_ns / 1e9
 
     def is_ready(self) -> bool:
-        """See `Reader.is_ready`."""
-        return bool(self._shelf) and self._shelf[0][1] <= self._reads.group.now_ns
+        return bool(self._queue) and self._queue[0][1] <= self._reads.group.now_ns
 
     def take(self) -> Fetched:
-        """See `Reader.take`."""
         if self._is_closed:
             raise OutOfTurn(
                 "this pass over the store has been closed: another iterator was begun, or close() called"
             )
-        if not self._shelf:
+        if not self._queue:
             self._begin()
-        outcome, over_ns = self._shelf[0]
+        outcome, over_ns = self._queue[0]
         self._reads.group.wait_until(over_ns)
         if isinstance(outcome, BaseException):
             raise outcome
         if not outcome.has_ended:  # the end stays: it is the answer to every later call too
-            self._shelf.popleft()
+            self._queue.popleft()
             if self._reads_ahead:
                 self._begin()
         return outcome
 
     def close(self, *, waits: bool = True) -> None:
-        """See `Reader.close`; reads under way are forgotten."""
+        """End at once; reads under way are forgotten."""
         self._is_closed = True
 
     def _begin(self) -> None:
         """Begin the next read, unless nothing comes any more."""
-        if self._shelf and is_last(self._shelf[-1][0]):
+        if self._queue and is_last(self._queue[-1][0]):
             return
         outcome = fetch(self._reads.batches, self._capture)
         begun_ns = max(self._over_ns, self._reads.group.now_ns)
@@ -135,4 +140,4 @@ class VirtualReader:
         if isinstance(outcome, Fetched):
             outcome = dataclasses.replace(outcome, seconds=duration_ns / 1e9)
         self._over_ns = begun_ns + duration_ns
-        self._shelf.append((outcome, self._over_ns))
+        self._queue.append((outcome, self._over_ns))

@@ -1,14 +1,13 @@
-"""What every rank did when, in virtual time, and where every rank stands.
+"""The trace of a run: what every rank did and when, in virtual time; and what every rank does at a failure.
 
-The trace of a run: what every rank did when, in virtual time, in the order in which it happened.
-
-Where every rank stands: one row per rank, for errors that concern them all.
+`Trace` has one record per piece of work and per collective, in the order in which they happened. `rank_statuses` has
+one row per rank, for errors that concern them all.
 """
 
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from stretto.virtual.clock import Task
+from stretto.virtual.clock import Schedule, Task
 
 
 class Span(NamedTuple):
@@ -30,7 +29,7 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One collective, which all ranks of a group performed."""
+    """One collective of all ranks of a group."""
 
     group: str
     sequence: int
@@ -42,7 +41,7 @@ class Transfer(NamedTuple):
     entered: tuple[int, ...]
     """The ranks in the order in which they entered."""
     start_ns: int
-    """When the last one had."""
+    """When the last one entered."""
     stop_ns: int
     """When it was over."""
 
@@ -70,6 +69,50 @@ class Trace:
         path.write_text("".join(f"{line}\n" for line in self.lines()))
 
 
+# What every rank does at a failure
+
+LANE = "its communication lane"
+"""What a program waits for when it takes its lane's result."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """What one rank does at the moment of a failure."""
+
+    rank: int
+    doing: str
+    """What it waits for, or that it computes or has returned."""
+    since_ns: int
+    """Since when, in virtual nanoseconds."""
+    line: str
+    """The user's line at which its program is, as `file:line in function`; empty once it has ended."""
+
+    def __str__(self) -> str:
+        place = f", at {self.line}" if self.line else ""
+        return f"rank {self.rank}: {self.doing}, since {self.since_ns / 1e6:.6f} ms{place}"
+
+
+def rank_statuses(schedule: Schedule) -> list[RankStatus]:
+    """Return what every rank does now, in rank order."""
+    programs = {task.rank: task for task in schedule.tasks if not task.is_lane}
+    # Of a rank's lanes, the last one belongs to its present job.
+    lanes = {task.rank: task for task in schedule.tasks if task.is_lane and not task.has_ended}
+    return [_rank_status(programs[rank], lanes.get(rank), schedule.now_ns) for rank in sorted(programs)]
+
+
+def _rank_status(program: Task, lane: Task | None, now_ns: int) -> RankStatus:
+    if program.has_ended:
+        return RankStatus(rank=program.rank, doing="has returned", since_ns=program.waits_since_ns, line="")
+    line = _user_line(program.frame)
+    if program.waits_for is None:
+        return RankStatus(rank=program.rank, doing="is computing", since_ns=now_ns, line=line)
+    if lane is not None and lane.waits_for is not None and str(program.waits_for) == LANE:
+        doing, since_ns = f"its communication lane waits for {lane.waits_for}", lane.waits_since_ns
+    else:
+        doing, since_ns = f"waits for {program.waits_for}", program.waits_since_ns
+    return RankStatus(rank=program.rank, doing=doing, since_ns=since_ns, line=line)
+
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LIBRARY = tuple(
     str(path)
@@ -83,49 +126,7 @@ _LIBRARY = tuple(
         Path(sys.modules["contextlib"].__file__ or ""),
     )
 )
-"""Frames in these files are not the user's."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """What one rank does at the moment when something failed."""
-
-    rank: int
-    doing: str
-    """What it waits for, or that it computes, has returned or has raised."""
-    since_ns: int
-    """Since when, in virtual nanoseconds."""
-    line: str
-    """The user's line where its program stands, as `file:line in function`; empty once it has ended."""
-
-    def __str__(self) -> str:
-        place = f", at {self.line}" if self.line else ""
-        return f"rank {self.rank}: {self.doing}, since {self.since_ns / 1e6:.6f} ms{place}"
-
-
-def standings(tasks: Sequence[Task], now_ns: int) -> list[Standing]:
-    """Return where every rank stands, in rank order."""
-    programs = {task.rank: task for task in tasks if not task.is_lane}
-    # Of a rank's lanes, the last is the one that its present job has.
-    lanes = {task.rank: task for task in tasks if task.is_lane and not task.has_ended}
-    return [_standing(programs[rank], lanes.get(rank), now_ns) for rank in sorted(programs)]
-
-
-def _standing(program: Task, lane: Task | None, now_ns: int) -> Standing:
-    if program.has_ended:
-        return Standing(rank=program.rank, doing="has returned", since_ns=program.waits_since_ns, line="")
-    line = _user_line(program.frame)
-    if program.waits_for is None:
-        return Standing(rank=program.rank, doing="is computing", since_ns=now_ns, line=line)
-    if lane is not None and lane.waits_for is not None and str(program.waits_for) == LANE:
-        doing, since_ns = f"its communication lane waits for {lane.waits_for}", lane.waits_since_ns
-    else:
-        doing, since_ns = f"waits for {program.waits_for}", program.waits_since_ns
-    return Standing(rank=program.rank, doing=doing, since_ns=since_ns, line=line)
-
-
-LANE = "its communication lane"
-"""What a program waits for that takes its lane's result."""
+"""Stack frames in these files are not the user's."""
 
 
 def _user_line(frame: FrameType | None) -> str:

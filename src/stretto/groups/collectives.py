@@ -1,0 +1,348 @@
+"""The table of collectives, and the process group whose methods it makes.
+
+Torch asks a process group for a collective by a method, as in `group.broadcast([tensor], options)`. A group written in
+Python needs all these methods. They differ in the order of their arguments, and torch still calls some of them by an
+older name. All that is said here, once: an `Operation` is what ranks do together and how many bytes that takes; a row
+of `METHODS` is one way in which torch asks for it. `CollectiveGroup` has every method of the table, and each of them
+hands a `Call` to `perform`, the one method that a subclass writes.
+
+Bytes follow the algorithms that Gloo runs. N is the world size. Only payload counts, no headers; divisions round down.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
+
+from stretto.errors import ConfigError
+
+Pattern = Literal["ring", "direct"]
+"""Who sends to whom: every rank to the next one, or every rank to every other."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """What ranks do together."""
+
+    name: str
+    """In counts, messages and traces."""
+    pattern: Pattern
+    sent_bytes: Callable[["Call"], int]
+    """Bytes that the calling rank sends."""
+    reduces: bool = False
+    """Whether the ranks' tensors are reduced, by `Call.reduction`."""
+    has_root: bool = False
+    """Whether one rank, `Call.root`, has another part than the rest."""
+    sized_by: Literal["inputs", "outputs"] = "inputs"
+    """The tensors that have the same sizes on all ranks. Of a scatter, only the root has inputs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Method:
+    """One method of a process group: a row of the table."""
+
+    name: str
+    operation: Operation
+    arguments: tuple[str, ...]
+    """What comes before the options: `tensors` that are changed in place, or `outputs` and `inputs`, and the rows of an
+    all-to-all."""
+    aliases: tuple[str, ...] = ()
+    """Older names, which torch still calls."""
+    is_listed: bool = False
+    """Whether the parts of different ranks are a list of tensors; otherwise they are parts of one tensor."""
+    single: str = ""
+    """The argument that has to be one tensor, though torch passes it in a list."""
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether outputs are written over the inputs."""
+        return "tensors" in self.arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One rank's call of a collective."""
+
+    method: Method
+    arguments: tuple[Any, ...]
+    """As torch passes them: those of `Method.arguments`, then options."""
+    named: Mapping[str, Any]
+    rank: int
+    world_size: int
+
+    def on(self, group: dist.ProcessGroup) -> dist.Work:
+        """Call the same on another group."""
+        work: dist.Work = getattr(group, self.method.name)(*self.arguments, **self.named)
+        return work
+
+    @property
+    def operation(self) -> Operation:
+        """What the ranks do together."""
+        return self.method.operation
+
+    @functools.cached_property
+    def inputs(self) -> list[Tensor]:
+        """The tensors that are read, in one flat list; those that are written where a collective works in place."""
+        return _flat(self._argument("tensors" if self.method.is_in_place else "inputs", []))
+
+    @functools.cached_property
+    def outputs(self) -> list[Tensor]:
+        """The tensors that are written, in one flat list."""
+        return _flat(self._argument("tensors" if self.method.is_in_place else "outputs", []))
+
+    @property
+    def input_splits(self) -> Sequence[int]:
+        """Rows that go to each rank; empty for equal parts."""
+        splits: Sequence[int] = self._argument("input_splits", ())
+        return splits
+
+    @property
+    def output_splits(self) -> Sequence[int]:
+        """Rows that come from each rank; empty for equal parts."""
+        splits: Sequence[int] = self._argument("output_splits", ())
+        return splits
+
+    @property
+    def has_splits(self) -> bool:
+        """Whether the ranks' parts may have different numbers of rows."""
+        return bool(self.input_splits or self.output_splits)
+
+    @property
+    def root(self) -> int:
+        """The root rank: a field of torch's options, or an argument of the short forms."""
+        first = self._options[0] if self._options else 0
+        return first if isinstance(first, int) else int(first.rootRank)
+
+    @property
+    def reduction(self) -> Any:
+        """The reduction: a field of torch's options, or an argument of the short forms."""
+        chosen = [option for option in self._options if not isinstance(option, int)]  # an int is the root
+        return getattr(chosen[0], "reduceOp", chosen[0]) if chosen else dist.ReduceOp.SUM
+
+    @property
+    def sized(self) -> list[Tensor]:
+        """The tensors that have the same sizes on all ranks."""
+        return self.outputs if self.operation.sized_by == "outputs" else self.inputs
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of `sized`."""
+        return sum([tensor.nbytes for tensor in self.sized])
+
+    @property
+    def part_bytes(self) -> list[int]:
+        """Bytes that an all-to-all has for each rank."""
+        if self.method.is_listed:
+            return [tensor.nbytes for tensor in self.inputs]
+        (whole,) = self.inputs
+        row_bytes = whole.nbytes // max(1, whole.shape[0])
+        equal_parts = [whole.nbytes // self.world_size] * self.world_size
+        return [rows * row_bytes for rows in self.input_splits] or equal_parts
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends."""
+        return self.operation.sent_bytes(self)
+
+    @property
+    def _options(self) -> list[Any]:
+        """What follows the tensors and splits, but for a timeout."""
+        given = [*self.arguments[len(self.method.arguments) :], *self.named.values()]
+        return [option for option in given if not isinstance(option, timedelta)]
+
+    def _argument(self, name: str, default: Any) -> Any:
+        names = self.method.arguments
+        return self.arguments[names.index(name)] if name in names else default
+
+
+def _flat(tensors: Any) -> list[Tensor]:
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    return [tensor for part in tensors for tensor in _flat(part)]
+
+
+# Bytes that one rank sends
+
+
+def all_reduce(size: int, world_size: int) -> int:
+    """Ring over a vector of `size` bytes: reduce-scatter, then all-gather, 2 (N-1)/N of it."""
+    return 2 * (world_size - 1) * size // world_size
+
+
+def reduce_scatter(size: int, world_size: int) -> int:
+    """Of `size` input bytes. Gloo all-reduces the whole input and keeps one part: 2 (N-1)/N of it."""
+    return all_reduce(size, world_size)
+
+
+def all_gather(own: int, world_size: int) -> int:
+    """Ring: `own` bytes of every other rank but the next are passed on, N-1 times `own` in all."""
+    return (world_size - 1) * own
+
+
+def all_to_all(parts: Sequence[int], rank: int) -> int:
+    """`parts[r]` bytes to every rank r but oneself."""
+    return sum(parts) - parts[rank]
+
+
+def broadcast(size: int, rank: int, root: int, world_size: int) -> int:
+    """Binomial tree: in round i the ranks at a distance below 2^i from the root send `size` bytes 2^i further."""
+    distance = (rank - root) % world_size
+    rounds = range((world_size - 1).bit_length())
+    return size * sum(distance < 1 << i and distance + (1 << i) < world_size for i in rounds)
+
+
+def reduce(size: int, rank: int, root: int, world_size: int) -> int:
+    """Ring reduce-scatter, (N-1)/N of `size`; then every rank sends its 1/N to the root."""
+    return (world_size - 1) * size // world_size + (0 if rank == root else size // world_size)
+
+
+def gather(own: int, rank: int, root: int) -> int:
+    """`own` bytes to the root."""
+    return 0 if rank == root else own
+
+
+def scatter(part: int, rank: int, root: int, world_size: int) -> int:
+    """`part` bytes from the root to every other rank."""
+    return (world_size - 1) * part if rank == root else 0
+
+
+# The table
+
+_ALL_REDUCE = Operation(
+    "all_reduce", "ring", lambda call: all_reduce(call.own_bytes, call.world_size), reduces=True
+)
+_REDUCE = Operation(
+    "reduce",
+    "ring",
+    lambda call: reduce(call.own_bytes, call.rank, call.root, call.world_size),
+    reduces=True,
+    has_root=True,
+)
+_BROADCAST = Operation(
+    "broadcast",
+    "direct",
+    lambda call: broadcast(call.own_bytes, call.rank, call.root, call.world_size),
+    has_root=True,
+)
+_ALL_GATHER = Operation("all_gather", "ring", lambda call: all_gather(call.own_bytes, call.world_size))
+_REDUCE_SCATTER = Operation(
+    "reduce_scatter", "ring", lambda call: reduce_scatter(call.own_bytes, call.world_size), reduces=True
+)
+_ALL_TO_ALL = Operation("all_to_all", "direct", lambda call: all_to_all(call.part_bytes, call.rank))
+_GATHER = Operation(
+    "gather", "direct", lambda call: gather(call.own_bytes, call.rank, call.root), has_root=True
+)
+_SCATTER = Operation(
+    "scatter",
+    "direct",
+    lambda call: scatter(call.own_bytes, call.rank, call.root, call.world_size),
+    has_root=True,
+    sized_by="outputs",
+)
+_BARRIER = Operation("barrier", "direct", lambda call: 0)
+
+_IN_PLACE = ("tensors",)
+_ACROSS = ("outputs", "inputs")
+_BY_ROWS = ("outputs", "inputs", "output_splits", "input_splits")
+
+METHODS = (
+    Method("allreduce", _ALL_REDUCE, _IN_PLACE),
+    Method("allreduce_coalesced", _ALL_REDUCE, _IN_PLACE),
+    Method("reduce", _REDUCE, _IN_PLACE),
+    Method("broadcast", _BROADCAST, _IN_PLACE),
+    Method("allgather", _ALL_GATHER, _ACROSS, is_listed=True, single="inputs"),
+    Method("allgather_coalesced", _ALL_GATHER, _ACROSS, is_listed=True),
+    Method("all_gather_single", _ALL_GATHER, _ACROSS, aliases=("_allgather_base",)),
+    Method("all_gather_single_coalesced", _ALL_GATHER, _ACROSS, aliases=("allgather_into_tensor_coalesced",)),
+    Method("reduce_scatter", _REDUCE_SCATTER, _ACROSS, is_listed=True, single="outputs"),
+    Method("reduce_scatter_single", _REDUCE_SCATTER, _ACROSS, aliases=("_reduce_scatter_base",)),
+    Method(
+        "reduce_scatter_single_coalesced",
+        _REDUCE_SCATTER,
+        _ACROSS,
+        aliases=("reduce_scatter_tensor_coalesced",),
+    ),
+    Method("alltoall", _ALL_TO_ALL, _ACROSS, is_listed=True),
+    Method("all_to_all_single", _ALL_TO_ALL, _BY_ROWS, aliases=("alltoall_base",)),
+    Method("gather", _GATHER, _ACROSS, is_listed=True, single="inputs"),
+    Method("scatter", _SCATTER, _ACROSS, is_listed=True, single="outputs"),
+    Method("barrier", _BARRIER, ()),
+)
+"""Every collective of `torch.distributed.ProcessGroup`."""
+
+
+class CollectiveGroup(dist.ProcessGroup):
+    """A process group written in Python: all its collectives lead to `perform`.
+
+    Args:
+        rank: This rank.
+        world_size: How many ranks there are.
+        name: The name in messages; torch gives its own where it makes the group.
+        description: What the group is for.
+    """
+
+    def __init__(self, rank: int, world_size: int, name: str = "", description: str = "") -> None:
+        super().__init__(rank, world_size)  # type: ignore[call-arg]  # missing in torch's stub
+        self._name = GroupName(name)
+        self._description = description
+
+    def perform(self, call: Call) -> dist.Work:
+        """Start a collective and return its handle."""
+        raise NotImplementedError(f"{type(self).__name__} has collectives, but no perform(call)")
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work:
+        """Refused: groups that are written in Python perform collectives only.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"a {self.name()} group performs collectives, not send and recv; use a plain Gloo group for those"
+        )
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> dist.Work:
+        """Refused, as `send`."""
+        return self.send(tensors, srcRank, tag)
+
+    @property
+    def group_name(self) -> GroupName:
+        """The name by which torch's registry and messages know this group."""
+        return self._name
+
+    def _set_group_name(self, name: GroupName) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for."""
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+
+def _collective(method: Method) -> Callable[..., dist.Work]:
+    def collective(self: CollectiveGroup, *arguments: Any, **named: Any) -> dist.Work:
+        return self.perform(Call(method, arguments, named, self.rank(), self.size()))
+
+    return collective
+
+
+def _alias(name: str) -> Callable[..., dist.Work]:
+    def alias(self: CollectiveGroup, *arguments: Any, **named: Any) -> dist.Work:
+        work: dist.Work = getattr(self, name)(*arguments, **named)  # of a subclass, where it has another
+        return work
+
+    return alias
+
+
+# Torch looks these names up on the class, also from C++.
+for _method in METHODS:
+    setattr(CollectiveGroup, _method.name, _collective(_method))
+    for _older in _method.aliases:
+        setattr(CollectiveGroup, _older, _alias(_method.name))
