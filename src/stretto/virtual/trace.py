@@ -114,26 +114,21 @@ def _rank_status(program: Task, lane: Task | None, now_ns: int) -> RankStatus:
 
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_LIBRARY = tuple(
-    str(path)
-    for path in (
-        *(
-            _PACKAGE / name
-            for name in ("virtual", "engine", "exchange", "checkpoint", "groups", "parallel.py")
-        ),
-        Path(torch.__file__).parent,
-        Path(sys.modules["threading"].__file__ or ""),
-        Path(sys.modules["contextlib"].__file__ or ""),
-    )
+_PROGRAMS = tuple(str(_PACKAGE / name) for name in ("campaign", "recipes", "testing", "train"))
+"""Parts of the package that use the library as a user's program does."""
+_LIBRARY = (
+    str(_PACKAGE),
+    str(Path(torch.__file__).parent),
+    *(str(sys.modules[name].__file__) for name in ("threading", "contextlib")),
 )
-"""Stack frames in these files are not the user's."""
 
 
 def _user_line(frame: FrameType | None) -> str:
-    """Return the innermost line outside the library, or the innermost at all."""
+    """Return the innermost line that is not the library's; where there is none, the innermost of all."""
     innermost = frame
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((*_LIBRARY, "<")):
+        file = frame.f_code.co_filename
+        if file.startswith(_PROGRAMS) or not file.startswith((*_LIBRARY, "<")):
             return _describe(frame)
         frame = frame.f_back
     return "" if innermost is None else _describe(innermost)
