@@ -132,9 +132,22 @@ class Feed:
             self._pass_round()
 
     def _pass_round(self) -> None:
-        """Close the round as it is, or hand the closed one over; in both cases land what is in flight then."""
-        has_closed = self._compute.has_round_ready
-        self._keep(self._compute.fly() if has_closed else self._compute.end_round())
+        """Take the next step of a rank without data: land, then close, in the order of ranks that have some.
+
+        Guards look at a round before the one ahead of it lands, on all ranks alike. Where nobody has data left, what
+        accumulates is empty everywhere, and stays open for the next epoch.
+        """
+        compute = self._compute
+        if compute.overlaps:
+            compute.take_off_if_ready()
+            landing = compute.wait_for_lane()
+            is_last = landing is not None and set(landing.reduction.report.votes) <= {
+                Vote.EXHAUSTED,
+                Vote.DRAIN,
+            }
+            self._keep(compute.fly() if is_last else compute.end_round())
+        else:
+            self._keep(compute.fly() if compute.has_round_ready else compute.end_round())
 
     def _land_last_update(self) -> None:
         """Land rather than accumulate once the last update is in sight: what came behind would be lost."""

@@ -149,20 +149,20 @@ def test_between_two_ranks_that_both_stand_by_their_gradient_nobody_is_named_alo
 
 def test_as_many_rounds_are_audited_as_the_rate_says() -> None:
     audit = st.Audit(rate=0.1, seed=3)
-    drawn = [audit.audit(index, 4) is not None for index in range(20_000)]
+    drawn = [audit.distance(index, 4) is not None for index in range(20_000)]
     assert drawn == [coin(3, "audit", index, 0.1) for index in range(20_000)]
     # Four standard deviations of a binomial count: 4 sqrt(20,000 x 0.1 x 0.9) = 170.
     assert abs(sum(drawn) - 2_000) < 170
 
 
 def test_auditors_change_and_are_never_the_audited_rank() -> None:
-    drawn = [ALWAYS.audit(index, 4) for index in range(50)]
-    assert {appointment.distance for appointment in drawn if appointment is not None} == {1, 2, 3}
+    drawn = [ALWAYS.distance(index, 4) for index in range(50)]
+    assert {distance for distance in drawn if distance is not None} == {1, 2, 3}
 
 
 def test_a_faulty_rank_is_found_after_about_as_many_rounds_as_the_rate_says() -> None:
     audit = st.Audit(rate=0.25, seed=1)
-    first = next(index for index in range(100) if audit.audit(index, 3) is not None)
+    first = next(index for index in range(100) if audit.distance(index, 3) is not None)
     found = trained(st.DDP(), (audit,), ranks=3, spoil=wrong_from_the_start)
     assert found[0][1][0].step == first + 1
     assert 0 < first < UPDATES
@@ -247,7 +247,7 @@ def test_a_round_that_another_guard_left_out_stays_left_out() -> None:
             trainer.model = nn.Sequential(nn.Linear(*wide.weight.T.shape), nn.Tanh(), nn.Linear(40_000, 1))
             optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01)
             trainer.parallel = st.DataParallel(
-                trainer.model, optimizer, st.ZeRO1(), group=group, guards=guards
+                trainer.model, optimizer, st.ZeRO1(), micro_batches=2, group=group, guards=guards
             )
             trainer._data = torch.Generator().manual_seed(rank)
             strike_memory(trainer.parallel, Injector(FaultPlan((chunk,)), rank))

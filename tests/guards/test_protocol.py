@@ -136,8 +136,8 @@ class Overlapping(Telltale):
     ("strategy", "guard", "reason"),
     [
         ("zero1", Comparing(), "shards the optimizer"),
-        ("ddp", Overlapping(), "waits for its lane"),
-        ("ddp", "rest", "expected instances"),
+        ("ddp", Overlapping(), "waits for its communication lane"),
+        ("ddp", "rest", "expected .standard. or instances"),
     ],
 )
 def test_a_guard_that_cannot_work_is_refused(strategy: str, guard: st.Guard, reason: str) -> None:

@@ -32,7 +32,11 @@ def ended(
         torch.manual_seed(0)
         model = nn.Linear(40, 30)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
-        choices: dict[str, Any] = {"guards": (st.AtRest(),), "options": st.Options(verified=True, **options)}
+        choices: dict[str, Any] = {
+            "guards": (st.AtRest(),),
+            "micro_batches": 2,
+            "options": st.Options(verified=True, **options),
+        }
         parallel = st.DataParallel(model, optimizer, strategy, group=FaultyGroup(group, injector), **choices)
         strike_memory(parallel, injector)
         last = 0

@@ -133,7 +133,7 @@ def test_a_rehearsal_says_what_the_step_leaves_and_changes_nothing(optimizer: st
         model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2))
         kind: Any = getattr(torch.optim, optimizer)
         parallel = st.DataParallel(
-            model, kind(model.parameters(), lr=0.01), st.DDP(), group=group, guards=(guard,)
+            model, kind(model.parameters(), lr=0.01), st.DDP(), micro_batches=2, group=group, guards=(guard,)
         )
         owner = parallel.job.sharded
         differing = 0

@@ -121,7 +121,10 @@ def rounds(case: Case, pace: Pace) -> Iterator[tuple[int, bool, bool]]:
     while True:
         gap += 1
         capped = case.strategy.max_gap is not None and gap >= case.strategy.max_gap
-        heads = capped or pace.is_due(index)
+        exhausted = 4 * (index + 1) >= case.length(
+            0
+        )  # told with the last batch, so that its round ends with a mean
+        heads = capped or exhausted or pace.is_due(index)
         gap = 0 if heads else gap
-        yield index, 4 * (index + 1) > case.length(0), heads
+        yield index, exhausted, heads
         index += 1

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import stretto as st
 from stretto.errors import ConfigError
 from stretto.strategies.contract import Divergence
 from stretto.strategies.paft import noise_variance
+from stretto.virtual import VirtualCluster
 from tests.paft.noisy import NUMEL, flat, noise, train
 
 RATE = 0.01
@@ -127,13 +129,21 @@ def test_settings_that_cannot_be_are_refused(kind: Any, choices: dict[str, Any],
         kind(**choices)
 
 
-def test_the_int8_wire_which_is_for_gradients_is_refused() -> None:
-    found = None
-    with pytest.raises(ConfigError, match="int8"):
-        found = st.DataParallel(
-            torch.nn.Linear(2, 2),
-            torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1),
-            st.PAFTSync(),
-            options=st.Options(wire="int8"),
-        )
-    assert found is None
+def test_gradients_may_travel_in_8_bits_beside_averages_in_16() -> None:
+    def program(rank: int, group: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = st.PAFTSync(interval=2)
+        parallel = st.DataParallel(model, optimizer, strategy, wire="int8", group=group)
+        for index in range(4):
+            inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * index + rank))
+            parallel.backward(model(inputs).square().mean())
+            if rank == 1 and index == 2:
+                parallel.job.sharded.masters[0].add_(0.5)  # a replica drifts; the next average takes it back
+        parallel.finish()
+        return model.weight.detach().clone()
+
+    first, second = VirtualCluster(2).run(program).values
+    assert torch.equal(first, second)
+    assert bool(first.isfinite().all())

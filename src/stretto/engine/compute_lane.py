@@ -73,10 +73,10 @@ class ComputeLane:
         self._failures = failures
         self._quota = quota
         self._scheduler = scheduler
-        self._overlaps = comm.strategy.overlaps
-        self._idle = GradientBuffer(self.layout) if self._overlaps else None
+        self.overlaps = comm.strategy.overlaps
+        self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self._in_flight: Pending[Landing] | None = None
-        self._opening: Pending[None] | None = None  # what the script asks for ahead of the gradients
+        self._opening: Pending[None] | None = None  # what comes ahead of the gradients
         self._ready: Round | None = None  # the round that takes off next, once its quota is met
         self._accumulating_round = 0
         """Position, in its update, of the round that accumulates: one ahead of the one in flight."""
@@ -194,7 +194,7 @@ class ComputeLane:
         if not self._quota.is_met(self._accumulating_round, count, lane_is_free=is_free):
             return None
         update = self._end_round()
-        return update if self._overlaps else self.fly()
+        return update if self.overlaps else self.fly()
 
     def end_round(self) -> Update | None:
         """Look at the accumulating round a last time, land the one before, and close it as it is."""
@@ -213,7 +213,7 @@ class ComputeLane:
             return
         if self._in_flight is not None:
             raise OutOfTurn(f"{self.where}: take-off while another round is in flight: that one lands first")
-        if self._overlaps:
+        if self.overlaps:
             self.accumulation.check_untouched(self.where)
             self.user.check_untouched(self.where)
         if self.at_boundary:
@@ -263,7 +263,7 @@ class ComputeLane:
         if landing.reduction.skipped:
             self.statistics.restore()
         self.statistics.install(landing.statistics, landing.reduction.statistics)
-        if self._overlaps:
+        if self.overlaps:
             self._idle = landing.buffer
         else:
             self.accumulation.attach()
@@ -284,7 +284,7 @@ class ComputeLane:
         )
 
     def wait_for_lane(self) -> Landing | None:
-        """Wait until the round in flight, if one is, could land; return what it brings."""
+        """Wait until the round in flight, if one is, could land; return what it will bring."""
         if self._in_flight is None:
             return None
         if not isinstance(self._in_flight, Arrived):
@@ -292,8 +292,6 @@ class ComputeLane:
             self._in_flight = Arrived(self._in_flight.result())
             self._accounts.exposed_seconds += self.runtime.now() - started
         return self._in_flight.result()
-
-    # What the model shows
 
     def check_between_updates(self, what: str) -> None:
         """Raise unless the last update has ended, or none has begun, and no micro-batch was counted since.
@@ -350,8 +348,6 @@ class ComputeLane:
     def _finish_opening(self) -> None:
         if self._opening is not None:
             self._opening = Arrived(self._opening.result())
-
-    # Checkpoints, and guards that run micro-batches again
 
     def reduce_ahead(self) -> Reduction:
         """Exchange the gradients of the round that takes off next, now; all ranks must call.
