@@ -22,7 +22,7 @@ from stretto.groups.launcher import join_launched_group
 from stretto.groups.private import private_group
 from stretto.guards import Guard
 from stretto.records import Incident, Update
-from stretto.start import Parts, standard_guards, start
+from stretto.start import Parts, check_strategy, standard_guards, start
 from stretto.strategies import Strategy, ZeRO1
 
 _BACKEND_MARGIN_SECONDS = 5.0
@@ -80,7 +80,7 @@ class DataParallel:
         """
         self.model = model
         self.optimizer = optimizer
-        self.strategy = ZeRO1() if strategy is None else strategy
+        self.strategy = check_strategy(ZeRO1() if strategy is None else strategy)
         self.options = _with_wire(Options() if options is None else options, wire)
         self.guards: tuple[Guard, ...]
         if isinstance(guards, str):

@@ -38,7 +38,7 @@ from stretto.guards.replay import GuardedRounds
 from stretto.guards.strikes import Strikes, describe_seat
 from stretto.guards.weave import guarded
 from stretto.optimizer import ShardedOptimizer, check_shardable, read_hyperparameters
-from stretto.strategies import Strategy
+from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
 
 
@@ -181,6 +181,20 @@ def _put_together(
         compute.model.listener = GuardedRounds(job, interpreter)
         interpreter.start()
     return job
+
+
+def check_strategy(strategy: object) -> Strategy:
+    """Return `strategy`, if it is one.
+
+    Raises:
+        ConfigError: It is not, but perhaps its class or its name.
+    """
+    if isinstance(strategy, Strategy):
+        return strategy
+    named = strategy.name if isinstance(strategy, type) and issubclass(strategy, Strategy) else strategy
+    kind = STRATEGIES.get(named) if isinstance(named, str) else None
+    meant = "" if kind is None else f"; did you mean {kind.__name__}()?"
+    raise ConfigError(f"strategy: expected an instance such as ACCO(), found {strategy!r}{meant}")
 
 
 def standard_guards(

@@ -219,7 +219,7 @@ def test_a_refusal_leaves_model_and_optimizer_as_they_were() -> None:
     model = tiny_model().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError):
-        st.DataParallel(model, optimizer, micro_batches=1)
+        st.DataParallel(model, optimizer, st.ACCO(), micro_batches=1)
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     assert all(parameter.grad.dtype == torch.bfloat16 for parameter in model.parameters())
     optimizer.step()

@@ -65,13 +65,13 @@ def test_a_step_without_backward_is_refused(strategy: str) -> None:
     job.loss()
     with pytest.raises(StepWithoutBackward) as caught:
         job.parallel.count_micro_batch()
-    assert says(caught.value, WHERE, "no gradient arrived", "call backward first", "step(weight=0)")
+    assert says(caught.value, WHERE, "no gradient has arrived", "run its backward pass", "weight=0")
 
 
 def test_a_loss_of_other_parameters_is_a_step_without_backward() -> None:
     job = TinyJob()
     assert says(
-        refused(job, nn.Linear(4, 1)(torch.ones(4)), StepWithoutBackward), WHERE, "no gradient arrived"
+        refused(job, nn.Linear(4, 1)(torch.ones(4)), StepWithoutBackward), WHERE, "no gradient has arrived"
     )
 
 

@@ -36,14 +36,51 @@ def test_a_landing_without_take_off_is_out_of_turn(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["dpu", "wp", "acco"])
-def test_settling_while_a_round_is_in_flight_is_out_of_turn(strategy: str) -> None:
-    job = TinyJob(strategy)
-    job.until_in_flight()
-    with pytest.raises(OutOfTurn) as caught, job.parallel.settled():
+def test_settling_while_a_round_is_in_flight_shows_the_newest_update_and_changes_nothing(
+    strategy: str,
+) -> None:
+    looking, straight = TinyJob(strategy), TinyJob(strategy)
+    for job in (looking, straight):
+        job.until_in_flight()
+    for _ in range(2):
+        before = [parameter.detach().clone() for parameter in looking.model.parameters()]
+        with looking.parallel.settled():
+            looking.model.state_dict()
+            masters = looking.parallel.job.sharded.masters
+            assert torch.equal(looking.model[0].weight.flatten(), newest(looking, masters))
+        pairs = zip(before, looking.model.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    for job in (looking, straight):
+        job.until_update()
+        job.parallel.finish()
+    pairs = zip(looking.model.parameters(), straight.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def newest(job: TinyJob, masters: list[Tensor]) -> Tensor:
+    """The masters of the first layer's weight, on a rank that owns everything."""
+    slot = next(slot for slot in job.parallel.job.layout.slots if slot.name == "0.weight")
+    return masters[0][slot.start : slot.stop]
+
+
+def test_settling_in_mid_flight_is_refused_under_a_clock() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel = st.DataParallel(model, optimizer, st.DPU(), micro_batches=st.Clock(minimum=2, maximum=8))
+    while parallel.backward(model(torch.ones(2, 4)).sum()) is None:
         pass
-    assert says(
-        caught.value, WHERE, "settling while a round is in flight", "right after an Update was returned"
-    )
+    parallel.backward(model(torch.ones(2, 4)).sum())
+    with pytest.raises(OutOfTurn) as caught, parallel.settled():
+        pass
+    assert says(caught.value, WHERE, "under a Clock", "right after an Update was returned")
+
+
+def test_training_inside_settled_is_out_of_turn() -> None:
+    job = TinyJob("acco")
+    job.until_update()
+    with pytest.raises(OutOfTurn) as caught, job.parallel.settled():
+        job.loss()
+    assert says(caught.value, WHERE, "training inside settled()")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -55,14 +92,18 @@ def test_settling_before_training_after_updates_and_after_finish_is_in_turn(stra
             job.model.state_dict()
 
 
-def test_a_gradient_that_misses_the_take_off_is_out_of_turn() -> None:
-    job = TinyJob("acco")
-    job.until_update()
-    first, squash, last = job.model
-    loss = last(squash(first(job.batch()))).sum()  # not through the model, so no take-off
-    with pytest.raises(OutOfTurn) as caught:
-        loss.backward()
-    assert says(caught.value, WHERE, "a gradient arrived for a round that is closed", "parallel.backward")
+def test_a_gradient_that_misses_the_take_off_counts_with_its_own_round() -> None:
+    through, past = TinyJob("acco"), TinyJob("acco")
+    for job in (through, past):
+        job.until_update()
+    first, squash, last = past.model
+    last(squash(first(past.batch()))).sum().backward()  # not through the model, so no take-off before it
+    through.model(through.batch()).sum().backward()
+    for job in (through, past):
+        job.parallel.count_micro_batch()
+        job.parallel.finish()
+    pairs = zip(through.model.parameters(), past.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.parametrize("strategy", BOTH_KINDS)
@@ -155,17 +196,13 @@ def test_an_unknown_end_of_data_is_refused() -> None:
     assert says(caught.value, "until='some'", "'any' or 'all'")
 
 
-def test_a_loop_that_skips_the_repeated_last_batch_ends_in_an_error_and_not_never() -> None:
+def test_a_loop_that_skips_its_last_batch_ends_with_the_data() -> None:
     job = TinyJob()
-
-    def train_on_two_of_three() -> None:
-        for number, batch in enumerate(job.parallel.feed([job.batch() for _ in range(3)])):
-            if number < 2:
-                job.parallel.backward(job.model(batch).sum())
-
-    with pytest.raises(OutOfTurn) as caught:
-        train_on_two_of_three()
-    assert says(caught.value, "the data have ended", "one backward or step for each")
+    for number, batch in enumerate(job.parallel.feed([job.batch() for _ in range(3)])):
+        if number < 2:
+            job.parallel.backward(job.model(batch).sum())
+    job.parallel.finish()
+    assert job.parallel.steps == 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

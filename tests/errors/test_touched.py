@@ -154,26 +154,55 @@ def test_finish_hands_over_nothing_that_was_touched(strategy: str, hand: Callabl
 
 
 @pytest.mark.parametrize("strategy", BOTH_KINDS)
-def test_clipping_between_an_own_backward_and_step_is_told(strategy: str) -> None:
-    job = TinyJob(strategy)
-    job.until_update()
-    job.loss().backward()
-    clip(job)
-    with pytest.raises(GradientsTouched) as caught:
-        job.parallel.count_micro_batch()
-    assert says(caught.value, WHERE, "changed outside backward")
+def test_what_an_own_backward_has_left_is_counted_as_it_is(strategy: str) -> None:
+    clipped, weighed = TinyJob(strategy), TinyJob(strategy)
+    for job in (clipped, weighed):
+        job.until_update()
+    clipped.loss().backward()
+    for parameter in clipped.model.parameters():
+        parameter.grad.mul_(0.5)
+    clipped.parallel.count_micro_batch()
+    (weighed.loss() * 0.5).backward()
+    weighed.parallel.count_micro_batch()
+    for job in (clipped, weighed):
+        job.micro_batch()
+        job.parallel.finish()
+    # A half is a power of two: every gradient is halved exactly, before the sum as after it.
+    pairs = zip(clipped.model.parameters(), weighed.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("strategy", BOTH_KINDS)
-def test_an_own_backward_with_create_graph_is_told(strategy: str) -> None:
-    job = TinyJob(strategy)
-    job.until_update()
-    job.loss().backward(create_graph=True)
-    with pytest.raises(GradientsTouched) as caught:
+def test_an_own_backward_with_create_graph_counts_like_any_other(strategy: str) -> None:
+    jobs = [TinyJob(strategy), TinyJob(strategy)]
+    for create_graph, job in enumerate(jobs):
+        job.until_update()
+        job.loss().backward(create_graph=bool(create_graph))
         job.parallel.count_micro_batch()
-    assert says(caught.value, WHERE, "was replaced", "without create_graph=True")
-    job.model.zero_grad()  # breaks the cycle of references
+        job.micro_batch()
+        job.parallel.finish()
+        job.model.zero_grad()  # breaks the cycle of references
+    pairs = zip(jobs[0].model.parameters(), jobs[1].model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("strategy", BOTH_KINDS)
+def test_gradients_of_another_backward_are_told_and_can_be_dropped(strategy: str) -> None:
+    struck, clean, refused = (TinyJob(strategy) for _ in range(3))
+    for job in (struck, clean, refused):
+        job.until_half_accumulated()
+    for job in (struck, refused):
+        job.model(torch.ones(2, 4)).sum().backward()  # a look at the gradients, between two micro-batches
+    with pytest.raises(GradientsTouched) as caught:
+        refused.micro_batch()
+    assert says(caught.value, WHERE, "not this job's", "parallel.discard()", "parallel.count_micro_batch()")
+    struck.parallel.discard()
+    for job in (struck, clean):
+        job.until_update()
+        job.parallel.finish()
+    pairs = zip(struck.model.parameters(), clean.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def step_by_hand(job: TinyJob) -> None:

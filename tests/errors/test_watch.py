@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from stretto.engine.failures import FailureDetector
+from stretto.engine.round import Progress
 from stretto.errors import NonFinite, ParametersTouched, PeerFailed, RanksDisagree, UnusedParameters
 from tests.errors.tiny import says
 
@@ -55,15 +56,20 @@ class Broken(dist.Work):
         return True
 
 
+def detector(store: dist.Store, rank: int, world_size: int) -> FailureDetector:
+    """The failure detector of one rank that can only reach the store."""
+    return FailureDetector(OnlyAStore(store, rank, world_size), timeout_seconds=600.0, progress=Progress())
+
+
 def test_work_that_completes_when_the_wait_gives_up_is_no_failure() -> None:
     work = LastMoment()
-    FailureDetector(OnlyAStore(dist.HashStore(), 0, 2), timeout_seconds=600.0).wait(work, "roll call")
+    detector(dist.HashStore(), 0, 2).wait(work, "roll call")
     assert work.num_waits == 2
 
 
 def test_only_what_others_cannot_know_is_told() -> None:
     store = dist.HashStore()
-    watches = [FailureDetector(OnlyAStore(store, rank, 2), timeout_seconds=600.0) for rank in range(2)]
+    watches = [detector(store, rank, 2) for rank in range(2)]
     for kind in (NonFinite, RanksDisagree, UnusedParameters, PeerFailed):
         assert not watches[1].tell(kind("known to all"))
     watches[0].wait(LastMoment(), "roll call")
@@ -77,7 +83,7 @@ def test_only_what_others_cannot_know_is_told() -> None:
 
 def test_all_who_do_not_answer_are_suspects() -> None:
     with pytest.raises(PeerFailed) as caught:
-        FailureDetector(OnlyAStore(dist.HashStore(), 1, 3), timeout_seconds=600.0).wait(Broken(), "roll call")
+        detector(dist.HashStore(), 1, 3).wait(Broken(), "roll call")
     assert says(
         caught.value, "rank 1, ", "one of ranks [0, 2], which do not answer", "(Connection closed by peer"
     )

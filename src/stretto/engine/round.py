@@ -125,7 +125,7 @@ class Accumulation:
         for index in self._of_others():
             gradient = self.parameters[index].grad
             if gradient is not None:
-                self.buffer.views[index].add_(gradient)
+                self.buffer.views[index].add_(gradient.detach())
                 self.contribution.used[index] = 1
                 self.has_arrived = True
         self.discard()

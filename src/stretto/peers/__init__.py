@@ -1,5 +1,7 @@
 """PyTorch's own methods behind the interface of `DataParallel`: what a comparison runs beside our strategies."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -20,6 +22,7 @@ def make_peer(
     micro_batches: int,
     *,
     clip_norm: float | None = None,
+    scheduler: Any = None,
 ) -> Peer:
     """Set up a stock method over all ranks of the job; all ranks must call.
 
@@ -29,6 +32,7 @@ def make_peer(
         optimizer: Over all trainable parameters of the model, not yet stepped; schedulers may turn it.
         micro_batches: Per rank and update.
         clip_norm: Limit of the gradients' global norm; None does not clip.
+        scheduler: Turned at every update; None leaves it to the caller.
 
     Raises:
         UnknownName: There is no such method.
@@ -40,7 +44,7 @@ def make_peer(
         raise ConfigError(
             f"{name} needs a fixed number of micro-batches per update of at least 1, found {micro_batches}"
         )
-    return PEERS[name](model, optimizer, micro_batches, clip_norm=clip_norm)
+    return PEERS[name](model, optimizer, micro_batches, clip_norm=clip_norm, scheduler=scheduler)
 
 
 __all__ = ["PEERS", "Peer", "make_peer"]

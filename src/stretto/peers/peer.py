@@ -47,6 +47,7 @@ class Peer:
         micro_batches: int,
         *,
         clip_norm: float | None = None,
+        scheduler: Any = None,
     ) -> None:
         """Wrap `model`; arguments and errors are those of `make_peer`."""
         if self.needs_launcher and not dist.is_initialized():
@@ -56,6 +57,8 @@ class Peer:
         self.optimizer = optimizer
         self.micro_batches = micro_batches
         self.clip_norm = clip_norm
+        self.scheduler = scheduler
+        self._on_update: Callable[[Update], None] | None = None
         self.group = private_group()
         self.steps = 0
         self.rounds = 0
@@ -121,14 +124,18 @@ class Peer:
         return sent - self._sent_to_start
 
     def feed(
-        self, loader: Iterable[Batch], updates: int | None = None, until: Literal["any", "all"] = "any"
+        self,
+        loader: Iterable[Batch],
+        updates: int | None = None,
+        until: Literal["any", "all"] = "any",
+        on_update: Callable[[Update], None] | None = None,
     ) -> Iterator[Batch]:
         """Yield micro-batches until all ranks end at the same update.
 
         As `DataParallel.feed`, but that a rank whose data have ended sees its last batch again, at weight zero: a stock
         method needs a backward pass on every rank.
         """
-        self._until = until
+        self._until, self._on_update = until, on_update
         self._input.begin(loader)
         batches, nothing = iter(loader), object()
         batch: Any = nothing
@@ -153,6 +160,8 @@ class Peer:
         totals = self.agree(self._tally) if is_last else None
         (loss * (counted / self.micro_batches)).backward()
         update = None if totals is None else self._update(totals())
+        if update is not None and self._on_update is not None:
+            self._on_update(update)
         self.prepare(is_last=self._tally.micro_batches + 1 == self.micro_batches)
         return update
 
@@ -204,6 +213,8 @@ class Peer:
             norm = self._scale_and_clip(self.world_size * self.micro_batches / totals.weight)
             self.step()
             self.steps += 1
+            if self.scheduler is not None:
+                self.scheduler.step()
         self.optimizer.zero_grad()
         return self._input.fill(self._record(totals, norm, rates)) if totals.weight > 0 else None
 

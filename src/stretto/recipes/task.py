@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ Batch = Any
 BatchOut = TypeVar("BatchOut", covariant=True)
 
 
+@runtime_checkable
 class TaskConfig(Protocol):
     """A frozen dataclass of options that builds a task."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,11 @@ class Handle(Protocol):
     def sent_bytes(self) -> int: ...
 
     def feed(
-        self, loader: Iterable[Batch], updates: int | None = None, until: Literal["any", "all"] = "any"
+        self,
+        loader: Iterable[Batch],
+        updates: int | None = None,
+        until: Literal["any", "all"] = "any",
+        on_update: Callable[[Update], None] | None = None,
     ) -> Iterator[Batch]: ...
 
     def micro_batch(
@@ -67,7 +71,11 @@ class Handle(Protocol):
 
 
 def open_handle(
-    run: RunConfig[TaskT], model: nn.Module, optimizer: Optimizer, group: ProcessGroup | None = None
+    run: RunConfig[TaskT],
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any = None,
+    group: ProcessGroup | None = None,
 ) -> Handle:
     """Wrap a model as the run says; all ranks of `group`, or of the default group, must call.
 
@@ -76,13 +84,16 @@ def open_handle(
     """
     arm = parse_arm(run.strategy)
     if not arm.is_ours:
-        return make_peer(arm.name, model, optimizer, run.micro_batches, clip_norm=run.clip_norm)
+        return make_peer(
+            arm.name, model, optimizer, run.micro_batches, clip_norm=run.clip_norm, scheduler=scheduler
+        )
     micro_batches = run.micro_batches if run.clock is None else run.clock
     return DataParallel(
         model,
         optimizer,
         arm.strategy(),
         micro_batches=micro_batches,
+        scheduler=scheduler,
         group=group,
         guards=tuple(map(parse_guard, run.guards)),
         options=run.options,
@@ -104,7 +115,7 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         )
     if parse_arm(run.strategy).is_ours:
         model = nn.ParameterList([torch.zeros(1)])
-        open_handle(run, model, torch.optim.SGD(model.parameters(), lr=0.0), SoloGroup()).finish()
+        open_handle(run, model, torch.optim.SGD(model.parameters(), lr=0.0), group=SoloGroup()).finish()
 
 
 class Rehearsal:

@@ -104,11 +104,8 @@ class _Clock:
 class LoopPlan:
     """When the loop evaluates, saves and ends."""
 
-    batches: int | None
-    """Micro-batches that this rank still reads; None for no limit. With fixed counts this decides the end, so that
-    every strategy sees the same samples."""
-    last_step: int | None
-    """Committed updates after which the loop ends; None for no limit."""
+    updates: int | None
+    """Committed updates, those before a resume included, at which the loop ends; None for no limit."""
     seconds: float | None
     """Training time after which rank 0 asks all ranks to stop; None for no limit."""
     to_loss: float | None
@@ -148,20 +145,14 @@ class Loop:
         self.plan = plan
         self.stopwatch = stopwatch
         self.totals = totals
-        self.batches_handed_out = 0
         self._observers = observers
         self._save = save
 
     def run(self) -> None:
         """Train to the end of the plan, and commit what is left."""
         loss_function = partial(self.task.loss, self.handle.model)
-        for batch in itertools.islice(self.handle.feed(self.task.loader), self.plan.batches):
-            self.batches_handed_out += 1
-            update = self.handle.micro_batch(loss_function, batch)
-            if update is not None:
-                self._committed(update)
-                if self.plan.last_step is not None and update.step >= self.plan.last_step:
-                    break
+        for batch in self.handle.feed(self.task.loader, self.plan.updates, on_update=self._committed):
+            self.handle.micro_batch(loss_function, batch)
         for update in self.handle.finish():
             self._count(update)
         for incident, observer in itertools.product(self.handle.late_incidents, self._observers):
@@ -189,8 +180,6 @@ class Loop:
         """Do everything that happens between an update and the next micro-batch."""
         self.totals.arrived(update, self.stopwatch.seconds)
         self._count(update)
-        if self.task.scheduler is not None:
-            self.task.scheduler.step()
         if _is_due(update.step, self.plan.evaluate_every):
             self.evaluate()
         if _is_due(update.step, self.plan.checkpoint_every):

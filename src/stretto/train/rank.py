@@ -15,7 +15,6 @@ from torch import distributed as dist
 from stretto.groups import Link
 from stretto.observe import Header, Observer, Progress, Recorder, TensorBoard
 from stretto.recipes import Task
-from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.handle import Handle, Rehearsal, open_handle
 from stretto.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
@@ -73,7 +72,9 @@ def train_at(
     task = dataclasses.replace(task, loader=loader_of(run, task.loader, context.rank, context.group))
     totals = Totals(warmup_updates, baseline_bytes=peak_resident_bytes())
     rehearsal = Rehearsal(run, context.rank)
-    with open_handle(run, task.model, task.optimizer, rehearsal.wrap(context.group)) as handle:
+    with open_handle(
+        run, task.model, task.optimizer, task.scheduler, rehearsal.wrap(context.group)
+    ) as handle:
         rehearsal.begin(handle)
         _seed(run.seed, context.rank)
         start = TrainState.restore(run, task, handle)
@@ -103,7 +104,6 @@ def _train(
     def save(loop: Loop) -> None:
         now = TrainState(
             step=handle.steps,
-            updates_fed=start.updates_fed + loop.batches_handed_out / run.micro_batches,
             training_seconds=loop.stopwatch.seconds,
             evaluations=tuple(totals.evaluations),
         )
@@ -112,7 +112,7 @@ def _train(
     loop = Loop(
         task,
         handle,
-        _plan(run, start),
+        _plan(run),
         observers=observers,
         save=save,
         stopwatch=stopwatch,
@@ -165,17 +165,9 @@ def _outcome(
     )
 
 
-def _plan(run: RunConfig[TaskT], start: TrainState) -> LoopPlan:
-    updates = run.planned_updates
-    batches = last_step = None
-    if updates is not None and run.clock is None:
-        batches = max(0, round((updates - start.updates_fed) * run.micro_batches))
-    elif updates is not None:
-        # With a clock, an overlapping strategy commits its last update while it drains.
-        last_step = updates - 1 if parse_arm(run.strategy).overlaps else updates
+def _plan(run: RunConfig[TaskT]) -> LoopPlan:
     return LoopPlan(
-        batches=batches,
-        last_step=last_step,
+        updates=run.planned_updates,
         seconds=run.planned_seconds,
         to_loss=run.to_loss,
         evaluate_every=run.evaluate_every,

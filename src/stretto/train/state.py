@@ -84,8 +84,6 @@ class TrainState:
 
     step: int | None = None
     """Committed updates of the checkpoint; None for a new run."""
-    updates_fed: float = 0.0
-    """Micro-batches that every rank has read, in updates; a fraction where the next update has some already."""
     training_seconds: float = 0.0
     """Training time so far."""
     evaluations: tuple[Evaluation, ...] = ()
@@ -97,7 +95,6 @@ class TrainState:
         """Write a checkpoint; all ranks must call, right after an update."""
         extra = dataclasses.asdict(self)
         del extra["incidents"]
-        extra["scheduler"] = None if task.scheduler is None else task.scheduler.state_dict()
         checkpoint.save(
             _savable(parallel),
             checkpoints_of(run),
@@ -121,9 +118,6 @@ class TrainState:
             states = restored.loader_states
             task.loader.load_state_dict(reshard_loader(states, parallel.rank, parallel.world_size))
         extra: dict[str, Any] = dict(restored.extra)
-        scheduler = extra.pop("scheduler")
-        if task.scheduler is not None:
-            task.scheduler.load_state_dict(scheduler)
         evaluations = tuple(Evaluation(**one) for one in extra.pop("evaluations"))
         incidents = tuple(
             Incident(

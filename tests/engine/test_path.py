@@ -1,0 +1,98 @@
+"""What one steady update passes: few files and functions, and nothing that the job does not use."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import nn
+
+import stretto
+
+PACKAGE = Path(stretto.__file__).parent
+MOST_FILES, MOST_FUNCTIONS = 15, 120
+"""What a reader takes in at one sitting; 33 files and 184 functions were passed once."""
+
+
+class Passed:
+    """The functions of the package that were called, on any thread."""
+
+    def __init__(self) -> None:
+        self.functions: set[str] = set()
+
+    @property
+    def files(self) -> set[str]:
+        return {function.partition(":")[0] for function in self.functions}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        threading.setprofile_all_threads(self._note) if hasattr(threading, "setprofile_all_threads") else None
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(PACKAGE):
+            self.functions.add(f"{file.relative_to(PACKAGE)}:{frame.f_code.co_qualname}")
+
+
+def job(strategy: stretto.Strategy) -> tuple[nn.Module, stretto.DataParallel]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, stretto.DataParallel(model, optimizer, strategy, micro_batches=2)
+
+
+def train(model: nn.Module, parallel: stretto.DataParallel, updates: int) -> None:
+    """Train with `backward`; the lane of an overlapping strategy is seen from its first round on."""
+    while parallel.steps < updates:
+        parallel.backward(model(torch.ones(3, 8)).square().mean())
+
+
+def test_one_steady_update_of_acco_is_read_in_one_sitting() -> None:
+    warm_up, passed = Passed(), Passed()
+    model, parallel = None, None
+    with warm_up.watching():  # the lane's thread starts in here, so that its calls are seen too
+        model, parallel = job(stretto.ACCO())
+        train(model, parallel, 3)
+        before = set(warm_up.functions)
+        warm_up.functions.clear()
+        train(model, parallel, 4)
+        passed.functions = set(warm_up.functions)
+    parallel.finish()
+    assert passed.functions & before  # a steady update does what the ones before it did
+    assert any(function.startswith("engine/comm_lane.py:CommLane.advance") for function in passed.functions)
+    assert len(passed.files) <= MOST_FILES, sorted(passed.files)
+    assert len(passed.functions) <= MOST_FUNCTIONS, sorted(passed.functions)
+
+
+def test_updates_without_guards_pass_no_guard() -> None:
+    for strategy in (stretto.ACCO(), stretto.ZeRO1(), stretto.DDP()):
+        passed = Passed()
+        with passed.watching():
+            model, parallel = job(strategy)
+            passed.functions.clear()
+            train(model, parallel, 100)
+            parallel.finish()
+        assert [
+            name for name in passed.functions if name.startswith(("guards/", "averaging/", "faults/"))
+        ] == []
+
+
+def test_a_guard_is_seen_where_there_is_one() -> None:
+    passed = Passed()
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel = stretto.DataParallel(model, optimizer, guards="standard")
+    with passed.watching():
+        parallel.backward(model(torch.ones(1, 3)).sum())
+    parallel.finish()
+    assert any(name.startswith("guards/") for name in passed.functions)
