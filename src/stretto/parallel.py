@@ -99,7 +99,8 @@ class DataParallel:
             options=self.options,
         )
         if group is None:
-            join_launched_group(next(model.parameters(), torch.empty(0)).device)
+            parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
+            join_launched_group(next(parameters, torch.empty(0)).device)
         self.scheduler = scheduler
         self._group = private_group(
             group, ranks, timeout_seconds=self.options.timeout_seconds + _BACKEND_MARGIN_SECONDS

@@ -54,8 +54,12 @@ class Parts:
     guards: Sequence[Guard]
     options: Options
 
-    def __post_init__(self) -> None:
-        """Tell apart what a type checker would, for those who run none."""
+    def check(self) -> None:
+        """Tell apart what a type checker would, for those who run none.
+
+        Raises:
+            ConfigError: Something is of another kind.
+        """
         if not isinstance(self.model, nn.Module):
             raise UnsupportedModel(f"model: expected an nn.Module, found a {type(self.model).__name__}")
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
@@ -92,7 +96,18 @@ def start(parts: Parts, group: dist.ProcessGroup) -> Job:
         ConfigError: Model, optimizer or settings cannot be trained, or differ between ranks. Raised before
             any collective but the one that compares settings.
     """
-    strategy, options = parts.strategy, parts.options
+    progress = Progress()
+    failures = FailureDetector(group, parts.options.timeout_seconds, progress)
+    try:
+        return _start(parts, progress, failures)
+    except BaseException as error:  # what only one rank cannot train is told to the others
+        failures.tell(error)
+        raise
+
+
+def _start(parts: Parts, progress: Progress, failures: FailureDetector) -> Job:
+    parts.check()
+    strategy, options, group = parts.strategy, parts.options, failures.group
     ledger = ledger_of(strategy)
     _check_guards(parts.guards, strategy, ledger)
     quota = plan_quota(strategy, parts.micro_batches, ledger.rounds)
@@ -105,20 +120,14 @@ def start(parts: Parts, group: dist.ProcessGroup) -> Job:
     )
     # A replicated optimizer, too, sees flat slices and not the parameters' shapes.
     check_shardable(parts.optimizer)
-    progress = Progress()
-    failures = FailureDetector(group, options.timeout_seconds, progress)
-    try:
-        exchange = _exchange(options, group, layout, failures)
-        agree(exchange, {**_settings(parts), "model": layout.text()}, f"rank {group.rank()}, before step 1")
-        for slot in layout.slots:
-            flat = layout.sets[slot.set_index]
-            if flat.accumulation_dtype != flat.dtype:
-                parameters[slot.index].grad_dtype = flat.accumulation_dtype
-        share_start(exchange, parameters, GradientBuffer(layout), parts.model)
-        return _put_together(parts, ledger, exchange, parameters, progress, failures, quota)
-    except BaseException as error:
-        failures.tell(error)
-        raise
+    exchange = _exchange(options, group, layout, failures)
+    agree(exchange, {**_settings(parts), "model": layout.text()}, f"rank {group.rank()}, before step 1")
+    for slot in layout.slots:
+        flat = layout.sets[slot.set_index]
+        if flat.accumulation_dtype != flat.dtype:
+            parameters[slot.index].grad_dtype = flat.accumulation_dtype
+    share_start(exchange, parameters, GradientBuffer(layout), parts.model)
+    return _put_together(parts, ledger, exchange, parameters, progress, failures, quota)
 
 
 def _put_together(

@@ -36,6 +36,7 @@ def wrap(
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     **settings: Any,
 ) -> None:
+    settings = {"micro_batches": 2, **settings}
     st.DataParallel(model, optimizer(model.parameters(), lr=learning_rate), strategy, **settings)
 
 
@@ -255,7 +256,7 @@ def test_what_only_one_rank_cannot_train_is_told_to_the_others(results: list[dic
     cause = "no trainable parameter"
     assert results[1]["nothing to train on one rank"].startswith("UnsupportedModel: ")
     told = results[0]["nothing to train on one rank"]
-    assert told.startswith("PeerFailed: rank 0, after step 0, waiting for the roll call: rank 1, ")
+    assert told.startswith("PeerFailed: rank 0, after step 0, waiting for the round report: rank 1, ")
     assert cause in told
     assert cause in results[1]["nothing to train on one rank"]
 

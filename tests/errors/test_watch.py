@@ -63,7 +63,7 @@ def detector(store: dist.Store, rank: int, world_size: int) -> FailureDetector:
 
 def test_work_that_completes_when_the_wait_gives_up_is_no_failure() -> None:
     work = LastMoment()
-    detector(dist.HashStore(), 0, 2).wait(work, "roll call")
+    detector(dist.HashStore(), 0, 2).wait(work, "round report")
     assert work.num_waits == 2
 
 
@@ -72,18 +72,18 @@ def test_only_what_others_cannot_know_is_told() -> None:
     watches = [detector(store, rank, 2) for rank in range(2)]
     for kind in (NonFinite, RanksDisagree, UnusedParameters, PeerFailed):
         assert not watches[1].tell(kind("known to all"))
-    watches[0].wait(LastMoment(), "roll call")
+    watches[0].wait(LastMoment(), "round report")
     assert watches[1].tell(ParametersTouched("'weight' was written"))
     with pytest.raises(PeerFailed) as caught:
-        watches[0].wait(Broken(), "roll call")
+        watches[0].wait(Broken(), "round report")
     assert says(
-        caught.value, "rank 0, after step 0, waiting for the roll call: rank 1, ", "'weight' was written"
+        caught.value, "rank 0, after step 0, waiting for the round report: rank 1, ", "'weight' was written"
     )
 
 
 def test_all_who_do_not_answer_are_suspects() -> None:
     with pytest.raises(PeerFailed) as caught:
-        detector(dist.HashStore(), 1, 3).wait(Broken(), "roll call")
+        detector(dist.HashStore(), 1, 3).wait(Broken(), "round report")
     assert says(
         caught.value, "rank 1, ", "one of ranks [0, 2], which do not answer", "(Connection closed by peer"
     )

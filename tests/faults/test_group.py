@@ -85,7 +85,7 @@ def test_stock_fsdp2_goes_on_with_other_shards_and_says_nothing() -> None:
         assert not torch.equal(shard, other_clean[0])
 
 
-COLLECTIVES = ("contribution", "gathered values", "broadcast values", "all-reduced values", "roll call")
+COLLECTIVES = ("contribution", "gathered values", "broadcast values", "all-reduced values", "round report")
 
 
 def every_collective(rank: int) -> dict[str, list[bool]]:
@@ -108,7 +108,7 @@ def every_collective(rank: int) -> dict[str, list[bool]]:
         damaged["all-reduced values"] = bool((two != 2).any())
         record = torch.zeros(16, dtype=torch.int8)
         group.all_gather_single(record, torch.ones(8, dtype=torch.int8)).wait()
-        damaged["roll call"] = bool((record != 1).any())
+        damaged["round report"] = bool((record != 1).any())
         changed[site] = [name for name, is_damaged in damaged.items() if is_damaged]
     return changed
 

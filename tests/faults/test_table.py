@@ -18,7 +18,7 @@ RANK = 1
 """Whose memory is damaged, in every case."""
 
 TRIED_EXTENTS = {"element": ("element",), "chunk": ("chunk",), "any": ("element", "chunk")}
-INSTANTS: dict[Site, int] = {"roll call": 9, "optimizer state": 2}
+INSTANTS: dict[Site, int] = {"round report": 9, "optimizer state": 2}
 """The opportunity that is hit, where it is not the second: after the start, and once there is state."""
 
 

@@ -91,7 +91,7 @@ def test_a_rank_whose_memory_damages_what_arrives_is_told_from_its_links() -> No
         assert (error.ranks, error.links) == ((STRUCK,), ())
 
 
-@pytest.mark.parametrize("site", ["contribution", "roll call"])
+@pytest.mark.parametrize("site", ["contribution", "round report"])
 def test_what_never_arrives_is_laid_to_the_rank_at_which_all_of_it_ends(site: WireSite) -> None:
     always = Fault(site=site, rank=STRUCK, instant=4, lasts="sticky", extent="all")
     # Whoever finds it first ends the job for the others.

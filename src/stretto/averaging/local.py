@@ -155,7 +155,9 @@ class LocalReplicas(ReplicaSet):
                 own, round_index=progress.round_index, step=progress.step, stepped=progress.stepped
             )
         )
-        self.core.check_settings(flight.round, report)
+        rounds = report.records["round_index"]
+        if (rounds == rounds.max()).all():  # a rank that came early has a schedule that is yet to be turned
+            self.core.check_settings(flight.round, report)
         flight.reduction.statistics = self.core.average_statistics(flight.round, report)
         share = report.share(rank)
         states_are_equal = self._states_are_equal if share is None else effect.state
