@@ -9,7 +9,7 @@ preview), C = R + O + G:
     acco          max(n_B t, C) + max(n_A t, C + M)
 
 M is the one small exchange that ACCO's commit adds to the time model's C: its gradient is the sum of two reductions,
-whose norm no roll call has told.
+whose norm no round report has told.
 """
 
 import itertools

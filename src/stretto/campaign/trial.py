@@ -196,7 +196,7 @@ class GoldenRun:
         """Return the same job with a fault, at the moment that was drawn for it."""
         made, stop = self.results[drawn.fault.rank].opportunities[drawn.fault.site]
         # Without guards a damaged length, read while the job is being made, could ask for any amount of memory.
-        start = made if drawn.fault.site == "roll call" and not self.trial.is_guarded else 0
+        start = made if drawn.fault.site == "round report" and not self.trial.is_guarded else 0
         return dataclasses.replace(self.trial, fault=drawn.fault_within(start, stop), audit=drawn.audit)
 
 

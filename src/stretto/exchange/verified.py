@@ -44,7 +44,7 @@ class VerifiedExchange(DirectExchange):
         self._phase = 0
         """Reductions and gathers so far, the same on all ranks: part of every row's seal."""
         self._records = 0
-        """Roll calls so far: part of every record's seal."""
+        """Round reports so far: part of every record's seal."""
         self._sent = wire
         """The dtype in which the present phase sends contributions."""
         self._missing: list[Missing] = []

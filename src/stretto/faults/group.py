@@ -89,9 +89,9 @@ class FaultyGroup(WrappedGroup):
 
 def _site_of(call: Call) -> Site | None:
     site = _SITES.get(call.operation.name)
-    # Records of the roll call travel as int8; values never do.
+    # Records of the round report travel as int8; values never do.
     if site == "gathered values" and all(tensor.dtype == torch.int8 for tensor in call.inputs):
-        return "roll call"
+        return "round report"
     return site
 
 

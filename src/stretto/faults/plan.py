@@ -15,7 +15,9 @@ from typing import Any, Literal, get_args
 from stretto.errors import ConfigError
 from stretto.fields import check_fields, field_types, read_settings, split_settings, unknown_name
 
-WireSite = Literal["contribution", "gathered values", "all-reduced values", "broadcast values", "roll call"]
+WireSite = Literal[
+    "contribution", "gathered values", "all-reduced values", "broadcast values", "round report"
+]
 MemorySite = Literal[
     "gradient",
     "sum",
@@ -70,7 +72,7 @@ class Fault:
 
     site: Site
     """What is damaged. On the wire, as it arrives: contributions to a sum, gathered values, all-reduced and broadcast
-    values, records of the roll call. In memory: the gradient between micro-batches, the owner's sum, the reduced
+    values, records of the round report. In memory: the gradient between micro-batches, the owner's sum, the reduced
     gradient before the step, masters and optimizer state between updates, masters directly after an optimizer step
     ("step"), published values before they are sent, the parameters in the model."""
     rank: int

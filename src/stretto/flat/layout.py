@@ -33,7 +33,7 @@ class Slot:
     name: str
     """First name under `model.named_parameters()`; tied parameters have one slot."""
     index: int
-    """Position in `Layout.slots`, also the parameter's bit in the roll call."""
+    """Position in `Layout.slots`, also the parameter's bit in the round report."""
     set_index: int
     start: int
     """First element in the flat set."""
