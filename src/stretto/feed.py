@@ -31,6 +31,8 @@ class Feed:
 
     def __init__(self, job: Job) -> None:
         self.input = InputStatistics(job.compute.runtime.now)
+        self.has_begun = False
+        """Whether batches have ever been handed out here."""
         self.num_samples = 1
         """Of the batch that was handed out last."""
         self._job = job
@@ -51,12 +53,16 @@ class Feed:
         """See `DataParallel.feed`."""
         with self._compute.running():
             self._begin(updates, until)
-            self._on_update = on_update
+            self._on_update, self.has_begun = on_update, True
             self.input.begin(loader)
             batches, length = iter(loader), _length_of(loader)
         nothing = object()
         num_fed = 0
-        while not self._is_over(until):
+        while True:
+            with self._compute.running():
+                self._land_last_update()
+            if self._is_over(until):
+                break
             batch: Any = self.input.take(batches, nothing)
             if batch is nothing:
                 with self._compute.running():
@@ -69,8 +75,6 @@ class Feed:
                     self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
             self.num_samples = num_samples(batch)
             yield batch
-            with self._compute.running():
-                self._land_last_update()
         self._on_update = None
 
     def drain(self) -> None:
@@ -160,7 +164,7 @@ class Feed:
     def _keep(self, update: Update | None) -> None:
         """Tell of an update that no call returns, now or when `finish` returns it."""
         if update is not None:
-            update = self.tell(update)
+            update = self.tell(update) if self.has_begun else update
             self._landed += [] if self._on_update is not None else [update]
 
 

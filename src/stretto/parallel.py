@@ -339,6 +339,8 @@ class DataParallel:
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
         samples = self._feed.num_samples if samples is None else samples
+        if not self._feed.has_begun:
+            return self._compute.count(weight, loss, samples)
         if loss is not None:
             self._feed.input.note_loss(loss, weight)
         update = self._compute.count(weight, loss, samples)

