@@ -309,7 +309,8 @@ class DataParallel:
             heard of them, and those committed here.
         """
         with self._compute.running():
-            self._compute.accumulation.check_own(self._compute.where)
+            if not self._compute.num_counted:  # a loop that calls loss.backward() has trained nothing
+                self._compute.accumulation.check_own(self._compute.where)
             self._feed.drain()
             self._compute.show_committed()
             self.late_incidents = tuple(self._compute.model.listener.ended())

@@ -205,6 +205,22 @@ def test_gradients_of_another_backward_are_told_and_can_be_dropped(strategy: str
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def test_a_loop_that_never_counts_is_told_at_the_end() -> None:
+    job = TinyJob("zero1")
+    job.loss().backward()
+    with pytest.raises(GradientsTouched) as caught:
+        job.parallel.finish()
+    assert says(caught.value, "rank 0, after step 0", "not this job's")
+
+
+def test_what_another_backward_leaves_behind_the_last_micro_batch_does_no_harm() -> None:
+    job = TinyJob("zero1")
+    job.until_update()
+    job.loss().backward()
+    job.parallel.finish()
+    assert job.parallel.steps == 1
+
+
 def step_by_hand(job: TinyJob) -> None:
     job.optimizer.step()
 

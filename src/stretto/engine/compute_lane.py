@@ -193,13 +193,8 @@ class ComputeLane:
         count = self.accumulation.contribution.count
         if not self._quota.is_met(self._accumulating_round, count, lane_is_free=is_free):
             return None
-        update = self._end_round()
+        update = self.end_round()
         return update if self.overlaps else self.fly()
-
-    def end_round(self) -> Update | None:
-        """Look at the accumulating round a last time, land the one before, and close it as it is."""
-        self.accumulation.check_own(self.where)
-        return self._end_round()
 
     def fly(self) -> Update | None:
         """Hand the ready round over, if one is, and land what is in flight."""
@@ -246,7 +241,8 @@ class ComputeLane:
             self.model.listener.round_closed()
         return self._ready
 
-    def _end_round(self) -> Update | None:
+    def end_round(self) -> Update | None:
+        """Look at the accumulating round a last time, land the one before, and close it as it is."""
         self.user.check_untouched(self.where)
         self.accumulation.check_untouched(self.where)
         self._incidents += self.model.listener.round_ends()
