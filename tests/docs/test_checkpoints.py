@@ -44,11 +44,14 @@ def job(loader: Batches) -> dict[str, Any]:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     return {
         "checkpoint": checkpoint,
         "model": model,
-        "scheduler": torch.optim.lr_scheduler.LinearLR(optimizer),
-        "parallel": stretto.DataParallel(model, optimizer, stretto.ACCO(), micro_batches=2),
+        "scheduler": scheduler,
+        "parallel": stretto.DataParallel(
+            model, optimizer, stretto.ACCO(), scheduler=scheduler, micro_batches=2
+        ),
         "loader": loader,
         "loss_function": lambda output: output.square().mean(),
     }
