@@ -87,8 +87,10 @@ class DataParallel:
             self.guards, self.options, left_out = standard_guards(guards, self.strategy, self.options)
             for name, reason in left_out.items():
                 _log.info("guards='standard' leaves out %s: it %s", name, reason)
-        else:
+        elif isinstance(guards, Sequence):
             self.guards = tuple(guards)
+        else:
+            raise ConfigError(f"guards: expected 'standard' or a sequence of guards, found {guards!r}")
         parts = Parts(
             model=model,
             optimizer=optimizer,

@@ -31,6 +31,7 @@ from stretto.exchange import (
     VerifiedExchange,
     wire_dtype,
 )
+from stretto.fields import did_you_mean
 from stretto.flat import GradientBuffer, Layout, plan_layout
 from stretto.guards import AtRest, Guard, ReplicaGuard
 from stretto.guards.interpreter import GuardInterpreter, RehearsingOptimizer
@@ -80,8 +81,10 @@ class Parts:
         _check_scheduler(self.scheduler, self.optimizer)
         for guard in self.guards:
             if not isinstance(guard, Guard):
+                is_kind = isinstance(guard, type) and issubclass(guard, Guard)
+                meant = f"; did you mean {guard.__name__}()?" if is_kind else ""
                 raise ConfigError(
-                    f"guards: expected 'standard' or instances such as ReplicaGuard(), found {guard!r}"
+                    f"guards: expected 'standard' or instances such as ReplicaGuard(), found {guard!r}{meant}"
                 )
         if len({guard.name for guard in self.guards}) < len(self.guards):
             raise ConfigError(
@@ -218,7 +221,8 @@ def standard_guards(
         ConfigError: The word is another one.
     """
     if word != "standard":
-        raise ConfigError(f"guards={word!r}: expected 'standard' or a sequence of guards")
+        hint = did_you_mean(word, ["standard"])
+        raise ConfigError(f"guards={word!r}: expected 'standard' or a sequence of guards{hint}")
     ledger = ledger_of(strategy)
     left_out: dict[str, str] = {}
     fitting = []
@@ -243,7 +247,7 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             "scheduler: a ReduceLROnPlateau needs a metric at every step, which the library does not have; turn it by "
             "hand, and leave scheduler out"
         )
-    if not callable(getattr(scheduler, "step", None)):
+    if isinstance(scheduler, torch.optim.Optimizer) or not callable(getattr(scheduler, "step", None)):
         raise ConfigError(
             f"scheduler: expected one of torch.optim.lr_scheduler, or anything with step(), found {scheduler!r}"
         )

@@ -154,6 +154,11 @@ def _notes(parallel: DataParallel, manifest: Manifest, names: set[str], state: S
             else "other parameters are trained, or on other ranks, or in other buckets"
         )
         yield f"{why}: {' and '.join(dropped)} dropped"
+    if (parallel.scheduler is not None) != ("scheduler" in kinds):
+        saved, goes_on = (
+            ("without", "with one") if parallel.scheduler is not None else ("with", "without one")
+        )
+        yield f"saved {saved} a scheduler, continued {goes_on}: its state is not restored"
 
 
 _AHEAD = {

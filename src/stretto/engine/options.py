@@ -129,7 +129,8 @@ def plan_quota(strategy: Strategy, micro_batches: int | Clock, rounds: int) -> Q
     Raises:
         ConfigError: Fewer micro-batches than rounds, or not a number of them.
     """
-    if not isinstance(micro_batches, int | Clock) or (isinstance(micro_batches, int) and micro_batches < 1):
+    is_number = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
+    if not (isinstance(micro_batches, Clock) or (is_number and micro_batches >= 1)):
         raise ConfigError(
             f"micro_batches={micro_batches!r}: expected an integer of at least 1 per rank and update, or a Clock"
         )
