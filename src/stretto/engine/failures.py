@@ -115,7 +115,7 @@ class FailureDetector:
             time.sleep(_POLL_SECONDS)
 
     def _look(self, what: str) -> None:
-        """Raise if another rank has told a failure, or if this rank has left; answer an alarm."""
+        """Raise if another rank has told a failure or raised an alarm, or if this rank has left."""
         if self._left:
             raise PeerFailed(self._where(what) + "this rank has ended the job")
         try:

@@ -327,7 +327,7 @@ class Accounts:
         self._use_is_known = self._use_is_known or steps > 0
 
     def check_used(self, commit: Commit, layout: Layout, where: str) -> None:
-        """Check once, at the first update that all ranks report, that some rank uses every parameter.
+        """Check once, at the first update that all ranks report, that each parameter was used by some rank.
 
         Raises:
             UnusedParameters: A parameter received no gradient on any rank.
