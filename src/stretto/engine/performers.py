@@ -38,7 +38,7 @@ class Flight:
 
 
 Performer: TypeAlias = Callable[[Any, Flight | None], Any]
-"""Performs an effect. Without a flight, the effect comes before the next gradients and may run while they accumulate."""
+"""Performs an effect; without a flight, it comes before the next gradients and may run while they accumulate."""
 
 
 class Core:
