@@ -8,7 +8,7 @@
 | `Seal(what)` | checksums of values that nobody may change until the next step | None | no |
 | `Inspect()` | sealed values compared with their checksums | `list[Difference]` | no |
 | `Mend(part)` | a part repaired from its checksum | `bool`: did that succeed? | no |
-| `Replace(parts)` | damaged parts copied from a rank where they are healthy | `dict[Part, int]`: from which rank | yes |
+| `Replace(parts)` | parts copied from a rank where they are healthy | `dict[Part, int]`: from which rank | yes |
 | `Recompute()` | parts computed again from healthy state | `dict[Part, bool]`: is the result the same? | no |
 | `Where()` | rank and update, for messages | `str` | no |
 | `Report(...)` | an `Incident` in the next `Update`, on every rank | None | no |
