@@ -28,8 +28,8 @@ class VerifiedExchange(DirectExchange):
 
     A *row* is what one rank sends to another of one bucket. Its *seal*, eight bytes behind it, is a digest over the
     bytes and over what they are: which exchange, which bucket, from whom and for whom. A stale, swapped or misrouted
-    row thus counts as damaged, like a changed one. Damaged rows are sent again (`stretto.exchange.repeats`) before anything
-    is used.
+    row thus counts as damaged, like a changed one. Damaged rows are sent again (`stretto.exchange.repeats`) before
+    anything is used.
 
     Note [Sealed from the source, checked at the end]
         A sender keeps the buffer that it seals its rows from, so a repeat takes the values from there. A receiver

@@ -333,7 +333,7 @@ _UNKNOWN = "kept: nobody can say who is right"
 
 
 def _agreed(first: Mapping[str, int], second: Mapping[str, int]) -> int | None:
-    """Return the digest that two of the second runs share or, of two ranks, that of the only one that repeated its own."""
+    """Return the digest that two second runs share or, of two ranks, that of the only one that repeated its own."""
     value, votes = Counter(second.values()).most_common(1)[0]
     if votes >= 2:
         return value

@@ -151,7 +151,7 @@ class ShownParameters(RoundWatch):
         return self._is_as_installed()
 
     def _is_installed(self) -> bool:
-        """Return whether the parameters are as installed, after installing a replicated optimizer's masters if needed."""
+        """Return whether the parameters are as installed; if needed, install a replicated optimizer's masters."""
         if self._is_as_installed():
             return True
         job = self._rounds.job

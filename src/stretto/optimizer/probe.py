@@ -1,5 +1,4 @@
-"""Optimizers of the user's class over other tensors, and a trial on small ones that shows whether shards are allowed.
-"""
+"""Optimizers of the user's class over other tensors, and a trial that shows whether an optimizer may be sharded."""
 
 import inspect
 from collections.abc import Sequence
