@@ -1,4 +1,4 @@
-"""What a bit-identical continuation needs beside the portable state of `stretto.engine.state`.
+"""The state that a bit-identical continuation needs in addition to the portable state of `stretto.engine.state`.
 
     carry.<name>         the carry: sums of the gradients that were accumulated for the next round, reduced now
     job.round_report     its weights, losses and counts by rank
@@ -9,8 +9,8 @@
     loader.<rank>        state of this rank's loader
     extra                whatever the user gave
 
-The carry and the prediction mean the same to any number of ranks, and nothing to another strategy. A replica means
-something to the same rank of the same layout only; the others begin with the mean of all.
+The carry and the prediction can be used by any number of ranks, but not by another strategy. A replica can be used only
+by the same rank of the same layout; otherwise ranks begin with the mean of all replicas.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ class Loader(Protocol):
         ...
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Go there."""
+        """Go to the position that `state_dict` returned."""
         ...
 
 
 class Continuation:
-    """Writes down all of a job that the next process needs, and puts it in place."""
+    """Returns all of a job's state that the next process needs, and loads it there."""
 
     def __init__(self, job: Job, scheduler: Any) -> None:
         self._job = job
@@ -55,9 +55,9 @@ class Continuation:
         self._device = job.sharded.masters[0].device
 
     def write(self) -> State:
-        """Return what ranks hold together; all ranks must call.
+        """Return the state that ranks hold together; all ranks must call.
 
-        The reduction that this performs ahead is the one that the running job goes on with.
+        This performs the next reduction now, and the running job goes on with the result.
         """
         compute = self._job.compute
         reduction = compute.reduce_ahead() if compute.has_round_ready else None
@@ -74,7 +74,7 @@ class Continuation:
         return state
 
     def write_own(self, state: State, loader: Loader | None, extra: Any) -> State:
-        """Return what is this rank's alone, beside the `state` that `write` has returned."""
+        """Return the state of this rank alone; `state` is what `write` has returned."""
         mine = {
             "random": random_states(self._device),
             "buffers": self._buffers(state["model"]),
@@ -102,8 +102,8 @@ class Continuation:
         Args:
             stored: The names in it.
             world_size: How many ranks wrote it.
-            same_strategy: Whether the carry and the prediction mean anything here.
-            same_layout: Whether a rank's replica does, too.
+            same_strategy: Whether this job can use the carry and the prediction.
+            same_layout: Whether this job can use the replicas.
         """
         state = self._state.blank(stored)
         slots = self._state.slots
@@ -125,7 +125,7 @@ class Continuation:
         return state
 
     def load(self, state: State) -> None:
-        """Put `state`, read from a checkpoint, in the place of the job's own."""
+        """Replace the job's state by `state`, which was read from a checkpoint."""
         self._state.load(state)
         compute = self._job.compute
         mine = unpack(state["rank"][str(self._rank)]) if "rank" in state else None
@@ -190,7 +190,7 @@ class Continuation:
         return [list(records[rank :: self._world_size]) for rank in range(self._world_size)]
 
     def _buffers(self, saved: Collection[str]) -> dict[str, Tensor]:
-        """Return this rank's persistent buffers, but for those that are what ranks agree on."""
+        """Return this rank's persistent buffers, except for those that equal what ranks agree on."""
         statistics = self._job.compute.statistics
         agreed = dict(zip(statistics.names, statistics.agreed, strict=True))
         return {
@@ -213,13 +213,13 @@ def unpack(packed: bytes) -> Any:
 
 
 def _rank_report(records: Sequence[Mapping[str, Any]], names: Sequence[str], num_buffers: int) -> RankReport:
-    """Return one rank's report in the place of several; empty for a rank that takes over nobody's."""
+    """Combine the saved reports of several ranks into one; the result is empty if there are none."""
     used = {name for record in records for name in record["used"]}
     return RankReport(
         totals=Totals(**{field: sum(record[field] for record in records) for field in _TOTALS}),
         gradient_is_finite=all(record["gradient_is_finite"] for record in records),
         norm_squared=sum(record["norm_squared"] for record in records),
-        vote=Vote.GO_ON,  # what ranks wanted of the old job is nothing to the new one
+        vote=Vote.GO_ON,  # votes in the old job do not count in the new one
         settings=0,
         used=bytes(name in used for name in names),
         changed=bytes(num_buffers),

@@ -1,12 +1,7 @@
-"""The files of a checkpoint: folders and their order, the manifest, stored pieces with digests.
+"""The files of a checkpoint: PyTorch's own, a manifest with a digest of every stored piece, and the folder's name.
 
-PyTorch's checkpoint files, with a digest of every stored piece.
-
-The bytes in the file are digested, not the values: damage anywhere in a piece is found before anything is unpickled.
-
-What a checkpoint says about itself: `manifest.json`, the file without which it is none.
-
-A folder of checkpoints: the names, the order, and how one comes and goes at a stroke.
+The digests are over the bytes in the files, not over values, so that damage is found before anything is unpickled. A
+folder without `manifest.json` is not a checkpoint. A rename makes a checkpoint appear or disappear in one moment:
 
 000007-step-350/            a checkpoint, complete from the moment it has this name; the serial number gives
                             the order, also where a run has gone back to an earlier step
@@ -53,13 +48,13 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class DigestedResult(WriteResult):
-    """What one write left behind, as the coordinator learns it."""
+    """The result of one write, as the coordinator receives it, with the digest of the bytes written."""
 
     digest: str
 
 
 class DigestingWriter(FileSystemWriter):
-    """Writes the files, and digests what has arrived in them."""
+    """Writes PyTorch's files, and digests the bytes that are in them afterwards."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -67,7 +62,7 @@ class DigestingWriter(FileSystemWriter):
         """Every piece of all ranks, once `finish` has run."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's pieces; see `StorageWriter.write_data`."""
+        """Write this rank's pieces as PyTorch does, and return their digests too."""
         results = super().write_data(plan, planner).wait()
         digests = _digests(Path(self.path), [_extent(result.storage_data) for result in results])
         future: Future[list[WriteResult]] = Future()
@@ -85,7 +80,7 @@ class DigestingWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata; see `StorageWriter.finish`."""
+        """Write the metadata as PyTorch does, and collect the pieces of all ranks."""
         super().finish(metadata, results)
         self.stored = [
             Stored(result.index.fqn, _extent(result.storage_data), result.digest)
@@ -96,7 +91,7 @@ class DigestingWriter(FileSystemWriter):
 
 
 class VerifyingReader(FileSystemReader):
-    """Reads the files, and can say beforehand whether what will be read is what was written."""
+    """Reads PyTorch's files, and can first verify that they hold the bytes that were written."""
 
     def verify(self, plan: LoadPlan, stored: Mapping[Extent, Stored]) -> None:
         """Digest every piece that `plan` reads.
@@ -145,7 +140,7 @@ def _extent(info: object) -> Extent:
 
 
 FORMAT = 1
-"""Raised whenever what an older reader would make of a newer checkpoint is wrong."""
+"""Increased whenever an older reader would misread a newer checkpoint."""
 FILE = "manifest.json"
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]
@@ -277,7 +272,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def find(directory: Path) -> Path:
-    """Return the checkpoint that `directory` is, or the latest one in it; an incomplete one for want of another.
+    """Return `directory` if it is a checkpoint, otherwise the latest one in it; an incomplete one if there is no other.
 
     Raises:
         CheckpointError: There is none.
@@ -322,7 +317,7 @@ def writing(directory: Path, name: str) -> Path:
 
 
 def commit(directory: Path, name: str) -> None:
-    """Give a written checkpoint its name: the one moment in which it comes to be."""
+    """Rename a written checkpoint to its final name; from this moment it exists."""
     _sync(writing(directory, name))
     writing(directory, name).rename(directory / name)
     _sync(directory)
@@ -351,7 +346,7 @@ def _serial(path: Path) -> int:
 
 
 def _sync(folder: Path) -> None:
-    """Bring the folder's own entries to the disk."""
+    """Flush the folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

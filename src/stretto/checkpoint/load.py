@@ -1,4 +1,4 @@
-"""Reads a checkpoint."""
+"""Reads a checkpoint into a job, after checking that all of it fits and is undamaged."""
 
 import dataclasses
 import os
@@ -38,7 +38,7 @@ class Restored:
 def load(
     parallel: DataParallel, directory: str | os.PathLike[str], *, loader: Loader | None = None
 ) -> Restored:
-    """Put a checkpoint in the place of the job's state; all ranks must call, before training or after an `Update`.
+    """Replace the job's state by a checkpoint; all ranks must call, before training or after an `Update`.
 
     At the saved world size and strategy the run goes on to the bit. At another world size parameters,
     optimizer, carry and prediction are resharded; random states and loader positions are per rank and are

@@ -1,7 +1,4 @@
-"""Writes a checkpoint.
-
-The ranks of a job, taking the steps of a checkpoint together: each step succeeds on all, or fails on all.
-"""
+"""Writes a checkpoint in steps that all ranks take together: each step succeeds on all ranks, or fails on all."""
 
 import os
 import pickle
@@ -37,9 +34,9 @@ def save(
 ) -> Path:
     """Write a checkpoint into `directory`, and remove old ones; all ranks must call, right after an `Update`.
 
-    Also before training, or after `finish`. The running job goes on as if nothing had happened. Every rank
-    writes its share; `directory` must lie on a file system that all share. The checkpoint appears under its
-    name in one moment, after all have written; a crash before leaves the former ones as they were.
+    It can also be called before training, or after `finish`. Saving does not change the running job. Every rank writes
+    its share; `directory` must lie on a file system that all ranks share. The checkpoint appears under its name in one
+    moment, after all ranks have written. A crash before that leaves the earlier checkpoints as they were.
 
     Args:
         parallel: The job.

@@ -1,4 +1,4 @@
-"""The engine: two lanes, landing and take-off."""
+"""The engine of one rank's job: a compute lane and a communication lane that exchange rounds."""
 
 from stretto.engine.job import Job
 from stretto.engine.options import Clock, Options

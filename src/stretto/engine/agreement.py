@@ -1,4 +1,4 @@
-"""What ranks settle among themselves before the first round: equal settings, equal starting values."""
+"""What ranks agree on before the first round: equal settings and equal starting values."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ from stretto.flat import GradientBuffer
 
 _SHOWN_CHARACTERS = 300
 _BROADCASTS = 4
-"""How often starting values are sent, where ranks compare digests of what arrived."""
+"""How often starting values are sent at most, where ranks compare digests of what arrived."""
 
 
 def agree(exchange: Exchange, settings: Mapping[str, str], where: str) -> None:
     """Raise on every rank unless all ranks hold the same settings.
 
     Args:
-        exchange: Whose ranks.
-        settings: What must be equal, as text, by name; the names are equal on all ranks. Where a text has
-            lines, the first that differs is shown.
+        exchange: Connects the ranks.
+        settings: What must be equal, as text, by name; the names are equal on all ranks. For a text of several
+            lines, the error shows the first line that differs.
         where: Rank and step, for the message.
 
     Raises:
@@ -32,7 +32,7 @@ def agree(exchange: Exchange, settings: Mapping[str, str], where: str) -> None:
     own = b"".join(hashlib.sha256(text.encode()).digest() for text in settings.values())
     if len(set(exchange.gather_bytes(own))) == 1:
         return
-    # All ranks know that some differ, and all pay for the texts.
+    # All ranks know now that some differ, so all of them gather the texts.
     columns = [
         [record.decode() for record in exchange.gather_records(text.encode())] for text in settings.values()
     ]
@@ -50,10 +50,10 @@ def share_start(
     """Give every rank the parameters and buffers of rank 0, to the bit.
 
     Args:
-        exchange: Whose ranks.
+        exchange: Connects the ranks.
         parameters: In the layout's order; overwritten on ranks other than 0.
         buffer: Scratch; left undefined.
-        model: Whose frozen parameters and buffers, of any dtype, are overwritten too.
+        model: Its frozen parameters and buffers, of any dtype, are overwritten too.
     """
     with torch.no_grad():
         torch._foreach_copy_(buffer.views, list(parameters))
@@ -65,7 +65,7 @@ def share_start(
 
 
 def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return, by name, what a model holds beside its trainable parameters: frozen ones and buffers."""
+    """Return the frozen parameters and the buffers of a model, with their names."""
     frozen = [(name, p.detach()) for name, p in model.named_parameters() if not p.requires_grad]
     return [*frozen, *((name, buffer.detach()) for name, buffer in model.named_buffers())]
 
@@ -74,7 +74,7 @@ def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:
     if not exchange.is_verified:
         exchange.broadcast(tensor, 0, "broadcast of rank 0's parameters")
         return
-    # Rank 0's own memory may be what is damaged: what is sent again is what was sent first.
+    # The memory of rank 0 may be damaged, so every repeat sends this copy.
     healthy = tensor.clone() if exchange.rank == 0 else tensor
     for _ in range(_BROADCASTS if tensor.numel() else 0):
         if healthy is not tensor:
@@ -90,7 +90,7 @@ def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:
 
 
 def _difference(texts: Sequence[str]) -> str:
-    """Say where the first text that differs from rank 0's does so."""
+    """Describe the first difference from the text of rank 0."""
     differing = [rank for rank, text in enumerate(texts) if text != texts[0]]
     lines = zip_longest(texts[0].splitlines(), texts[differing[0]].splitlines(), fillvalue="nothing")
     expected, found = next(pair for pair in lines if pair[0] != pair[1])

@@ -1,4 +1,4 @@
-"""The communication lane: runs the strategy's coroutine, and has each effect performed."""
+"""The communication lane: runs the strategy's coroutine and has each of its effects performed."""
 
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -12,21 +12,21 @@ from stretto.strategies.contract import ACCUMULATIONS, Begin, Boundary, Script
 
 Woven = Generator[Any, Any, None]
 Weave = Callable[[Script], Woven]
-"""Surrounds a script with further effects."""
+"""Adds effects to a script, before and after the script's own."""
 
 
 class CommLane:
-    """Performs one round per `advance`: from the reduction that waits for it to the next one.
+    """Performs one round per `advance`: from the reduction that waits for the round to the next reduction.
 
-    The lane is alone on its group and performs one thing after the other, so every rank issues the same collectives in
-    the same order.
+    Nobody else uses the lane's group, and the lane performs one effect after the other. So every rank issues the same
+    collectives in the same order.
 
     Args:
-        strategy: Whose updates are performed.
-        replicas: Of the job; exchanges gradients as its strategy needs.
-        performers: By effect.
-        asks_ahead: Whether an update may begin with something else than gradients.
-        weave: What surrounds the strategy's effects.
+        strategy: Its updates are performed.
+        replicas: The job's replicas; they exchange gradients as the strategy needs.
+        performers: The performer of each kind of effect.
+        asks_ahead: Whether an update may begin with an effect that needs no gradients.
+        weave: Adds the guards' effects to those of the strategy.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CommLane:
         self._performers = performers
         self._script = self._updates() if weave is None else weave(self._updates())
         self._waits_for: Any = None
-        """The effect that is yet to be answered; None before the beginning."""
+        """The effect that waits for its answer; None before the script begins."""
         self.progress.begin_update(replicas.exchange.sent_bytes)
 
     def advance(self, round: Round, opening: Pending[None]) -> Landing:
@@ -54,7 +54,7 @@ class CommLane:
 
         Args:
             round: The round, closed.
-            opening: A call of `open` that was spawned before; what it raised is raised here.
+            opening: A call of `open` that was spawned before; its error, if any, is raised here.
         """
         opening.result()
         self.open()
@@ -71,9 +71,9 @@ class CommLane:
         )
 
     def open(self) -> None:
-        """Perform what the script asks for ahead of the next gradients, unless that has been done.
+        """Perform the effects that come before the next gradients, unless that has been done.
 
-        It may run beside them: the model goes on showing what it shows.
+        This may run while those gradients accumulate, because the model's parameters stay as they are.
         """
         if self._waits_for is None:
             self._waits_for = next(self._script)
@@ -83,7 +83,7 @@ class CommLane:
             self.progress.lane_seconds += self.runtime.now() - started
 
     def _updates(self) -> Script:
-        """Yield the effects of one update after the other, for ever."""
+        """Yield the effects of one update after the other, without end."""
         while True:
             if self.asks_ahead:
                 yield Begin()
@@ -91,17 +91,17 @@ class CommLane:
             yield Boundary()
 
     def _perform(self, flight: Flight | None) -> None:
-        """Answer what the script waits for, and perform what it asks for until it waits for the compute lane."""
+        """Answer the waiting effect, then perform effects until one needs the compute lane."""
         effect = self._script.send(None if flight is None else flight.reduction.gradient)
         while not isinstance(effect, (*ACCUMULATIONS, Begin)):
             effect = self._script.send(self._performers[type(effect)](effect, flight))
         self._waits_for = effect
 
     def _commit(self) -> Commit | None:
-        """Close the update, and return what is known of it."""
+        """Close the update and return what is known about it; None if the update did not step."""
         progress, commit = self.progress, None
         sent_bytes = self.replicas.exchange.sent_bytes
-        # Nobody asks the others after a step alone: it counts on every rank, whatever this one contributed.
+        # A rank that steps alone does not ask the others: the step counts, whatever this rank contributed.
         if progress.stepped or not progress.reductions[-1].met:
             progress.step += 1
             commit = Commit(

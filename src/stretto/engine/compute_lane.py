@@ -1,12 +1,12 @@
 """The compute lane: the user's thread, from the first micro-batch of a round to its landing.
 
 Note [Landing and take-off]
-    Landing, at a micro-batch boundary when the quota is met and the communication lane is done: the values it brought
-    are installed, and if an update was committed it is returned and the schedule turned. The user may then look,
-    evaluate, save: nothing is under way. Take-off, at the next training forward or backward: the accumulated gradients
-    go over and the other buffer, zeroed, takes their place. Hyperparameters are read at an update's first take-off and
-    hold for all its rounds, so that an estimate and the update it anticipates use the same. Parameters change at
-    landings and at no other moment.
+    A landing happens at a micro-batch boundary, when the quota is met and the communication lane is done. The new
+    values are installed. If an update was committed, the scheduler is turned and the update is returned. Nothing is
+    under way then, so the user may look at the model, evaluate and save. A take-off happens at the next training
+    forward or backward pass: the accumulated gradients go to the communication lane, and the other buffer, zeroed,
+    takes their place. Hyperparameters are read at an update's first take-off and hold for all its rounds, so that an
+    estimate and the update it anticipates use the same ones. Parameters change only at landings.
 """
 
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ from stretto.records import Incident, Update
 
 
 class ComputeLane:
-    """Accumulates gradients, takes off, lands.
+    """Accumulates gradients, hands rounds over at a take-off, and installs values at a landing.
 
     Args:
         user: The user's model and optimizer.
         comm: The other lane.
         quota: Micro-batches of a rank in each round of an update.
-        failures: Tells the other ranks when this one ends.
-        scheduler: Turned at every committed update; anything with `step()`, or None.
+        failures: Tells the other ranks that this one ends with an error.
+        scheduler: Any object with `step()`, called at every committed update; or None.
         allow_unused: Accept parameters that no rank used in the first update.
     """
 
@@ -62,13 +62,13 @@ class ComputeLane:
         """The round that accumulates."""
         self.vote = Vote.GO_ON
         self.votes: list[Vote] = []
-        """What each rank wanted in the last round that landed."""
+        """Each rank's vote in the last round that landed."""
         self.at_boundary = True  # whether the last round that landed ended an update
         self.steps = 0
         self.num_counted = 0
         """Micro-batches of this rank so far, of any weight."""
         self.has_finished = False
-        """Whether the job came to a good end."""
+        """Whether the job ended without an error."""
         self._ended_because: str | None = None
         self._failures = failures
         self._quota = quota
@@ -76,13 +76,13 @@ class ComputeLane:
         self.overlaps = comm.strategy.overlaps
         self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self._in_flight: Pending[Landing] | None = None
-        self._opening: Pending[None] | None = None  # what comes ahead of the gradients
+        self._opening: Pending[None] | None = None  # the work that an update does ahead of its gradients
         self._ready: Round | None = None  # the round that takes off next, once its quota is met
         self._accumulating_round = 0
-        """Position, in its update, of the round that accumulates: one ahead of the one in flight."""
+        """Position of the accumulating round in its update; it is one ahead of the round in flight."""
         self._hyperparameters: Hyperparameters = []
         self._incidents: list[Incident] = []
-        self._is_checked = False  # whether parameters were looked at since the last micro-batch was counted
+        self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
         self._accounts = Accounts(comm.strategy.staleness, self.runtime.now(), use_is_known=allow_unused)
         user.hook(
             before_gradient=lambda index: self.accumulation.before_gradient(index),
@@ -106,12 +106,12 @@ class ComputeLane:
 
     @property
     def is_lane_idle(self) -> bool:
-        """Whether nobody writes the masters."""
+        """Whether the communication lane has no work, so that nobody writes the masters."""
         return self._in_flight is None and self._opening is None
 
     @property
     def updates_in_sight(self) -> int:
-        """Committed updates once every closed round has landed, if all of them step."""
+        """Number of committed updates after every closed round has landed, if all of them step."""
         last = self._quota.rounds - 1
         ends_update = [self._ready is not None and self._accumulating_round == last]
         ends_update += [self._in_flight is not None and self._accumulating_round == 0]
@@ -119,7 +119,7 @@ class ComputeLane:
 
     @property
     def is_clear(self) -> bool:
-        """Whether no contribution of this rank waits: the last update has ended, and none was counted since."""
+        """Whether the last update has ended and this rank has counted no micro-batch since."""
         return (
             self.at_boundary
             and self._in_flight is None
@@ -129,7 +129,7 @@ class ComputeLane:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Refuse use after the end, and let any error inside end the job on all ranks.
+        """Refuse use after the end; any error inside the block ends the job on all ranks.
 
         Raises:
             Finished: The job has ended already.
@@ -145,7 +145,7 @@ class ComputeLane:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """End the job because of `error`: tell the other ranks, and leave the model to the user."""
+        """End the job because of `error`: tell the other ranks and release the user's model."""
         if self._ended_because is None:
             self._ended_because = f"{type(error).__name__}: {error}"
             if self._failures.tell(error):
@@ -154,7 +154,7 @@ class ComputeLane:
             self.user.unhook()
 
     def close(self) -> None:
-        """Join the communication lane and leave the model as it came; nobody may issue a collective before."""
+        """Join the communication lane and remove all hooks; no collective may be issued before this returns."""
         self.runtime.join()
         self.user.unhook()
         self._ended_because = "finish() was called"
@@ -197,12 +197,12 @@ class ComputeLane:
         return update if self.overlaps else self.fly()
 
     def fly(self) -> Update | None:
-        """Hand the ready round over, if one is, and land what is in flight."""
+        """Hand over the ready round, if there is one, and land what is in flight."""
         self.take_off_if_ready()
         return self._land()
 
     def take_off_if_ready(self) -> None:
-        """Hand the round over, if one is ready, and begin the next."""
+        """Hand over the ready round, if there is one, and begin the next."""
         ready = self._ready
         if ready is None:
             return
@@ -222,11 +222,11 @@ class ComputeLane:
             buffer, self._idle = self._idle, None
             self.accumulation.begin(buffer).attach()
         else:
-            self.accumulation.begin(ready.buffer)  # and attached when it lands
+            self.accumulation.begin(ready.buffer)  # the landing attaches it
         self._accumulating_round = (self._accumulating_round + 1) % self._quota.rounds
 
     def close_round(self) -> Round:
-        """Close the accumulating round, which takes off next; return it."""
+        """Close the accumulating round and return it; it takes off next."""
         if self._ready is None:
             self._ready = Round(
                 self.accumulation.buffer,
@@ -280,7 +280,7 @@ class ComputeLane:
         )
 
     def wait_for_lane(self) -> Landing | None:
-        """Wait until the round in flight, if one is, could land; return what it will bring."""
+        """Wait until the round in flight can land; return what it will bring, or None if none is in flight."""
         if self._in_flight is None:
             return None
         if not isinstance(self._in_flight, Arrived):
@@ -290,10 +290,10 @@ class ComputeLane:
         return self._in_flight.result()
 
     def check_between_updates(self, what: str) -> None:
-        """Raise unless the last update has ended, or none has begun, and no micro-batch was counted since.
+        """Raise in the middle of an update, or if a micro-batch was counted since the last update ended.
 
         Raises:
-            OutOfTurn: Something would be lost.
+            OutOfTurn: Contributions would be lost.
         """
         self._finish_opening()
         accumulation = self.accumulation
@@ -329,12 +329,12 @@ class ComputeLane:
             )
         self._finish_opening()
         landing = self.wait_for_lane()
-        self.model.listener.committed_is_read()  # at rest, so that any thread may
+        self.model.listener.committed_is_read()  # the communication lane is at rest, so this thread may do it
         agreed = self.statistics.agreed_after(landing)
         if self.model.shown == "committed" and not self.replicas.has_drifted and landing is None:
             self.model.settle(None, agreed)
             return
-        # The idle buffer: gathered values may lie in it until the next take-off zeroes it.
+        # The idle buffer may hold gathered values: the next take-off zeroes it.
         buffer = self._idle if self._idle is not None else GradientBuffer(self.layout)
         gathered = self.runtime.spawn(
             lambda: self.replicas.gather_committed(buffer.flats, self.statistics)
@@ -346,9 +346,9 @@ class ComputeLane:
             self._opening = Arrived(self._opening.result())
 
     def reduce_ahead(self) -> Reduction:
-        """Exchange the gradients of the round that takes off next, now; all ranks must call.
+        """Exchange now the gradients of the round that takes off next; all ranks must call.
 
-        For a checkpoint: what it saves is what the running job goes on with, so that saving changes nothing.
+        A checkpoint saves the result, and the running job goes on with the same result, so that saving changes nothing.
         """
         ready = self.close_round()
         if ready.reduction is None:
@@ -359,11 +359,11 @@ class ComputeLane:
         return ready.reduction
 
     def begin_again(self, steps: int, round_index: int) -> None:
-        """Go on from what a checkpoint has put into model and optimizer; whatever was accumulated is forgotten.
+        """Go on from the state that a checkpoint has put into model and optimizer; drop what was accumulated.
 
         Args:
-            steps: Committed updates behind it.
-            round_index: Rounds behind it.
+            steps: Committed updates before the checkpoint.
+            round_index: Rounds before the checkpoint.
         """
         self._ready = None
         self.accumulation.begin(self.accumulation.buffer).attach()
@@ -379,7 +379,7 @@ class ComputeLane:
 
     @contextmanager
     def aside(self, accumulation: Accumulation) -> Iterator[None]:
-        """Let gradients accumulate in another round inside the block."""
+        """Accumulate the gradients of the block in another round."""
         own, self.accumulation = self.accumulation, accumulation
         accumulation.attach()
         try:

@@ -1,16 +1,16 @@
-"""Failures travel through the store, so that a dead, raising or silent rank ends the job with its cause.
+"""Failure detection through the store: a dead, raising or silent rank ends the job on all ranks, with its cause.
 
 Note [Who is to blame]
-    A collective that cannot complete has three causes, and none of them is seen alike by all ranks.
+    A collective that cannot complete has one of three causes, and each looks different on different ranks.
 
-    - A rank raised. It tells the store before it leaves, and whoever waits reads it there.
+    - A rank raised. It writes the error to the store before it leaves, and waiting ranks read it there.
     - A rank died. Its sockets close and collectives raise, but only on the ranks that exchange with it at that
       moment, and the error names an address, not a rank.
     - A rank stopped answering, or entered another collective. Nothing happens until the timeout.
 
-    In the last two cases the first rank to find out raises an alarm, every waiting rank that hears of it answers,
-    and who has not answered within `_ANSWER_SECONDS` is to blame. A finding is told like a failure, so that all
-    ranks report the same one.
+    In the last two cases the first rank that notices raises an alarm. Every waiting rank answers it, and a rank that
+    has not answered within `_ANSWER_SECONDS` is to blame. The finding is written to the store like a failure, so that
+    all ranks report the same one.
 """
 
 import contextlib
@@ -35,26 +35,26 @@ from stretto.errors import (
 )
 
 _LOOK_SECONDS = 1.0
-"""How often a waiting lane looks into the store: a raising rank is noticed within this time."""
+"""Seconds between two looks of a waiting lane into the store; a rank that raised is noticed within this time."""
 _ANSWER_SECONDS = 2.5
-"""How long to wait for ranks that still wait themselves to answer; two looks and a margin."""
+"""Seconds to wait for the answers to an alarm; two looks and a margin."""
 _POLL_SECONDS = 0.05
-"""How often the answers are counted."""
+"""Seconds between two counts of the answers."""
 _TROUBLE = "trouble"
-"""The one key that a look reads while nobody has said anything, however many ranks there are."""
+"""The only key that a look reads while no rank has written anything, for any number of ranks."""
 _SEEN_BY_ALL = (NonFinite, Quarantined, RanksDisagree, UnusedParameters)
-"""Errors that every rank raises by itself, from the same round report or the same incidents."""
+"""Errors that every rank finds and raises without being told, from the same round report or incidents."""
 
 
 class FailureDetector:
-    """Waits for collectives of one group, and tells and hears about failures of its ranks.
+    """Waits for collectives of one group, and exchanges failures with the group's other ranks.
 
-    See Note [Who is to blame].
+    Note [Who is to blame] describes how the cause is found.
 
     Args:
-        group: Of the job; its store carries what ranks tell.
+        group: The job's group; ranks write their failures to its store.
         timeout_seconds: How long a collective may wait for a rank that neither answers nor dies.
-        progress: Says at which step the job is, for messages.
+        progress: Gives the job's step, for messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float, progress: Progress) -> None:
@@ -67,11 +67,11 @@ class FailureDetector:
         self._left = False
 
     def wait(self, work: dist.Work, what: str) -> None:
-        """Wait for `work`; `what` says what is waited for.
+        """Wait for `work`; `what` names it in messages.
 
         Raises:
             PeerFailed: A rank died or raised, or this rank's own failure has ended the job.
-            PeerSilent: The timeout passed without either.
+            PeerSilent: The timeout passed, and no rank is known to have died or raised.
         """
         deadline = time.monotonic() + self.timeout_seconds
         look_seconds = min(_LOOK_SECONDS, self.timeout_seconds)
@@ -79,7 +79,7 @@ class FailureDetector:
             try:
                 if _completes(work, look_seconds):
                     return
-            except (PeerFailed, NoWayOn):  # a group that sees all ranks has found out by itself
+            except (PeerFailed, NoWayOn):  # a group that sees all ranks has found the cause by itself
                 raise
             except RuntimeError as error:
                 raise self._alarm(what, PeerFailed, _reason(error)) from error
@@ -88,10 +88,10 @@ class FailureDetector:
                 raise self._alarm(what, PeerSilent, self._no_answer)
 
     def tell(self, error: BaseException) -> bool:
-        """Tell the other ranks why this one leaves, and let this one's lane wait no longer.
+        """Tell the other ranks why this one leaves, and end the waits of this rank's lane.
 
         Returns:
-            Whether there was anything to tell: not what was itself heard of, nor what every rank finds by itself.
+            Whether the error was told: not one that came from another rank, nor one that every rank finds by itself.
         """
         self._left = True
         known = isinstance(error, _SEEN_BY_ALL) and not isinstance(error, ReplicaNonFinite)
@@ -107,7 +107,7 @@ class FailureDetector:
         return True
 
     def _await_hearing(self) -> None:
-        """Stay until the others have heard, or leave too: rank 0 often keeps the store, which ends with it."""
+        """Wait until the others have heard or left: rank 0 often hosts the store, which ends with its process."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < deadline:
             if not set(self._others) - self._hear("heard").keys() - self._hear("failure").keys():
@@ -115,7 +115,7 @@ class FailureDetector:
             time.sleep(_POLL_SECONDS)
 
     def _look(self, what: str) -> None:
-        """Raise if another rank has told a failure or raised an alarm, or this one has left."""
+        """Raise if another rank has told a failure or raised an alarm, or if this rank has left."""
         if self._left:
             raise PeerFailed(self._where(what) + "this rank has ended the job")
         try:
@@ -132,14 +132,14 @@ class FailureDetector:
             raise self._alarm(what, PeerFailed, "another rank's connection closed")
 
     def _alarm(self, what: str, kind: type[CommunicationError], reason: str) -> CommunicationError:
-        """Ask all ranks whether they are there, and return the error that names those who are not."""
+        """Ask all ranks to answer, and return the error that names those that do not."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         try:
             self._say("alarm", f"{kind.__name__} {what}")
             while (told := self._told(what)) is None:
                 answers = self._hear("alarm")
                 missing = [rank for rank in self._others if rank not in answers]
-                # Somebody did close a connection: the last one missing is known without waiting.
+                # Some rank closed its connections. If only one has not answered, it is that one: no need to wait.
                 if not missing or time.monotonic() > deadline or (kind is PeerFailed and len(missing) == 1):
                     break
                 time.sleep(_POLL_SECONDS)
@@ -152,7 +152,7 @@ class FailureDetector:
         return kind(self._where(what) + finding)
 
     def _told(self, what: str) -> CommunicationError | None:
-        """Return the error that another rank's failure or finding calls for."""
+        """Return the error to raise for another rank's failure or finding; None if there is none."""
         failures = self._hear("failure")
         if failures:
             self._say("heard", "")
@@ -177,7 +177,7 @@ class FailureDetector:
             self._store.set(_TROUBLE, "")
 
     def _hear(self, topic: str) -> dict[int, str]:
-        """Return what other ranks have said about `topic`, by rank."""
+        """Return what other ranks have written about `topic`, by rank."""
         store = self._store
         if store is None:
             return {}
@@ -196,21 +196,21 @@ def _completes(work: dist.Work, seconds: float) -> bool:
         return True
     except RuntimeError:
         if not work.is_completed():
-            # Gloo's reduce-scatter never says that it is over: an error before the time was up is its own.
+            # Gloo's reduce-scatter never reports completion, so an early error is its own and not a timeout.
             if time.monotonic() - started < seconds / 2:
                 raise
             return False
-    work.wait()  # over by now: it raises its own error, or it has come in at the last moment
+    work.wait()  # it is over: this raises its error, or returns if it completed at the last moment
     return True
 
 
 def _reason(error: RuntimeError) -> str:
-    """Return the first sentence of a backend's message, without the place in its source."""
+    """Return the first sentence of a backend's message, without the source location."""
     return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
 def _finding(kind: type[CommunicationError], reason: str, missing: list[int], answers: dict[int, str]) -> str:
-    """Say who is to blame, given who does not answer and what the others wait for."""
+    """Describe who is to blame, from the ranks that do not answer and what the others wait for."""
     if not missing:
         waits = {rank: answer.partition(" ")[2] for rank, answer in sorted(answers.items())}
         found = ", ".join(f"rank {rank} for the {what}" for rank, what in waits.items())

@@ -1,4 +1,4 @@
-"""The parts of one rank's job: what checkpoints, faults and tests may look at, and no more."""
+"""The parts of one rank's job: everything that checkpoints, faults and tests may access."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from stretto.optimizer import ShardedOptimizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One rank's job, from `stretto.start`."""
+    """One rank's job, as `stretto.start` builds it."""
 
     user: UserModel
     """The user's model, parameters and optimizer."""
@@ -24,6 +24,6 @@ class Job:
     """This rank's masters and private optimizer."""
     core: Core
     replicas: ReplicaSet
-    """Whether ranks hold the same."""
+    """How equal the ranks' replicas are, and what they agree on."""
     compute: ComputeLane
     comm: CommLane

@@ -1,4 +1,4 @@
-"""What a user may choose about a job beside model, optimizer and strategy, and the quota of a round."""
+"""The options of a job, and the quota of micro-batches in each of its rounds."""
 
 import dataclasses
 from typing import Literal
@@ -21,27 +21,28 @@ class Options:
     """How gradients are summed: by the backend, or by their owner in rank order (reproducible, fp32 sums of any
     wire). auto: native on NCCL, direct elsewhere, because Gloo's reduce-scatter costs a whole all-reduce."""
     verified: bool = False
-    """Send digests along with everything, check what arrives and what is summed, and repeat what is damaged before it
-    is used; needs the direct exchange. Costs eight bytes per bucket and rank, a second sum, and a tiny gather more per
+    """Send a digest with all data, check what arrives and what is summed, and repeat damaged transfers before use;
+    needs the direct exchange. Costs eight bytes per bucket and rank, a second sum, and one small gather per
     exchange."""
     strikes: int | None = None
-    """Updates in which guards or the verified exchange may lay damage to one rank, or to one link, before the job ends
-    on all ranks with `Quarantined`; None for no limit. One hit is an accident, three are a device."""
+    """Number of updates in which guards or the verified exchange blame one rank, or one link, for damage before the job
+    ends on all ranks with `Quarantined`; None for no limit. One may be an accident, three suggest a faulty device."""
     strikes_within: int = 1000
-    """Updates for which a strike counts."""
+    """Number of updates after which a strike no longer counts."""
     clip_norm: float | None = None
     """Largest 2-norm of the mean gradient; None does not clip."""
     nonfinite: Literal["raise", "skip"] = "raise"
-    """What to do with a round whose loss or gradient is not finite on some rank: end the job with ranks and step
-    named, or leave the round out on all ranks."""
+    """What to do with a round whose loss or gradient is not finite on some rank: end the job with an error that names
+    ranks and step, or leave the round out on all ranks."""
     allow_unused: bool = False
-    """Accept parameters that no rank used in the first update; they are skipped as PyTorch skips them."""
+    """Accept parameters that no rank used in the first update; their steps are skipped, as PyTorch does it."""
     accumulate: Literal["fp32", "parameter"] = "fp32"
-    """Dtype in which 16-bit parameters' gradients accumulate; their own saves 2 to 4 bytes per parameter and
-    loses low bits with every micro-batch."""
+    """Dtype in which gradients of 16-bit parameters accumulate. The parameters' own dtype saves 2 to 4 bytes per
+    parameter, but loses low bits with every micro-batch."""
     bucket_bytes: int = 2**20
-    """Largest collective, in bytes of the gradient buffer. Four travel at a time, and a rank holds scratch memory for
-    those; larger ones cost fewer calls, and one alone fills the queue of a slow link and waits for itself."""
+    """Largest collective, in bytes of the gradient buffer. Four buckets travel at a time, and a rank holds scratch
+    memory for these. Larger buckets need fewer calls, but a single large one fills the queue of a slow link and then
+    waits for itself."""
     timeout_seconds: float = 600.0
     """How long a collective may wait for a rank that neither answers nor dies."""
 
@@ -75,16 +76,16 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Clock:
-    """Keep accumulating until the communication lane is free: nobody idles, fast ranks contribute more.
+    """Keep accumulating until the communication lane is free: no rank idles, and fast ranks contribute more.
 
-    How many micro-batches a round gets then depends on the clock, so runs are not reproducible to the bit;
-    the counts are recorded, and replaying them is.
+    The number of micro-batches in a round then depends on time, so runs are not reproducible to the bit. The counts
+    are recorded, and a replay with the recorded counts is reproducible.
     """
 
     minimum: int = 1
     """Micro-batches per rank and round before a landing is considered; at least 1."""
     maximum: int = 64
-    """Micro-batches per rank and round after which the rank waits for the lane; bounds the batch."""
+    """Micro-batches per rank and round after which the rank waits for the lane; limits the size of a batch."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -96,14 +97,14 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quota:
-    """Bounds of the micro-batches of a rank in each round of an update."""
+    """Minimum and maximum number of a rank's micro-batches in each round of an update."""
 
     minima: tuple[int, ...]
     maxima: tuple[int, ...]
 
     @property
     def is_fixed(self) -> bool:
-        """Whether every rank contributes the same number to a round, whatever the time."""
+        """Whether every rank contributes the same fixed number of micro-batches to a round."""
         return self.minima == self.maxima
 
     @property
@@ -112,7 +113,7 @@ class Quota:
         return len(self.minima)
 
     def is_met(self, round_in_update: int, count: int, *, lane_is_free: bool) -> bool:
-        """Return whether a rank that has accumulated `count` micro-batches should hand them over."""
+        """Return whether a rank should close its round after `count` micro-batches."""
         if count >= self.maxima[round_in_update]:
             return True
         return lane_is_free and count >= self.minima[round_in_update]
@@ -123,11 +124,11 @@ def plan_quota(strategy: Strategy, micro_batches: int | Clock, rounds: int) -> Q
 
     Args:
         strategy: Splits a fixed number over its rounds.
-        micro_batches: Per rank and update; or per round, by the clock.
+        micro_batches: A number per rank and update; or a clock, which decides in each round.
         rounds: Rounds per update.
 
     Raises:
-        ConfigError: Fewer micro-batches than rounds, or not a number of them.
+        ConfigError: The number is below 1 or below the number of rounds, or the strategy accepts no clock.
     """
     is_number = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
     if not (isinstance(micro_batches, Clock) or (is_number and micro_batches >= 1)):

@@ -1,7 +1,7 @@
-"""What every strategy needs performed: exchange gradients, step, preview, gather.
+"""Performers of the effects that every strategy uses: exchange gradients, step, preview, gather.
 
-Each effect has a performer: a function of the effect and the `Flight` it belongs to, whose result answers the effect.
-Averages and guards bring performers of their own (`stretto.averaging`, `stretto.guards`).
+A performer is a function of an effect and the `Flight` it belongs to. Its result is the answer to the effect. Averages
+and guards have their own performers (`stretto.averaging`, `stretto.guards`).
 """
 
 import dataclasses
@@ -38,19 +38,19 @@ class Flight:
 
 
 Performer: TypeAlias = Callable[[Any, Flight | None], Any]
-"""Performs an effect; without a flight it is ahead of the next gradients, and may run beside them."""
+"""Performs an effect; without a flight, it comes before the next gradients and may run while they accumulate."""
 
 
 class Core:
     """Performs reductions, steps, previews and gathers of one rank.
 
     Args:
-        exchange: Of the job.
+        exchange: The job's exchange.
         sharded: This rank's masters and optimizer.
         replicated: Whether every rank holds the whole optimizer.
-        options: For clipping and rounds that are not finite.
-        runtime: Is told what work costs.
-        progress: Shared with the lane.
+        options: Say how to clip, and what to do with rounds that are not finite.
+        runtime: Charged for the time of steps and previews.
+        progress: Shared with the communication lane.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Core:
         self.progress = progress
         self._options = options
         self.runtime = runtime
-        # Sums of finished updates, for the next ones: fresh pages would cost more than the arithmetic.
+        # Sums of finished updates are used again: fresh memory pages would cost more than the arithmetic.
         self._spare_sums: list[list[Tensor]] = []
         self._lent_sums: list[list[Tensor]] = []
 
     @property
     def performers(self) -> Mapping[type, Performer]:
-        """Performers by effect."""
+        """The performer of each kind of effect."""
         return {
             Step: self.step,
             Preview: self.preview,
@@ -109,7 +109,7 @@ class Core:
     def reduction(
         self, sums: list[Tensor], report: RoundReport, statistics: dict[int, Tensor], *, skipped: bool
     ) -> Reduction:
-        """Return what an exchange gave, or what a checkpoint says that it gave; `sums` are taken over."""
+        """Return the result of an exchange, or of one that a checkpoint has saved; it takes over `sums`."""
         norm_squared = report.norm_squared(replicated=self.replicated)
         gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
         if skipped:
@@ -120,7 +120,7 @@ class Core:
         return Reduction(gradient, report, statistics, skipped)
 
     def step(self, effect: Step, flight: Flight | None) -> None:
-        """Commit one optimizer step, if anybody contributed, and publish the masters."""
+        """Commit one optimizer step if the gradient has any weight, and publish the masters."""
         gradient = _reduced(effect.gradient)
         gradient.merge()
         if gradient.weight > 0:
@@ -133,7 +133,7 @@ class Core:
         flight.shown = "committed"
 
     def preview(self, effect: Preview, flight: Flight | None) -> None:
-        """Publish what one more step would give."""
+        """Publish the parameters that one more step would give."""
         gradient = _reduced(effect.gradient)
         gradient.merge()
         flight = _in_flight(effect, flight)
@@ -148,11 +148,11 @@ class Core:
         flight.shown = "estimate"
 
     def gather(self, effect: Gather, flight: Flight | None) -> None:
-        """Replace every rank's buffer by the published shards of all."""
+        """Replace every rank's buffer by the published shards of all ranks."""
         self.exchange.all_gather(_in_flight(effect, flight).round.buffer.flats)
 
     def end_update(self, effect: Boundary, flight: Flight | None) -> None:
-        """Note the end of an update, and take its sums back."""
+        """Mark the end of an update, and keep its sums for the next one."""
         _in_flight(effect, flight).at_boundary = True
         self._spare_sums += self._lent_sums
         self._lent_sums = []
@@ -167,7 +167,7 @@ class Core:
             )
 
     def is_left_out(self, report: RoundReport, norm_squared: float, kind: type[NonFinite]) -> bool:
-        """Return whether this round is to be left out; the same answer on every rank that took part."""
+        """Return whether to leave this round out; the answer is the same on every rank that took part."""
         found = report.not_finite(norm_squared)
         if found is not None and self._options.nonfinite == "raise":
             raise kind(
@@ -177,11 +177,11 @@ class Core:
         return found is not None
 
     def average_statistics(self, round: Round, report: RoundReport) -> dict[int, Tensor]:
-        """Return the averages over ranks of the model's buffers that changed anywhere, by index."""
+        """Return the averages over ranks of the model's buffers that changed on any rank, by index."""
         return average_statistics(self.exchange, round.statistics, report.changed, report.micro_batches)
 
     def _mean_norm(self, gradient: ReducedGradient) -> float:
-        """Return the 2-norm of the mean gradient; a sum of two reductions has to be measured over ranks."""
+        """Return the 2-norm of the mean gradient; the norm of a sum of two reductions is computed over ranks here."""
         if gradient.norm_squared is None:
             norms = np.array([gradient.measure()])
             if not self.replicated:
@@ -190,7 +190,7 @@ class Core:
         return math.sqrt(gradient.norm_squared) / gradient.weight
 
     def _clip_factor(self, norm: float) -> float:
-        """Return the factor that brings a gradient of this norm under the limit."""
+        """Return the factor that scales a gradient of this norm down to the limit."""
         limit = self._options.clip_norm
         return 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
 

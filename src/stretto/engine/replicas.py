@@ -1,7 +1,7 @@
-"""Whether ranks hold the same parameters, and how what they agree on is found.
+"""Whether ranks hold the same parameters, and how to find what they agree on.
 
-`ReplicaSet` is the set of jobs whose ranks cannot differ: all of them show what the owners have committed. Strategies
-whose ranks step alone, or whose replicas may come apart, have sets of their own (`stretto.averaging`).
+`ReplicaSet` is for jobs whose ranks cannot differ: every rank shows what the owners have committed. Strategies whose
+ranks step alone, or whose replicas may differ, have subclasses (`stretto.averaging`).
 """
 
 from collections.abc import Mapping
@@ -16,16 +16,16 @@ from stretto.optimizer import ShardedOptimizer
 
 
 class ReplicaSet:
-    """All ranks hold the same, or a shard of the same.
+    """The replicas of a job whose ranks hold the same values, or shards of the same values.
 
     Args:
-        core: Of this rank.
+        core: This rank's performers of the common effects.
     """
 
     interval: int | None = None
     """Updates from one average to the next, where the strategy chooses."""
     may_differ = False
-    """Whether ranks may hold different masters: strategies that average."""
+    """Whether ranks may hold different masters, as under strategies that average."""
     keeps_states_equal = True
     """Whether the optimizer's state is the same on all ranks that hold the same masters."""
 
@@ -36,7 +36,7 @@ class ReplicaSet:
 
     @property
     def performers(self) -> Mapping[type, Performer]:
-        """Performers by effect."""
+        """The performer of each kind of effect that this class adds to those of the core."""
         return {}
 
     @property
@@ -46,12 +46,12 @@ class ReplicaSet:
 
     @property
     def has_drifted(self) -> bool:
-        """Whether the model may show something else than other ranks' models."""
+        """Whether this rank's model may differ from other ranks' models."""
         return False
 
     @property
     def are_equal(self) -> bool:
-        """Whether masters and state were the same on all ranks when `agreed_optimizer` last looked."""
+        """Whether masters and state were the same on all ranks at the last call of `agreed_optimizer`."""
         return True
 
     def reduce(self, round: Round) -> Reduction:
@@ -61,10 +61,10 @@ class ReplicaSet:
     def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Tensor]:
         """Fill `flats`, one tensor per flat set, with the committed parameters; all ranks must call, at rest.
 
-        Where replicas differ, these are the mean of all, and the replicas stay as they are.
+        Where replicas differ, the committed parameters are their mean, and the replicas stay as they are.
 
         Returns:
-            The model's floating-point buffers that go with them.
+            The model's floating-point buffers that belong to these parameters.
         """
         self.sharded.publish(flats)
         if not self.core.replicated:
@@ -72,7 +72,7 @@ class ReplicaSet:
         return statistics.agreed
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
-        """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call.
+        """Return the optimizer; where replicas differ, a copy with their mean. All ranks must call.
 
         Args:
             changed: One byte per floating-point buffer: changed on this rank since ranks last agreed on it?
@@ -80,11 +80,11 @@ class ReplicaSet:
         return self.sharded
 
     def begin_again(self) -> None:
-        """Take the present masters, alike on all ranks, for agreed."""
+        """Declare the present masters, equal on all ranks, to be what ranks agree on."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a bit-identical continuation needs of this rank's replica, beside what all ranks agree on."""
+        """Return this rank's own state for a bit-identical continuation, without what all ranks agree on."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on the same rank of the same layout."""
+        """Load a state that `state_dict` returned on the same rank of the same layout."""

@@ -1,7 +1,7 @@
 """The round report: one small record per rank, gathered with every round.
 
-It is the only control channel of a healthy job. Whatever ranks must decide alike (weights, the end, a gradient to leave
-out, an error to raise) is decided from the same gathered records, so that no rank can take another path.
+It is the only control channel of a healthy job. Ranks must agree on weights, on the end, on a gradient to leave out and
+on an error to raise. They decide all of this from the same gathered records, so that no rank takes another path.
 """
 
 import dataclasses
@@ -21,30 +21,30 @@ class Vote(IntEnum):
 
     GO_ON = 0
     EXHAUSTED = 1
-    """Its data have ended: this round holds the last of its contributions."""
+    """Its data have ended: this round holds its last contribution."""
     STOP = 2
     """It wants every rank to stop at this round."""
     DRAIN = 3
-    """It has left its loop and only hands over what is left."""
+    """It has left its training loop and only hands over what is left."""
 
 
 _VOTES = tuple(Vote)
-"""By number: `Vote(number)` takes as long as all else of reading a vote."""
+"""Votes by number; a lookup here is much faster than `Vote(number)`."""
 
 
 @dataclasses.dataclass(slots=True)
 class Totals:
-    """What one rank has contributed beside gradients, over one round or several."""
+    """What one rank has contributed to one or several rounds, apart from gradients."""
 
     weight: float = 0.0
     """Σ w over micro-batches."""
     samples: int = 0
     micro_batches: int = 0
-    """Those with a weight above zero."""
+    """Micro-batches with a weight above zero."""
     loss_sum: float = 0.0
     """Σ w·loss over the micro-batches that gave a loss."""
     loss_weight: float = 0.0
-    """Σ w over those."""
+    """Σ w over the micro-batches that gave a loss."""
 
     def add(self, other: "Totals") -> None:
         """Add another round's totals."""
@@ -57,15 +57,15 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank reports of one round; at an average of replicas, of all rounds since the last one."""
+    """One rank's report of a round; at an average of replicas, of all rounds since the last average."""
 
     totals: Totals
     gradient_is_finite: bool
     norm_squared: float
-    """Of the summed gradient on the slices this rank owns."""
+    """Squared 2-norm of the summed gradient on the slices that this rank owns."""
     vote: Vote
     settings: int
-    """CRC-32 of the hyperparameters this rank would step with."""
+    """CRC-32 of the hyperparameters that this rank uses for the next step."""
     used: bytes
     """One byte per parameter slot: used by a micro-batch of this rank?"""
     changed: bytes
@@ -73,9 +73,9 @@ class RankReport:
     round_index: int = 0
     """The round in which this rank averages; unused where all ranks take part in every round."""
     step: int = 0
-    """Updates that this rank has committed before it; likewise."""
+    """Updates that this rank has committed before that round; unused in the same case."""
     stepped: bool = False
-    """Whether this rank has stepped in that very round; likewise."""
+    """Whether this rank has stepped in that round; unused in the same case."""
 
 
 def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
@@ -150,10 +150,10 @@ class RoundReport:
         return cls(records)
 
     def news(self, last: "RoundReport", rank: int) -> "RoundReport":
-        """Return what an average's report tells `rank` that its earlier rounds have not; its `last` round counts.
+        """Return the part of an average's report that `rank` has not reported before.
 
-        The others contribute all that they have done since the last average, so that every contribution is
-        counted once; losses are those of all ranks since then.
+        The record of `rank` is reduced to its `last` round. The other ranks contribute everything since the last
+        average, so that every contribution is counted once. Losses are those of all ranks since the last average.
         """
         records = self.records.copy()
         for field in ("weight", "samples", "micro_batches"):
@@ -161,7 +161,7 @@ class RoundReport:
         return RoundReport(records)
 
     def share(self, rank: int) -> float | None:
-        """Return what part of the weight is `rank`'s; None where there is none at all."""
+        """Return the fraction of the total weight that `rank` contributed; None if the total is zero."""
         return float(self.records["weight"][rank]) / self.weight if self.weight else None
 
     @property
@@ -206,7 +206,7 @@ class RoundReport:
 
     @property
     def stepped(self) -> bool:
-        """Whether any rank has stepped in the round of this average."""
+        """Whether any rank stepped in the round of this average."""
         return bool(self.records["stepped"].any())
 
     @property
@@ -216,12 +216,15 @@ class RoundReport:
         return bool((settings == settings[0]).all())
 
     def norm_squared(self, *, replicated: bool) -> float:
-        """Return the squared norm of the whole sum; where every rank owns everything, any rank's own."""
+        """Return the squared norm of the whole sum; if `replicated`, every rank has measured all of it."""
         norms = self.records["norm_squared"]
         return float(norms[0]) if replicated else _in_order(norms)
 
     def not_finite(self, norm_squared: float) -> str | None:
-        """Return what is not finite, and where; None if all is, the squared norm of the whole sum included."""
+        """Describe which value is not finite, and on which rank; return None if all are finite.
+
+        `norm_squared` is the squared norm of the whole sum, and is checked too.
+        """
         losses = np.flatnonzero(~np.isfinite(self.records["loss_sum"])).tolist()
         gradients = np.flatnonzero(~self.records["gradient_is_finite"]).tolist()
         if losses:
@@ -232,7 +235,7 @@ class RoundReport:
 
 
 def settings_text(hyperparameters: Hyperparameters) -> str:
-    """Return hyperparameters as text, a line each, equal on all ranks when they are."""
+    """Return hyperparameters as text, one line each; equal hyperparameters give equal texts."""
     return "\n".join(
         f"group {index}: {key}={value.tolist() if isinstance(value, torch.Tensor) else value!r}"
         for index, group in enumerate(hyperparameters)
@@ -241,5 +244,5 @@ def settings_text(hyperparameters: Hyperparameters) -> str:
 
 
 def _in_order(values: NDArray[np.float64]) -> float:
-    """Add in rank order: the same bits on every rank, and in a replay."""
+    """Add in rank order, so that every rank and every replay gets the same bits."""
     return float(np.add.accumulate(values)[-1])

@@ -1,16 +1,17 @@
 """One round: what a rank accumulates, what crosses to the communication lane, and what comes back.
 
-    Accumulation    the round that fills, on the compute lane
-    Round           the same once it is closed: the communication lane owns all of it until the landing
-    Reduction       what the exchange of its gradients gave
+    Accumulation    the round that accumulates, on the compute lane
+    Round           a closed round; the communication lane owns all of it until the landing
+    Reduction       the result of the exchange of its gradients
     Progress        where the job stands on the communication lane, and its update under way
     Landing         what comes back: values to show, and the update if one was committed
 
 Note [Gradients of others]
-    The gradients that count arrive inside this job's own backward pass, in views of the buffer. Another job's backward
-    pass (a generator's through its discriminator), or one of the user's own, reaches the same parameters. A hook that
-    runs before a gradient is added takes the view away then, so that PyTorch puts that gradient into a tensor of its
-    own. It is added (`collect`), dropped (`discard`), or an error at the next backward pass of this job.
+    The gradients that count arrive during this job's own backward pass, in views of the buffer. The backward pass of
+    another job (a generator's through its discriminator), or one that the user runs, reaches the same parameters. In
+    that case a hook, which runs before a gradient is added, takes the view away, and PyTorch puts the gradient into a
+    new tensor. That gradient is added (`collect`) or dropped (`discard`); otherwise the next backward pass of this job
+    is an error.
 """
 
 import dataclasses
@@ -34,16 +35,16 @@ Shown = Literal["committed", "estimate"]
 
 @dataclasses.dataclass(slots=True)
 class Contribution:
-    """What one rank has accumulated for one round, beside the gradient itself."""
+    """What one rank has accumulated for one round, apart from the gradient itself."""
 
     used: bytearray
     """One byte per parameter slot, set by the backward hooks."""
     loss_sum: Tensor
-    """Σ w·loss, a float32 scalar on the device: read by the lane, so that no micro-batch waits for the host."""
+    """Σ w·loss, a float32 scalar on the device; the lane reads it, so that no micro-batch waits for the host."""
     totals: Totals
-    """All but the loss."""
+    """The other totals."""
     count: int = 0
-    """Micro-batches of any weight: what quotas count."""
+    """Micro-batches of any weight; quotas count these."""
 
     def with_loss(self) -> Totals:
         """Return the totals with the loss; waits for the device."""
@@ -51,11 +52,11 @@ class Contribution:
 
 
 class Accumulation:
-    """One round of one rank after the other.
+    """Accumulates the gradients of one rank, round after round.
 
     Args:
         parameters: In the layout's order.
-        buffer: Where their gradients accumulate first, from `attach` on.
+        buffer: The buffer of the first round; gradients accumulate in it after `attach`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], buffer: GradientBuffer) -> None:
@@ -66,7 +67,7 @@ class Accumulation:
         self.begin(buffer)
 
     def begin(self, buffer: GradientBuffer) -> Self:
-        """Begin a round in `buffer`, from `attach` on."""
+        """Begin a round in `buffer`; gradients accumulate in it after `attach`."""
         self.buffer = buffer
         self.contribution = Contribution(
             bytearray(len(buffer.layout.slots)),
@@ -74,9 +75,9 @@ class Accumulation:
             Totals(),
         )
         self.has_arrived = False
-        """Whether gradients arrived that no micro-batch has been counted for yet."""
+        """Whether gradients of a micro-batch have arrived that has not been counted yet."""
         self.is_left_out = False
-        """Whether its gradients were taken at damaged parameters, and forgotten."""
+        """Whether the round's gradients were dropped because the parameters were damaged."""
         return self
 
     def attach(self) -> None:
@@ -85,11 +86,11 @@ class Accumulation:
         self.attach_again()
 
     def attach_again(self) -> None:
-        """Let gradients accumulate in the buffer as it is."""
+        """Let gradients accumulate in the buffer without zeroing it."""
         self.buffer.attach(self.parameters, but=self._apart)
 
     def before_gradient(self, index: int) -> None:
-        """Note that a gradient is about to be added to a slot's `.grad`."""
+        """Handle a gradient that is about to be added to a slot's `.grad`; see Note [Gradients of others]."""
         if self._is_own_backward:
             self.has_arrived = True
             self.contribution.used[index] = 1
@@ -98,7 +99,7 @@ class Accumulation:
             self._apart.add(index)
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Add the gradient of `weight` times the loss; nothing for a weight of zero."""
+        """Add the gradient of `weight` times the loss; do nothing for a weight of zero."""
         if weight > 0:
             self._is_own_backward = True
             try:
@@ -121,7 +122,7 @@ class Accumulation:
                 totals.loss_weight += weight
 
     def collect(self) -> None:
-        """Add the gradients of a backward pass that the caller has run."""
+        """Add the gradients of backward passes that the caller has run."""
         for index in self._of_others():
             gradient = self.parameters[index].grad
             if gradient is not None:
@@ -138,10 +139,10 @@ class Accumulation:
         self._apart.clear()
 
     def check_arrived(self, weight: float, where: str) -> None:
-        """Raise unless a gradient has arrived for a micro-batch of a weight above zero.
+        """Raise if no gradient has arrived for a micro-batch with a weight above zero.
 
         Raises:
-            StepWithoutBackward: None has.
+            StepWithoutBackward: No gradient has arrived.
         """
         if weight > 0 and not self.has_arrived:
             raise StepWithoutBackward(
@@ -150,10 +151,10 @@ class Accumulation:
             )
 
     def check_own(self, where: str) -> None:
-        """Raise if gradients of others wait to be counted or dropped; nothing else may have touched `.grad`.
+        """Raise if `.grad` holds gradients of other backward passes, neither counted nor dropped.
 
         Raises:
-            GradientsTouched: Says which parameter, and what to call.
+            GradientsTouched: Names a parameter, and says what to call.
         """
         if found := self._of_others():
             name = self.buffer.layout.slots[found[0]].name
@@ -169,47 +170,47 @@ class Accumulation:
         """Raise if gradients were written outside backward passes, or replaced.
 
         Raises:
-            GradientsTouched: See `GradientBuffer`.
+            GradientsTouched: Somebody wrote to the buffer, or a gradient is no longer the view it was given.
         """
         self.buffer.check_unwritten(where)
         self.buffer.check_attached(self.parameters, where, but=self._apart)
 
     def _of_others(self) -> list[int]:
-        """Return the slots that hold a gradient of others; a view taken away alone is none."""
+        """Return the slots that hold a gradient of another backward pass, not those whose view was only taken away."""
         return [index for index in sorted(self._apart) if self.parameters[index].grad is not None]
 
 
 @dataclasses.dataclass(slots=True)
 class Round:
-    """One closed round, on its way to the communication lane."""
+    """One closed round, which the compute lane hands to the communication lane."""
 
     buffer: GradientBuffer
-    """Sent from, and then filled with what comes back."""
+    """Holds the gradients to send, then the values that come back."""
     contribution: Contribution
     statistics: list[Tensor]
     """Snapshot of the model's floating-point buffers, taken with the gradient."""
     changed: bytes
     """One byte per entry of `statistics`: changed on this rank since ranks last agreed on it?"""
     agreed: list[Tensor]
-    """The same buffers as ranks last agreed on them; not to be written."""
+    """The values of these buffers that ranks last agreed on; nobody may write them."""
     vote: Vote
     hyperparameters: Hyperparameters
     reduction: "Reduction | None" = None
-    """The outcome of an exchange ahead of take-off, for a checkpoint."""
+    """The result, if a checkpoint had the gradients exchanged before take-off."""
     incidents: Sequence[Incident] = ()
     """What was found on the compute lane since the last round was closed."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether the accumulated gradients are."""
+        """Whether all accumulated gradients are finite."""
         return all(bool(flat.sum().isfinite()) for flat in self.buffer.flats)
 
     def report(self, *, finite: bool, norm_squared: float) -> RankReport:
         """Return this rank's part of the round report.
 
         Args:
-            finite: Whether the gradients were when the round was handed over.
-            norm_squared: Of this rank's slices of their sum.
+            finite: Whether the gradients were finite when the round was handed over.
+            norm_squared: Squared 2-norm of their sum, on the slices that this rank owns.
         """
         return RankReport(
             totals=self.contribution.with_loss(),
@@ -224,43 +225,43 @@ class Round:
 
 @dataclasses.dataclass(slots=True)
 class Reduction:
-    """What a round's exchange of gradients gave."""
+    """The result of a round's exchange of gradients."""
 
     gradient: ReducedGradient
     report: RoundReport
     statistics: dict[int, Tensor]
-    """Averages over ranks of those buffers that changed anywhere, by index."""
+    """Averages over ranks of the buffers that changed on any rank, by index."""
     skipped: bool
-    """Left out of the update because a loss or gradient was not finite."""
+    """Whether the round is left out of the update because a loss or gradient was not finite."""
     alone: bool = False
-    """Whether this rank took its own gradients; where its round was left out, the report counts nothing of it."""
+    """Whether this rank used only its own gradients; if its round was left out, the report does not count it."""
     met: bool = True
-    """Whether all ranks took part; otherwise the report holds this rank alone."""
+    """Whether all ranks took part; otherwise the report holds this rank's record alone."""
 
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """Where the job stands, on the communication lane."""
+    """Where the job stands on the communication lane, and the record of its update under way."""
 
     round_index: int = 0
-    """Rounds before the present one; advances always."""
+    """Rounds before the present one; rounds that are left out count too."""
     step: int = 0
     """Committed updates."""
     incidents: list[Incident] = dataclasses.field(default_factory=list)
-    """Found on any rank and not yet reported: an update that does not step reports nothing."""
+    """Incidents of all ranks that are not reported yet: an update that does not step reports nothing."""
 
     reductions: list[Reduction] = dataclasses.field(default_factory=list)
-    """Of the update under way, as all that follows."""
+    """Results of the rounds of the update under way; the fields below are of this update too."""
     hyperparameters: Hyperparameters = dataclasses.field(default_factory=list)
     gradient_norm: float = math.nan
     """2-norm of the mean gradient, before clipping."""
     stepped: bool = False
     lane_seconds: float = 0.0
     bytes_before: int = 0
-    """What the exchange had sent when the update began."""
+    """Bytes that the exchange had sent when the update began."""
 
     def begin_update(self, sent_bytes: int) -> None:
-        """Forget the last update."""
+        """Forget the last update and begin the record of the next."""
         self.reductions = []
         self.gradient_norm = math.nan
         self.stepped = False
@@ -279,7 +280,7 @@ class Commit:
     lane_seconds: float
     sent_bytes: int
     incidents: tuple[Incident, ...]
-    """What was found since the previous commit, on any rank."""
+    """Incidents of all ranks since the previous commit."""
     gap: int
     """Updates since replicas were last averaged; 0 where they cannot differ."""
     interval: int | None
@@ -299,21 +300,21 @@ class Landing:
     at_boundary: bool
     """Whether this round ended an update."""
     commit: Commit | None
-    """Set where this round ended an update that stepped; None at a boundary without any weight."""
+    """The committed update, if this round ended one; None too where an update had no weight and did not step."""
 
 
 class Accounts:
-    """What one rank's compute lane adds up between updates, closed with the record of the second.
+    """What one rank's compute lane adds up from one update to the next, for the record of the later one.
 
     Args:
         staleness: Of the strategy, in committed updates.
         now: Seconds on the runtime's clock.
-        use_is_known: Whether nobody wants to hear of parameters that no rank uses.
+        use_is_known: Whether to skip the check for parameters that no rank uses.
     """
 
     def __init__(self, staleness: int, now: float, *, use_is_known: bool) -> None:
         self.exposed_seconds = 0.0
-        """Time in which the compute lane waited for the communication lane."""
+        """Seconds in which the compute lane waited for the communication lane."""
         self.skipped_rounds = 0
         """Rounds left out because something was not finite."""
         self._staleness = staleness
@@ -321,12 +322,12 @@ class Accounts:
         self._use_is_known = use_is_known
 
     def begin_again(self, steps: int, now: float) -> None:
-        """Begin to count anew, `steps` updates behind the start."""
+        """Reset all counts after a checkpoint of `steps` committed updates was loaded."""
         self.exposed_seconds, self.skipped_rounds, self._opened = 0.0, 0, now
         self._use_is_known = self._use_is_known or steps > 0
 
     def check_used(self, commit: Commit, layout: Layout, where: str) -> None:
-        """Look once for parameters that no rank uses, at the first update of which all ranks know.
+        """Check once, at the first update that all ranks report, that each parameter was used by some rank.
 
         Raises:
             UnusedParameters: A parameter received no gradient on any rank.
@@ -343,7 +344,7 @@ class Accounts:
             )
 
     def close(self, commit: Commit, step: int, now: float) -> Update:
-        """Return the record of the update that `commit` made the `step`-th, and open the next accounts."""
+        """Return the record of the `step`-th update, from its `commit`, and begin to count for the next."""
         reports = [r.report for r in commit.reductions if r.alone or not r.skipped]
         rounds = tuple(report.micro_batches for report in reports)
         loss_weight = sum(report.loss_weight for report in reports)

@@ -1,6 +1,6 @@
-"""Where the communication lane runs: in the caller, or on a thread beside it.
+"""Where the communication lane runs: in the caller's thread, or on a thread beside it.
 
-A runtime is the seam between the engine and the machine. The lane's code is the same on all of them.
+A runtime separates the engine from the machine. The lane's code is the same on every runtime.
 """
 
 import time
@@ -41,21 +41,21 @@ class Runtime(Protocol):
         ...
 
     def charge(self, work: Work, elements: int = 0) -> None:
-        """Take note that this rank has done `work`, over so many `elements`; costs time where time is virtual."""
+        """Advance a virtual clock by the time of `work` on that many `elements`; a real clock needs no help."""
         ...
 
     def join(self) -> None:
-        """Wait for everything spawned and end."""
+        """Wait for everything that was spawned, then end."""
         ...
 
     def leave(self) -> None:
-        """End without waiting, after an error; what runs already ends by itself, what waits is dropped."""
+        """End after an error, without waiting: running work ends by itself, waiting work is dropped."""
         ...
 
 
 @runtime_checkable
 class BringsRuntime(Protocol):
-    """A process group with a time of its own, such as a virtual cluster's: its lanes run on what it brings."""
+    """A process group with its own clock, such as a virtual cluster's: it provides the runtime of its lanes."""
 
     def lane_runtime(self, *, overlaps: bool) -> Runtime:
         """Return a runtime for one job's lane.
@@ -67,32 +67,32 @@ class BringsRuntime(Protocol):
 
 
 def choose_runtime(group: object, device: torch.device, *, overlaps: bool) -> Runtime:
-    """Return what the lane of a job on `group` runs on."""
+    """Return the runtime for the communication lane of a job on `group`."""
     if isinstance(group, BringsRuntime):
         return group.lane_runtime(overlaps=overlaps)
     return ThreadRuntime(device) if overlaps else InlineRuntime()
 
 
 class Arrived(Generic[T]):
-    """Work whose result has been taken, to be taken again."""
+    """Work that is complete; its result can be taken again."""
 
     def __init__(self, result: T) -> None:
         self._result = result
 
     def done(self) -> bool:
-        """See `Pending.done`."""
+        """Return True: the result is there."""
         return True
 
     def result(self) -> T:
-        """See `Pending.result`."""
+        """Return the result."""
         return self._result
 
 
 class InlineRuntime:
-    """Performs work in the caller, when it asks for the result: the synchronous strategies, which wait for it all."""
+    """Performs work in the caller's thread, when its result is taken; for synchronous strategies, which wait anyway."""
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
-        """See `Runtime.spawn`."""
+        """Keep `work` until its result is taken."""
         return _Deferred(work)
 
     def now(self) -> float:
@@ -100,17 +100,17 @@ class InlineRuntime:
         return time.perf_counter()
 
     def charge(self, work: Work, elements: int = 0) -> None:
-        """Real work takes its own time."""
+        """Do nothing: real work takes real time."""
 
     def join(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: no work is ever under way."""
 
     def leave(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: no work is ever under way."""
 
 
 class _Deferred(Generic[T]):
-    """Work that nobody else performs."""
+    """Work that runs in the caller's thread when its result is taken."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -123,17 +123,17 @@ class _Deferred(Generic[T]):
 
 
 class ThreadRuntime:
-    """Performs work on one thread beside the caller, and on CUDA on a stream beside the caller's.
+    """Performs work on one thread beside the caller; on CUDA, also on a stream beside the caller's stream.
 
     Note [Streams]
-        Work starts once the stream that spawned it has reached the call, and a stream that takes the result
-        waits for the side stream: host code is never blocked by either. Buffers outlive both streams' use of
-        them, so the allocator needs no `record_stream`.
+        Work starts after the stream that spawned it has reached the call. A stream that takes the result waits for
+        the side stream. Neither wait blocks host code. Buffers live longer than both streams use them, so the
+        allocator needs no `record_stream`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # MKL counts threads by calling thread, and takes all cores where it has not been told: beside a busy
-        # compute lane that cost 40 ms for an optimizer step of 0.2 ms.
+        # MKL keeps a thread count per calling thread, and uses all cores where none was set. Beside a busy compute
+        # lane, an optimizer step of 0.2 ms then took 40 ms.
         self._executor = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="stretto-lane",
@@ -143,7 +143,7 @@ class ThreadRuntime:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
-        """See `Runtime.spawn`."""
+        """Start `work` on the thread, after everything spawned before."""
         if self._side is None:
             return self._executor.submit(work)
         return _OnStream(self._executor, self._side, work)
@@ -153,14 +153,14 @@ class ThreadRuntime:
         return time.perf_counter()
 
     def charge(self, work: Work, elements: int = 0) -> None:
-        """Real work takes its own time."""
+        """Do nothing: real work takes real time."""
 
     def join(self) -> None:
-        """See `Runtime.join`."""
+        """Wait for everything that was spawned, and end the thread."""
         self._executor.shutdown(wait=True)
 
     def leave(self) -> None:
-        """See `Runtime.leave`."""
+        """End without waiting; work that has not started is dropped."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,4 +1,4 @@
-"""What the user's model shows: committed parameters or an estimate, and the buffers that go with them."""
+"""What the user's model shows: committed parameters or an estimate, with the buffers that belong to them."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ class Held:
 
     shown: Shown
     parameters: list[Tensor] | None
-    """None where they stay as they are."""
+    """One per parameter; None to leave the parameters as they are."""
     statistics: list[Tensor]
 
 
@@ -26,21 +26,21 @@ class ShownModel:
     """Puts values into the model, and remembers what it showed before it was settled.
 
     Args:
-        user: The user's model.
+        user: Holds the model.
     """
 
     def __init__(self, user: UserModel) -> None:
         self.listener = Listener()
-        """Hears what is installed, and what happens on the compute lane."""
+        """Receives the installed values and the other events of the compute lane."""
         self.statistics = Statistics(user.model)
         self.shown: Shown = "committed"
         self._user = user
         self._before: Held | None = None
-        """Inside `settled`: what the model showed before."""
+        """Inside `settled`, what the model showed before; otherwise None."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether the committed parameters are shown for a while."""
+        """Whether the model shows the committed parameters for the duration of `settled`."""
         return self._before is not None
 
     def show(self, values: Sequence[Tensor], shown: Shown) -> None:
@@ -50,25 +50,25 @@ class ShownModel:
         self.shown = shown
 
     def settle(self, values: Sequence[Tensor] | None, statistics: Sequence[Tensor]) -> None:
-        """Show committed values, and hold on to what was shown.
+        """Show committed values, and keep what was shown.
 
         Args:
-            values: One per parameter; None where the committed ones are shown already.
-            statistics: The buffers that go with them.
+            values: One per parameter; None if the model shows the committed ones already.
+            statistics: The buffers that belong to them.
         """
         self._before = self._swap(
             Held("committed", None if values is None else list(values), list(statistics))
         )
 
     def show_again(self) -> None:
-        """Show again what was shown before `settle`."""
+        """Restore what was shown before `settle`."""
         if self._before is not None:
             self._swap(self._before)
             self._before = None
 
     @contextmanager
     def unsettled(self) -> Iterator[None]:
-        """Inside `settle`, show inside the block what was shown before; elsewhere do nothing."""
+        """Restore, for the block, what was shown before `settle`; do nothing if the model is not settled."""
         if self._before is None:
             yield
             return
@@ -79,14 +79,14 @@ class ShownModel:
             self._before = self._swap(committed)
 
     def begin_again(self) -> None:
-        """Take what the model holds, alike on all ranks, for committed and agreed."""
+        """Declare the model's present values, equal on all ranks, to be committed and agreed on."""
         self._user.remember()
         self.listener.installed([parameter.detach() for parameter in self._user.parameters])
         self.statistics.agree()
         self.shown = "committed"
 
     def _swap(self, held: Held) -> Held:
-        """Show what `held` holds, and return what was there."""
+        """Show the values in `held`, and return what was shown."""
         shown, parameters = self.shown, None
         if held.parameters is not None:
             parameters = [parameter.detach().clone() for parameter in self._user.parameters]

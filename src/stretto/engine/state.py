@@ -1,8 +1,8 @@
 """The state of a job under names that any world size, any strategy and plain PyTorch understand.
 
-model.<name>                            θ, committed, under every name of `model.state_dict()`, and the
-                                        buffers as ranks agree on them
-master.<name>                           the owner's own values, where the installed ones are narrower
+model.<name>                            committed parameters, under every name of `model.state_dict()`, and
+                                        the buffers as ranks agree on them
+master.<name>                           the owner's values, where the installed values are narrower
 optimizer.state.<name>.<key>            per parameter, as PyTorch's `flatten_optimizer_state_dict` has it
 optimizer.param_groups.<name>.<key>     hyperparameters
 job.step, job.round_index               counts
@@ -25,12 +25,12 @@ State = dict[str, Any]
 
 
 class JobState:
-    """Writes a job's state down, and puts one in its place.
+    """Returns a job's state for a checkpoint, and loads one from a checkpoint.
 
     Note [Aliasing]
-        What `write` returns refers to the job's own tensors, as `state_dict` does everywhere in PyTorch: save
-        it before training goes on. What `blank` returns refers to nothing: it is allocated when it is read,
-        on the CPU, and nothing in the job changes before `load`.
+        The result of `write` refers to the job's own tensors, like every `state_dict` in PyTorch: save it before
+        training goes on. The result of `blank` refers to no tensor of the job. Its memory is allocated on the CPU
+        when it is read, and nothing in the job changes before `load`.
     """
 
     def __init__(self, job: Job) -> None:
@@ -59,9 +59,9 @@ class JobState:
         }
 
     def blank(self, stored: Collection[str]) -> State:
-        """Return the whole model, and what else of `stored`, the names in a checkpoint, has a place here.
+        """Return an empty state to read into: the whole model, and whatever else of `stored` this job can use.
 
-        All ranks must call.
+        All ranks must call. `stored` are the names in a checkpoint.
         """
         groups = [f"optimizer.param_groups.{names[0]}." for names in self._group_names() if names]
         settings = {
@@ -81,7 +81,7 @@ class JobState:
         }
 
     def load(self, state: State) -> None:
-        """Put `state`, read from a checkpoint, in the place of the job's own.
+        """Replace the job's state by `state`, which was read from a checkpoint.
 
         Raises:
             TornCheckpoint: A parameter is missing.
@@ -104,7 +104,7 @@ class JobState:
         self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
 
     def cut(self, slot: Slot, buckets: Sequence[Tensor] | None) -> PartedTensor:
-        """Return a parameter's share of what this rank holds per bucket, masters or sums; None makes it blank."""
+        """Return this rank's share of a parameter, out of per-bucket masters or sums; None gives a blank one."""
         fragments = [
             (piece.offset, self.job.sharded.values(buckets, piece))
             for piece in self.pieces[slot.index]
@@ -113,7 +113,7 @@ class JobState:
         return self._cut(slot, self._master_dtype(slot), fragments)
 
     def spread(self, slot: Slot, values: Tensor | None) -> PartedTensor:
-        """Return what every rank holds whole, of which each writes its share; None makes it blank."""
+        """Return a value that every rank holds whole and of which each writes its share; None gives a blank one."""
         fragments = [] if values is None else [(0, values.detach().reshape(-1))]
         dtype = self.job.sharded.layout.sets[slot.set_index].dtype
         return self._shares.cut(slot, dtype, fragments, everywhere=True)
@@ -134,7 +134,7 @@ class JobState:
                     entries[name] = value
                 elif slot is None:
                     fixed = isinstance(value, nn.Parameter)
-                    kept = value if fixed or blank else value.clone()  # what is live comes back into buffers
+                    kept = value if fixed or blank else value.clone()  # live values will overwrite these buffers
                     entries[name] = self._shares.uncut(kept, blank=blank, alike=fixed)
                 elif blank:
                     entries[name] = self.spread(slot, None)
@@ -144,7 +144,7 @@ class JobState:
         return entries
 
     def _states(self, found: Mapping[Piece, PieceState]) -> State:
-        """Return the optimizer's state; blank what is not found."""
+        """Return the optimizer's state; entries that `found` lacks are blank."""
         entries: State = {}
         for slot in self.slots:
             pieces = self.pieces[slot.index]
@@ -157,7 +157,7 @@ class JobState:
                 elif kind.dim():
                     entries[name] = self._cut(slot, kind.dtype, values)
                 else:
-                    # A copy: parameters of one segment share the number, and may be given different ones.
+                    # A copy: parameters of one segment share the number, but may later get different ones.
                     number = values[0][1].clone() if values else None
                     entries[name] = self._shares.number(slot, kind.dtype, number)
         return entries
@@ -211,7 +211,7 @@ class JobState:
         return torch.promote_types(self.job.sharded.layout.sets[slot.set_index].dtype, torch.float32)
 
     def _installed_dtype(self, slot: Slot) -> torch.dtype:
-        """Return how wide the values are that the model shows."""
+        """Return the dtype of the values that the model shows."""
         dtype = self.job.sharded.layout.sets[slot.set_index].dtype
         return dtype if self.job.core.replicated else narrower(self.job.exchange.wire, dtype)
 
@@ -228,7 +228,7 @@ def _run(entry: Tensor | None, piece: Piece) -> Tensor | None:
 
 
 def _whole(entry: Any) -> Any:
-    """Return what an entry holds, in its own shape; None where a tensor was not read."""
+    """Return the value of an entry, in its own shape; None for a tensor that was not read."""
     if not isinstance(entry, PartedTensor):
         return entry
     content = entry.content()

@@ -1,14 +1,14 @@
 """The model's floating-point buffers (BatchNorm's running statistics and the like), kept equal over ranks.
 
 Note [Statistics]
-    Every rank's forward passes move its own copy. A job carries a snapshot, the lane averages those that
-    changed on any rank, and the landing installs
+    The forward passes of a rank change its own copy. A round carries a snapshot. The communication lane averages the
+    buffers that changed on any rank, and the landing installs
 
         live ← average + (live - snapshot)
 
-    so that what the compute lane added meanwhile is kept. For a synchronous strategy live is the snapshot,
-    and all ranks are equal at every update. For an overlapping one the ranks agree on `average`, which is
-    what evaluation and checkpoints see; `live` differs by one window's progress.
+    so that what the compute lane added meanwhile is kept. For a synchronous strategy, `live` is the snapshot, and all
+    ranks are equal at every update. For an overlapping strategy, the ranks agree on `average`, which evaluation and
+    checkpoints see; `live` also holds what came after the snapshot.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from stretto.exchange import Exchange
 
 
 class Statistics:
-    """The floating-point buffers of one model, live and as last agreed."""
+    """The floating-point buffers of one model: their live values and the values that ranks last agreed on."""
 
     def __init__(self, model: nn.Module) -> None:
         named = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
         self._owners = [_owner_of(model, name) for name in named]
         self.names = list(named)
         self.agreed = [buffer.detach().clone() for buffer in named.values()]
-        """What all ranks hold alike; changes at landings only."""
+        """Values that are equal on all ranks; they change at landings only."""
 
     @property
     def live(self) -> list[Tensor]:
@@ -36,12 +36,12 @@ class Statistics:
         return [getattr(module, attribute).detach() for module, attribute in self._owners]
 
     def snapshot(self) -> tuple[list[Tensor], bytes]:
-        """Return copies of the live buffers, and a byte each: different from what ranks last agreed on?"""
+        """Return copies of the live buffers, and one byte each: 1 if it differs from what ranks last agreed on."""
         copies = [buffer.clone() for buffer in self.live]
         return copies, bytes(not torch.equal(a, b) for a, b in zip(copies, self.agreed, strict=True))
 
     def install(self, snapshot: list[Tensor], averages: dict[int, Tensor]) -> None:
-        """Take over the averages that a round brought back for its snapshot."""
+        """Install the averages, by index, that a round brought back for its `snapshot`."""
         live = self.live
         for index, average in averages.items():
             self.agreed[index] = average
@@ -51,16 +51,16 @@ class Statistics:
                 live[index].add_(average - snapshot[index])
 
     def agreed_after(self, landing: Landing | None) -> list[Tensor]:
-        """Return what ranks agree on, with what a round will bring that is yet to land."""
+        """Return what ranks will agree on once `landing`, if there is one, is installed."""
         brought = {} if landing is None else landing.reduction.statistics
         return [brought.get(index, value) for index, value in enumerate(self.agreed)]
 
     def agree(self) -> None:
-        """Take what the model holds, alike on all ranks, for what all ranks agree on."""
+        """Declare the live values, equal on all ranks, to be what all ranks agree on."""
         self.agreed = [buffer.clone() for buffer in self.live]
 
     def restore(self) -> None:
-        """Go back to what all ranks last agreed on: a round that is left out may have left nan here."""
+        """Restore what all ranks last agreed on: a round that was left out may have written NaN here."""
         for buffer, value in zip(self.live, self.agreed, strict=True):
             buffer.copy_(value)
 
@@ -76,12 +76,12 @@ class Statistics:
 def average_statistics(
     exchange: Exchange, own: Sequence[Tensor], changed: Sequence[bool], counts: Sequence[int]
 ) -> dict[int, Tensor]:
-    """Return, by index, the averages over ranks of those buffers that changed on any; all ranks must call.
+    """Return, by index, the averages of the buffers that changed on any rank; all ranks must call.
 
     Args:
-        exchange: Whose ranks.
+        exchange: Connects the ranks.
         own: This rank's buffers.
-        changed: Per buffer, the same on all ranks.
+        changed: Whether each buffer changed; the same on all ranks.
         counts: The ranks' weights in the average.
     """
     indices = [index for index, flag in enumerate(changed) if flag]

@@ -1,9 +1,9 @@
-"""The user's model and optimizer: hooked, and watched for hands that touch what the engine relies on.
+"""The user's model and optimizer: their hooks, and checks that nobody else changes what the engine relies on.
 
 Note [Hooks and copies]
-    Hooks live in the model's own dictionaries, so a copy of the model (a moving average, `copy.deepcopy`, a pickle)
-    would take them along and belong to the job. A `_Hook` is copied and pickled as a function that does nothing, and
-    a shallow copy is told apart by its identity.
+    Hooks live in the model's own dictionaries. A copy of the model (a moving average, `copy.deepcopy`, a pickle) would
+    contain them and act on the job. So a `_Hook` is copied and pickled as a function that does nothing. A shallow copy
+    shares the hooks, which compare the module's identity.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from stretto.flat import Layout
 
 
 def _do_nothing(*_: object) -> None:
-    """What a hook is in a copy."""
+    """Stand for a hook in a copy of the model."""
 
 
 def _no_hook() -> Callable[..., None]:
@@ -25,7 +25,7 @@ def _no_hook() -> Callable[..., None]:
 
 
 class _Hook:
-    """See Note [Hooks and copies]."""
+    """A hook that does nothing in copies of the model; see Note [Hooks and copies]."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -40,13 +40,13 @@ class _Hook:
 class UserModel:
     """A model, its trainable parameters and its optimizer.
 
-    Parameters may change at landings only. A version counter tells every other write but those through
-    `.data`; identity and address tell replaced and rebound parameters.
+    Parameters may change at landings only. A version counter shows every other write, except writes through
+    `.data`. Identity and address show replaced and rebound parameters.
 
     Args:
-        model: The user's.
-        parameters: Those that train, in the layout's order.
-        optimizer: The user's: read, never stepped.
+        model: The user's model.
+        parameters: The parameters that train, in the layout's order.
+        optimizer: The user's optimizer: read, never stepped.
         layout: Names the parameters.
     """
 
@@ -111,7 +111,7 @@ class UserModel:
         self._handles.append(self.optimizer.register_step_pre_hook(optimizer_step))
 
     def unhook(self) -> None:
-        """Leave model and optimizer as ordinary as they came."""
+        """Remove every hook from model and optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -126,7 +126,7 @@ class UserModel:
         self.remember()
 
     def remember(self) -> None:
-        """Remember the parameters as they are: whoever writes them is found out."""
+        """Remember address and version of every parameter, so that a later write is noticed."""
         self._remembered = self._state()
 
     def check_untouched(self, where: str) -> None:

@@ -1,4 +1,4 @@
-"""How gradients and parameters cross the wire."""
+"""How gradients and parameters travel between ranks."""
 
 from stretto.exchange.exchange import Exchange, WireFormat, narrower, wire_dtype
 from stretto.exchange.int8 import Int8Exchange

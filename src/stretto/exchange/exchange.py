@@ -1,6 +1,4 @@
-"""Wire formats: how wide values are that travel.
-
-The contract of an exchange, and what all exchanges share: gathering parameters and small records.
+"""The contract of an exchange, and what all exchanges share: wire formats, gathers of parameters and small records.
 """
 
 import functools
@@ -25,19 +23,19 @@ def wire_dtype(wire: WireFormat) -> torch.dtype:
 
 
 def narrower(wire: torch.dtype, storage: torch.dtype) -> torch.dtype:
-    """Return the dtype in which `storage` values travel: a wire wider than what is stored adds bytes, no bits."""
+    """Return the dtype in which `storage` values travel: the narrower one, as a wider wire adds bytes and no bits."""
     return wire if wire.itemsize < storage.itemsize else storage
 
 
 Wait = Callable[[dist.Work, str], None]
-"""Waits for a collective; the text says what is waited for. Raises the job's error if it cannot complete."""
+"""Waits for a collective, which the text names in messages. Raises the job's error if it cannot complete."""
 
 
 Transfer = Generator[tuple[dist.Work, str], None, None]
-"""One bucket's way: yields every collective it has started, with what is waited for, and goes on when it is done."""
+"""The transfer of one bucket: yields each collective it starts, with its name, and goes on when that is complete."""
 
 _LENGTH_BYTES = 8
-"""Of a record whose length differs between ranks."""
+"""Bytes of the length of a record, where lengths differ between ranks."""
 IN_FLIGHT = 4
 """Buckets that travel at a time: enough to keep a link busy while one is summed."""
 
@@ -55,8 +53,8 @@ class Exchange(ABC):
         that depends on the layout only, so it is every rank's order.
 
     Note [Wire rounding]
-        Whatever comes back over the wire is what every rank installs, the owner and a lone rank included:
-        an owner that kept its own wider values would differ from everybody else in every element.
+        Every rank installs the values that come back over the wire, including the owner and a lone rank. An owner
+        that kept its own wider values would differ from all other ranks in every element.
     """
 
     is_verified: ClassVar[bool] = False
@@ -72,14 +70,14 @@ class Exchange(ABC):
         self.sent_bytes = 0
         """Bytes this rank has sent to others since construction."""
         self.owed: list[Tensor] = []
-        """What a coarse wire has kept from this rank's contributions and sends with the next, one tensor per flat set;
-        a continuation to the bit needs it."""
+        """Rounding errors of this rank's contributions, which are sent with the next ones; one tensor per flat set.
+        A bit-identical continuation needs them."""
         self.incidents: list[Incident] = []
-        """What a verified exchange has found and repaired; whoever reports it takes it out."""
+        """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
         self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
     def owe(self, errors: Sequence[Tensor]) -> None:
-        """Go on with `owed` as a checkpoint has it; with nothing owed where it has none."""
+        """Restore `owed` from the `errors` of a checkpoint; set it to zero if there are none."""
         for index, owed in enumerate(self.owed):
             owed.copy_(errors[index]) if errors else owed.zero_()
 
@@ -130,7 +128,7 @@ class Exchange(ABC):
         )
 
     def perform(self, transfers: Iterable[Transfer]) -> None:
-        """Run transfers, at most `IN_FLIGHT` at a time; see Note [In flight]."""
+        """Run transfers, at most `IN_FLIGHT` at a time, as Note [In flight] explains."""
         under_way: deque[tuple[Transfer, tuple[dist.Work, str]]] = deque()
         for transfer in transfers:
             under_way.append((transfer, next(transfer)))
@@ -162,7 +160,7 @@ class Exchange(ABC):
     def gather_bytes(self, record: bytes) -> list[bytes]:
         """Return every rank's `record`, in rank order; all records must have one length.
 
-        They travel as int8, which no values do: whoever sees a collective can tell what it gathers.
+        They travel as int8, a dtype that no values use, so that an observer can tell records from values.
         """
         device = self.layout.sets[0].device
         own = torch.frombuffer(bytearray(record), dtype=torch.int8).to(device)
@@ -234,7 +232,7 @@ class Exchange(ABC):
         yield from self.gather(own, flat[bucket.start : bucket.stop], index, f"gather of bucket {index}")
 
     def _advance(self, under_way: "deque[tuple[Transfer, tuple[dist.Work, str]]]") -> None:
-        """Finish the oldest collective; a transfer that goes on with another takes its place at the end."""
+        """Finish the oldest collective; if its transfer starts another one, that goes to the end of the queue."""
         transfer, started = under_way.popleft()
         self.wait(*started)
         following = next(transfer, None)

@@ -1,12 +1,10 @@
 """The 8-bit exchange: gradients in blocks of 8-bit integers with error feedback, parameters in bf16.
 
-Blocks of 8-bit integers that share a scale.
+The elements of a block share a scale s:
 
     s = max |x| / 127 over a block,   q = round(x / s),   x ≈ s·q,   |x - s·q| ≤ s / 2
 
 A packed row is the integers of its blocks, then their scales in float32: 1 + 4/64 bytes per element.
-
-The 8-bit exchange: gradients in blocks of 8-bit integers with error feedback, parameters in bf16.
 """
 
 import torch
@@ -29,7 +27,7 @@ def packed_bytes(numel: int) -> int:
 
 
 def pack(values: Tensor, packed: Tensor) -> None:
-    """Pack rows, and leave in `values` what was lost.
+    """Pack rows, and leave the rounding error in `values`.
 
     Args:
         values: `(rows, numel)`, float32, contiguous; overwritten with the rounding error. A block with a value
@@ -55,13 +53,13 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 class Int8Exchange(DirectExchange):
-    """A direct exchange whose contributions take a good byte per element.
+    """A direct exchange whose contributions take slightly more than one byte per element.
 
         send q(g_t + e_t),   e_{t+1} = g_t + e_t - q(g_t + e_t)
 
-    What rounding takes from a contribution goes with the next one, so nothing is lost but time. Owners unpack and
-    sum in float32. Parameters, and the sums of an all-reduce, travel as bf16: they are published afresh every time,
-    so an error of theirs would not average out.
+    The rounding error e of a contribution is sent with the next one, so that it is only delayed and not lost. Owners
+    unpack and sum in float32. Parameters, and the sums of an all-reduce, travel as bf16: they have no next
+    contribution that could carry their error.
 
     Memory: 4 bytes per parameter for the errors e, on every rank.
     Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
@@ -76,7 +74,10 @@ class Int8Exchange(DirectExchange):
     def sum_slice(
         self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
     ) -> Transfer:
-        """See `Exchange.sum_slice`; values that are not gradients have no error to feed back."""
+        """Sum a bucket's 8-bit contributions into this rank's slice, with error feedback.
+
+        Values that are not gradients travel in `wire` instead, without error feedback.
+        """
         if wire is not None:
             yield from super().sum_slice(index, bucket, flat, total, wire)
             return

@@ -1,7 +1,7 @@
 """Repeats: rows that did not arrive as they were sent travel again, until all ranks have all of theirs.
 
-Each phase of a verified exchange ends with a tiny gather: how many rows does each rank miss? Where all is well,
-that is all. Where not, every rank learns who misses what, and all enter one all-to-all that carries those rows only
+Each phase of a verified exchange ends with a small gather: how many rows does each rank miss? If none are missing, the
+phase is over. Otherwise every rank learns who misses what, and all enter one all-to-all that carries only those rows
 and is empty for most ranks. After `REPEATS` of them, every rank raises the same error.
 """
 
@@ -17,7 +17,7 @@ from stretto.errors import TransferCorrupt
 from stretto.exchange.exchange import Exchange
 
 REPEATS = 3
-"""How often something damaged is sent again: a fault that comes back four times in a row is no accident."""
+"""How often a damaged row is sent again; four failures in a row are no accident."""
 _ENTRY = np.dtype([("index", "<u4"), ("sender", "<u4")])
 
 
@@ -36,7 +36,7 @@ class Missing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    """How the rows of one phase are made again, and who takes them."""
+    """How the rows of one phase are made again, and how they are received."""
 
     site: str
     """For messages and records."""
@@ -52,9 +52,9 @@ def complete(exchange: Exchange, missing: Sequence[Missing], delivery: Delivery)
     """Send again what some rank misses, until nobody does; all ranks must call.
 
     Args:
-        exchange: Whose ranks.
-        missing: What this rank misses.
-        delivery: Of the phase.
+        exchange: Connects the ranks.
+        missing: The rows that this rank misses.
+        delivery: Makes and receives the rows of the phase.
 
     Raises:
         TransferCorrupt: On every rank, naming senders and receivers.

@@ -1,10 +1,7 @@
-"""Who adds the gradients: their owner in rank order, or the backend.
+"""Two exchanges that differ in who adds the gradients: their owner, or the backend.
 
-A sum over ranks that every rank, and every replay, computes to the same bits.
-
-The direct exchange: all contributions travel to their owner, who adds them in rank order in float32.
-
-The native exchange: the backend's own reduce-scatter and all-reduce.
+In the direct exchange, all contributions travel to their owner, who adds them in rank order in float32, so that every
+rank and every replay gets the same bits. The native exchange uses the backend's own reduce-scatter and all-reduce.
 """
 
 from collections.abc import Sequence
@@ -18,16 +15,16 @@ from stretto.exchange.exchange import Exchange, Transfer, narrower
 from stretto.flat import Bucket
 
 _MANY = 8
-"""Ranks from which on a call for each of them costs more than one more pass over memory."""
+"""With more ranks than this, one call per rank costs more than another pass over memory."""
 _NUMPY_KNOWS = (torch.float32, torch.float64)
 
 
 def sum_in_rank_order(contributions: Tensor | Sequence[Tensor], total: Tensor) -> None:
     """Add  ((c_0 + c_1) + c_2) + ...  in the dtype of `total`.
 
-    One addition at a time: torch's `sum(0)` may pair terms differently and would tie the result to the number of
-    ranks and the vector width. NumPy pairs terms only along an array's fastest axis, so that over the first of two
-    it is this very loop, without a call per rank.
+    Terms are added one at a time: torch's `sum(0)` may pair them in another way, which depends on the number of ranks
+    and the vector width. NumPy pairs terms only along an array's fastest axis, so over the first of two axes it does
+    the same additions as this loop, without a call per rank.
 
     Args:
         contributions: In rank order: `(world_size, numel)`, or `(numel,)` each.
@@ -46,7 +43,7 @@ def sum_in_rank_order(contributions: Tensor | Sequence[Tensor], total: Tensor) -
 
 
 def _is_known(contributions: Tensor, total: Tensor) -> bool:
-    """Whether NumPy knows the tensors, and the first of two axes is not the fastest."""
+    """Return whether NumPy supports the tensors, and the first of two axes is not the fastest."""
     return (
         contributions.dtype == total.dtype
         and total.dtype in _NUMPY_KNOWS
@@ -66,7 +63,7 @@ class DirectExchange(Exchange):
     def sum_bucket(
         self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
     ) -> Transfer:
-        """See `Exchange.sum_bucket`; a direct sum of the slice, gathered rounded to the wire."""
+        """Sum this rank's slice of a bucket directly, then gather all slices, rounded to the wire."""
         numel = bucket.numel // self.world_size
         shard = self.scratch("shard", index, numel, total.dtype, flat.device)
         yield from self.sum_slice(index, bucket, flat, shard, wire)
@@ -79,7 +76,7 @@ class DirectExchange(Exchange):
     def sum_slice(
         self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
     ) -> Transfer:
-        """See `Exchange.sum_slice`."""
+        """Send a bucket's slices to their owners, and add those of this rank in rank order."""
         outgoing = self.outgoing(flat, bucket, index, narrower(wire or self.wire, flat.dtype))
         received = self.scratch("received", index, bucket.numel, outgoing.dtype, flat.device)
         self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
@@ -101,7 +98,7 @@ class NativeExchange(Exchange):
     def sum_slice(
         self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
     ) -> Transfer:
-        """See `Exchange.sum_slice`."""
+        """Sum this rank's slice of a bucket with the backend's reduce-scatter."""
         wire = wire or self.wire
         outgoing = self.outgoing(flat, bucket, index, wire)
         same = total.dtype == wire
@@ -115,7 +112,7 @@ class NativeExchange(Exchange):
     def sum_bucket(
         self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
     ) -> Transfer:
-        """See `Exchange.sum_bucket`."""
+        """Sum a whole bucket with the backend's all-reduce."""
         wire = wire or self.wire
         outgoing = self.outgoing(flat, bucket, index, wire)
         self.sent_bytes += 2 * (outgoing.nbytes // self.world_size) * (self.world_size - 1)

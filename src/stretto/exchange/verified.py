@@ -1,6 +1,6 @@
-"""The verified exchange: whatever arrives is what was sent, and whatever is summed is summed right.
+"""The verified exchange: every row carries a seal, a digest by which the receiver checks what arrived.
 
-Sealed rows: values on their way, and behind them a digest of what they are and whose.
+Damaged rows are sent again, and sums are computed twice, before anything is used.
 """
 
 import struct
@@ -20,7 +20,7 @@ from stretto.flat import Bucket, Layout
 from stretto.records import Incident
 
 _COPIES = 3
-"""How often a record of the round report travels: ranks cannot agree to repeat what they agree by."""
+"""Copies of every record of the round report: ranks need the records to agree on anything, even on a repeat."""
 
 
 class VerifiedExchange(DirectExchange):
@@ -28,8 +28,8 @@ class VerifiedExchange(DirectExchange):
 
     A *row* is what one rank sends to another of one bucket. Its *seal*, eight bytes behind it, is a digest over the
     bytes and over what they are: which exchange, which bucket, from whom and for whom. A stale, swapped or misrouted
-    row is thus as damaged as a changed one. Damaged rows are sent again (`stretto.exchange.repeats`) before anything
-    is used.
+    row thus counts as damaged, like a changed one. Damaged rows are sent again (`stretto.exchange.repeats`) before
+    anything is used.
 
     Note [Sealed from the source, checked at the end]
         A sender keeps the buffer that it seals its rows from, so a repeat takes the values from there. A receiver
@@ -53,7 +53,7 @@ class VerifiedExchange(DirectExchange):
         """Rows of buckets of which some are missing, by bucket."""
 
     def reduce_scatter(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        """See `Exchange.reduce_scatter`; `flats` stay as they are."""
+        """Sum `flats` over ranks into this rank's slices, and repeat damaged rows; `flats` stay as they are."""
         self._begin_phase()
         super().reduce_scatter(flats, sums)
 
@@ -79,8 +79,8 @@ class VerifiedExchange(DirectExchange):
     def all_reduce(
         self, flats: Sequence[Tensor], sums: Sequence[Tensor], wire: torch.dtype | None = None
     ) -> None:
-        """See `Exchange.all_reduce`: a verified reduce-scatter, and a verified gather of what the owners summed."""
-        # Each owner's slice lies where it is gathered to: a gather overwrites it with nothing but itself.
+        """Sum `flats` over ranks: a verified reduce-scatter, then a verified gather of the owners' sums."""
+        # Each owner's slice lies where the gather writes it, so the gather overwrites it with the same values.
         slices = [total.view(self.world_size, -1)[self.rank] for total in sums]
         self._sent = wire or self.wire
         try:
@@ -90,7 +90,7 @@ class VerifiedExchange(DirectExchange):
             self._sent = self.wire
 
     def all_gather(self, flats: Sequence[Tensor]) -> None:
-        """See `Exchange.all_gather`."""
+        """Replace every bucket of `flats` by the owners' slices, and repeat damaged rows."""
         buckets = self.layout.buckets
         owned = [slice(*bucket.owned_range(self.rank, self.world_size)) for bucket in buckets]
         self._gather(
@@ -100,11 +100,11 @@ class VerifiedExchange(DirectExchange):
         )
 
     def gather_values(self, own: Tensor, whole: Tensor, what: str) -> None:
-        """See `Exchange.gather_values`."""
+        """Gather every rank's `own` into `whole`, and repeat damaged rows."""
         self._gather([own], [whole], [own.dtype])
 
     def gather_bytes(self, record: bytes) -> list[bytes]:
-        """See `Exchange.gather_bytes`; every record travels three times, each with its seal.
+        """Return every rank's `record`, in rank order; every record travels three times, each with its seal.
 
         Raises:
             TransferCorrupt: All three copies of some rank's record are damaged.
@@ -124,7 +124,7 @@ class VerifiedExchange(DirectExchange):
     def sum_slice(
         self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
     ) -> Transfer:
-        """See `Exchange.sum_slice`; a bucket with a missing row is put aside."""
+        """Sum the rows of a bucket into this rank's slice; keep a bucket with a missing row for the repeat."""
         row_bytes = self._row_bytes(total.numel(), self._sent_dtype(bucket))
         size = self.world_size * row_bytes
         outgoing = self.scratch("outgoing", index, size, torch.uint8, flat.device)
@@ -149,11 +149,11 @@ class VerifiedExchange(DirectExchange):
             return sealed(index, torch.empty(sizes[index], dtype=torch.uint8, device=owned[index].device))
 
         def install(index: int, sender: int, content: Tensor) -> None:
-            # A damaged row of one's own may not replace what a repeat is made of.
+            # A damaged copy of this rank's own row must not overwrite the values that a repeat is made from.
             if self._is_sound("gathered values", index, sender, content, seed_of(self._phase, index, sender)):
                 part = wholes[index].view(self.world_size, -1)[sender]
                 own, dtype = owned[index], dtypes[index]
-                # One's own lies there already, unless the wire has made it narrower.
+                # This rank's own row is already there, unless the wire has made it narrower.
                 if sender != self.rank or part.data_ptr() != own.data_ptr() or dtype != own.dtype:
                     part.copy_(values_of(content, dtype))
 
@@ -178,7 +178,7 @@ class VerifiedExchange(DirectExchange):
         )
 
     def _contribution(self, row: Tensor, index: int, flat: Tensor, receiver: int) -> Tensor:
-        """Write into `row` what `receiver` is sent of a bucket, sealed, and return it."""
+        """Write this rank's sealed contribution to `receiver`'s slice of a bucket into `row`, and return it."""
         bucket = self.layout.buckets[index]
         values = flat[slice(*bucket.owned_range(receiver, self.world_size))]
         return seal(row, values, self._sent_dtype(bucket), seed_of(self._phase, index, self.rank, receiver))
@@ -266,7 +266,7 @@ SEAL_BYTES = 8
 
 
 def seed_of(*what: int) -> int:
-    """Return a number for what a row is, so that the right bytes in the wrong place do not fit their seal."""
+    """Return a seed that identifies a row, so that the right bytes in the wrong place do not match their seal."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(what)}Q", *what))
 
 
@@ -275,9 +275,9 @@ def seal(row: Tensor, values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
 
     Args:
         row: `(values.numel() * itemsize + SEAL_BYTES,)` uint8; overwritten.
-        values: What is sent.
-        dtype: In which it travels.
-        seed: What it is.
+        values: The values to send.
+        dtype: The dtype in which they travel.
+        seed: Identifies the row, from `seed_of`.
     """
     content = row[:-SEAL_BYTES]
     content.view(dtype).copy_(values)

@@ -1,4 +1,4 @@
-"""One flat gradient buffer, and the views of it that parameters accumulate into."""
+"""A flat gradient buffer, and its views in which the parameters' gradients accumulate."""
 
 from collections.abc import Collection, Sequence
 
@@ -12,8 +12,8 @@ from stretto.flat.layout import Layout
 class GradientBuffer:
     """Flat storage for one round's gradients, one tensor per flat set.
 
-    Owned by the compute lane from `attach` until take-off, by the communication lane until landing. In
-    flight the same storage first holds the gradients that are sent, then the values that come back.
+    The compute lane owns it from `attach` to take-off, and the communication lane from take-off to landing. In flight,
+    the same storage first holds the gradients to send, then the values that come back.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -32,14 +32,14 @@ class GradientBuffer:
             flat.zero_()
 
     def attach(self, parameters: Sequence[nn.Parameter], but: Collection[int] = ()) -> None:
-        """Make the gradients of `parameters` views of the buffer as it is; slots in `but` keep theirs."""
+        """Make every parameter's `.grad` a view of the buffer, except for slots in `but`; the content stays."""
         for index, (parameter, view) in enumerate(zip(parameters, self.views, strict=True)):
             if index not in but:
                 parameter.grad = view
         self.remember()
 
     def remember(self) -> None:
-        """Remember the present content: whoever writes before the next backward pass is found out."""
+        """Remember the buffer's version, so that a write before the next backward pass is noticed."""
         self._versions = [flat._version for flat in self.flats]
 
     def check_unwritten(self, where: str) -> None:

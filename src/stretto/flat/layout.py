@@ -1,13 +1,11 @@
-"""Which flat elements every parameter occupies, and which rank owns them.
+"""The layout: which flat elements each trainable parameter occupies, and which rank owns them.
 
 Note [Layout]
     Parameters of one dtype and device form a flat set. A set is cut into buckets, a bucket travels in one
-    collective, and rank r owns the r-th equal slice of *every* bucket. Every parameter starts at a multiple
-    of `ALIGNMENT` elements and so does every slice, so that an optimizer kernel sees the same vector lanes
-    however a set is cut: fused CPU optimizers are invariant to cuts at multiples of 8 to 64 elements and not
-    to others. Padding holds zero gradients and zero masters for ever.
-
-Decides the layout of a model's trainable parameters.
+    collective, and rank r owns the r-th equal slice of *every* bucket. Every parameter and every slice starts at a
+    multiple of `ALIGNMENT` elements. So an optimizer kernel sees the same vector lanes however a set is cut: fused
+    CPU optimizers give the same result for cuts at multiples of 8 to 64 elements, but not for other cuts. Padding
+    always holds zero gradients and zero masters.
 """
 
 import dataclasses
@@ -23,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from stretto.errors import UnsupportedModel, UnsupportedOptimizer
 
 ALIGNMENT = 64
-"""Elements; the widest vector unit times the unrolling of PyTorch's fused CPU optimizers divides it."""
+"""Elements; a multiple of the widest vector unit times the unrolling of PyTorch's fused CPU optimizers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class Slot:
     name: str
     """First name under `model.named_parameters()`; tied parameters have one slot."""
     index: int
-    """Position in `Layout.slots`, also the parameter's bit in the round report."""
+    """Position in `Layout.slots`, also the position of the parameter's byte in the round report."""
     set_index: int
     start: int
     """First element in the flat set."""
@@ -73,9 +71,9 @@ class FlatSet:
     """All parameters of one dtype on one device."""
 
     dtype: torch.dtype
-    """Of the parameters."""
+    """Dtype of the parameters."""
     accumulation_dtype: torch.dtype
-    """Of the gradient buffer; float32 unless the user asked for the parameters' own."""
+    """Dtype of the gradient buffer; float32 unless the user asked for the parameters' own dtype."""
     device: torch.device
     numel: int
     """Elements with padding."""
@@ -83,7 +81,7 @@ class FlatSet:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """The agreed map from parameters to flat elements to owners."""
+    """The map from parameters to flat elements and their owners; equal on all ranks."""
 
     world_size: int
     sets: tuple[FlatSet, ...]
@@ -96,7 +94,7 @@ class Layout:
         return sum(flat.numel for flat in self.sets)
 
     def text(self) -> str:
-        """Return everything that ranks must agree on, a line each: not which device of its kind a rank has."""
+        """Return everything that ranks must agree on, one line each; device indices may differ and are left out."""
         slots = [
             f"parameter {slot.name}: {slot.shape} {self.sets[slot.set_index].dtype}, optimizer group {slot.group}, "
             f"elements {slot.start} to {slot.stop} of set {slot.set_index}"
@@ -127,12 +125,12 @@ def plan_layout(
 ) -> tuple[Layout, list[nn.Parameter]]:
     """Plan the flat layout of the parameters that `optimizer` trains.
 
-    Parameters are ordered as their gradients become ready, which reverse registration approximates. Groups
-    of the optimizer stay together, so that an owner cuts few segments.
+    Parameters are in the order in which their gradients become ready, approximately: the reverse of registration.
+    Groups of the optimizer stay together, so that an owner has few segments.
 
     Args:
-        model: Whose trainable parameters; tied ones count once, frozen ones not at all.
-        optimizer: Whose groups.
+        model: Holds the parameters; tied ones count once, frozen ones are left out.
+        optimizer: Holds the parameter groups.
         world_size: Number of ranks.
         bucket_bytes: Upper bound of a bucket in the gradient buffer, in bytes.
         widen: Accumulate 16-bit parameters' gradients in float32.
@@ -175,7 +173,7 @@ def plan_layout(
                 )
             )
             stop = _round_up(stop + parameter.numel(), ALIGNMENT)
-        # At least one element: where all parameters are empty there is still something to send.
+        # At least one element, so that there is something to send even if all parameters are empty.
         cuts = _cut(max(stop, 1), bucket_bytes // accumulation_dtype.itemsize, world_size * ALIGNMENT)
         buckets.extend(Bucket(set_index, start, numel) for start, numel in cuts)
         sets.append(FlatSet(first.dtype, accumulation_dtype, first.device, buckets[-1].stop))
@@ -205,7 +203,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def _is_dtensor(parameter: nn.Parameter) -> bool:
-    # Importing the module costs half a second, and nobody has a DTensor who has not imported it.
+    # Importing the module takes half a second. A program that has a DTensor has already imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(parameter, module.DTensor)
 

@@ -1,10 +1,7 @@
-"""Parameters in parts, as `torch.distributed.checkpoint` writes and reads them, and which rank writes which.
+"""Tensors in parts, as `torch.distributed.checkpoint` writes and reads them, and which rank writes which part.
 
-N-dimensional boxes that cover a run of elements.
-
-A tensor that is spread over ranks, as `torch.distributed.checkpoint` writes and reads it.
-
-Who writes which elements of every parameter into a checkpoint.
+A rank owns runs of a parameter's flat elements, but PyTorch's format knows only N-dimensional boxes. So every run is
+covered by a few boxes, and each box is one part of a `PartedTensor`.
 """
 
 import dataclasses
@@ -30,20 +27,20 @@ class Box:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box that is all of a tensor, also of one without dimensions or without elements."""
+    """Return the box that covers a whole tensor, which may have no dimensions or no elements."""
     return Box((0,) * len(shape), tuple(shape), 0, math.prod(shape))
 
 
 def cover(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Yield, in order, at most `2 * len(shape) - 1` disjoint boxes that hold the elements `start` to `stop`.
 
-    A run begins in the middle of a row, goes on over whole rows, and ends in the middle of a row; what lies
-    in one row is a run of a tensor with one dimension less.
+    A run begins in the middle of a row, goes on over whole rows, and ends in the middle of a row. The part in one row
+    is a run of a tensor with one dimension less.
 
     Args:
-        shape: Of the tensor.
+        shape: Shape of the tensor.
         start: First element in row-major order.
-        stop: One past the last.
+        stop: One past the last element.
     """
     if start >= stop:
         return
@@ -75,17 +72,17 @@ class Part:
 
     box: Box
     value: Tensor | None
-    """`(box.numel,)`; None where nothing exists yet: never written, allocated when read."""
+    """`(box.numel,)`; None if there is no value yet: such a part is not written, and is allocated when it is read."""
     is_written_here: bool
-    """Of several ranks that would write the same part, the planner chooses one."""
+    """Whether this rank offers to write the part; the planner chooses one of the ranks that do."""
 
 
 class PartedTensor(Tensor):
-    """The shape and dtype of a whole tensor, and those parts of it that concern this rank.
+    """The shape and dtype of a whole tensor, and the parts of it that this rank writes or reads.
 
-    No storage of its own and no arithmetic. `dcp.save` writes the parts that are this rank's to write,
-    `dcp.load` reads into all of them; the three methods with double underscores are its protocol for that.
-    Every part is the same box in both directions, whoever holds it.
+    It has no storage of its own and no arithmetic. `dcp.save` writes the parts that this rank has to write, and
+    `dcp.load` reads all parts; both use the last three methods with double underscores. A part is the same box for
+    writing and reading, on every rank.
     """
 
     parts: dict[tuple[int, ...], Part]
@@ -105,7 +102,7 @@ class PartedTensor(Tensor):
         return f"PartedTensor({tuple(self.shape)}, {self.dtype}, {len(self.parts)} parts)"
 
     def content(self, start: int = 0, numel: int | None = None) -> Tensor | None:
-        """Return a run of elements, `(numel,)`, or None where this rank does not have all of them."""
+        """Return a run of elements, `(numel,)`; None if this rank does not have all of them."""
         numel = self.shape.numel() if numel is None else numel
         pieces, found = [], 0
         for part in sorted(self.parts.values(), key=lambda part: part.box.start):
@@ -122,7 +119,7 @@ class PartedTensor(Tensor):
 
     def __create_write_items__(self, name: str, _: object) -> list[Any]:
         """Return what this rank writes."""
-        # Imported here: the checkpoint package costs a second, and a run without checkpoints never needs it.
+        # Imported here because the checkpoint package takes a second, and a run without checkpoints does not need it.
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -170,9 +167,9 @@ class Share:
 
 
 class Shares:
-    """The shares of all ranks: what each owns, or would own where every rank holds everything.
+    """The shares of all ranks: the runs that each rank owns, or would own if the optimizer were sharded.
 
-    A parameter's boxes follow from the shares alone, so every rank cuts it alike.
+    A parameter's boxes follow from the shares alone, so every rank cuts it in the same way.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
@@ -182,13 +179,13 @@ class Shares:
     def cut(
         self, slot: Slot, dtype: torch.dtype, fragments: Fragments = (), *, everywhere: bool
     ) -> PartedTensor:
-        """Return something that has the shape of a parameter, in parts.
+        """Return a tensor in parts that has the shape of a parameter.
 
         Args:
             slot: The parameter.
-            dtype: Of the values.
-            fragments: Those that this rank has.
-            everywhere: Whether this rank wants all of it, or only its own share.
+            dtype: Dtype of the values.
+            fragments: The values that this rank has.
+            everywhere: Whether to include the shares of all ranks, or only that of this rank.
         """
         parts = [
             Part(box, _find(fragments, box), share.rank == self.rank)
@@ -199,12 +196,12 @@ class Shares:
         return PartedTensor(slot.shape, dtype, parts)
 
     def uncut(self, value: Tensor, *, blank: bool, alike: bool) -> PartedTensor:
-        """Return something that is not cut.
+        """Return a tensor in a single part.
 
         Args:
-            value: Its shape, its dtype and, unless blank, its values.
+            value: Gives the shape, the dtype and, unless `blank`, the values.
             blank: Leave the values out.
-            alike: Whether all ranks hold the same values, so that any may write them; otherwise rank 0 does.
+            alike: Whether all ranks hold the same values, so that any rank may write them; otherwise rank 0 does.
         """
         flat = None if blank else value.detach().reshape(-1)
         return PartedTensor(
@@ -212,7 +209,7 @@ class Shares:
         )
 
     def number(self, slot: Slot, dtype: torch.dtype, value: Tensor | None) -> PartedTensor:
-        """Return a number that belongs to a parameter; whoever writes its first element writes it."""
+        """Return a number that belongs to a parameter; the rank that writes the first element writes it too."""
         writer = self._of_slot[slot.index][0].rank
         flat = None if value is None else value.reshape(1)
         return PartedTensor((), dtype, [Part(whole(()), flat, writer == self.rank)])

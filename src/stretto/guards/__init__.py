@@ -1,4 +1,4 @@
-"""What watches over a job's values: one file per guard, and what weaves them into a job."""
+"""Guards, which check a job's values between their uses: one file per guard, and the code that runs them."""
 
 from stretto.guards.audit import Audit
 from stretto.guards.contract import Guard

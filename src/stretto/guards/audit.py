@@ -1,4 +1,4 @@
-"""The audit: now and then gradients are taken again on other ranks, and compared to the bit."""
+"""The audit: in some rounds, other ranks compute the gradients again and compare them to the bit."""
 
 import dataclasses
 import functools
@@ -23,40 +23,40 @@ from stretto.records import Incident
 T = TypeVar("T")
 
 Rerun = tuple[Accumulation, Mapping[str, Tensor]]
-"""A round run again, and the buffers behind it."""
+"""The accumulation of a round that was run again, and the model's buffers after it."""
 _WORD = 8
 """Bytes of a number in a record."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Audit(Guard):
-    """Takes every rank's micro-batches of a drawn round again, on another rank, at the same parameters.
+    """In a drawn round, runs every rank's micro-batches again on another rank, with the same parameters.
 
-    Sees what nothing else can: a gradient that was computed wrongly, or damaged while it accumulated. A digest over
-    the round's gradient and the model's buffers is compared. Where two ranks differ both take the round once more,
-    and a third beside them: whoever is not with the majority is named, and the round goes on with the majority's
-    gradient, to the bit. Between two ranks, one that does not repeat itself is named; if both do, nobody is, and the
-    gradient stays as it is. A single rank takes its own round again.
+    It finds what no other guard can: a gradient that was computed wrongly, or damaged while it accumulated. It compares
+    a digest of the round's gradient and the model's buffers. If two ranks differ, both run the round once more, and a
+    third rank runs it too. A rank outside the majority is named, and the round goes on with the majority's gradient, to
+    the bit. With two ranks only, a rank that does not repeat its own result is named; if both repeat theirs, no rank is
+    named, and the gradient stays as it is. A single rank runs its own round again.
 
     A wrong round is found with probability `rate`; a rank that is wrong in every round after `1 / rate` rounds on
     average.
 
-    Needs: micro-batches by way of `DataParallel.micro_batch`, a loss function that does the same on every rank and
-    leaves its batch alone, batches that can be pickled, and ranks that show the same parameters.
+    Needs: micro-batches that come through `DataParallel.micro_batch`, a loss function that does the same on every rank
+    and does not change its batch, batches that can be pickled, and ranks that show the same parameters.
     Traffic: in audited rounds each rank's batches to one other, and 33 bytes to all.
     Compute: `rate` times a round, exposed.
-    Memory: batches are held to the end of their round, and in audited rounds those of another rank and one gradient
-    buffer more.
+    Memory: batches are kept to the end of their round; audited rounds also need those of another rank and one more
+    gradient buffer.
     """
 
     rate: float = 0.01
     """Share of rounds that are audited; above 0, at most 1. One in a hundred costs one per cent."""
     tolerance: float = 1e-3
-    """Largest 2-norm of the difference, relative to the gradient's, where kernels are not deterministic: where the
-    ranks differ and none of them repeats its own gradient, bits say nothing. Well above float32's rounding, well below
-    what does harm."""
+    """Largest 2-norm of the difference, relative to the gradient's, for kernels that are not deterministic: if ranks
+    differ and none repeats its own gradient, bits cannot be compared. Well above float32's rounding, well below a
+    harmful error."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
 
     name = "audit"
     needs_equal_parameters = True
@@ -78,11 +78,11 @@ class Audit(Guard):
         """Return how many ranks further every rank's auditor is in a round; None where the round is not audited."""
         if not coin(self.seed, "audit", round_index, self.rate):
             return None
-        # Another one each time, so that two faulty ranks do not vouch for each other for good.
+        # The distance changes each time, so that two faulty ranks do not always audit each other.
         return 1 + draw(self.seed, "auditor", round_index) % (world_size - 1) if world_size > 1 else 0
 
     def after_update(self) -> GuardScript:
-        """Nothing: audits take place before a round takes off."""
+        """Yield no effects: audits take place before a round takes off."""
         yield from ()
 
 
@@ -96,7 +96,7 @@ class _Audits(RoundWatch):
         self._rounds = rounds
 
     def round_ends(self) -> Sequence[Incident]:
-        """Audit the round, if it is drawn; all ranks do alike."""
+        """Audit the round if it is drawn; the draw is the same on all ranks."""
         compute = self._rounds.job.compute
         compute.wait_for_lane()
         round_index = compute.comm.progress.round_index
@@ -107,23 +107,24 @@ class _Audits(RoundWatch):
 
 
 class _RoundAudit:
-    """One audit, on one rank; all ranks make one alike.
+    """One audit, on one rank; all ranks take part at the same time.
 
-    Rank r's round is taken again by its auditor, rank r + distance, all at the same time: whoever is not audited would
-    only wait.
+    Rank r's round is run again by its auditor, rank r + distance. All rounds are audited at once, because a rank that
+    is not audited would only wait.
 
     Note [Who is right]
-        Kernels that are deterministic give the same bits for the same round on every sound rank. The audited rank a
-        has a gradient f_a, the auditor b takes the round again, f_b. If f_a = f_b all is well. If not, a, b and a
-        third rank, the witness, take it once more: s_a, s_b, s_c. The gradient that two of these agree on is the right
-        one, and whoever gave another one, first or now, is named. Of two ranks that disagree still, the only one that
-        gave the same gradient twice is right. Otherwise there are two cases: a and b each gave two different ones, so
-        that nothing here is deterministic and values are compared within a tolerance; or nobody can say who is wrong.
+        Deterministic kernels give the same bits for the same round on every healthy rank. The audited rank a has a
+        gradient f_a. The auditor b runs the round again and gets f_b. If f_a = f_b, nothing is wrong. If not, a, b and
+        a third rank, the witness c, run it once more and get s_a, s_b, s_c. The gradient that two of these share is
+        right, and every rank that got another one, first or now, is named. If only two ranks exist and they still
+        differ, the only one that got the same gradient twice is right. Otherwise there are two cases. If a and b each
+        got two different gradients, the kernels are not deterministic, and values are compared within a tolerance. If
+        both repeated their own, nobody can say who is wrong.
 
     Args:
-        rounds: Whose round has been counted to the end; nothing has been installed since.
-        guard: Its options.
-        round_index: Of the round.
+        rounds: All micro-batches of their round are counted, and nothing has been installed since.
+        guard: The options of the audit.
+        round_index: Index of the round.
         distance: From every rank to its auditor.
     """
 
@@ -140,13 +141,13 @@ class _RoundAudit:
         self._incidents: list[Incident] = []
         self._own = rounds.job.compute.accumulation
         self._buffers = self._kept.buffers()
-        """To go on with."""
+        """The model's buffers, to restore after the audit."""
 
     def perform(self) -> Sequence[Incident]:
-        """Take a round again, compare, and repair what was wrong; return what there is to report."""
+        """Run a round again, compare, and repair what was wrong; return the incidents."""
         received = self._exchange_rounds()
         own = _digest(self._own, self._buffers)
-        # Its parameters may be damaged still: it neither has a gradient to audit nor could it audit another.
+        # Its parameters may still be damaged: it has no gradient to audit, and cannot audit another rank.
         theirs = None if received is None or self._own.is_left_out else self._rounds.run_again(received)
         claim = 0 if theirs is None else _digest(theirs, self._kept.buffers())
         state = _LEFT_OUT if self._own.is_left_out else _SILENT if theirs is None else _CLAIMS
@@ -168,7 +169,7 @@ class _RoundAudit:
         return (audited + self._distance) % self._world_size
 
     def _settle(self, audited: int, first: Mapping[str, int], theirs: Accumulation | None) -> None:
-        """Let everybody take a round once more, name who was wrong, and put it right."""
+        """Let all roles run a round once more, name the rank that was wrong, and repair its round."""
         roles = self._roles(audited)
         kept = self._broadcast_round(audited)
         taken: dict[str, Rerun] = {}
@@ -196,13 +197,13 @@ class _RoundAudit:
             self._report(audited, tuple(sorted(set(roles.values()))), _UNKNOWN)
 
     def _roles(self, audited: int) -> dict[str, int]:
-        """Return who takes the round once more: a single rank twice, of two ranks both, otherwise three."""
+        """Return the ranks that run the round once more: three, or as many as there are."""
         roles = {"audited": audited, "auditor": self._auditor_of(audited)}
         others = set(range(self._world_size)) - set(roles.values())
         return {**roles, "witness": min(others)} if others else roles
 
     def _put_right(self, audited: int, source: int, rerun: Rerun | None, right: int) -> None:
-        """Give the audited rank what `source` has from its rerun: gradient, loss, use of parameters, and buffers."""
+        """Send the audited rank the result of `source`'s rerun: gradient, loss, use of parameters, and buffers."""
         taken, buffers = rerun if rerun is not None and self._rank == source else (self._own, self._buffers)
         content = [tensor.clone() for tensor in (*_outcome(taken), *buffers.values())]
         if source != audited:
@@ -221,7 +222,7 @@ class _RoundAudit:
             )
 
     def _compare(self, audited: int, theirs: Accumulation | None) -> None:
-        """Compare values where bits say nothing."""
+        """Compare values within the tolerance, where bits cannot be compared."""
         auditor = self._auditor_of(audited)
         if self._rank in (audited, auditor):
             warnings.warn(
@@ -311,7 +312,7 @@ class _RoundAudit:
         *,
         site: str = "gradient",
     ) -> None:
-        """Put an incident into the next update; from one rank, which passes it on to all."""
+        """Record an incident on the audited rank; the next update shows it on all ranks."""
         if self._rank == audited:
             incident = Incident(
                 step=self._compute.steps + 1,
@@ -327,12 +328,12 @@ class _RoundAudit:
 
 
 _SILENT, _CLAIMS, _LEFT_OUT = range(3)
-"""What a rank has to say in an audit: nothing, for want of what arrived; a digest; nothing, by its own fault."""
+"""A rank's answer in an audit: nothing, because no round arrived; a digest; nothing, because it left its round out."""
 _UNKNOWN = "kept: nobody can say who is right"
 
 
 def _agreed(first: Mapping[str, int], second: Mapping[str, int]) -> int | None:
-    """Return the digest that two of the second runs share; of two ranks, that of the only one to repeat itself."""
+    """Return the digest that two second runs share or, of two ranks, that of the only one that repeated its own."""
     value, votes = Counter(second.values()).most_common(1)[0]
     if votes >= 2:
         return value
@@ -341,14 +342,14 @@ def _agreed(first: Mapping[str, int], second: Mapping[str, int]) -> int | None:
 
 
 def _outcome(taken: Accumulation) -> list[Tensor]:
-    """Return the tensors that a round comes to: gradient, loss, and which parameters were used."""
+    """Return the tensors that a round results in: gradient, loss, and which parameters were used."""
     contribution = taken.contribution
     used = torch.frombuffer(contribution.used, dtype=torch.uint8)
     return [*taken.buffer.flats, contribution.loss_sum, used]
 
 
 def _digest(taken: Accumulation, buffers: Mapping[str, Tensor]) -> int:
-    """Return one digest over what a round comes to, and the buffers behind it."""
+    """Return one digest over a round's result and the buffers after it."""
     return functools.reduce(lambda seed, value: digest(value, seed), [*_outcome(taken), *buffers.values()], 0)
 
 

@@ -1,4 +1,4 @@
-"""Performs what guards ask for, and holds what was found until an update reports it."""
+"""Performs the guards' effects, and keeps incidents until an update reports them."""
 
 import dataclasses
 import json
@@ -33,17 +33,17 @@ from stretto.optimizer import MASTER, Hyperparameters, ReducedGradient, ShardedO
 from stretto.records import Incident
 
 SHOWN = "values to be shown"
-"""Site of what the model shows next."""
+"""Site of the values that the model shows next."""
 
 
 class RehearsingOptimizer(ShardedOptimizer):
-    """Computes every step ahead on copies, so that its outcome can be compared with what the step does leave."""
+    """Computes every step first on copies, so that the result can be compared with that of the real step."""
 
     rehearsed: list[dict[str, int]]
-    """Digests of what the last step was to leave, by segment; set before the first step."""
+    """Digests of the rehearsal of the last step, by segment; set before the first step."""
 
     def step(self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float) -> None:
-        """Rehearse, then step."""
+        """Rehearse the step, then perform it."""
         self.rehearsed[:] = self.rehearse(gradient, hyperparameters, clip)
         super().step(gradient, hyperparameters, clip)
 
@@ -52,12 +52,12 @@ class GuardInterpreter:
     """Answers the guards of one rank, on its communication lane.
 
     Args:
-        guards: Of the job; none where only a verified exchange has something to report.
-        core: Whose exchange, masters and optimizer state are watched.
-        replicas: Of the job: where replicas may differ, they are compared right after an average and at no other time.
-        fixed: By name, what the model holds that nobody is to write.
-        strikes: Counts what is found.
-        has_copies: Whether other ranks hold the same masters and state to take damaged ones from.
+        guards: The job's guards; empty if only a verified exchange reports incidents.
+        core: Holds the exchange, the masters and the optimizer state to watch.
+        replicas: The job's replicas; those that may differ are compared right after an average and at no other time.
+        fixed: The model's tensors that nobody may write, with their names.
+        strikes: Counts the incidents.
+        has_copies: Whether other ranks hold the same masters and state, to replace damaged ones.
     """
 
     def __init__(
@@ -79,21 +79,21 @@ class GuardInterpreter:
         self._versions = {part: tensor._version for part, tensor in self._fixed.items()}
         self._strikes = strikes
         self._rehearsed: list[dict[str, int]] = []
-        """What the last step was to leave, by segment, where a guard wants to know."""
+        """Digests of the rehearsal of the last step, by segment, if a guard asks for rehearsals."""
         if isinstance(core.sharded, RehearsingOptimizer):
             core.sharded.rehearsed = self._rehearsed
         self._has_copies = has_copies
         self._found: list[Incident] = []
-        """On this rank, since the last update concluded."""
+        """Incidents on this rank since the end of the last update."""
         self._gradients: list[ReducedGradient] = []
-        """Reduced and not yet stepped with."""
+        """Reduced gradients that no step has used yet."""
         self._checksums: dict[Part, Checksum] = {}
         self._sealed: dict[Part, Tensor] = {}
-        """The tensors that were sealed: others may have taken their place."""
+        """The tensors that were sealed; a part may have a new tensor since then."""
 
     @property
     def performers(self) -> Mapping[type, Performer]:
-        """Performers by effect."""
+        """The performer of each kind of effect."""
         return {
             Arrived: self._arrived,
             Forget: lambda _, __: self.forget(),
@@ -113,14 +113,14 @@ class GuardInterpreter:
         }
 
     def ask(self, moment: Moment) -> GuardScript:
-        """Yield what all guards ask for at a moment."""
+        """Yield the effects of all guards at a moment."""
         is_apart = self._replicas.gap > 0
         for guard in self.guards:
             if not (guard.needs_replicas and is_apart):
                 yield from getattr(guard, moment)()
 
     def run(self, moment: Moment) -> None:
-        """Perform what all guards ask for at a moment, at rest."""
+        """Perform the effects of all guards at a moment; the communication lane must be at rest."""
         script, performers, answer = self.ask(moment), self.performers, None
         while True:
             try:
@@ -130,23 +130,23 @@ class GuardInterpreter:
             answer = performers[type(effect)](effect, None)
 
     def start(self) -> None:
-        """Begin with the state as it is."""
+        """Forget all earlier state and let guards begin with the present one."""
         self.forget()
         self.run("at_start")
 
     def forget(self) -> None:
-        """Let go of everything that is known of the state: it is about to change, or was put there from outside."""
+        """Forget everything about the state, because it is about to change or came from a checkpoint."""
         self._rehearsed.clear()
         self._gradients.clear()
         self._checksums.clear()
         self._sealed.clear()
 
     def conclude_job(self) -> tuple[Incident, ...]:
-        """Return what was found behind the last update: on any rank, and by this one in the gather that tells so.
+        """Return the incidents after the last update: those of all ranks, and those that this gather itself finds here.
 
         All ranks must call, at rest.
         """
-        # A round of the drain that commits nothing has told all ranks what it found, in no update.
+        # A round of the drain that commits nothing has told all ranks its incidents, but no update reports them.
         told, self._progress.incidents = self._progress.incidents, []
         shared, step = self._gather_found(), self._progress.step + 1
         return (
@@ -156,19 +156,19 @@ class GuardInterpreter:
         )
 
     def _arrived(self, effect: Arrived, flight: Flight | None) -> None:
-        """A gradient has been summed; those who were named too often leave before anybody steps with it."""
+        """Handle a new sum of gradients: check strikes before anybody steps with it."""
         self._strikes.check(self._progress.step)
         if flight is not None:
             self._found.extend(flight.round.incidents)
         self._gradients.append(effect.gradient)
 
     def _conclude(self, _: Conclude, flight: Flight | None) -> None:
-        """Tell all ranks at the end of an update what was found; replicas that step alone wait for their average."""
+        """Gather the incidents of all ranks at the end of an update; ranks that step alone wait for their average."""
         if flight is not None and flight.reduction.met:
             self._progress.incidents += self._gather_found()
 
     def _gather_found(self) -> tuple[Incident, ...]:
-        """Return what was found on any rank since the last call; all ranks must call."""
+        """Return the incidents of all ranks since the last call; all ranks must call."""
         step = self._progress.step + 1
         arrivals = [dataclasses.replace(found, step=step) for found in self._exchange.incidents]
         held = [*arrivals, *self._found]
@@ -190,9 +190,9 @@ class GuardInterpreter:
         return f"rank {self._exchange.rank}, update {self._progress.step + 1}"
 
     def _parts(self, flight: Flight | None) -> Iterator[tuple[Part, Tensor]]:
-        """Yield everything that ranks of a replicated strategy hold alike, in an order that all share.
+        """Yield every part that is equal on all ranks of a replicated strategy, in the same order on all ranks.
 
-        Without a job the model may be running, so that what it holds beside its parameters may be being written.
+        Without a flight, the model may be running, and its forward passes may be writing its buffers.
         """
         yield from self._state()
         for index, flat in enumerate(flight.round.buffer.flats if flight is not None else ()):
@@ -214,7 +214,7 @@ class GuardInterpreter:
                 yield Part("reduced gradient", f"bucket {index} of round {number}"), total
 
     def _fingerprints(self, flight: Flight | None) -> dict[Part, int]:
-        # Ranks that keep their own state, or step alone, may have cut it into other segments too.
+        # Ranks that keep their own state, or step alone, may also have cut it into different segments.
         compares_state = self._replicas.keeps_states_equal
         return {
             part: self._fingerprint(part, tensor)
@@ -227,7 +227,7 @@ class GuardInterpreter:
         return 0 if is_written else digest(tensor)
 
     def _recompute(self, flight: Flight | None) -> dict[Part, bool]:
-        """Compute again what can be, and say of each part whether it comes out as it is."""
+        """Compute parts again where possible, and return for each whether the result is the same."""
         right: dict[Part, bool] = {}
         for index, (expected, found) in enumerate(
             zip(self._rehearsed, self._sharded.digests(), strict=False)
@@ -244,7 +244,7 @@ class GuardInterpreter:
         return right
 
     def _part_of(self, segment: int, key: str) -> Part:
-        """Return the part that holds one tensor of a segment's."""
+        """Return the part that holds one of a segment's tensors."""
         if key == MASTER:
             return Part("masters", f"bucket {self._sharded.segments[segment].bucket}")
         return Part("optimizer state", f"{key} of segment {segment}")
@@ -255,7 +255,7 @@ class GuardInterpreter:
                 self._sealed[part], self._checksums[part] = tensor, Checksum.of(tensor)
 
     def _differences(self) -> Iterator[Difference]:
-        """Yield what is not as it was sealed; parts that have been cut anew since are not compared."""
+        """Yield the parts that have changed since they were sealed; parts that were cut again are not compared."""
         present = {part: tensor for parts in (self._state(), self._sums()) for part, tensor in parts}
         for part, tensor in self._sealed.items():
             if present.get(part) is tensor:
@@ -264,7 +264,7 @@ class GuardInterpreter:
                     yield Difference(part, expected, found)
 
     def _replace(self, parts: Sequence[Part]) -> dict[Part, int]:
-        """Take this rank's damaged parts from others, and lend others theirs."""
+        """Replace this rank's damaged parts by those of other ranks, and send healthy parts to ranks that need them."""
         if not self._has_copies:
             self._give_up(parts)
             return {}
@@ -294,7 +294,7 @@ class GuardInterpreter:
             )
 
     def _copy(self, part: Part, own: Tensor, source: int, onto: tuple[int, ...]) -> None:
-        """Send a part from one rank to all, which keep it where asked."""
+        """Send a part from one rank to all; the ranks in `onto` keep it."""
         is_wanted = self._exchange.rank in onto
         self._exchange.broadcast(own if is_wanted else own.clone(), source, f"copy of {part}")
         if is_wanted and part in self._versions:

@@ -1,4 +1,4 @@
-"""Rounds that guards run again: micro-batches kept as they came, and what guards do about them on the compute lane."""
+"""Rounds that guards can run again: the micro-batches that are kept, and the guards' work on the compute lane."""
 
 import dataclasses
 import io
@@ -24,7 +24,7 @@ from stretto.records import Incident
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """One forward and backward pass, and what it started from."""
+    """One forward and backward pass, and the random states it started from."""
 
     batch: Any
     weight: float
@@ -34,24 +34,24 @@ class MicroBatch:
 
 
 class KeptRound:
-    """The micro-batches of the round that accumulates, as they came: references to batches, copies of buffers.
+    """The micro-batches of the accumulating round: references to batches, and copies of random states and buffers.
 
-    A batch that was counted without its loss function cannot be run again, and the round with it.
+    If a micro-batch was counted without its loss function, the round cannot be run again.
 
     Args:
-        model: Whose buffers change on the way.
-        device: Where it lives.
+        model: Its forward passes change its buffers.
+        device: The model's device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
         self._loss_function: LossFunction | None = None
-        """The latest: kept beyond its round, because another rank's round may be run with it."""
+        """The latest one; kept after its round, because another rank's round may be run with it."""
         self.forget()
 
     def forget(self) -> None:
-        """Begin the next round."""
+        """Drop the kept micro-batches and begin the next round."""
         self.micro_batches: list[MicroBatch] = []
         self._buffers: dict[str, Tensor] = {}
         self._begun: tuple[Any, dict[str, Any]] | None = None
@@ -59,11 +59,11 @@ class KeptRound:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all micro-batches of the round are here."""
+        """Whether all micro-batches of the round were kept."""
         return len(self.micro_batches) == self._count
 
     def begin(self, loss_function: LossFunction, batch: Any) -> None:
-        """Keep what the next micro-batch starts from, and with the first one the model's buffers."""
+        """Keep the batch and random states of the next micro-batch; before the first one, also the model's buffers."""
         if self._count == 0:
             self._buffers = self.buffers()
         self._loss_function = loss_function
@@ -78,13 +78,14 @@ class KeptRound:
             self.micro_batches.append(MicroBatch(batch=batch, weight=weight, samples=samples, random=states))
 
     def run(self, accumulation: Accumulation, charge: Callable[[], None]) -> None:
-        """Run all micro-batches again, from the buffers and random states of the first time.
+        """Run all micro-batches again, from the buffers and random states of the first run.
 
-        Buffers end as they did then, but for what damage had made of them; random states are not moved.
+        Buffers end with the values of the first run, or with correct ones if that run was damaged. Random states are
+        restored.
 
         Args:
-            accumulation: Attached; takes what they add up to.
-            charge: Called after each: it took time.
+            accumulation: Receives the gradients; must be attached.
+            charge: Called after each micro-batch, to charge its time.
         """
         now = random_states(self._device)
         self.restore_buffers(self._buffers)
@@ -97,11 +98,11 @@ class KeptRound:
         restore_random_states(now, self._device)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return copies of the model's buffers as they are."""
+        """Return copies of the model's present buffers, by name."""
         return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
 
     def restore_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Put back what has changed; what has not is not written, because somebody may count its writes."""
+        """Restore the buffers that have changed; the others are not written, so that their version counters stay."""
         with torch.no_grad():
             for name, buffer in self._model.named_buffers():
                 if name in values and not same_bytes(buffer, values[name]):
@@ -114,7 +115,7 @@ class KeptRound:
             UsageError: A batch holds something that cannot be pickled.
         """
         content = io.BytesIO()
-        # A view would be saved with all that it is a view of: one batch with its whole dataset.
+        # A view would be saved with its whole storage: one batch with the whole dataset.
         batches = [dataclasses.replace(m, batch=rebuilt(m.batch, _compact)) for m in self.micro_batches]
         try:
             torch.save((batches, self._buffers or self.buffers()), content)
@@ -148,11 +149,11 @@ class KeptRound:
 
 
 class GuardedRounds(Listener):
-    """Hears what happens on the compute lane on behalf of all guards of a job.
+    """Receives the events of the compute lane for all guards of a job.
 
     Args:
-        job: Of this rank.
-        interpreter: Performs what guards ask for at rest.
+        job: This rank's job.
+        interpreter: Performs the guards' effects while the job is at rest.
     """
 
     def __init__(self, job: Job, interpreter: GuardInterpreter) -> None:
@@ -162,17 +163,17 @@ class GuardedRounds(Listener):
         self._interpreter = interpreter
         watches = {guard.name: guard.watch_rounds(self) for guard in interpreter.guards}
         found = [watch for watch in watches.values() if watch is not None]
-        # What is wrong with a round is put right before it is audited.
+        # A damaged round is repaired before it is audited.
         self._watches = sorted(found, key=lambda watch: watch.needs_rounds)
         self._needing = [name for name, watch in watches.items() if watch is not None and watch.needs_rounds]
 
     def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
-        """Keep what it takes to run the micro-batch again."""
+        """Keep what is needed to run the micro-batch again."""
         if self._watches:
             self.kept.begin(loss_function, batch)
 
     def micro_batch_counted(self, weight: float, samples: int) -> None:
-        """Count the micro-batch, kept or not.
+        """Count the micro-batch, whether it was kept or not.
 
         Raises:
             UsageError: It was not kept, and a guard needs it.
@@ -185,15 +186,15 @@ class GuardedRounds(Listener):
             )
 
     def round_ends(self) -> Sequence[Incident]:
-        """Let guards look at the round."""
+        """Let every guard check the round, and return the incidents."""
         return [incident for watch in self._watches for incident in watch.round_ends()]
 
     def round_closed(self) -> None:
-        """Let go of the round."""
+        """Drop the kept round."""
         self.kept.forget()
 
     def installed(self, values: Sequence[Tensor]) -> None:
-        """Tell guards what the model has been given."""
+        """Tell every guard which values were installed."""
         for watch in self._watches:
             watch.installed(values)
 
@@ -202,25 +203,25 @@ class GuardedRounds(Listener):
         self._interpreter.run("before_step")
 
     def began_again(self) -> None:
-        """Begin with the state as it is."""
+        """Let guards begin with the present state."""
         self._interpreter.start()
 
     def ended(self) -> Sequence[Incident]:
-        """Return what was found behind the last update."""
+        """Return the incidents found after the last update."""
         return self._interpreter.conclude_job()
 
     def run_again(self, kept: KeptRound) -> Accumulation:
-        """Run a round again, apart from this rank's own, and return what it comes to."""
+        """Run a round again, separately from this rank's own round, and return its accumulation."""
         accumulation = Accumulation(self.job.user.parameters, GradientBuffer(self.job.layout))
         with self.job.compute.aside(accumulation):
             kept.run(accumulation, self.charge)
         return accumulation
 
     def charge(self) -> None:
-        """Charge for a micro-batch."""
+        """Charge the runtime for the time of one micro-batch."""
         self.job.compute.runtime.charge("micro-batch")
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares its memory with nothing."""
+    """Return a tensor whose storage holds nothing but its own elements."""
     return tensor.detach().clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

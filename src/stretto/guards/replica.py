@@ -1,4 +1,4 @@
-"""The replica guard: ranks that must hold the same bits do, or the one that does not is named and repaired."""
+"""The replica guard: it compares ranks that must hold the same bits, and names and repairs those that differ."""
 
 import dataclasses
 import itertools
@@ -26,47 +26,47 @@ from stretto.guards.contract import (
 )
 
 _ATTEMPTS = 2
-"""How often copies are made before the ranks are given up: a copy is compared like everything else."""
+"""How often damaged parts are copied before the job ends with an error; copies are compared like all parts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaGuard(Guard):
-    """Digests of masters, optimizer state, outgoing values and fixed tensors, compared over ranks at every update.
+    """Compares digests of masters, optimizer state, values to be shown and fixed tensors over ranks at every update.
 
-    Named: the ranks outside a strict majority, for every tensor by itself. Their tensors are overwritten by a member of
-    the majority, and compared again, before anything is shown. Without a majority, as between two ranks, what can be
-    computed again decides: values to be shown follow from masters that agree, and with `recompute` masters and
-    optimizer state from a rehearsal of the step. Where that does not tell, the job ends; `AtRest` beside it names the
-    rank whose values changed while nobody used them, and mends them before they spread.
-    Traffic: eight bytes per rank and update while all is well.
+    Named: for every tensor, the ranks outside a strict majority. Their tensors are overwritten by those of a member of
+    the majority, and compared again, before anything is shown. Without a majority, as between two ranks, parts are
+    computed again to decide: values to be shown from masters that agree; with `recompute`, masters and optimizer state
+    from a rehearsal of the step. If this does not decide, the job ends. Use `AtRest` as well: it names the rank whose
+    values changed while nobody used them, and mends them before they reach other ranks.
+    Traffic: eight bytes per rank and update if nothing is damaged.
     """
 
     name = "replica"
     needs_replicas = True
 
     recompute: bool = False
-    """Compute every step twice, ahead on copies and then in place, so that a rank whose step went wrong is known even
-    between two. Costs one more optimizer step and a digest of its outcome per update, and the memory of one segment's
-    master and state."""
+    """Compute every step twice, first on copies and then in place, so that a wrong step is found even with two ranks.
+    Costs one more optimizer step and a digest of its result per update, and the memory of one segment's master and
+    state."""
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     @property
     def rehearses_step(self) -> bool:
-        """See `Guard.rehearses_step`."""
+        """Whether every step is first computed on copies: as the option `recompute` says."""
         return self.recompute
 
     def after_update(self) -> GuardScript:
-        """Compare, name, copy, and compare again."""
+        """Compare digests over ranks, name and repair parts that differ, and compare again."""
         for attempt in itertools.count():
             digests = yield Fingerprint()
             content = _packed(list(digests.values()))
             records = yield Share(xxhash.xxh3_64_digest(content))
             if len(set(records)) == 1:
                 return
-            # All ranks know that something differs, and all tell what they hold: what follows rests on this second
-            # gather alone, so that damage to the first one costs nothing but it.
+            # All ranks know that something differs, and gather all digests. Everything below uses this second gather
+            # only, so that damage to the first one has no other effect than this gather.
             tables = yield Share(content)
             unequal = _unequal(list(digests), [np.frombuffer(table, "<u8").tolist() for table in tables])
             if not unequal:
@@ -81,7 +81,7 @@ class ReplicaGuard(Guard):
                 yield from self._repair(part, held)
 
     def _repair(self, part: Part, held: Sequence[int]) -> GuardScript:
-        """Let a part that differs be overwritten where it is not what most ranks hold, or what it should be."""
+        """Overwrite a part on the ranks that differ from the majority or, without one, from the recomputed value."""
         healthy, count = Counter(held).most_common(1)[0]
         if 2 * count <= len(held):
             healthy = yield from self._tell_apart(part, held)
@@ -100,7 +100,7 @@ class ReplicaGuard(Guard):
             )
 
     def _tell_apart(self, part: Part, held: Sequence[int]) -> Generator[GuardEffect, Any, int]:
-        """Return the digest that ranks hold whose part comes out the same when it is computed again."""
+        """Return the digest of the ranks whose part is the same when it is computed again."""
         again = yield Recompute()
         records = yield Share(bytes([again.get(part, False)]))
         right = {value for value, record in zip(held, records, strict=True) if record == b"\x01"}
@@ -120,6 +120,6 @@ def _packed(digests: Sequence[int]) -> bytes:
 
 
 def _unequal(parts: Sequence[Part], tables: Sequence[Sequence[int]]) -> dict[Part, tuple[int, ...]]:
-    """Return what each rank holds of the parts that are not equal, without those that are not to be compared."""
+    """Return every rank's digests of the parts that differ; parts that are not compared are left out."""
     columns = zip(parts, zip(*tables, strict=True), strict=True)
     return {part: held for part, held in columns if len(set(held)) > 1 and 0 not in held}

@@ -1,4 +1,4 @@
-"""The at-rest guard: what nobody may change between two uses is found unchanged, or is mended."""
+"""The at-rest guard: it finds values that have changed between two uses, and repairs them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ from stretto.records import Incident
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtRest(Guard):
-    """Checksums at the end of each use against the tensors at the start of the next, on every rank by itself.
+    """Takes checksums at the end of each use and compares them at the start of the next, on every rank separately.
 
     Watches: masters and optimizer state from the end of an update to the next step; the reduced gradient from its sum
     to its step; the parameters that the model shows, from their installation to the end of the round's micro-batches.
-    Damage: words of one column of the sums, or of a run of less than a row (`stretto.checksums`), are mended in
-    place, to the bit. More is taken from another rank where replicas exist, and is otherwise an error that ends the
-    job. The model's parameters are mended or installed anew with the round; its rank contributes weight zero to that
-    round.
+    Damage: words in one column of the sums, or in a run shorter than a row (`stretto.checksums`), are mended in place,
+    to the bit. Larger damage is replaced from another rank if replicas exist; otherwise it ends the job with an error.
+    The model's parameters are mended or installed again; if the round cannot be run again, its rank contributes weight
+    zero to it.
     Traffic: eight bytes per rank and step for replicated strategies, nothing for sharded ones.
     Memory: 16 bytes per 32 KiB and 32 KiB per tensor.
     """
@@ -47,15 +47,15 @@ class AtRest(Guard):
         yield Seal("state")
 
     def after_update(self) -> GuardScript:
-        """Seal the state as the update leaves it."""
+        """Seal the state at the end of the update."""
         yield Seal("state")
 
     def after_reduce(self) -> GuardScript:
-        """Seal the gradient as it was summed."""
+        """Seal the summed gradient."""
         yield Seal("reduced gradient")
 
     def before_step(self) -> GuardScript:
-        """Compare, mend, and replace what cannot be mended."""
+        """Compare sealed parts with their checksums, mend them, and replace those that cannot be mended."""
         differences = yield Inspect()
         broken: dict[object, Difference] = {}
         for difference in differences:
@@ -80,14 +80,14 @@ class AtRest(Guard):
 
 
 class ShownParameters(RoundWatch):
-    """Compares what the model shows with what was installed, once all micro-batches of a round are counted.
+    """Compares the model's parameters with the installed values, once all micro-batches of a round are counted.
 
-    Damaged parameters are mended or installed anew, and the round's gradients, which were taken at them, are taken
-    again where the micro-batches were kept; otherwise this rank leaves the round out.
+    Damaged parameters are mended or installed again. The round's gradients come from the damaged parameters, so the
+    micro-batches are run again if they were kept; otherwise this rank leaves the round out.
 
     Args:
         guard: Name of the guard.
-        rounds: Of the job.
+        rounds: The job's rounds.
     """
 
     def __init__(self, guard: str, rounds: GuardedRounds) -> None:
@@ -98,12 +98,12 @@ class ShownParameters(RoundWatch):
         self.installed([parameter.detach() for parameter in self._user.parameters])
 
     def installed(self, values: Sequence[Tensor]) -> None:
-        """Remember `values`, and not the parameters: what went wrong on the way in is then seen too."""
+        """Keep checksums of `values`, not of the parameters, so that damage during installation is noticed too."""
         pairs = zip(values, self._user.parameters, strict=True)
         self._checksums = [Checksum.of(value.detach().to(parameter.dtype)) for value, parameter in pairs]
 
     def round_ends(self) -> Sequence[Incident]:
-        """Repair what is damaged, and take the round's gradients anew or leave them out."""
+        """Repair damaged parameters, and compute the round's gradients again or leave them out."""
         accumulation = self._rounds.job.compute.accumulation
         count = accumulation.contribution.count
         found = self._repair() if count else []
@@ -118,7 +118,7 @@ class ShownParameters(RoundWatch):
         return [dataclasses.replace(one, action=f"{one.action}, {outcome}") for one in found]
 
     def _repair(self) -> list[Incident]:
-        """Mend parameters whose bits are not those that were installed; the rest has to be installed again."""
+        """Mend damaged parameters where possible, and return the incidents; the rest must be installed again."""
         incidents = []
         for name, parameter, checksum in zip(
             self._user.names, self._user.parameters, self._checksums, strict=True
@@ -142,7 +142,7 @@ class ShownParameters(RoundWatch):
         return incidents
 
     def _replay(self) -> bool:
-        """Run the round's micro-batches again, and return whether they ran on what was installed."""
+        """Run the round's micro-batches again; return whether they ran with the installed values."""
         rounds, accumulation = self._rounds, self._rounds.job.compute.accumulation
         if not rounds.kept.is_whole or not self._is_installed():
             return False
@@ -151,11 +151,11 @@ class ShownParameters(RoundWatch):
         return self._is_as_installed()
 
     def _is_installed(self) -> bool:
-        """Return whether the parameters are mended, or could be taken from the masters of a replicated optimizer."""
+        """Return whether the parameters are as installed; if needed, install a replicated optimizer's masters."""
         if self._is_as_installed():
             return True
         job = self._rounds.job
-        if not job.core.replicated or not job.compute.is_lane_idle:  # somebody writes the masters
+        if not job.core.replicated or not job.compute.is_lane_idle:  # no masters here, or somebody writes them
             return False
         values = GradientBuffer(job.layout)
         job.sharded.publish(values.flats)

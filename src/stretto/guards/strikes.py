@@ -1,9 +1,9 @@
-"""Strikes: a rank or link that damage is laid to again and again is to leave the job.
+"""Strikes: a rank or a link that is blamed for damage too often ends the job.
 
 Note [Two ends of a link]
-    Damage on the way from one rank to another may be the sender's, the receiver's or that of what lies between. A
-    rank that is one end of several damaged links is laid all of them to, as is one whose own row came back damaged
-    from its own memory; the rank with most partners first. What remains is laid to the link.
+    Damage on the way from one rank to another may come from the sender, the receiver or the link between them. A rank
+    at one end of several damaged links is blamed for all of them; the rank with most partners comes first. A rank whose
+    own row came back damaged from its own memory is blamed too. Any other damage is blamed on the link.
 """
 
 import platform
@@ -24,10 +24,10 @@ Culprit = int | Link
 class Strikes:
     """Counts, on every rank alike, the updates in which each rank and each link was named.
 
-    An update is one strike, however many incidents it brings: one accident may damage much.
+    An update is one strike, even if it has many incidents, because one accident may cause many.
 
     Args:
-        options: The limit, and how long a strike counts.
+        options: The limit, and for how many updates a strike counts.
         seats: Host and device of every rank, for messages.
     """
 
@@ -38,7 +38,7 @@ class Strikes:
         self._incidents: list[Incident] = []
 
     def note(self, step: int, incidents: Sequence[Incident]) -> None:
-        """Take note of what was found up to the `step`-th update."""
+        """Add the incidents of the `step`-th update, and drop those that no longer count."""
         if incidents and self._limit is not None:
             self._incidents += incidents
             self._incidents = [
@@ -46,7 +46,7 @@ class Strikes:
             ]
 
     def check(self, step: int) -> None:
-        """Raise on all ranks, alike to the letter, if by `step` somebody has reached the limit.
+        """Raise the same error on all ranks if a rank or a link has reached the limit by `step`.
 
         Raises:
             Quarantined: Names ranks and links, with their incidents.
@@ -72,7 +72,7 @@ class Strikes:
 
 
 def laid_to(incidents: Sequence[Incident]) -> dict[Culprit, Mapping[int, Incident]]:
-    """Return the ranks and links that incidents are laid to, each with its first incident of every update."""
+    """Return the ranks and links that are blamed for incidents, each with its first incident of every update."""
     culprits = blame({incident.link for incident in incidents if incident.link is not None})
     laid: defaultdict[Culprit, dict[int, Incident]] = defaultdict(dict)
     for incident in incidents:
@@ -83,7 +83,7 @@ def laid_to(incidents: Sequence[Incident]) -> dict[Culprit, Mapping[int, Inciden
 
 
 def blame(links: Collection[Link]) -> dict[Link, Culprit]:
-    """Return what each damaged link is laid to: one of its ends, or itself. See Note [Two ends of a link]."""
+    """Return who is blamed for each damaged link: one of its ends, or the link; see Note [Two ends of a link]."""
     laid: dict[Link, Culprit] = {}
     left = set(links)
     while left:

@@ -1,4 +1,4 @@
-"""A guard as one word of the command line: rest   replica   audit:rate=0.02:seed=1."""
+"""Guards as words on the command line, such as `rest`, `replica` or `audit:rate=0.02:seed=1`."""
 
 from stretto.fields import read_record
 from stretto.guards import GUARDS, Guard
@@ -9,7 +9,7 @@ def parse_guard(text: str) -> Guard:
 
     Raises:
         UnknownName: No such guard, or the guard has no such setting.
-        ConfigError: A value cannot be read, or cannot be.
+        ConfigError: A value cannot be read, or is not allowed.
     """
     guard: Guard = read_record("guard", text, GUARDS)
     return guard

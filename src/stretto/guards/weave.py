@@ -1,9 +1,9 @@
-"""Guards woven into a strategy's script: what they ask for comes before a step, after a sum, and behind an update.
+"""Guards woven into a strategy's script: their effects come before a step, after a sum, and after an update.
 
     reduce  ->  Arrived, after_reduce  ->  preview or step: before_step, Forget  ->  boundary: after_update, Conclude
 
-An average replaces masters, so what is sealed is forgotten before it. One that runs ahead of the next gradients has
-no step beside it, and is guarded like an update of its own.
+An average replaces masters, so the seals are forgotten before it. An average that runs before the next gradients is
+guarded like a separate update without a step.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ class Forget:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conclude:
-    """The update has ended: all ranks tell each other what they have found."""
+    """The update has ended, and all ranks gather their incidents."""
 
 
 def guarded(script: Script, ask: Callable[[Moment], GuardScript]) -> Generator[Any, Any, None]:
-    """Yield the effects of `script`, and between them those that guards `ask` for."""
+    """Yield the effects of `script` and, between them, the guards' effects, which `ask` returns."""
     reply: Any = None
     is_ahead = True  # no gradient of this update has arrived yet
     while True:

@@ -1,4 +1,4 @@
-"""The owner's side: fp32 masters, a private optimizer, and the two things it can do with a gradient."""
+"""An owner's fp32 masters and its private optimizer, which can commit a step or preview one."""
 
 from stretto.optimizer.gradient import ReducedGradient
 from stretto.optimizer.probe import Hyperparameters, check_shardable, read_hyperparameters

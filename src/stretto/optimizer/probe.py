@@ -1,9 +1,4 @@
-"""Optimizers of the user's class over other tensors, and whether they may be cut into shards.
-
-Builds optimizers of the user's class over other tensors, and reads the user's hyperparameters.
-
-Finds out whether an optimizer may be sharded, by trying it on a small tensor.
-"""
+"""Optimizers of the user's class over other tensors, and a trial that shows whether an optimizer may be sharded."""
 
 import inspect
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Segments: the runs of an owner's masters that its optimizer sees as tensors.
+"""The sharded optimizer: masters in float32, a private optimizer over them, and the values that are published.
 
-The owner of a shard: masters in float32, a private optimizer, and the values it publishes.
+The private optimizer sees the masters as segments: runs of elements that it treats alike.
 """
 
 import copy
@@ -153,7 +153,7 @@ class ShardedOptimizer:
     ) -> list[dict[str, int]]:
         """Return, by segment, digests of what `step` would leave in the master and in each tensor of its state.
 
-        Like a preview it leaves no trace; where the same arithmetic gives the same bits, it says what is right.
+        Like a preview it leaves no trace. With deterministic arithmetic, these are the correct digests.
         """
         self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
@@ -168,7 +168,7 @@ class ShardedOptimizer:
         return digests
 
     def digests(self) -> list[dict[str, int]]:
-        """Return the same of masters and state as they are."""
+        """Return, by segment, digests of the present master and of each tensor of its state."""
         return [_digests(one.master, self.optimizer.state.get(one.master, {})) for one in self.segments]
 
     def preview(
@@ -178,17 +178,17 @@ class ShardedOptimizer:
         clip: float,
         flats: Sequence[Tensor],
     ) -> None:
-        """Publish into `flats` what `step` would lead to.
+        """Publish into `flats` the values that `step` would give.
 
-        The optimizer steps copies, segment by segment, so that nothing has to be undone: no trace can remain,
-        also where state is first created on the way or the step raises.
+        The optimizer steps copies, segment by segment, so that nothing has to be undone. No trace remains, even if the
+        step creates state for the first time or raises.
         """
         self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
         for segment in self.segments:
             low = self.ranges[segment.bucket][0]
             published = self._flat(flats, segment.bucket)[low + segment.start : low + segment.stop]
-            # The copy that is stepped may be what is sent, unless that is narrower.
+            # The copy can be stepped in the memory that is sent, unless that has a narrower dtype.
             fits = published.dtype == segment.master.dtype
             ghost = (published if fits else torch.empty_like(segment.master)).copy_(segment.master)
             if _is_used(segment, gradient):

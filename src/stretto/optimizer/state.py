@@ -1,12 +1,8 @@
-"""The optimizer's state by parameter: cut out of its segments, put back, averaged over ranks.
+"""The optimizer's state by parameter: cut out of its segments, put back into new ones, and averaged over ranks.
 
-An owner's optimizer state by parameter: cut out of its segments, and put back into new ones.
-
-Averages the optimizer's state over owners that each hold all of it.
-
-Element-wise entries become weighted means. Numbers, such as a step count, cannot be averaged: per parameter, all
-take them from the rank that has stepped it most often, the first of several. Where a rank has no state, because it
-has not used a parameter yet, it contributes zeros.
+In an average, element-wise entries become weighted means. Numbers, such as a step count, cannot be averaged: for each
+parameter, all ranks take them from the rank that has stepped it most often, the first of several. A rank that has no
+state yet, because it has not used a parameter, contributes zeros.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What all kits are: a class whose `test_` methods are the checks, and whose other methods say what is checked."""
+"""The base of all kits: a class whose `test_` methods are the checks, and whose other methods say what is checked."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""The kit for guards: quiet while all is well, and as good as their word when something is damaged."""
+"""The kit for guards: they report nothing in a clean run, and keep their promises when something is damaged."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ class GuardConformance(Conformance):
                 expect_nothing(different_courses(what, unguarded[rank], course))
 
     def test_damage_that_is_planted_does_harm_without_guards(self) -> None:
-        """What follows would say nothing otherwise."""
+        """Planted damage changes an unguarded run; otherwise the other checks would prove nothing."""
         for job, world_size, damage in self._struck():
             unguarded = dataclasses.replace(job, guards=(), damage=None)
             clean = self._train(unguarded, world_size)
@@ -125,7 +125,7 @@ class GuardConformance(Conformance):
                     )
 
     def test_every_rank_holds_the_same_incidents(self) -> None:
-        """Whoever found it, all report it."""
+        """Every rank reports every incident, whichever rank found it."""
         for job, world_size, damage in self._struck():
             first, *others = self._train(job, world_size)
             for rank, course in enumerate(others, start=1):

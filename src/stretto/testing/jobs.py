@@ -1,9 +1,4 @@
-"""A small training job whose every state can be compared to the bit, and damage planted in it.
-
-Damage that a check plants in the memory of a running job, between two updates.
-
-A small training job whose every state can be compared to the bit.
-"""
+"""A small training job whose states can be compared to the bit, and damage that a check plants in its memory."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -58,12 +53,12 @@ class Damage:
             self._flip(self._target(parallel))
 
     def _flip(self, tensor: Tensor) -> None:
-        # Through `.data`: faulty memory tells no version counter.
+        # Through `.data`, because faulty memory does not change a version counter.
         content = tensor.data.view(-1).view(torch.int32)
         content[torch.arange(self.words) * len(content) // self.words] ^= _BIT
 
     def _strike_next_gradient(self, parameter: Tensor) -> None:
-        """Let one backward pass go wrong; whoever repeats it gets it right."""
+        """Damage the gradient of the next backward pass only; a repeat of that pass gives the right one."""
 
         def wrong(gradient: Tensor) -> Tensor:
             handle.remove()
@@ -150,7 +145,7 @@ class Course:
     """State after `finish`."""
 
     def after(self, step: int) -> "Course":
-        """Return what is left of it behind update `step`, which was returned in time."""
+        """Return the part of the course after update `step`, which was returned in time."""
         moments = [moment for moment, number in self.returned if number <= step]
         begin = moments[-1] if moments else 0
         return Course(

@@ -1,4 +1,4 @@
-"""The kit for resumable loaders: one order of the data, whoever asks, whenever, and wherever it goes on."""
+"""The kit for resumable loaders: the order of the data is always the same, also after a loader is resumed."""
 
 import copy
 import dataclasses

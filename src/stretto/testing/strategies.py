@@ -1,8 +1,7 @@
-"""The kit for strategies: what a script promises, checked by reading it and by running it.
+"""The kit for strategies: it checks that a coroutine keeps the rules, and does what the strategy declares.
 
-A strategy's coroutine read aloud: what it asks for, and what becomes of the gradients it is given.
-
-The kit for update strategies: that a coroutine keeps the rules, and does what it declares.
+It first reads the coroutine with marked gradients, to see which effects it yields and where each gradient goes. Then it
+runs the strategy in small jobs.
 """
 
 import dataclasses
@@ -65,7 +64,7 @@ class Reading:
         self.unknown: list[str] = []
         """What was yielded that is no effect."""
         self.misused: list[str] = []
-        """What became of gradients that must not."""
+        """Gradients that were used in a way that the rules forbid."""
         for update in range(updates):
             self._read(strategy, update)
 
