@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stretto import ACCO, DPU, Options, WeightPrediction, ZeRO1, checkpoint
+from stretto import ACCO, DPU, DataParallel, Options, WeightPrediction, ZeRO1, checkpoint
 from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, Case, Job, differing
 from tests.processes import run_ranks
 
@@ -127,6 +127,21 @@ def test_hyperparameters_come_back_with_what_a_scheduler_has_added(tmp_path: Pat
     assert settings[0] == settings[1]
     assert settings[0][0]["lr"] == 0.01 * (1 / (1 + SAVED_AT))
     assert settings[0][0]["initial_lr"] == 0.01
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_scheduler_that_only_one_side_has_is_told_of(saves: bool, tmp_path: Path) -> None:
+    def job(scheduled: bool) -> DataParallel:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer) if scheduled else None
+        return DataParallel(model, optimizer, scheduler=schedule)
+
+    saving = job(saves)
+    saving.backward(saving.model(torch.ones(1, 2)).sum())
+    checkpoint.save(saving, tmp_path)
+    (note,) = checkpoint.load(job(not saves), tmp_path).notes
+    assert "scheduler" in note and "not restored" in note
 
 
 def test_saving_twice_at_one_update_changes_nothing(tmp_path: Path) -> None:

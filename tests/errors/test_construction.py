@@ -215,6 +215,32 @@ def test_things_of_another_kind_are_refused() -> None:
     assert says(caught.value, "expected a torch.optim.Optimizer", "ConstantLR")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (dict(guards="standart"), ("'standart'", "did you mean 'standard'?")),
+        (dict(guards=st.AtRest()), ("expected 'standard' or a sequence of guards", "AtRest()")),
+        (dict(guards=[st.AtRest]), ("expected 'standard' or instances", "did you mean AtRest()?")),
+        (dict(micro_batches=True), ("micro_batches=True", "expected an integer")),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_with_what_was_meant(
+    wrong: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    model = tiny_model()
+    with pytest.raises(ConfigError) as caught:
+        st.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), **wrong)
+    assert says(caught.value, *words)
+
+
+def test_an_optimizer_is_no_scheduler() -> None:
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError) as caught:
+        st.DataParallel(model, optimizer, scheduler=optimizer)
+    assert says(caught.value, "scheduler: expected one of torch.optim.lr_scheduler", "SGD")
+
+
 def test_a_refusal_leaves_model_and_optimizer_as_they_were() -> None:
     model = tiny_model().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
