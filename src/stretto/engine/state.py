@@ -134,7 +134,7 @@ class JobState:
                     entries[name] = value
                 elif slot is None:
                     fixed = isinstance(value, nn.Parameter)
-                    kept = value if fixed or blank else value.clone()  # live values will overwrite these buffers
+                    kept = value if fixed or blank else value.clone()  # later writes change these buffers
                     entries[name] = self._shares.uncut(kept, blank=blank, alike=fixed)
                 elif blank:
                     entries[name] = self.spread(slot, None)

@@ -1,5 +1,4 @@
-"""The contract of an exchange, and what all exchanges share: wire formats, gathers of parameters and small records.
-"""
+"""The contract of an exchange, and what all exchanges share: wire formats, gathers of parameters and small records."""
 
 import functools
 from abc import ABC, abstractmethod

@@ -155,7 +155,7 @@ class ShownParameters(RoundWatch):
         if self._is_as_installed():
             return True
         job = self._rounds.job
-        if not job.core.replicated or not job.compute.is_lane_idle:  # no masters here, or somebody writes them
+        if not job.core.replicated or not job.compute.is_lane_idle:  # somebody may write them
             return False
         values = GradientBuffer(job.layout)
         job.sharded.publish(values.flats)
