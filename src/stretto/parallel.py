@@ -82,15 +82,15 @@ class DataParallel:
         self.optimizer = optimizer
         self.strategy = check_strategy(ZeRO1() if strategy is None else strategy)
         self.options = _with_wire(Options() if options is None else options, wire)
+        if not isinstance(guards, Sequence):
+            raise ConfigError(f"guards: expected 'standard' or a sequence of guards, found {guards!r}")
         self.guards: tuple[Guard, ...]
         if isinstance(guards, str):
             self.guards, self.options, left_out = standard_guards(guards, self.strategy, self.options)
             for name, reason in left_out.items():
                 _log.info("guards='standard' leaves out %s: it %s", name, reason)
-        elif isinstance(guards, Sequence):
-            self.guards = tuple(guards)
         else:
-            raise ConfigError(f"guards: expected 'standard' or a sequence of guards, found {guards!r}")
+            self.guards = tuple(guards)
         parts = Parts(
             model=model,
             optimizer=optimizer,

@@ -141,7 +141,8 @@ def test_a_scheduler_that_only_one_side_has_is_told_of(saves: bool, tmp_path: Pa
     saving.backward(saving.model(torch.ones(1, 2)).sum())
     checkpoint.save(saving, tmp_path)
     (note,) = checkpoint.load(job(not saves), tmp_path).notes
-    assert "scheduler" in note and "not restored" in note
+    assert "scheduler, " in note
+    assert "not restored" in note
 
 
 def test_saving_twice_at_one_update_changes_nothing(tmp_path: Path) -> None:

@@ -218,10 +218,10 @@ def test_things_of_another_kind_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (dict(guards="standart"), ("'standart'", "did you mean 'standard'?")),
-        (dict(guards=st.AtRest()), ("expected 'standard' or a sequence of guards", "AtRest()")),
-        (dict(guards=[st.AtRest]), ("expected 'standard' or instances", "did you mean AtRest()?")),
-        (dict(micro_batches=True), ("micro_batches=True", "expected an integer")),
+        ({"guards": "standart"}, ("'standart'", "did you mean 'standard'?")),
+        ({"guards": st.AtRest()}, ("expected 'standard' or a sequence of guards", "AtRest()")),
+        ({"guards": [st.AtRest]}, ("expected 'standard' or instances", "did you mean AtRest()?")),
+        ({"micro_batches": True}, ("micro_batches=True", "expected an integer")),
     ],
 )
 def test_an_argument_of_another_kind_is_refused_with_what_was_meant(
