@@ -16,6 +16,7 @@ from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
 from stretto.engine.report import Vote
 from stretto.errors import ConfigError
+from stretto.fields import is_count
 from stretto.records import Update
 
 Batch = TypeVar("Batch")
@@ -99,7 +100,7 @@ class Feed:
         """Start anew after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
         if until not in ("any", "all"):
             raise ConfigError(f"feed(until={until!r}): expected 'any' or 'all'")
-        if updates is not None and (not isinstance(updates, int) or updates < 0):
+        if updates is not None and not is_count(updates, 0):
             raise ConfigError(f"feed(updates={updates!r}): expected a number of updates, or None")
         self._last_update = updates
         if self._compute.vote == Vote.EXHAUSTED:

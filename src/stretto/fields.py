@@ -207,6 +207,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
+def is_count(value: object, minimum: int) -> bool:
+    """Return whether `value` is an int of at least `minimum`; a bool is no number."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
 def _fits(value: Any, kind: Any) -> bool:
     """Return whether `value` is of the type that an annotation names."""
     if kind is Any:

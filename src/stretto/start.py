@@ -56,7 +56,7 @@ class Parts:
     options: Options
 
     def check(self) -> None:
-        """Tell apart what a type checker would, for those who run none.
+        """Check the kind of every part, because many programs run without a type checker.
 
         Raises:
             ConfigError: Something is of another kind.

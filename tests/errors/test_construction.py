@@ -10,6 +10,7 @@ from torch import nn
 
 import stretto as st
 from stretto.errors import ConfigError, StrettoError, UnknownName, UnsupportedModel, UnsupportedOptimizer
+from stretto.peers import PEERS, make_peer
 from stretto.strategies import strategy_by_name
 from tests.errors.tiny import STRATEGIES, says, tiny_model
 
@@ -231,6 +232,21 @@ def test_an_argument_of_another_kind_is_refused_with_what_was_meant(
     with pytest.raises(ConfigError) as caught:
         st.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), **wrong)
     assert says(caught.value, *words)
+
+
+@pytest.mark.parametrize("wrong", [True, -1, 2.5, "3", float("nan")])
+def test_what_is_no_count_is_refused_wherever_one_is_asked_for(wrong: Any) -> None:
+    model = tiny_model()
+
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pytest.raises(ConfigError, match="micro_batches"):
+        st.DataParallel(model, optimizer(), micro_batches=wrong)
+    with pytest.raises(ConfigError, match="fixed number of micro-batches"):
+        make_peer(next(iter(PEERS)), model, optimizer(), wrong)
+    with pytest.raises(ConfigError, match="expected a number of updates"):
+        next(iter(st.DataParallel(model, optimizer()).feed([torch.ones(1, 4)], updates=wrong)))
 
 
 def test_an_optimizer_is_no_scheduler() -> None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from stretto.errors import ConfigError
 from stretto.exchange import WireFormat
-from stretto.fields import check_fields
+from stretto.fields import check_fields, is_count
 from stretto.strategies import Strategy
 
 
@@ -130,8 +130,7 @@ def plan_quota(strategy: Strategy, micro_batches: int | Clock, rounds: int) -> Q
     Raises:
         ConfigError: The number is below 1 or below the number of rounds, or the strategy accepts no clock.
     """
-    is_number = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
-    if not (isinstance(micro_batches, Clock) or (is_number and micro_batches >= 1)):
+    if not isinstance(micro_batches, Clock) and not is_count(micro_batches, 1):
         raise ConfigError(
             f"micro_batches={micro_batches!r}: expected an integer of at least 1 per rank and update, or a Clock"
         )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from stretto.errors import ConfigError
-from stretto.fields import unknown_name
+from stretto.fields import is_count, unknown_name
 from stretto.peers.peer import Peer
 from stretto.peers.stock import Compute, TorchDDP, TorchDDPbf16, TorchDDPZero, TorchFSDP2
 
@@ -40,7 +40,7 @@ def make_peer(
     """
     if name not in PEERS:
         raise unknown_name("no stock method is called", name, PEERS)
-    if not isinstance(micro_batches, int) or micro_batches < 1:
+    if not is_count(micro_batches, 1):
         raise ConfigError(
             f"{name} needs a fixed number of micro-batches per update of at least 1, found {micro_batches}"
         )
