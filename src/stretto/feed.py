@@ -123,7 +123,7 @@ class Feed:
         """Return whether nobody has anything left to contribute; the same on all ranks."""
         votes, world_size = self._compute.votes, self._job.exchange.world_size
         agreed = votes in ([Vote.DRAIN] * world_size, [Vote.EXHAUSTED] * world_size)
-        is_averaged = self._job.replicas.gap == 0
+        is_averaged = self._job.replica.gap == 0
         return (agreed or self._has_enough()) and is_averaged and self._compute.is_clear
 
     def _pass_rounds(self, until: Until, *, has_fed: bool) -> None:

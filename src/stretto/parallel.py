@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.engine import Clock, Job, Options
-from stretto.engine.listener import Weighed, weighed
 from stretto.engine.report import Vote
+from stretto.engine.round import Weighed, weighed
 from stretto.engine.state import JobState, State
 from stretto.errors import ConfigError, LossNotScalar, UsageError
 from stretto.exchange import WireFormat
@@ -205,7 +205,8 @@ class DataParallel:
         """
         with self._compute.running():
             self._compute.before_micro_batch()
-            self._compute.model.listener.micro_batch_begins(loss_function, batch)
+            for listener in self._compute.model.listeners:
+                listener.micro_batch_begins(loss_function, batch)
             samples = num_samples(batch) if samples is None else samples
             return self._backward(*weighed(loss_function(batch), weight, samples))
 
@@ -219,6 +220,7 @@ class DataParallel:
         with self._compute.running():
             weight = self._checked_weight(weight)
             self._compute.take_off_if_ready()
+            self._compute.check_untouched()
             self._compute.accumulation.collect()
             return self._count(weight, loss, samples)
 
@@ -315,7 +317,8 @@ class DataParallel:
                 self._compute.accumulation.check_own(self._compute.where)
             self._feed.drain()
             self._compute.show_committed()
-            self.late_incidents = tuple(self._compute.model.listener.ended())
+            listeners = self._compute.model.listeners
+            self.late_incidents = tuple(incident for one in listeners for incident in one.ended())
             self._compute.close()
         return self._feed.take_landed()
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.averaging import DriftingReplicas, LocalReplicas
+from stretto.averaging import DriftingReplica, LocalReplica
+from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.failures import FailureDetector
 from stretto.engine.job import Job
+from stretto.engine.model import UserModel
 from stretto.engine.options import Clock, Options, Quota, plan_quota
-from stretto.engine.performers import Core
-from stretto.engine.replicas import ReplicaSet
+from stretto.engine.replica import Replica
 from stretto.engine.report import settings_text
 from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
-from stretto.engine.user_model import UserModel
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from stretto.exchange import (
     DirectExchange,
@@ -32,7 +32,7 @@ from stretto.exchange import (
     wire_dtype,
 )
 from stretto.fields import did_you_mean
-from stretto.flat import GradientBuffer, Layout, plan_layout
+from stretto.flat import Layout, plan_layout
 from stretto.guards import AtRest, Guard, ReplicaGuard
 from stretto.guards.interpreter import GuardInterpreter, RehearsingOptimizer
 from stretto.guards.replay import GuardedRounds
@@ -151,7 +151,8 @@ def _put_together(
     runtime = choose_runtime(
         exchange.group, layout.sets[0].device, overlaps=parts.strategy.overlaps or ledger.asks_ahead
     )
-    core = Core(
+    kind = LocalReplica if ledger.local else DriftingReplica if ledger.averages else Replica
+    replica = kind(
         exchange,
         sharded,
         replicated=ledger.replicated,
@@ -159,38 +160,34 @@ def _put_together(
         runtime=runtime,
         progress=progress,
     )
-    kind = LocalReplicas if ledger.local else DriftingReplicas if ledger.averages else ReplicaSet
-    replicas = kind(core)
-    performers = {**core.performers, **replicas.performers}
+    performers = dict(replica.performers)
     interpreter = None
     if parts.guards or exchange.is_verified:
         interpreter = GuardInterpreter(
             parts.guards,
-            core,
-            replicas,
+            replica,
             fixed=_fixed(parts.model),
             strikes=_strikes(options, exchange),
             has_copies=ledger.replicated and not ledger.local,
         )
         performers |= interpreter.performers
     weave = None if interpreter is None else functools.partial(guarded, ask=interpreter.ask)
-    comm = CommLane(parts.strategy, replicas, performers, asks_ahead=ledger.asks_ahead, weave=weave)
-    user = UserModel(parts.model, parameters, parts.optimizer, layout)
+    comm = CommLane(parts.strategy, replica, performers, asks_ahead=ledger.asks_ahead, weave=weave)
+    model = UserModel(parts.model, parameters, parts.optimizer, layout)
     compute = ComputeLane(
-        user, comm, quota, failures=failures, scheduler=parts.scheduler, allow_unused=options.allow_unused
+        model, comm, quota, failures=failures, scheduler=parts.scheduler, allow_unused=options.allow_unused
     )
     job = Job(
-        user=user,
+        model=model,
         layout=layout,
         exchange=exchange,
         sharded=sharded,
-        core=core,
-        replicas=replicas,
+        replica=replica,
         compute=compute,
         comm=comm,
     )
     if interpreter is not None:
-        compute.model.listener = GuardedRounds(job, interpreter)
+        compute.model.listeners.append(GuardedRounds(job, interpreter))
         interpreter.start()
     return job
 
@@ -294,7 +291,7 @@ def _strikes(options: Options, exchange: Exchange) -> Strikes:
 
 
 def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.statistics`)."""
+    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.model`)."""
     is_buffer = {name for name, _ in model.named_buffers()}
     return [
         (name, tensor)

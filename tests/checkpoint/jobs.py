@@ -130,7 +130,7 @@ class Job:
         owner = self.parallel.job.sharded
         found = {f"shown {name}": value for name, value in self.model.named_parameters()}
         found |= {f"buffer {name}": value for name, value in self.model.named_buffers()}
-        found |= {f"agreed {i}": value for i, value in enumerate(self.parallel.job.compute.statistics.agreed)}
+        found |= {f"agreed {i}": value for i, value in enumerate(self.parallel.job.model.statistics.agreed)}
         found |= {f"master {i}": master for i, master in enumerate(owner.masters)}
         for segment in owner.segments:
             state = owner.optimizer.state.get(segment.master, {})

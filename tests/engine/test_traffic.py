@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stretto import Options
-from stretto.engine.report import RoundReport
+from stretto.engine.report import record_dtype
 from stretto.flat import plan_layout
 from stretto.strategies.ledger import ledger_of
 from tests.exactness.jobs import (
@@ -47,7 +47,7 @@ def test_update_sends_what_the_ledger_says(index: int, world_size: int) -> None:
     )
     ledger = ledger_of(case.strategy)
     wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.options.wire]
-    record = RoundReport.record_dtype(len(parameters), 2).itemsize + 4 * STATISTICS
+    record = record_dtype(len(parameters), 2).itemsize + 4 * STATISTICS
     control = ledger.rounds * record + (NORM_BYTES if ledger.rounds > 1 else 0)
     others = world_size - 1
     volume = int(ledger.wire_bytes(wire.itemsize)) * layout.numel

@@ -267,7 +267,7 @@ def test_the_optimizer_is_the_users_again_after_finish() -> None:
 def test_an_estimate_is_not_given_out_as_the_models_state(strategy: str) -> None:
     job = TinyJob(strategy)
     job.until_update()
-    while job.parallel.job.compute.model.shown != "estimate":
+    while job.parallel.job.model.shown != "estimate":
         job.micro_batch()
     with pytest.raises(EstimateShown) as caught:
         job.model.state_dict()

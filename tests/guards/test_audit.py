@@ -282,7 +282,7 @@ def test_a_batch_travels_without_what_it_is_a_view_of() -> None:
     everything = torch.zeros(100_000, 5)
     trainer = Trainer(0, None, st.DDP(), guards=(ALWAYS,))
     trainer.parallel.micro_batch(trainer.loss, everything[3:6])
-    kept = trainer.parallel.job.compute.model.listener.kept
+    kept = trainer.parallel.job.model.listeners[0].kept
     assert len(kept.to_bytes()) < 50_000
     again = kept.of(kept.to_bytes()).micro_batches[0].batch
     assert torch.equal(again, everything[3:6])

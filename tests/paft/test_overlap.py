@@ -13,9 +13,9 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto import checkpoint
+from stretto.engine.accumulation import GradientBuffer
 from stretto.errors import NonFinite, OutOfTurn
 from stretto.faults import Fault
-from stretto.flat import GradientBuffer
 from stretto.groups import Link
 from stretto.virtual import Compute, Network, VirtualCluster, VirtualGroup
 from tests.paft.noisy import flat, network, same, train, values

@@ -35,16 +35,14 @@ def test_fewer_micro_batches_than_rounds_are_refused() -> None:
     assert plan_quota(DDP(), 1, 1).minima == (1,)
 
 
-def test_fixed_number_is_met_at_once_and_never_early() -> None:
+def test_a_fixed_number_is_the_same_whether_the_lane_is_free_or_not() -> None:
     quota = plan_quota(ACCO(), 5, 2)
-    assert [quota.is_met(0, n, lane_is_free=True) for n in (1, 2)] == [False, True]
-    assert [quota.is_met(1, n, lane_is_free=True) for n in (2, 3)] == [False, True]
+    assert quota.minima == quota.maxima == (2, 3)
 
 
-def test_clock_hands_over_when_the_lane_is_free_or_the_maximum_is_reached() -> None:
+def test_a_clock_has_the_same_range_in_every_round() -> None:
     quota = plan_quota(ACCO(), Clock(minimum=2, maximum=4), 2)
-    assert [quota.is_met(0, n, lane_is_free=True) for n in (1, 2)] == [False, True]
-    assert [quota.is_met(1, n, lane_is_free=False) for n in (2, 3, 4)] == [False, False, True]
+    assert (quota.minima, quota.maxima) == ((2, 2), (4, 4))
 
 
 def test_every_strategy_has_one_name() -> None:

@@ -17,7 +17,7 @@ import itertools
 import pytest
 
 from stretto import ACCO, DDP, DPU, WeightPrediction, ZeRO1
-from stretto.engine.report import RoundReport
+from stretto.engine.report import record_dtype
 from stretto.groups import Link
 from stretto.strategies import Strategy
 from stretto.virtual import Compute, Network, Span, VirtualCluster
@@ -32,7 +32,7 @@ NETWORK = Network(link=Link(bits_per_second=1e8, latency_seconds=LATENCY_NS / 1e
 
 # A weight of 32 and a bias of 4 elements, each padded to 64, in fp32; half of them go to the other of two ranks.
 HALF_BYTES = 2 * 64 * 4 // 2
-RECORD_BYTES = RoundReport.record_dtype(num_slots=2, num_buffers=0).itemsize
+RECORD_BYTES = record_dtype(num_slots=2, num_buffers=0).itemsize
 REDUCE_NS = 2 * LATENCY_NS + NS_PER_BYTE * (HALF_BYTES + RECORD_BYTES)
 GATHER_NS = LATENCY_NS + NS_PER_BYTE * HALF_BYTES
 EXCHANGE_NS = REDUCE_NS + STEP_NS + GATHER_NS

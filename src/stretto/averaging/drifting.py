@@ -36,13 +36,13 @@ from torch import Tensor
 
 from stretto.averaging.mean import ReplicaMean
 from stretto.checksums import digest
-from stretto.engine.performers import Core, Flight, Performer
-from stretto.engine.replicas import ReplicaSet
+from stretto.engine.accumulation import GradientBuffer
+from stretto.engine.model import Statistics
+from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.report import Vote
 from stretto.engine.round import Reduction, Round
-from stretto.engine.statistics import Statistics
 from stretto.errors import NonFinite, StateCorrupt
-from stretto.flat import GradientBuffer
+from stretto.exchange import Exchange
 from stretto.optimizer import ReducedGradient, ShardedOptimizer, piece_states
 from stretto.strategies.contract import Average, Divergence, Look, Moment, Postpone, Step
 
@@ -73,34 +73,39 @@ class Gain:
             self.velocity = 0.0
 
 
-class DriftingReplicas(ReplicaSet):
+class DriftingReplica(Replica):
     """One rank's replica among others that should be the same.
 
-    Args:
-        core: Of this rank; all ranks own everything.
+    Args are those of `Replica`; all ranks own everything.
     """
 
     may_differ = True
 
-    def __init__(self, core: Core) -> None:
-        super().__init__(core)
+    def __init__(self, exchange: Exchange, sharded: ShardedOptimizer, **others: Any) -> None:
+        super().__init__(exchange, sharded, **others)
         self.interval = None
         self.keeps_states_equal = True
         """As far as the last average went."""
-        self._mean = ReplicaMean(core.exchange, core.sharded)
+        self._mean = ReplicaMean(exchange, sharded)
         self._rounds = 0
         self._are_equal = True
         self._is_ahead = False
         """Whether masters have been averaged that the model does not show yet."""
-        self._gains = [Gain() for _ in core.sharded.optimizer.param_groups]
+        self._gains = [Gain() for _ in sharded.optimizer.param_groups]
         """By parameter group."""
         self._gradient_norm = 0.0
         """2-norm of the mean gradient that this rank has stepped with last."""
 
     @property
     def performers(self) -> Mapping[type, Performer]:
-        """Performers by effect; `Step` is the core's, followed closely."""
-        return {Look: self._look, Average: self._average, Postpone: self._postpone, Step: self._step}
+        """Performers by effect; a `Step` is followed closely."""
+        return {
+            **super().performers,
+            Look: self._look,
+            Average: self._average,
+            Postpone: self._postpone,
+            Step: self._step,
+        }
 
     @property
     def gap(self) -> int:
@@ -119,7 +124,7 @@ class DriftingReplicas(ReplicaSet):
 
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round`, and count it."""
-        reduction = self.core.reduce(round)
+        reduction = super().reduce(round)
         self._rounds += 1
         return reduction
 
@@ -168,17 +173,17 @@ class DriftingReplicas(ReplicaSet):
 
     def _look(self, _: Look, flight: Flight | None) -> Moment:
         drains = flight is not None and all(vote == Vote.DRAIN for vote in flight.reduction.report.votes)
-        return Moment(self.core.progress.round_index, self._rounds, drains, self.interval)
+        return Moment(self.progress.round_index, self._rounds, drains, self.interval)
 
     def _postpone(self, effect: Postpone, _: Flight | None) -> None:
         self.interval = effect.updates
 
     def _step(self, effect: Step, flight: Flight | None) -> None:
-        self.core.step(effect, flight)
+        self.step(effect, flight)
         self._is_ahead = False
-        if self.core.progress.stepped and isinstance(effect.gradient, ReducedGradient):
+        if self.progress.stepped and isinstance(effect.gradient, ReducedGradient):
             self._gradient_norm = self._norm(effect.gradient)
-            for gain, group in zip(self._gains, self.core.progress.hyperparameters, strict=True):
+            for gain, group in zip(self._gains, self.progress.hyperparameters, strict=True):
                 gain.step(float(group["lr"]), float(group.get("momentum", 0.0)))
 
     def _average(self, effect: Average, flight: Flight | None) -> Divergence | None:
@@ -188,7 +193,7 @@ class DriftingReplicas(ReplicaSet):
             NonFinite: No replica is finite.
             StateCorrupt: The average is not finite, although all that went into it is.
         """
-        progress = self.core.progress
+        progress = self.progress
         where = f"rank {self.exchange.rank}, step {progress.step + progress.stepped}"
         conditions = self._compare(state=effect.state, gradient_norm=self._gradient_norm)
         finite = np.flatnonzero(conditions["is_finite"]).tolist()

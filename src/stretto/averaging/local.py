@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from stretto.averaging.mean import ReplicaMean
-from stretto.engine.performers import Core, Flight, Performer
-from stretto.engine.replicas import ReplicaSet
+from stretto.engine.model import Statistics, average_statistics
+from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.report import RankReport, RoundReport, Totals, Vote, empty_report
 from stretto.engine.round import Reduction, Round
-from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import RanksDisagree, ReplicaNonFinite
+from stretto.exchange import Exchange
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
 from stretto.strategies.contract import Average, Look, Moment
 
@@ -32,19 +32,18 @@ class _SinceAverage:
     """All of them, the same on every rank: those that were left out, or had no weight, count."""
 
 
-class LocalReplicas(ReplicaSet):
+class LocalReplica(Replica):
     """One rank's replica among others that step with gradients of their own.
 
-    Args:
-        core: Of this rank.
+    Args are those of `Replica`.
     """
 
     may_differ = True
     keeps_states_equal = False
 
-    def __init__(self, core: Core) -> None:
-        super().__init__(core)
-        self._mean = ReplicaMean(core.exchange, core.sharded)
+    def __init__(self, exchange: Exchange, sharded: ShardedOptimizer, **others: Any) -> None:
+        super().__init__(exchange, sharded, **others)
+        self._mean = ReplicaMean(exchange, sharded)
         self._own_sums: list[Tensor] | None = None
         self._since = self._nothing_yet()
         self._states_are_equal = True
@@ -53,7 +52,7 @@ class LocalReplicas(ReplicaSet):
     @property
     def performers(self) -> Mapping[type, Performer]:
         """Performers by effect."""
-        return {Look: self._look, Average: self._average}
+        return {**super().performers, Look: self._look, Average: self._average}
 
     @property
     def gap(self) -> int:
@@ -72,7 +71,7 @@ class LocalReplicas(ReplicaSet):
 
     def reduce(self, round: Round) -> Reduction:
         """Take this rank's own gradients; nobody is asked."""
-        exchange, progress = self.exchange, self.core.progress
+        exchange, progress = self.exchange, self.progress
         sums = self._own_gradient(round.buffer.flats)
         gradient = ReducedGradient(
             sums, round.contribution.totals.weight, 0.0, bytes(round.contribution.used)
@@ -80,7 +79,7 @@ class LocalReplicas(ReplicaSet):
         gradient.norm_squared = norm_squared = gradient.measure()
         own = round.report(finite=round.is_finite, norm_squared=norm_squared)
         report = RoundReport.alone(own, exchange.rank, exchange.world_size)
-        skipped = self.core.is_left_out(report, norm_squared, ReplicaNonFinite)
+        skipped = self.is_left_out(report, norm_squared, ReplicaNonFinite)
         if skipped:
             gradient.weight, gradient.used = 0.0, bytes(len(gradient.used))
             round.statistics = [buffer.clone() for buffer in round.agreed]
@@ -142,13 +141,13 @@ class LocalReplicas(ReplicaSet):
     def _look(self, _: Look, flight: Flight | None) -> Moment:
         # A rank whose data have ended averages at once and waits there: only averages let ranks agree on an end.
         drains = flight is not None and flight.round.vote in (Vote.EXHAUSTED, Vote.DRAIN)
-        return Moment(self.core.progress.round_index, self.gap, drains)
+        return Moment(self.progress.round_index, self.gap, drains)
 
     def _average(self, effect: Average, flight: Flight | None) -> None:
         """Bring the replicas together; the round ends as if all ranks had taken part in it."""
         if flight is None:
             raise TypeError("a strategy must step with AllReduce to average ahead of its gradients")
-        progress, rank = self.core.progress, self.exchange.rank
+        progress, rank = self.progress, self.exchange.rank
         own = flight.round.report(finite=True, norm_squared=0.0)
         report = self._meet(
             dataclasses.replace(
@@ -156,9 +155,12 @@ class LocalReplicas(ReplicaSet):
             )
         )
         rounds = report.records["round_index"]
-        if (rounds == rounds.max()).all():  # a rank that came early has a schedule that is yet to be turned
-            self.core.check_settings(flight.round, report)
-        flight.reduction.statistics = self.core.average_statistics(flight.round, report)
+        # A rank that came early has a schedule that is yet to be turned.
+        if (rounds == rounds.max()).all() and not report.settings_agree:
+            self.refuse_settings(flight.round)
+        flight.reduction.statistics = average_statistics(
+            self.exchange, flight.round.statistics, report.changed, report.micro_batches
+        )
         share = report.share(rank)
         states_are_equal = self._states_are_equal if share is None else effect.state
         if share is not None:
@@ -202,7 +204,7 @@ class LocalReplicas(ReplicaSet):
 
     def _look_around(self, changed: bytes) -> RoundReport:
         """Gather the reports of an average that leaves no trace; all ranks must call."""
-        progress = self.core.progress
+        progress = self.progress
         # Below zero: it must not be taken for the average of a rank that is somewhere else.
         own = empty_report(len(self.sharded.layout.slots), changed, progress.step)
         return self._meet(dataclasses.replace(own, round_index=~progress.round_index))

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.engine.accumulation import GradientBuffer
 from stretto.exchange import Exchange, narrower
-from stretto.flat import GradientBuffer, Layout
+from stretto.flat import Layout
 from stretto.optimizer import ShardedOptimizer, adopt_states, average_states, piece_states
 
 

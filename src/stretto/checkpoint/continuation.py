@@ -21,11 +21,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.job import Job
 from stretto.engine.report import RankReport, RoundReport, Totals, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State
-from stretto.flat import GradientBuffer
 from stretto.randomness import random_states, restore_random_states
 
 _TOTALS = tuple(field.name for field in dataclasses.fields(Totals))
@@ -69,7 +69,7 @@ class Continuation:
         if compute.model.shown == "estimate":
             state["shown"] = {
                 slot.name: self._state.spread(slot, parameter)
-                for slot, parameter in zip(slots, self._job.user.parameters, strict=True)
+                for slot, parameter in zip(slots, self._job.model.parameters, strict=True)
             }
         return state
 
@@ -80,11 +80,11 @@ class Continuation:
             "buffers": self._buffers(state["model"]),
             "owed": self._job.exchange.owed,
         }
-        replicas = self._job.replicas.state_dict()
+        replicas = self._job.replica.state_dict()
         replica = replicas.pop("replica", None)
         own: State = {"rank": {str(self._rank): pack({**mine, "replicas": replicas})}}
         if replica is not None:
-            agreed = self._job.compute.statistics.agreed
+            agreed = self._job.model.statistics.agreed
             own["replica"] = {str(self._rank): pack({"replica": replica, "agreed": agreed})}
         if loader is not None:
             own["loader"] = {str(self._rank): pack(loader.state_dict())}
@@ -130,20 +130,20 @@ class Continuation:
         compute = self._job.compute
         mine = unpack(state["rank"][str(self._rank)]) if "rank" in state else None
         if mine is not None:
-            buffers = dict(self._job.user.model.named_buffers())
+            buffers = dict(self._job.model.model.named_buffers())
             for name, value in mine["buffers"].items():
                 buffers[name].copy_(value)
         self._job.exchange.owe([] if mine is None else mine["owed"])
         replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:
             replica = unpack(state["replica"][str(self._rank)])
-            self._job.replicas.load_state_dict({**replicas, "replica": replica["replica"]})
+            self._job.replica.load_state_dict({**replicas, "replica": replica["replica"]})
             values = GradientBuffer(self._job.layout)
             self._job.sharded.publish(values.flats)
             compute.model.show(values.views, "committed")
             compute.statistics.agreed = [value.to(self._device) for value in replica["agreed"]]
         elif replicas:
-            self._job.replicas.load_state_dict(replicas)
+            self._job.replica.load_state_dict(replicas)
         if "carry" in state:
             compute.close_round().reduction = self._reduction(state)
         if "shown" in state:
@@ -163,7 +163,7 @@ class Continuation:
             }
             fields["used"] = [name for name, flag in zip(names, record["used"], strict=True) if flag]
             records.append(fields)
-        buffers = self._job.compute.statistics.names
+        buffers = self._job.model.statistics.names
         statistics = {buffers[index]: mean for index, mean in reduction.statistics.items()}
         return {"records": records, "skipped": reduction.skipped, "statistics": statistics}
 
@@ -175,7 +175,7 @@ class Continuation:
             entry = state["carry"][piece.slot.name]
             sharded.values(sums, piece).copy_(entry.content(piece.offset, piece.numel))
         names = [slot.name for slot in self._state.slots]
-        buffers = self._job.compute.statistics.names
+        buffers = self._job.model.statistics.names
         records = [
             RoundReport.pack(_rank_report(members, names, len(buffers)))
             for members in self._deal(described["records"])
@@ -183,7 +183,7 @@ class Continuation:
         means = described["statistics"].items()
         statistics = {buffers.index(name): mean.to(self._device) for name, mean in means}
         report = RoundReport.unpack(records, len(names), len(buffers))
-        return self._job.core.reduction(sums, report, statistics, skipped=described["skipped"])
+        return self._job.replica.reduction(sums, report, statistics, skipped=described["skipped"])
 
     def _deal(self, records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
         """Deal the saved ranks' records to the running ranks in turn."""
@@ -191,11 +191,11 @@ class Continuation:
 
     def _buffers(self, saved: Collection[str]) -> dict[str, Tensor]:
         """Return this rank's persistent buffers, except for those that equal what ranks agree on."""
-        statistics = self._job.compute.statistics
+        statistics = self._job.model.statistics
         agreed = dict(zip(statistics.names, statistics.agreed, strict=True))
         return {
             name: buffer.detach().clone()
-            for name, buffer in self._job.user.model.named_buffers()
+            for name, buffer in self._job.model.model.named_buffers()
             if name in saved and not (name in agreed and torch.equal(buffer, agreed[name]))
         }
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from stretto.checksums import digest
+from stretto.engine.accumulation import GradientBuffer
 from stretto.errors import RanksDisagree, TransferCorrupt
 from stretto.exchange import Exchange
-from stretto.flat import GradientBuffer
 
 _SHOWN_CHARACTERS = 300
 _BROADCASTS = 4

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from stretto.engine.performers import Flight, Performer
-from stretto.engine.replicas import ReplicaSet
+from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.round import Commit, Landing, Round
 from stretto.engine.runtime import Pending
 from stretto.strategies import Strategy
@@ -23,7 +22,7 @@ class CommLane:
 
     Args:
         strategy: Its updates are performed.
-        replicas: The job's replicas; they exchange gradients as the strategy needs.
+        replica: This rank's; it exchanges gradients as the strategy needs.
         performers: The performer of each kind of effect.
         asks_ahead: Whether an update may begin with an effect that needs no gradients.
         weave: Adds the guards' effects to those of the strategy.
@@ -32,22 +31,22 @@ class CommLane:
     def __init__(
         self,
         strategy: Strategy,
-        replicas: ReplicaSet,
+        replica: Replica,
         performers: Mapping[type, Performer],
         *,
         asks_ahead: bool,
         weave: Weave | None = None,
     ) -> None:
         self.strategy = strategy
-        self.replicas = replicas
-        self.runtime = replicas.core.runtime
-        self.progress = replicas.core.progress
+        self.replica = replica
+        self.runtime = replica.runtime
+        self.progress = replica.progress
         self.asks_ahead = asks_ahead
         self._performers = performers
         self._script = self._updates() if weave is None else weave(self._updates())
         self._waits_for: Any = None
         """The effect that waits for its answer; None before the script begins."""
-        self.progress.begin_update(replicas.exchange.sent_bytes)
+        self.progress.begin_update(replica.exchange.sent_bytes)
 
     def advance(self, round: Round, opening: Pending[None]) -> Landing:
         """Hand `round` to the waiting reduction, and perform effects until the update ends or the next one waits.
@@ -59,7 +58,7 @@ class CommLane:
         opening.result()
         self.open()
         progress, started = self.progress, self.runtime.now()
-        flight = Flight(round, round.reduction or self.replicas.reduce(round))
+        flight = Flight(round, round.reduction or self.replica.reduce(round))
         progress.reductions.append(flight.reduction)
         progress.hyperparameters = round.hyperparameters
         self._perform(flight)
@@ -100,7 +99,7 @@ class CommLane:
     def _commit(self) -> Commit | None:
         """Close the update and return what is known about it; None if the update did not step."""
         progress, commit = self.progress, None
-        sent_bytes = self.replicas.exchange.sent_bytes
+        sent_bytes = self.replica.exchange.sent_bytes
         # A rank that steps alone does not ask the others: the step counts, whatever this rank contributed.
         if progress.stepped or not progress.reductions[-1].met:
             progress.step += 1
@@ -112,8 +111,8 @@ class CommLane:
                 lane_seconds=progress.lane_seconds,
                 sent_bytes=sent_bytes - progress.bytes_before,
                 incidents=tuple(progress.incidents),
-                gap=self.replicas.gap,
-                interval=self.replicas.interval,
+                gap=self.replica.gap,
+                interval=self.replica.interval,
             )
             progress.incidents = []
         progress.begin_update(sent_bytes)

@@ -9,22 +9,22 @@ Note [Landing and take-off]
     estimate and the update it anticipates use the same ones. Parameters change only at landings.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.failures import FailureDetector
+from stretto.engine.model import UserModel
 from stretto.engine.options import Quota
 from stretto.engine.report import Vote
-from stretto.engine.round import Accounts, Accumulation, Landing, Reduction, Round
+from stretto.engine.round import Accounts, Landing, Reduction, Round
 from stretto.engine.runtime import Arrived, Pending
-from stretto.engine.shown_model import ShownModel
-from stretto.engine.user_model import UserModel
-from stretto.errors import Finished, OutOfTurn
-from stretto.flat import GradientBuffer
+from stretto.errors import Finished, OutOfTurn, StepWithoutBackward
 from stretto.optimizer import Hyperparameters, read_hyperparameters
 from stretto.records import Incident, Update
 
@@ -33,7 +33,7 @@ class ComputeLane:
     """Accumulates gradients, hands rounds over at a take-off, and installs values at a landing.
 
     Args:
-        user: The user's model and optimizer.
+        model: The user's model and optimizer.
         comm: The other lane.
         quota: Micro-batches of a rank in each round of an update.
         failures: Tells the other ranks that this one ends with an error.
@@ -43,7 +43,7 @@ class ComputeLane:
 
     def __init__(
         self,
-        user: UserModel,
+        model: UserModel,
         comm: CommLane,
         quota: Quota,
         *,
@@ -51,18 +51,18 @@ class ComputeLane:
         scheduler: Any,
         allow_unused: bool,
     ) -> None:
-        self.model = ShownModel(user)
-        self.user = user
+        self.model = model
         self.comm = comm
-        self.replicas = comm.replicas
+        self.replica = comm.replica
         self.runtime = comm.runtime
-        self.layout = self.replicas.exchange.layout
-        self.statistics = self.model.statistics
-        self.accumulation = Accumulation(user.parameters, GradientBuffer(self.layout))
+        self.layout = self.replica.exchange.layout
+        self.statistics = model.statistics
+        self.accumulation = Accumulation(model.parameters, GradientBuffer(self.layout))
         """The round that accumulates."""
         self.vote = Vote.GO_ON
         self.votes: list[Vote] = []
         """Each rank's vote in the last round that landed."""
+        self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
         self.at_boundary = True  # whether the last round that landed ended an update
         self.steps = 0
         self.num_counted = 0
@@ -82,12 +82,10 @@ class ComputeLane:
         """Position of the accumulating round in its update; it is one ahead of the round in flight."""
         self._hyperparameters: Hyperparameters = []
         self._incidents: list[Incident] = []
-        self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
         self._accounts = Accounts(comm.strategy.staleness, self.runtime.now(), use_is_known=allow_unused)
-        user.hook(
-            before_gradient=lambda index: self.accumulation.before_gradient(index),
+        model.hook(
+            before_gradient=self._before_gradient,
             before_forward=self._before_forward,
-            shows_estimate=lambda: self.model.shown == "estimate",
             where=lambda: self.where,
         )
         self.accumulation.attach()
@@ -97,7 +95,7 @@ class ComputeLane:
     @property
     def where(self) -> str:
         """Rank and step, for messages."""
-        return f"rank {self.replicas.exchange.rank}, after step {self.steps}"
+        return f"rank {self.replica.exchange.rank}, after step {self.steps}"
 
     @property
     def has_round_ready(self) -> bool:
@@ -112,7 +110,7 @@ class ComputeLane:
     @property
     def updates_in_sight(self) -> int:
         """Number of committed updates after every closed round has landed, if all of them step."""
-        last = self._quota.rounds - 1
+        last = len(self._quota.minima) - 1
         ends_update = [self._ready is not None and self._accumulating_round == last]
         ends_update += [self._in_flight is not None and self._accumulating_round == 0]
         return self.steps + sum(ends_update)
@@ -151,12 +149,12 @@ class ComputeLane:
             if self._failures.tell(error):
                 self._failures.group.abort()
             self.runtime.leave()
-            self.user.unhook()
+            self.model.unhook()
 
     def close(self) -> None:
         """Join the communication lane and remove all hooks; no collective may be issued before this returns."""
         self.runtime.join()
-        self.user.unhook()
+        self.model.unhook()
         self._ended_because = "finish() was called"
         self.has_finished = True
 
@@ -167,8 +165,7 @@ class ComputeLane:
         if self.model.is_settled:
             raise OutOfTurn(f"{self.where}: training inside settled(): leave its block first")
         if not self._is_checked:
-            self.accumulation.buffer.check_unwritten(self.where)
-            self.user.check_unwritten(self.where)
+            self.model.check_unwritten(self.where)
             self._is_checked = True
         self.take_off_if_ready()
         if self.comm.asks_ahead and self._opening is None:
@@ -177,21 +174,38 @@ class ComputeLane:
     def backward(self, loss: Tensor, weight: float) -> None:
         """Run a micro-batch's backward pass."""
         self.before_micro_batch()
-        self.accumulation.check_own(self.where)
+        if self.accumulation.apart:
+            self.accumulation.check_own(self.where)
+        self.accumulation.check_untouched(self.where)  # zero_grad() often stands right before
         self.accumulation.backward(loss, weight)
+
+    def check_untouched(self) -> None:
+        """Raise if somebody else has written to gradients or parameters since the last micro-batch.
+
+        Raises:
+            GradientsTouched: Names the parameter, or says what may have done it.
+            ParametersTouched: Names the parameter.
+        """
+        self.accumulation.check_untouched(self.where)
+        self.model.check_unwritten(self.where)
 
     def count(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
         """Count one micro-batch whose gradients have arrived; close and land rounds if its quota is met."""
         self.take_off_if_ready()
-        self.accumulation.check_arrived(weight, self.where)
+        if weight > 0 and not self.accumulation.has_arrived:
+            raise StepWithoutBackward(
+                f"{self.where}: no gradient has arrived since the last micro-batch was counted: run its backward pass "
+                "first, or count it with weight=0 to contribute nothing"
+            )
+        self.accumulation.count(weight, loss, samples)
         self.runtime.charge("micro-batch")
         self.num_counted += 1
         self._is_checked = False
-        self.accumulation.count(weight, loss, samples)
-        self.model.listener.micro_batch_counted(weight, samples)
+        for listener in self.model.listeners:
+            listener.micro_batch_counted(weight, samples)
         is_free = self._in_flight is None or self._in_flight.done()
-        count = self.accumulation.contribution.count
-        if not self._quota.is_met(self._accumulating_round, count, lane_is_free=is_free):
+        enough = self._quota.minima if is_free else self._quota.maxima
+        if self.accumulation.contribution.count < enough[self._accumulating_round]:
             return None
         update = self.end_round()
         return update if self.overlaps else self.fly()
@@ -209,21 +223,20 @@ class ComputeLane:
         if self._in_flight is not None:
             raise OutOfTurn(f"{self.where}: take-off while another round is in flight: that one lands first")
         if self.overlaps:
-            self.accumulation.check_untouched(self.where)
-            self.user.check_untouched(self.where)
+            self.check_untouched()
         if self.at_boundary:
-            self._hyperparameters = read_hyperparameters(self.user.optimizer)
+            self._hyperparameters = read_hyperparameters(self.model.optimizer)
         ready.hyperparameters = self._hyperparameters
         ready.vote = self.vote
         self._ready = None
         opening, self._opening = self._opening or Arrived(None), None
-        self._in_flight = self.runtime.spawn(lambda: self.comm.advance(ready, opening))
+        self._in_flight = self.runtime.spawn(functools.partial(self.comm.advance, ready, opening))
         if self._idle is not None:
             buffer, self._idle = self._idle, None
             self.accumulation.begin(buffer).attach()
         else:
             self.accumulation.begin(ready.buffer)  # the landing attaches it
-        self._accumulating_round = (self._accumulating_round + 1) % self._quota.rounds
+        self._accumulating_round = (self._accumulating_round + 1) % len(self._quota.minima)
 
     def close_round(self) -> Round:
         """Close the accumulating round and return it; it takes off next."""
@@ -238,14 +251,16 @@ class ComputeLane:
                 incidents=self._incidents,
             )
             self._incidents = []
-            self.model.listener.round_closed()
+            for listener in self.model.listeners:
+                listener.round_closed()
         return self._ready
 
     def end_round(self) -> Update | None:
         """Look at the accumulating round a last time, land the one before, and close it as it is."""
-        self.user.check_untouched(self.where)
-        self.accumulation.check_untouched(self.where)
-        self._incidents += self.model.listener.round_ends()
+        self.check_untouched()
+        self.model.check_complete(self.where)
+        for listener in self.model.listeners:
+            self._incidents += listener.round_ends()
         update = self._land() if self._in_flight is not None else None
         self.close_round()
         return update
@@ -269,8 +284,9 @@ class ComputeLane:
         self.at_boundary = landing.at_boundary
         before, self.steps = self.steps, self.comm.progress.step
         if landing.commit is not None:
-            self._accounts.check_used(landing.commit, self.layout, self.where)
-            self.user.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+            if not self._accounts.use_is_known:
+                self._accounts.check_used(landing.commit, self.layout, self.where)
+            self.model.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         for _ in range(self.steps - before if self._scheduler is not None else 0):
             self._scheduler.step()
         return (
@@ -329,15 +345,16 @@ class ComputeLane:
             )
         self._finish_opening()
         landing = self.wait_for_lane()
-        self.model.listener.committed_is_read()  # the communication lane is at rest, so this thread may do it
+        for listener in self.model.listeners:
+            listener.committed_is_read()  # the communication lane is at rest, so this thread may do it
         agreed = self.statistics.agreed_after(landing)
-        if self.model.shown == "committed" and not self.replicas.has_drifted and landing is None:
+        if self.model.shown == "committed" and not self.replica.has_drifted and landing is None:
             self.model.settle(None, agreed)
             return
         # The idle buffer may hold gathered values: the next take-off zeroes it.
         buffer = self._idle if self._idle is not None else GradientBuffer(self.layout)
         gathered = self.runtime.spawn(
-            lambda: self.replicas.gather_committed(buffer.flats, self.statistics)
+            lambda: self.replica.gather_committed(buffer.flats, self.statistics)
         ).result()
         self.model.settle(buffer.views, gathered if landing is None else agreed)
 
@@ -352,10 +369,10 @@ class ComputeLane:
         """
         ready = self.close_round()
         if ready.reduction is None:
-            ready.hyperparameters = read_hyperparameters(self.user.optimizer)
+            ready.hyperparameters = read_hyperparameters(self.model.optimizer)
             ready.vote = self.vote
-            ready.reduction = self.runtime.spawn(lambda: self.replicas.reduce(ready)).result()
-            self.accumulation.buffer.remember()  # an exchange may leave anything in the buffer
+            ready.reduction = self.runtime.spawn(lambda: self.replica.reduce(ready)).result()
+            self.accumulation.remember()  # an exchange may leave anything in the buffer
         return ready.reduction
 
     def begin_again(self, steps: int, round_index: int) -> None:
@@ -367,14 +384,15 @@ class ComputeLane:
         """
         self._ready = None
         self.accumulation.begin(self.accumulation.buffer).attach()
-        self.model.listener.round_closed()
         self._accumulating_round = 0
         self._accounts.begin_again(steps, self.runtime.now())
         self.model.begin_again()
         self.steps = self.comm.progress.step = steps
         self.comm.progress.round_index = round_index
-        self.replicas.begin_again()
-        self.model.listener.began_again()
+        self.replica.begin_again()
+        for listener in self.model.listeners:
+            listener.round_closed()
+            listener.began_again()
         self.votes = []
 
     @contextmanager
@@ -386,7 +404,11 @@ class ComputeLane:
             yield
         finally:
             self.accumulation = own
-            own.attach_again()
+            own.attach(zero=False)
+
+    def _before_gradient(self, index: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self.accumulation.before_gradient(index)
 
     def _before_forward(self) -> None:
         with self.running():

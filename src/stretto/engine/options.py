@@ -97,26 +97,17 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quota:
-    """Minimum and maximum number of a rank's micro-batches in each round of an update."""
+    """When a rank closes its round, by round of an update."""
 
     minima: tuple[int, ...]
+    """Micro-batches that are enough while the communication lane is free."""
     maxima: tuple[int, ...]
+    """Micro-batches that are enough in any case."""
 
     @property
     def is_fixed(self) -> bool:
         """Whether every rank contributes the same fixed number of micro-batches to a round."""
         return self.minima == self.maxima
-
-    @property
-    def rounds(self) -> int:
-        """Rounds per update."""
-        return len(self.minima)
-
-    def is_met(self, round_in_update: int, count: int, *, lane_is_free: bool) -> bool:
-        """Return whether a rank should close its round after `count` micro-batches."""
-        if count >= self.maxima[round_in_update]:
-            return True
-        return lane_is_free and count >= self.minima[round_in_update]
 
 
 def plan_quota(strategy: Strategy, micro_batches: int | Clock, rounds: int) -> Quota:

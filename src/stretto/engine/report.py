@@ -5,6 +5,7 @@ on an error to raise. They decide all of this from the same gathered records, so
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from enum import IntEnum
@@ -92,6 +93,29 @@ def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
     )
 
 
+@functools.cache
+def record_dtype(num_slots: int, num_buffers: int) -> np.dtype[np.void]:
+    """Return the fixed layout of one rank's record."""
+    return np.dtype(
+        [
+            ("weight", "<f8"),
+            ("samples", "<i8"),
+            ("micro_batches", "<i8"),
+            ("loss_sum", "<f8"),
+            ("loss_weight", "<f8"),
+            ("gradient_is_finite", "?"),
+            ("norm_squared", "<f8"),
+            ("vote", "u1"),
+            ("settings", "<u4"),
+            ("used", "u1", (num_slots,)),
+            ("changed", "u1", (num_buffers,)),
+            ("round_index", "<i8"),
+            ("step", "<i8"),
+            ("stepped", "?"),
+        ]
+    )
+
+
 class RoundReport:
     """All ranks' reports of one round, in rank order.
 
@@ -101,33 +125,31 @@ class RoundReport:
 
     def __init__(self, records: NDArray[np.void]) -> None:
         self.records = records
-
-    @classmethod
-    def record_dtype(cls, num_slots: int, num_buffers: int) -> np.dtype[np.void]:
-        """Return the fixed layout of one record."""
-        return np.dtype(
-            [
-                ("weight", "<f8"),
-                ("samples", "<i8"),
-                ("micro_batches", "<i8"),
-                ("loss_sum", "<f8"),
-                ("loss_weight", "<f8"),
-                ("gradient_is_finite", "?"),
-                ("norm_squared", "<f8"),
-                ("vote", "u1"),
-                ("settings", "<u4"),
-                ("used", "u1", (num_slots,)),
-                ("changed", "u1", (num_buffers,)),
-                ("round_index", "<i8"),
-                ("step", "<i8"),
-                ("stepped", "?"),
-            ]
-        )
+        self.weight = _in_order(records["weight"])
+        """Σ w over ranks, in rank order."""
+        self.samples = int(records["samples"].sum())
+        """Samples of all ranks."""
+        self.micro_batches: tuple[int, ...] = tuple(records["micro_batches"].tolist())
+        """Contributing micro-batches by rank."""
+        self.loss_sum = _in_order(records["loss_sum"])
+        """Σ w·loss over ranks, in rank order."""
+        self.loss_weight = _in_order(records["loss_weight"])
+        """Σ w over the micro-batches that gave a loss."""
+        self.used = records["used"].any(axis=0).tobytes()
+        """One byte per parameter slot: used by any rank?"""
+        self.changed: list[bool] = np.any(records["changed"], axis=0).tolist()
+        """Per buffer: changed on any rank?"""
+        self.votes = [_VOTES[vote] for vote in records["vote"].tolist()]
+        """What each rank wants, by rank."""
+        self.stepped = bool(records["stepped"].any())
+        """Whether any rank stepped in the round of this average."""
+        self.settings_agree = bool((records["settings"] == records["settings"][0]).all())
+        """Whether all ranks have the same hyperparameters."""
 
     @classmethod
     def pack(cls, report: RankReport) -> bytes:
         """Return one rank's report as bytes."""
-        record = np.zeros(1, cls.record_dtype(len(report.used), len(report.changed)))
+        record = np.zeros(1, record_dtype(len(report.used), len(report.changed)))
         for source in (report.totals, report):
             for field in dataclasses.fields(source):
                 if field.name != "totals":
@@ -138,12 +160,12 @@ class RoundReport:
     @classmethod
     def unpack(cls, records: Sequence[bytes], num_slots: int, num_buffers: int) -> "RoundReport":
         """Read gathered records."""
-        return cls(np.frombuffer(b"".join(records), cls.record_dtype(num_slots, num_buffers)))
+        return cls(np.frombuffer(b"".join(records), record_dtype(num_slots, num_buffers)))
 
     @classmethod
     def alone(cls, report: RankReport, rank: int, world_size: int) -> "RoundReport":
         """Return the report of a round in which only `rank` took part: empty records for the others."""
-        dtype = cls.record_dtype(len(report.used), len(report.changed))
+        dtype = record_dtype(len(report.used), len(report.changed))
         records = np.zeros(world_size, dtype)
         records["gradient_is_finite"] = True
         records[rank] = np.frombuffer(cls.pack(report), dtype)[0]
@@ -163,57 +185,6 @@ class RoundReport:
     def share(self, rank: int) -> float | None:
         """Return the fraction of the total weight that `rank` contributed; None if the total is zero."""
         return float(self.records["weight"][rank]) / self.weight if self.weight else None
-
-    @property
-    def weight(self) -> float:
-        """Σ w over ranks, in rank order."""
-        return _in_order(self.records["weight"])
-
-    @property
-    def samples(self) -> int:
-        """Samples of all ranks."""
-        return int(self.records["samples"].sum())
-
-    @property
-    def micro_batches(self) -> tuple[int, ...]:
-        """Contributing micro-batches by rank."""
-        return tuple(self.records["micro_batches"].tolist())
-
-    @property
-    def loss_sum(self) -> float:
-        """Σ w·loss over ranks, in rank order."""
-        return _in_order(self.records["loss_sum"])
-
-    @property
-    def loss_weight(self) -> float:
-        """Σ w over the micro-batches that gave a loss."""
-        return _in_order(self.records["loss_weight"])
-
-    @property
-    def used(self) -> bytes:
-        """One byte per parameter slot: used by any rank?"""
-        return bytes(self.records["used"].any(axis=0).astype(np.uint8))
-
-    @property
-    def changed(self) -> list[bool]:
-        """Per buffer: changed on any rank?"""
-        return [bool(flag) for flag in np.any(self.records["changed"], axis=0).tolist()]
-
-    @property
-    def votes(self) -> list[Vote]:
-        """What each rank wants, by rank."""
-        return [_VOTES[vote] for vote in self.records["vote"].tolist()]
-
-    @property
-    def stepped(self) -> bool:
-        """Whether any rank stepped in the round of this average."""
-        return bool(self.records["stepped"].any())
-
-    @property
-    def settings_agree(self) -> bool:
-        """Whether all ranks have the same hyperparameters."""
-        settings = self.records["settings"]
-        return bool((settings == settings[0]).all())
 
     def norm_squared(self, *, replicated: bool) -> float:
         """Return the squared norm of the whole sum; if `replicated`, every rank has measured all of it."""

@@ -1,31 +1,24 @@
-"""One round: what a rank accumulates, what crosses to the communication lane, and what comes back.
+"""What crosses from one lane to the other and back, and who hears of it.
 
-    Accumulation    the round that accumulates, on the compute lane
-    Round           a closed round; the communication lane owns all of it until the landing
-    Reduction       the result of the exchange of its gradients
-    Progress        where the job stands on the communication lane, and its update under way
-    Landing         what comes back: values to show, and the update if one was committed
-
-Note [Gradients of others]
-    The gradients that count arrive during this job's own backward pass, in views of the buffer. The backward pass of
-    another job (a generator's through its discriminator), or one that the user runs, reaches the same parameters. In
-    that case a hook, which runs before a gradient is added, takes the view away, and PyTorch puts the gradient into a
-    new tensor. That gradient is added (`collect`) or dropped (`discard`); otherwise the next backward pass of this job
-    is an error.
+Listener        hears what happens on the compute lane
+Round           a closed round; the communication lane owns all of it until the landing
+Reduction       the result of the exchange of its gradients
+Progress        where the job stands on the communication lane, and its update under way
+Landing         what comes back: values to show, and the update if one was committed
 """
 
 import dataclasses
 import math
 import zlib
-from collections.abc import Sequence
-from typing import Literal, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stretto.engine.report import RankReport, RoundReport, Totals, Vote, settings_text
-from stretto.errors import GradientsTouched, StepWithoutBackward, UnusedParameters
-from stretto.flat import GradientBuffer, Layout
+from stretto.engine.accumulation import Contribution, GradientBuffer
+from stretto.engine.report import RankReport, RoundReport, Vote, settings_text
+from stretto.errors import UnusedParameters
+from stretto.flat import Layout
 from stretto.optimizer import Hyperparameters, ReducedGradient
 from stretto.records import Incident, Update
 
@@ -33,151 +26,48 @@ Shown = Literal["committed", "estimate"]
 """Which parameters the model holds."""
 
 
-@dataclasses.dataclass(slots=True)
-class Contribution:
-    """What one rank has accumulated for one round, apart from the gradient itself."""
-
-    used: bytearray
-    """One byte per parameter slot, set by the backward hooks."""
-    loss_sum: Tensor
-    """Σ w·loss, a float32 scalar on the device; the lane reads it, so that no micro-batch waits for the host."""
-    totals: Totals
-    """The other totals."""
-    count: int = 0
-    """Micro-batches of any weight; quotas count these."""
-
-    def with_loss(self) -> Totals:
-        """Return the totals with the loss; waits for the device."""
-        return dataclasses.replace(self.totals, loss_sum=float(self.loss_sum))
+Weighed = tuple[Tensor, float, int]
+"""A loss, its weight and its samples."""
+LossFunction = Callable[[Any], "Tensor | Weighed"]
+"""Runs the forward pass on a batch, which it must not change."""
 
 
-class Accumulation:
-    """Accumulates the gradients of one rank, round after round.
+def weighed(outcome: "Tensor | Weighed", weight: float, samples: int) -> Weighed:
+    """Return a loss function's result; a loss alone is completed with `weight` and `samples`."""
+    return outcome if isinstance(outcome, tuple) else (outcome, weight, samples)
 
-    Args:
-        parameters: In the layout's order.
-        buffer: The buffer of the first round; gradients accumulate in it after `attach`.
-    """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], buffer: GradientBuffer) -> None:
-        self.parameters = parameters
-        self._apart: set[int] = set()
-        """Slots whose view was taken away; see Note [Gradients of others]."""
-        self._is_own_backward = False
-        self.begin(buffer)
+class Listener:
+    """Receives the events of one rank's compute lane, for guards; every method does nothing unless overridden."""
 
-    def begin(self, buffer: GradientBuffer) -> Self:
-        """Begin a round in `buffer`; gradients accumulate in it after `attach`."""
-        self.buffer = buffer
-        self.contribution = Contribution(
-            bytearray(len(buffer.layout.slots)),
-            torch.zeros((), device=buffer.layout.sets[0].device),
-            Totals(),
-        )
-        self.has_arrived = False
-        """Whether gradients of a micro-batch have arrived that has not been counted yet."""
-        self.is_left_out = False
-        """Whether the round's gradients were dropped because the parameters were damaged."""
-        return self
+    def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
+        """A micro-batch begins that can be run again; not called for those that come through `backward`."""
 
-    def attach(self) -> None:
-        """Zero the buffer and let gradients accumulate in it."""
-        self.buffer.zero()
-        self.attach_again()
+    def micro_batch_counted(self, weight: float, samples: int) -> None:
+        """A micro-batch has been counted, whether it can be run again or not."""
 
-    def attach_again(self) -> None:
-        """Let gradients accumulate in the buffer without zeroing it."""
-        self.buffer.attach(self.parameters, but=self._apart)
+    def round_ends(self) -> Sequence[Incident]:
+        """All micro-batches of a round are counted, and no parameters have been installed since it began.
 
-    def before_gradient(self, index: int) -> None:
-        """Handle a gradient that is about to be added to a slot's `.grad`; see Note [Gradients of others]."""
-        if self._is_own_backward:
-            self.has_arrived = True
-            self.contribution.used[index] = 1
-        elif self.parameters[index].grad is self.buffer.views[index]:
-            self.parameters[index].grad = None
-            self._apart.add(index)
-
-    def backward(self, loss: Tensor, weight: float) -> None:
-        """Add the gradient of `weight` times the loss; do nothing for a weight of zero."""
-        if weight > 0:
-            self._is_own_backward = True
-            try:
-                (loss if weight == 1.0 else loss * weight).backward()
-            finally:
-                self._is_own_backward = False
-            self.buffer.remember()
-
-    def count(self, weight: float, loss: Tensor | None, samples: int) -> None:
-        """Count a micro-batch whose gradient has been added."""
-        self.has_arrived = False
-        self.contribution.count += 1
-        if weight > 0:
-            totals = self.contribution.totals
-            totals.micro_batches += 1
-            totals.weight += weight
-            totals.samples += samples
-            if loss is not None:
-                self.contribution.loss_sum += loss.detach().to(torch.float32) * weight
-                totals.loss_weight += weight
-
-    def collect(self) -> None:
-        """Add the gradients of backward passes that the caller has run."""
-        for index in self._of_others():
-            gradient = self.parameters[index].grad
-            if gradient is not None:
-                self.buffer.views[index].add_(gradient.detach())
-                self.contribution.used[index] = 1
-                self.has_arrived = True
-        self.discard()
-        self.buffer.remember()
-
-    def discard(self) -> None:
-        """Drop the gradients of backward passes that were not this job's."""
-        for index in self._apart:
-            self.parameters[index].grad = self.buffer.views[index]
-        self._apart.clear()
-
-    def check_arrived(self, weight: float, where: str) -> None:
-        """Raise if no gradient has arrived for a micro-batch with a weight above zero.
-
-        Raises:
-            StepWithoutBackward: No gradient has arrived.
+        Called once per round, on all ranks. The returned incidents travel with the round.
         """
-        if weight > 0 and not self.has_arrived:
-            raise StepWithoutBackward(
-                f"{where}: no gradient has arrived since the last micro-batch was counted: run its backward pass "
-                "first, or count it with weight=0 to contribute nothing"
-            )
+        return ()
 
-    def check_own(self, where: str) -> None:
-        """Raise if `.grad` holds gradients of other backward passes, neither counted nor dropped.
+    def round_closed(self) -> None:
+        """The round can no longer change."""
 
-        Raises:
-            GradientsTouched: Names a parameter, and says what to call.
-        """
-        if found := self._of_others():
-            name = self.buffer.layout.slots[found[0]].name
-            raise GradientsTouched(
-                f"{where}: {len(found)} parameters, {name!r} among them, hold gradients of a backward pass that was "
-                "not this job's (another job's, or loss.backward()): drop them with parallel.discard(), or count "
-                "them with parallel.count_micro_batch()"
-            )
-        self.discard()
-        self.check_untouched(where)
+    def installed(self, values: Sequence[Tensor]) -> None:
+        """The model's parameters have been given `values`, in the layout's order."""
 
-    def check_untouched(self, where: str) -> None:
-        """Raise if gradients were written outside backward passes, or replaced.
+    def committed_is_read(self) -> None:
+        """Masters and optimizer state are about to be shown or saved; the lane is at rest, all ranks call."""
 
-        Raises:
-            GradientsTouched: Somebody wrote to the buffer, or a gradient is no longer the view it was given.
-        """
-        self.buffer.check_unwritten(where)
-        self.buffer.check_attached(self.parameters, where, but=self._apart)
+    def began_again(self) -> None:
+        """Model and optimizer have been given a checkpoint's state."""
 
-    def _of_others(self) -> list[int]:
-        """Return the slots that hold a gradient of another backward pass, not those whose view was only taken away."""
-        return [index for index in sorted(self._apart) if self.parameters[index].grad is not None]
+    def ended(self) -> Sequence[Incident]:
+        """The job has ended without an error and is at rest; all ranks call. Return incidents not yet reported."""
+        return ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -213,7 +103,10 @@ class Round:
             norm_squared: Squared 2-norm of their sum, on the slices that this rank owns.
         """
         return RankReport(
-            totals=self.contribution.with_loss(),
+            totals=dataclasses.replace(
+                self.contribution.totals,
+                loss_sum=float(self.contribution.loss_sum),  # waits for the device
+            ),
             gradient_is_finite=finite,
             norm_squared=norm_squared,
             vote=self.vote,
@@ -319,12 +212,12 @@ class Accounts:
         """Rounds left out because something was not finite."""
         self._staleness = staleness
         self._opened = now
-        self._use_is_known = use_is_known
+        self.use_is_known = use_is_known
 
     def begin_again(self, steps: int, now: float) -> None:
         """Reset all counts after a checkpoint of `steps` committed updates was loaded."""
         self.exposed_seconds, self.skipped_rounds, self._opened = 0.0, 0, now
-        self._use_is_known = self._use_is_known or steps > 0
+        self.use_is_known = self.use_is_known or steps > 0
 
     def check_used(self, commit: Commit, layout: Layout, where: str) -> None:
         """Check once, at the first update that all ranks report, that each parameter was used by some rank.
@@ -332,9 +225,9 @@ class Accounts:
         Raises:
             UnusedParameters: A parameter received no gradient on any rank.
         """
-        if self._use_is_known or not commit.reductions[-1].met:
+        if not commit.reductions[-1].met:
             return
-        self._use_is_known = True
+        self.use_is_known = True
         used = [any(flags) for flags in zip(*(r.report.used for r in commit.reductions), strict=True)]
         unused = [slot.name for slot in layout.slots if not used[slot.index]]
         if unused:

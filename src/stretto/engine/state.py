@@ -45,7 +45,7 @@ class JobState:
 
     def write(self) -> State:
         """Return the state as nested dictionaries of `PartedTensor`s and numbers; all ranks must call."""
-        sharded = self.job.replicas.agreed_optimizer(self.job.compute.statistics.snapshot()[1])
+        sharded = self.job.replica.agreed_optimizer(self.job.model.statistics.snapshot()[1])
         masters = {
             slot.name: self.cut(slot, sharded.masters)
             for slot in self.slots
@@ -97,8 +97,8 @@ class JobState:
             master = next(value for value in values if value is not None)
             self.job.sharded.values(self.job.sharded.masters, piece).copy_(master)
         adopt_states(self.job.sharded, states)
-        self.job.user.model.load_state_dict(model)
-        for group, names in zip(self.job.user.optimizer.param_groups, self._group_names(), strict=True):
+        self.job.model.model.load_state_dict(model)
+        for group, names in zip(self.job.model.optimizer.param_groups, self._group_names(), strict=True):
             for name in names[:1]:
                 group.update(_under(state["optimizer"], f"param_groups.{name}."))
         self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
@@ -119,13 +119,13 @@ class JobState:
         return self._shares.cut(slot, dtype, fragments, everywhere=True)
 
     def _cut(self, slot: Slot, dtype: torch.dtype, fragments: Fragments) -> PartedTensor:
-        return self._shares.cut(slot, dtype, fragments, everywhere=self.job.core.replicated)
+        return self._shares.cut(slot, dtype, fragments, everywhere=self.job.replica.replicated)
 
     def _model(self, *, blank: bool) -> State:
-        user, compute = self.job.user, self.job.compute
+        user, compute = self.job.model, self.job.compute
         slots = {id(p): slot for p, slot in zip(user.parameters, self.slots, strict=True)}
         shows_it = compute.model.shown == "committed" and not compute.model.is_settled
-        is_shown_anyway = shows_it and not self.job.replicas.has_drifted
+        is_shown_anyway = shows_it and not self.job.replica.has_drifted
         with compute.settled():
             entries: State = {}
             for name, value in user.model.state_dict(keep_vars=True).items():
@@ -179,7 +179,7 @@ class JobState:
         if missing:
             raise ForeignCheckpoint(
                 f"{self.job.compute.where}: the checkpoint's optimizer state of {piece.slot.name!r} has no {missing}, "
-                f"which {type(self.job.user.optimizer).__name__} keeps: expected the optimizer that was saved"
+                f"which {type(self.job.model.optimizer).__name__} keeps: expected the optimizer that was saved"
             )
         return found
 
@@ -190,7 +190,7 @@ class JobState:
         return self._kinds[key]
 
     def _hyperparameters(self) -> State:
-        settings = read_hyperparameters(self.job.user.optimizer)
+        settings = read_hyperparameters(self.job.model.optimizer)
         return {
             f"param_groups.{name}.{key}": value
             for names, group in zip(self._group_names(), settings, strict=True)
@@ -200,7 +200,7 @@ class JobState:
 
     def _group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group of the user's optimizer, frozen ones included."""
-        user = self.job.user
+        user = self.job.model
         names = {id(parameter): name for name, parameter in user.model.named_parameters()}
         return [
             [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
@@ -213,7 +213,7 @@ class JobState:
     def _installed_dtype(self, slot: Slot) -> torch.dtype:
         """Return the dtype of the values that the model shows."""
         dtype = self.job.sharded.layout.sets[slot.set_index].dtype
-        return dtype if self.job.core.replicated else narrower(self.job.exchange.wire, dtype)
+        return dtype if self.job.replica.replicated else narrower(self.job.exchange.wire, dtype)
 
 
 def _under(entries: Mapping[str, Any], prefix: str) -> State:

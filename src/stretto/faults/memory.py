@@ -40,7 +40,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
 
     def before_counting(*_: Any) -> None:
         injector.offer("gradient", compute.accumulation.buffer.flats)
-        injector.offer("shown parameters", [p.detach() for p in job.user.parameters])
+        injector.offer("shown parameters", [p.detach() for p in job.model.parameters])
 
     def after_publishing(_: None, flats: Sequence[Tensor]) -> None:
         injector.offer(

@@ -1,6 +1,5 @@
 """Flat storage: which element of which parameter lies where, and who owns it."""
 
-from stretto.flat.buffer import GradientBuffer
 from stretto.flat.layout import ALIGNMENT, Bucket, FlatSet, Layout, Slot, plan_layout
 from stretto.flat.parted import Fragments, PartedTensor, Shares
 
@@ -9,7 +8,6 @@ __all__ = [
     "Bucket",
     "FlatSet",
     "Fragments",
-    "GradientBuffer",
     "Layout",
     "PartedTensor",
     "Shares",

@@ -10,7 +10,6 @@ Bytes follow the algorithms that Gloo runs. N is the world size. Only payload co
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -74,6 +73,14 @@ class Call:
     named: Mapping[str, Any]
     rank: int
     world_size: int
+    inputs: list[Tensor]
+    """The tensors that are read, in one flat list; those that are written where a collective works in place."""
+    outputs: list[Tensor]
+    """The tensors that are written, in one flat list."""
+    input_splits: Sequence[int] = ()
+    """Rows that go to each rank; empty for equal parts."""
+    output_splits: Sequence[int] = ()
+    """Rows that come from each rank; empty for equal parts."""
 
     def on(self, group: dist.ProcessGroup) -> dist.Work:
         """Call the same on another group."""
@@ -84,28 +91,6 @@ class Call:
     def operation(self) -> Operation:
         """What the ranks do together."""
         return self.method.operation
-
-    @functools.cached_property
-    def inputs(self) -> list[Tensor]:
-        """The tensors that are read, in one flat list; those that are written where a collective works in place."""
-        return _flat(self._argument("tensors" if self.method.is_in_place else "inputs", []))
-
-    @functools.cached_property
-    def outputs(self) -> list[Tensor]:
-        """The tensors that are written, in one flat list."""
-        return _flat(self._argument("tensors" if self.method.is_in_place else "outputs", []))
-
-    @property
-    def input_splits(self) -> Sequence[int]:
-        """Rows that go to each rank; empty for equal parts."""
-        splits: Sequence[int] = self._argument("input_splits", ())
-        return splits
-
-    @property
-    def output_splits(self) -> Sequence[int]:
-        """Rows that come from each rank; empty for equal parts."""
-        splits: Sequence[int] = self._argument("output_splits", ())
-        return splits
 
     @property
     def has_splits(self) -> bool:
@@ -154,10 +139,6 @@ class Call:
         """What follows the tensors and splits, but for a timeout."""
         given = [*self.arguments[len(self.method.arguments) :], *self.named.values()]
         return [option for option in given if not isinstance(option, timedelta)]
-
-    def _argument(self, name: str, default: Any) -> Any:
-        names = self.method.arguments
-        return self.arguments[names.index(name)] if name in names else default
 
 
 def _flat(tensors: Any) -> list[Tensor]:
@@ -328,7 +309,12 @@ class CollectiveGroup(dist.ProcessGroup):
 
 def _collective(method: Method) -> Callable[..., dist.Work]:
     def collective(self: CollectiveGroup, *arguments: Any, **named: Any) -> dist.Work:
-        return self.perform(Call(method, arguments, named, self.rank(), self.size()))
+        given = dict(zip(method.arguments, arguments, strict=False))  # options follow
+        tensors = given.pop("tensors", [])
+        inputs, outputs = _flat(given.pop("inputs", tensors)), _flat(given.pop("outputs", tensors))
+        return self.perform(
+            Call(method, arguments, named, self.rank(), self.size(), inputs, outputs, **given)
+        )
 
     return collective
 

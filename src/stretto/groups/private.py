@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 from torch.futures import Future
 
@@ -142,7 +141,13 @@ class SoloGroup(CollectiveGroup):
                     f"on one rank they must be [{tensors[0].shape[0]}] or empty"
                 )
         for output, input in zip(call.outputs, call.inputs, strict=True):
-            _copy(output, input)
+            if output.numel() != input.numel() or output.dtype != input.dtype:
+                raise CommunicationError(
+                    f"rank 0 of 1: the output has {output.numel()} elements of {output.dtype}, "
+                    f"the input {input.numel()} of {input.dtype}; on one rank they must be the same"
+                )
+            if output.data_ptr() != input.data_ptr():
+                output.view(-1).copy_(input.reshape(-1))
         return CompletedWork(call.outputs)
 
     def getBackendName(self) -> str:
@@ -155,16 +160,6 @@ class SoloGroup(CollectiveGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Nothing ever waits."""
-
-
-def _copy(output: Tensor, input: Tensor) -> None:
-    if output.numel() != input.numel() or output.dtype != input.dtype:
-        raise CommunicationError(
-            f"rank 0 of 1: the output has {output.numel()} elements of {output.dtype}, "
-            f"the input {input.numel()} of {input.dtype}; on one rank they must be the same"
-        )
-    if output.data_ptr() != input.data_ptr():
-        output.view(-1).copy_(input.reshape(-1))
 
 
 class CompletedWork(dist.Work):

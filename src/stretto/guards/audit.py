@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from stretto.checksums import digest, hexadecimal
-from stretto.engine.round import Accumulation
+from stretto.engine.accumulation import Accumulation
 from stretto.errors import ConfigError, TransferCorrupt
 from stretto.fields import check_fields
 from stretto.guards.contract import Guard, GuardScript, RoundWatch
@@ -213,7 +213,7 @@ class _RoundAudit:
             return
         for held, value in zip([*_outcome(self._own), *self._buffers.values()], content, strict=True):
             held.copy_(value)
-        self._own.buffer.remember()
+        self._own.remember()
         if _digest(self._own, self._buffers) != right:
             raise TransferCorrupt(
                 f"{self._compute.where}: the gradient that rank {source} computed in an audit arrived damaged: "

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from stretto.checksums import Checksum, digest
-from stretto.engine.performers import Core, Flight, Performer
-from stretto.engine.replicas import ReplicaSet
+from stretto.engine.replica import Flight, Performer, Replica
 from stretto.errors import StateCorrupt
 from stretto.guards.contract import (
     Copy,
@@ -53,8 +52,7 @@ class GuardInterpreter:
 
     Args:
         guards: The job's guards; empty if only a verified exchange reports incidents.
-        core: Holds the exchange, the masters and the optimizer state to watch.
-        replicas: The job's replicas; those that may differ are compared right after an average and at no other time.
+        replica: This rank's. Replicas that may differ are compared right after an average and at no other time.
         fixed: The model's tensors that nobody may write, with their names.
         strikes: Counts the incidents.
         has_copies: Whether other ranks hold the same masters and state, to replace damaged ones.
@@ -63,25 +61,24 @@ class GuardInterpreter:
     def __init__(
         self,
         guards: Sequence[Guard],
-        core: Core,
-        replicas: ReplicaSet,
+        replica: Replica,
         *,
         fixed: Sequence[tuple[str, Tensor]],
         strikes: Strikes,
         has_copies: bool,
     ) -> None:
         self.guards = tuple(guards)
-        self._exchange = core.exchange
-        self._sharded = core.sharded
-        self._progress = core.progress
-        self._replicas = replicas
+        self._exchange = replica.exchange
+        self._sharded = replica.sharded
+        self._progress = replica.progress
+        self._replica = replica
         self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
         self._versions = {part: tensor._version for part, tensor in self._fixed.items()}
         self._strikes = strikes
         self._rehearsed: list[dict[str, int]] = []
         """Digests of the rehearsal of the last step, by segment, if a guard asks for rehearsals."""
-        if isinstance(core.sharded, RehearsingOptimizer):
-            core.sharded.rehearsed = self._rehearsed
+        if isinstance(replica.sharded, RehearsingOptimizer):
+            replica.sharded.rehearsed = self._rehearsed
         self._has_copies = has_copies
         self._found: list[Incident] = []
         """Incidents on this rank since the end of the last update."""
@@ -114,7 +111,7 @@ class GuardInterpreter:
 
     def ask(self, moment: Moment) -> GuardScript:
         """Yield the effects of all guards at a moment."""
-        is_apart = self._replicas.gap > 0
+        is_apart = self._replica.gap > 0
         for guard in self.guards:
             if not (guard.needs_replicas and is_apart):
                 yield from getattr(guard, moment)()
@@ -215,7 +212,7 @@ class GuardInterpreter:
 
     def _fingerprints(self, flight: Flight | None) -> dict[Part, int]:
         # Ranks that keep their own state, or step alone, may also have cut it into different segments.
-        compares_state = self._replicas.keeps_states_equal
+        compares_state = self._replica.keeps_states_equal
         return {
             part: self._fingerprint(part, tensor)
             for part, tensor in self._parts(flight)

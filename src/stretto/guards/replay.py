@@ -12,11 +12,10 @@ from torch.serialization import default_restore_location
 
 from stretto.checksums import same_bytes
 from stretto.echo.buffer import rebuilt
+from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.job import Job
-from stretto.engine.listener import Listener, LossFunction, Weighed, weighed
-from stretto.engine.round import Accumulation
+from stretto.engine.round import Listener, LossFunction, Weighed, weighed
 from stretto.errors import UsageError
-from stretto.flat import GradientBuffer
 from stretto.guards.interpreter import GuardInterpreter
 from stretto.randomness import random_states, restore_random_states
 from stretto.records import Incident
@@ -158,7 +157,7 @@ class GuardedRounds(Listener):
 
     def __init__(self, job: Job, interpreter: GuardInterpreter) -> None:
         self.job = job
-        self.kept = KeptRound(job.user.model, job.layout.sets[0].device)
+        self.kept = KeptRound(job.model.model, job.layout.sets[0].device)
         """The round that accumulates."""
         self._interpreter = interpreter
         watches = {guard.name: guard.watch_rounds(self) for guard in interpreter.guards}
@@ -212,7 +211,7 @@ class GuardedRounds(Listener):
 
     def run_again(self, kept: KeptRound) -> Accumulation:
         """Run a round again, separately from this rank's own round, and return its accumulation."""
-        accumulation = Accumulation(self.job.user.parameters, GradientBuffer(self.job.layout))
+        accumulation = Accumulation(self.job.model.parameters, GradientBuffer(self.job.layout))
         with self.job.compute.aside(accumulation):
             kept.run(accumulation, self.charge)
         return accumulation

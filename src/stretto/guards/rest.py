@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from stretto.checksums import Checksum, digest, hexadecimal
-from stretto.flat import GradientBuffer
+from stretto.engine.accumulation import GradientBuffer
 from stretto.guards.contract import (
     Difference,
     Guard,
@@ -93,13 +93,13 @@ class ShownParameters(RoundWatch):
     def __init__(self, guard: str, rounds: GuardedRounds) -> None:
         self._guard = guard
         self._rounds = rounds
-        self._user = rounds.job.user
+        self._model = rounds.job.model
         self._checksums: list[Checksum] = []
-        self.installed([parameter.detach() for parameter in self._user.parameters])
+        self.installed([parameter.detach() for parameter in self._model.parameters])
 
     def installed(self, values: Sequence[Tensor]) -> None:
         """Keep checksums of `values`, not of the parameters, so that damage during installation is noticed too."""
-        pairs = zip(values, self._user.parameters, strict=True)
+        pairs = zip(values, self._model.parameters, strict=True)
         self._checksums = [Checksum.of(value.detach().to(parameter.dtype)) for value, parameter in pairs]
 
     def round_ends(self) -> Sequence[Incident]:
@@ -121,7 +121,7 @@ class ShownParameters(RoundWatch):
         """Mend damaged parameters where possible, and return the incidents; the rest must be installed again."""
         incidents = []
         for name, parameter, checksum in zip(
-            self._user.names, self._user.parameters, self._checksums, strict=True
+            self._model.names, self._model.parameters, self._checksums, strict=True
         ):
             found = digest(parameter)
             if found != checksum.digest:
@@ -138,7 +138,7 @@ class ShownParameters(RoundWatch):
                     )
                 )
         if incidents:
-            self._user.remember()
+            self._model.remember()
         return incidents
 
     def _replay(self) -> bool:
@@ -155,13 +155,13 @@ class ShownParameters(RoundWatch):
         if self._is_as_installed():
             return True
         job = self._rounds.job
-        if not job.core.replicated or not job.compute.is_lane_idle:  # somebody may write them
+        if not job.replica.replicated or not job.compute.is_lane_idle:  # somebody may write them
             return False
         values = GradientBuffer(job.layout)
         job.sharded.publish(values.flats)
-        self._user.install(values.views)
+        self._model.install(values.views)
         return self._is_as_installed()
 
     def _is_as_installed(self) -> bool:
-        pairs = zip(self._user.parameters, self._checksums, strict=True)
+        pairs = zip(self._model.parameters, self._checksums, strict=True)
         return all(digest(parameter) == checksum.digest for parameter, checksum in pairs)

@@ -1,8 +1,8 @@
 """An owner's fp32 masters and its private optimizer, which can commit a step or preview one."""
 
-from stretto.optimizer.gradient import ReducedGradient
 from stretto.optimizer.probe import Hyperparameters, check_shardable, read_hyperparameters
-from stretto.optimizer.sharded import MASTER, Piece, Segment, ShardedOptimizer
+from stretto.optimizer.segments import Piece, Segment
+from stretto.optimizer.sharded import MASTER, ReducedGradient, ShardedOptimizer
 from stretto.optimizer.state import PieceState, adopt_states, average_states, piece_states, state_like
 
 __all__ = [

@@ -1,12 +1,11 @@
-"""The sharded optimizer: masters in float32, a private optimizer over them, and the values that are published.
+"""The sharded optimizer: reduced gradients, masters in float32, a private optimizer over them, published values.
 
-The private optimizer sees the masters as segments: runs of elements that it treats alike.
+The private optimizer sees the masters as segments (`stretto.optimizer.segments`).
 """
 
 import copy
-import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,79 +13,94 @@ import torch
 from torch import Tensor, nn
 
 from stretto.checksums import digest
-from stretto.flat import ALIGNMENT, Layout, Slot
-from stretto.optimizer.gradient import ReducedGradient
+from stretto.errors import ConfigError
+from stretto.flat import Layout
 from stretto.optimizer.probe import Hyperparameters, is_elementwise, rebuild
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of one parameter that lies in one bucket's owned slice."""
-
-    slot: Slot
-    bucket: int
-    """Index of the bucket."""
-    start: int
-    """First element within the owned slice; a multiple of `ALIGNMENT`."""
-    offset: int
-    """First element within the flattened parameter."""
-    numel: int
-
-    @property
-    def padded_stop(self) -> int:
-        """One past the last element within the owned slice, with the padding up to the next slot."""
-        return self.start + -(-self.numel // ALIGNMENT) * ALIGNMENT
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """A run of one bucket's owned slice whose elements the optimizer treats alike."""
-
-    bucket: int
-    """Index of the bucket."""
-    group: int
-    """Index of the parameter group."""
-    pieces: tuple[Piece, ...]
-    """What lies in the run, in order."""
-    master: Tensor
-    """View of the masters, `(stop - start,)`, with padding; what the private optimizer steps."""
-
-    @property
-    def start(self) -> int:
-        """First element within the owned slice."""
-        return self.pieces[0].start
-
-    @property
-    def stop(self) -> int:
-        """One past the last element within the owned slice."""
-        return self.pieces[-1].padded_stop
-
-
-def owned_pieces(layout: Layout, rank: int, num_owners: int) -> Iterator[Piece]:
-    """Yield the pieces of parameters that `rank` owns, bucket by bucket in flat order."""
-    for index, bucket in enumerate(layout.buckets):
-        low, high = bucket.owned_range(rank, num_owners)
-        for slot in layout.slots_of_set(bucket.set_index):
-            start, stop = max(slot.start, low), min(slot.stop, high)
-            if start < stop:
-                yield Piece(slot, index, start - low, start - slot.start, stop - start)
-
-
-def segment_of(pieces: Sequence[Piece], masters: Sequence[Tensor]) -> Segment:
-    """Return the segment over neighbouring pieces of one bucket and group."""
-    first, last = pieces[0], pieces[-1]
-    master = masters[first.bucket][first.start : last.padded_stop]
-    return Segment(first.bucket, first.slot.group, tuple(pieces), master)
-
-
-def cut_segments(pieces: Sequence[Piece], masters: Sequence[Tensor]) -> list[Segment]:
-    """Cut the owned pieces into as few segments as buckets and groups allow."""
-    runs = groupby(pieces, key=lambda piece: (piece.bucket, piece.slot.group))
-    return [segment_of(list(run), masters) for _, run in runs]
-
+from stretto.optimizer.segments import Piece, Segment, cut_segments, owned_pieces, segment_of
 
 MASTER = ""
 """Name of a segment's master among the digests of its state."""
+
+
+class ReducedGradient:
+    """The sum over ranks of weighted gradients, on the slices this rank owns.
+
+    Note [One division]
+        Gradients travel as Σ w·g. The division by Σ w, and the clip, happen once: in place at `Step`
+        (`become_mean`), out of place and piece by piece at a `Preview` that comes earlier (`mean_of`), so
+        that no second copy of the sums is ever held and both see the same values.
+    """
+
+    def __init__(self, sums: Sequence[Tensor], weight: float, norm_squared: float, used: bytes) -> None:
+        self.sums = sums
+        """One float32 tensor per bucket, over this rank's owned slice."""
+        self.weight = weight
+        """Σ w over ranks; zero means that nobody contributed."""
+        self.norm_squared: float | None = norm_squared
+        """Squared 2-norm of the whole sum; None until measured."""
+        self.used = used
+        """One byte per parameter slot: did any rank's micro-batch use it?"""
+        self._parts: tuple[ReducedGradient, ReducedGradient] | None = None
+        self._spent = False
+        self._scale: float | None = None
+
+    def __add__(self, other: "ReducedGradient") -> "ReducedGradient":
+        """Return the sum; it takes over the storage of `other` once `merge` is called."""
+        used = (int.from_bytes(self.used) | int.from_bytes(other.used)).to_bytes(len(self.used))
+        total = ReducedGradient(other.sums, self.weight + other.weight, 0.0, used)
+        total.norm_squared = None
+        total._parts = (self, other)
+        return total
+
+    def merge(self) -> None:
+        """Perform pending additions, in place: a third buffer would cost four bytes per owned element.
+
+        Raises:
+            ConfigError: The strategy uses a gradient again whose storage has gone into a sum, or been divided.
+        """
+        if self._spent:
+            raise ConfigError(
+                "a strategy used a gradient again that it had added to another: pass on the sum itself"
+            )
+        if self._parts is None:
+            return
+        for part in self._parts:
+            part.merge()
+            if part._scale is not None:
+                raise ConfigError(
+                    "a strategy added a gradient that it had stepped with: add first, then step"
+                )
+            part._spent = True
+        addend, into = self._parts
+        for total, piece in zip(into.sums, addend.sums, strict=True):
+            total.add_(piece)
+        self._parts = None
+
+    def become_mean(self, clip: float) -> None:
+        """Divide the sums by the weight and multiply by `clip`, in place, once."""
+        if self._scale is None:
+            for total in self.sums:
+                _scaled(total.div_(self.weight), clip)
+            self._scale = clip
+
+    def part(self, segment: Segment) -> Tensor | None:
+        """Return the sums over one segment; None if no rank's micro-batch used its parameters."""
+        if not self.used[segment.pieces[0].slot.index]:
+            return None
+        return self.sums[segment.bucket][segment.start : segment.stop]
+
+    def mean_of(self, piece: Tensor, clip: float) -> Tensor:
+        """Return the mean of one `piece` of the sums; a copy unless `become_mean` has been there already."""
+        return piece if self._scale is not None else _scaled(piece.div(self.weight), clip)
+
+    def measure(self) -> float:
+        """Return the squared 2-norm of the sums on this rank's slices."""
+        return sum(float(total.norm()) ** 2 for total in self.sums)
+
+
+def _scaled(mean: Tensor, clip: float) -> Tensor:
+    """Multiply in place, unless nothing is clipped: one pass over memory less, beside a busy compute lane."""
+    return mean if clip == 1.0 else mean.mul_(clip)
 
 
 class ShardedOptimizer:
@@ -112,6 +126,8 @@ class ShardedOptimizer:
     ) -> None:
         self.layout = layout
         self.ranges = [bucket.owned_range(rank, num_owners) for bucket in layout.buckets]
+        self.numel = sum(high - low for low, high in self.ranges)
+        """Elements that this rank owns, padding included."""
         self.masters = [self._empty(index) for index in range(len(layout.buckets))]
         self.pieces = list(owned_pieces(layout, rank, num_owners))
         self.adopt(parameters)
@@ -121,11 +137,6 @@ class ShardedOptimizer:
             optimizer, [[s.master for s in self.segments if s.group == index] for index in range(num_groups)]
         )
         self._ghost = rebuild(optimizer, [[torch.zeros(1)] for _ in range(num_groups)])
-
-    @property
-    def numel(self) -> int:
-        """Elements that this rank owns, padding included."""
-        return sum(high - low for low, high in self.ranges)
 
     def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
         """Copy the parameters' present values into the masters."""
@@ -143,7 +154,7 @@ class ShardedOptimizer:
         self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
         for segment in self.segments:
-            segment.master.grad = self._slice(gradient, segment) if _is_used(segment, gradient) else None
+            segment.master.grad = gradient.part(segment)
         self.optimizer.step()
         for segment in self.segments:
             segment.master.grad = None
@@ -161,9 +172,9 @@ class ShardedOptimizer:
         for segment in self.segments:
             ghost = segment.master.clone()
             state: Mapping[str, Any] = self.optimizer.state.get(segment.master, {})
-            if _is_used(segment, gradient):
-                mean = gradient.mean_of(self._slice(gradient, segment), clip)
-                state = self._step_ghost(ghost, segment, mean)
+            part = gradient.part(segment)
+            if part is not None:
+                state = self._step_ghost(ghost, segment, gradient.mean_of(part, clip))
             digests.append(_digests(ghost, state))
         return digests
 
@@ -186,21 +197,20 @@ class ShardedOptimizer:
         self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
         for segment in self.segments:
-            low = self.ranges[segment.bucket][0]
-            published = self._flat(flats, segment.bucket)[low + segment.start : low + segment.stop]
+            published = self._owned(flats, segment.bucket)[segment.start : segment.stop]
             # The copy can be stepped in the memory that is sent, unless that has a narrower dtype.
             fits = published.dtype == segment.master.dtype
             ghost = (published if fits else torch.empty_like(segment.master)).copy_(segment.master)
-            if _is_used(segment, gradient):
-                mean = gradient.mean_of(self._slice(gradient, segment), clip)
-                self._step_ghost(ghost, segment, mean)
+            part = gradient.part(segment)
+            if part is not None:
+                self._step_ghost(ghost, segment, gradient.mean_of(part, clip))
             if not fits:
                 published.copy_(ghost)
 
     def publish(self, flats: Sequence[Tensor]) -> None:
         """Write the masters into this rank's slices of `flats`, one tensor per flat set."""
-        for index, (master, (low, high)) in enumerate(zip(self.masters, self.ranges, strict=True)):
-            self._flat(flats, index)[low:high].copy_(master)
+        for index, master in enumerate(self.masters):
+            self._owned(flats, index).copy_(master)
 
     def values(self, tensors: Sequence[Tensor], piece: Piece) -> Tensor:
         """Return the part of per-bucket `tensors` (masters or sums) that holds `piece`."""
@@ -213,11 +223,10 @@ class ShardedOptimizer:
             high - low, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device
         )
 
-    def _flat(self, flats: Sequence[Tensor], bucket: int) -> Tensor:
-        return flats[self.layout.buckets[bucket].set_index]
-
-    def _slice(self, gradient: ReducedGradient, segment: Segment) -> Tensor:
-        return gradient.sums[segment.bucket][segment.start : segment.stop]
+    def _owned(self, flats: Sequence[Tensor], bucket: int) -> Tensor:
+        """Return this rank's slice of a bucket."""
+        low, high = self.ranges[bucket]
+        return flats[self.layout.buckets[bucket].set_index][low:high]
 
     def _turn(self, hyperparameters: Hyperparameters) -> None:
         for group, settings in zip(self.optimizer.param_groups, hyperparameters, strict=True):
@@ -237,6 +246,8 @@ class ShardedOptimizer:
 
     def _isolate_unused(self, used: bytes) -> None:
         """Cut segments in which some parameters were used and some were not."""
+        if 0 not in used:
+            return
         for segment in list(self.segments):
             states = {bool(used[piece.slot.index]) for piece in segment.pieces}
             if len(states) == 2:
@@ -262,10 +273,6 @@ class ShardedOptimizer:
 def _digests(master: Tensor, state: Mapping[str, Any]) -> dict[str, int]:
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     return {key: digest(value) for key, value in {MASTER: master, **tensors}.items()}
-
-
-def _is_used(segment: Segment, gradient: ReducedGradient) -> bool:
-    return bool(gradient.used[segment.pieces[0].slot.index])
 
 
 def _copied(value: Any) -> Any:

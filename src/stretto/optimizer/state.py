@@ -16,7 +16,8 @@ from torch import Tensor
 
 from stretto.flat import ALIGNMENT
 from stretto.optimizer.probe import is_elementwise, rebuild
-from stretto.optimizer.sharded import Piece, Segment, ShardedOptimizer, segment_of
+from stretto.optimizer.segments import Piece, Segment, segment_of
+from stretto.optimizer.sharded import ShardedOptimizer
 
 PieceState = Mapping[str, Any]
 """The state of one piece by the optimizer's own keys: flat tensors where it is element-wise, otherwise as it is."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.echo.statistics import InputStatistics
-from stretto.engine.listener import Weighed, weighed
+from stretto.engine.round import Weighed, weighed
 from stretto.errors import ConfigError
 from stretto.groups import SoloGroup, ThrottledGroup, private_group, release
 from stretto.records import Incident, Update

@@ -48,7 +48,7 @@ class Damage:
         if parallel.rank != self.rank % parallel.world_size:
             return
         if self.site == "gradient":
-            self._strike_next_gradient(parallel.job.user.parameters[0])
+            self._strike_next_gradient(parallel.job.model.parameters[0])
         else:
             self._flip(self._target(parallel))
 
@@ -73,7 +73,7 @@ class Damage:
         if self.site == "masters":
             return sharded.masters[0]
         if self.site == "shown parameters":
-            return parallel.job.user.parameters[0]
+            return parallel.job.model.parameters[0]
         state = sharded.optimizer.state[sharded.segments[0].master]
         for value in state.values():
             if isinstance(value, Tensor) and value.numel() > 1:

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from stretto.engine.listener import Weighed
+from stretto.engine.round import Weighed
 from stretto.errors import ConfigError
 from stretto.faults import FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto.groups import SoloGroup

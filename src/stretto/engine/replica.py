@@ -1,7 +1,7 @@
-"""Performers of the effects that every strategy uses: exchange gradients, step, preview, gather.
+"""One rank's replica: it performs the effects that every strategy uses, and says how far ranks agree.
 
-A performer is a function of an effect and the `Flight` it belongs to. Its result is the answer to the effect. Averages
-and guards have their own performers (`stretto.averaging`, `stretto.guards`).
+A performer is a function of an effect and the `Flight` it belongs to. Its result is the answer to the effect. Replicas
+that may differ have more of them (`stretto.averaging`), and so have guards (`stretto.guards`).
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ import numpy as np
 from torch import Tensor
 
 from stretto.engine.agreement import agree
+from stretto.engine.model import Statistics, average_statistics
 from stretto.engine.options import Options
 from stretto.engine.report import RoundReport, settings_text
 from stretto.engine.round import Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
-from stretto.engine.statistics import average_statistics
 from stretto.errors import NonFinite
 from stretto.exchange import Exchange
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
@@ -41,8 +41,10 @@ Performer: TypeAlias = Callable[[Any, Flight | None], Any]
 """Performs an effect; without a flight, it comes before the next gradients and may run while they accumulate."""
 
 
-class Core:
-    """Performs reductions, steps, previews and gathers of one rank.
+class Replica:
+    """One rank's replica, in a job whose ranks hold the same values, or shards of the same values.
+
+    Strategies whose ranks step alone, or whose replicas may differ, have subclasses.
 
     Args:
         exchange: The job's exchange.
@@ -52,6 +54,13 @@ class Core:
         runtime: Charged for the time of steps and previews.
         progress: Shared with the communication lane.
     """
+
+    interval: int | None = None
+    """Updates from one average to the next, where the strategy chooses."""
+    may_differ = False
+    """Whether ranks may hold different masters, as under strategies that average."""
+    keeps_states_equal = True
+    """Whether the optimizer's state is the same on all ranks that hold the same masters."""
 
     def __init__(
         self,
@@ -67,8 +76,8 @@ class Core:
         self.sharded = sharded
         self.replicated = replicated
         self.progress = progress
-        self._options = options
         self.runtime = runtime
+        self._options = options
         # Sums of finished updates are used again: fresh memory pages would cost more than the arithmetic.
         self._spare_sums: list[list[Tensor]] = []
         self._lent_sums: list[list[Tensor]] = []
@@ -76,12 +85,22 @@ class Core:
     @property
     def performers(self) -> Mapping[type, Performer]:
         """The performer of each kind of effect."""
-        return {
-            Step: self.step,
-            Preview: self.preview,
-            Gather: self.gather,
-            Boundary: self.end_update,
-        }
+        return {Step: self.step, Preview: self.preview, Gather: self.gather, Boundary: self.end_update}
+
+    @property
+    def gap(self) -> int:
+        """Rounds since replicas were last averaged."""
+        return 0
+
+    @property
+    def has_drifted(self) -> bool:
+        """Whether this rank's model may differ from other ranks' models."""
+        return False
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether masters and state were the same on all ranks at the last call of `agreed_optimizer`."""
+        return True
 
     @property
     def where(self) -> str:
@@ -89,7 +108,7 @@ class Core:
         return f"rank {self.exchange.rank}, after step {self.progress.step}"
 
     def reduce(self, round: Round) -> Reduction:
-        """Exchange the gradients of `round` and the reports on it; all ranks must call."""
+        """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
         finite = round.is_finite
         sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
         self._lent_sums.append(sums)
@@ -101,9 +120,14 @@ class Core:
         own = round.report(finite=finite, norm_squared=gradient.measure())
         records = self.exchange.gather_bytes(RoundReport.pack(own))
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
-        self.check_settings(round, report)
+        if not report.settings_agree:
+            self.refuse_settings(round)
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
-        statistics = {} if skipped else self.average_statistics(round, report)
+        statistics = {}
+        if any(report.changed) and not skipped:
+            statistics = average_statistics(
+                self.exchange, round.statistics, report.changed, report.micro_batches
+            )
         return self.reduction(sums, report, statistics, skipped=skipped)
 
     def reduction(
@@ -157,14 +181,9 @@ class Core:
         self._spare_sums += self._lent_sums
         self._lent_sums = []
 
-    def check_settings(self, round: Round, report: RoundReport) -> None:
-        """Raise `RanksDisagree` unless all ranks step with the same hyperparameters."""
-        if not report.settings_agree:
-            agree(
-                self.exchange,
-                {"optimizer settings": settings_text(round.hyperparameters)},
-                self.where,
-            )
+    def refuse_settings(self, round: Round) -> None:
+        """Raise `RanksDisagree`, which shows how the ranks' hyperparameters differ; all ranks must call."""
+        agree(self.exchange, {"optimizer settings": settings_text(round.hyperparameters)}, self.where)
 
     def is_left_out(self, report: RoundReport, norm_squared: float, kind: type[NonFinite]) -> bool:
         """Return whether to leave this round out; the answer is the same on every rank that took part."""
@@ -176,9 +195,36 @@ class Core:
             )
         return found is not None
 
-    def average_statistics(self, round: Round, report: RoundReport) -> dict[int, Tensor]:
-        """Return the averages over ranks of the model's buffers that changed on any rank, by index."""
-        return average_statistics(self.exchange, round.statistics, report.changed, report.micro_batches)
+    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Tensor]:
+        """Fill `flats`, one tensor per flat set, with the committed parameters; all ranks must call, at rest.
+
+        Where replicas differ, the committed parameters are their mean, and the replicas stay as they are.
+
+        Returns:
+            The model's floating-point buffers that belong to these parameters.
+        """
+        self.sharded.publish(flats)
+        if not self.replicated:
+            self.exchange.all_gather(flats)
+        return statistics.agreed
+
+    def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
+        """Return the optimizer; where replicas differ, a copy with their mean. All ranks must call.
+
+        Args:
+            changed: One byte per floating-point buffer: changed on this rank since ranks last agreed on it?
+        """
+        return self.sharded
+
+    def begin_again(self) -> None:
+        """Declare the present masters, equal on all ranks, to be what ranks agree on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's own state for a bit-identical continuation, without what all ranks agree on."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned on the same rank of the same layout."""
 
     def _mean_norm(self, gradient: ReducedGradient) -> float:
         """Return the 2-norm of the mean gradient; the norm of a sum of two reductions is computed over ranks here."""

@@ -1,0 +1,195 @@
+"""The round that accumulates on the compute lane: a flat gradient buffer, and what this rank has contributed.
+
+Note [Gradients of others]
+    The gradients that count arrive during this job's own backward pass, in views of the buffer. The backward pass of
+    another job (a generator's through its discriminator), or one that the user runs, reaches the same parameters. In
+    that case a hook, which runs before a gradient is added, takes the view away, and PyTorch puts the gradient into a
+    new tensor. That gradient is added (`collect`) or dropped (`discard`); otherwise the next backward pass of this job
+    is an error.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from stretto.engine.report import Totals
+from stretto.errors import GradientsTouched
+from stretto.flat import Layout
+
+_version = operator.attrgetter("_version")
+_gradient = operator.attrgetter("grad")
+
+
+class GradientBuffer:
+    """Flat storage for one round's gradients, one tensor per flat set, and a view of it for each parameter.
+
+    The compute lane owns it until take-off, and the communication lane from take-off to landing. In flight, the same
+    storage first holds the gradients to send, then the values that come back.
+
+    Args:
+        layout: Of the parameters.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.flats = [
+            torch.zeros(flat.numel, dtype=flat.accumulation_dtype, device=flat.device) for flat in layout.sets
+        ]
+        # `.data`: autograd adds into tensors that it does not know for views in less time, and each has a version
+        # counter of its own.
+        self.views = [
+            self.flats[slot.set_index][slot.start : slot.stop].view(slot.shape).data for slot in layout.slots
+        ]
+
+
+@dataclasses.dataclass(slots=True)
+class Contribution:
+    """What one rank has accumulated for one round, apart from the gradient itself."""
+
+    used: bytearray
+    """One byte per parameter slot, set by the backward hooks."""
+    loss_sum: Tensor
+    """Σ w·loss, a float32 scalar on the device; the lane reads it, so that no micro-batch waits for the host."""
+    totals: Totals
+    """The other totals."""
+    count: int = 0
+    """Micro-batches of any weight; quotas count these."""
+
+
+class Accumulation:
+    """Accumulates the gradients of one rank, round after round.
+
+    Args:
+        parameters: In the layout's order.
+        buffer: The buffer of the first round; gradients accumulate in it after `attach`.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], buffer: GradientBuffer) -> None:
+        self.parameters = parameters
+        self.apart: set[int] = set()
+        """Slots whose view was taken away; see Note [Gradients of others]."""
+        self._is_own_backward = False
+        self.begin(buffer)
+
+    def begin(self, buffer: GradientBuffer) -> Self:
+        """Begin a round in `buffer`; gradients accumulate in it after `attach`."""
+        self.buffer = buffer
+        self.contribution = Contribution(
+            bytearray(len(buffer.layout.slots)),
+            torch.zeros((), device=buffer.layout.sets[0].device),
+            Totals(),
+        )
+        self.has_arrived = False
+        """Whether gradients of a micro-batch have arrived that has not been counted yet."""
+        self.is_left_out = False
+        """Whether the round's gradients were dropped because the parameters were damaged."""
+        return self
+
+    def attach(self, *, zero: bool = True) -> None:
+        """Let gradients accumulate in the buffer, from zero unless its content is to stay."""
+        if zero:
+            for flat in self.buffer.flats:
+                flat.zero_()
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.buffer.views, strict=True)):
+            if index not in self.apart:
+                parameter.grad = view
+        self.remember()
+
+    def remember(self) -> None:
+        """Remember the versions of the views, so that a write outside backward passes is noticed."""
+        self._versions = list(map(_version, self.buffer.views))
+
+    def before_gradient(self, index: int) -> None:
+        """Handle a gradient that is about to be added to a slot's `.grad`; see Note [Gradients of others]."""
+        if self._is_own_backward:
+            self.has_arrived = True
+            self.contribution.used[index] = 1
+        elif self.parameters[index].grad is self.buffer.views[index]:
+            self.parameters[index].grad = None
+            self.apart.add(index)
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Add the gradient of `weight` times the loss; do nothing for a weight of zero."""
+        if weight > 0:
+            self._is_own_backward = True
+            try:
+                (loss if weight == 1.0 else loss * weight).backward()
+            finally:
+                self._is_own_backward = False
+            self.remember()
+
+    def count(self, weight: float, loss: Tensor | None, samples: int) -> None:
+        """Count a micro-batch whose gradient has been added."""
+        if weight > 0:
+            totals = self.contribution.totals
+            totals.micro_batches += 1
+            totals.weight += weight
+            totals.samples += samples
+            if loss is not None:
+                self.contribution.loss_sum += loss.detach().to(torch.float32) * weight
+                totals.loss_weight += weight
+        self.has_arrived = False
+        self.contribution.count += 1
+
+    def collect(self) -> None:
+        """Add the gradients of backward passes that the caller has run."""
+        for index in self._of_others():
+            gradient = self.parameters[index].grad
+            if gradient is not None:
+                self.buffer.views[index].add_(gradient.detach())
+                self.contribution.used[index] = 1
+                self.has_arrived = True
+        self.discard()
+        self.remember()
+
+    def discard(self) -> None:
+        """Drop the gradients of backward passes that were not this job's."""
+        for index in self.apart:
+            self.parameters[index].grad = self.buffer.views[index]
+        self.apart.clear()
+
+    def check_own(self, where: str) -> None:
+        """Raise if `.grad` holds gradients of other backward passes, neither counted nor dropped.
+
+        Raises:
+            GradientsTouched: Names a parameter, and says what to call.
+        """
+        if found := self._of_others():
+            name = self.buffer.layout.slots[found[0]].name
+            raise GradientsTouched(
+                f"{where}: {len(found)} parameters, {name!r} among them, hold gradients of a backward pass that was "
+                "not this job's (another job's, or loss.backward()): drop them with parallel.discard(), or count "
+                "them with parallel.count_micro_batch()"
+            )
+        self.discard()
+
+    def check_untouched(self, where: str) -> None:
+        """Raise if gradients were written outside backward passes, or replaced.
+
+        Raises:
+            GradientsTouched: Somebody clipped, scaled, zeroed or assigned the accumulated gradients.
+        """
+        if list(map(_version, self.buffer.views)) != self._versions:
+            raise GradientsTouched(
+                f"{where}: the accumulated gradients were changed outside backward, by clipping, scaling or "
+                "zeroing; clip with Options(clip_norm=...), weigh with backward(loss, weight)"
+            )
+        gradients = map(_gradient, self.parameters)
+        if all(map(operator.is_, gradients, self.buffer.views)):
+            return
+        for parameter, view, slot in zip(
+            self.parameters, self.buffer.views, self.buffer.layout.slots, strict=True
+        ):
+            if parameter.grad is not view and slot.index not in self.apart:
+                raise GradientsTouched(
+                    f"{where}: the gradient of {slot.name!r} was replaced; leave out zero_grad() (gradients are "
+                    "zeroed at take-off), do not assign .grad, and call backward without create_graph=True"
+                )
+
+    def _of_others(self) -> list[int]:
+        """Return the slots that hold a gradient of another backward pass, not those whose view was only taken away."""
+        return [index for index in sorted(self.apart) if self.parameters[index].grad is not None]
