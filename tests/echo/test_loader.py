@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from stretto import Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
 from stretto.echo import Plan
-from stretto.echo.reader import CLOSING_SECONDS
 from tests.echo.sources import Numbers, Squares, Stream, Tap
 
 INLINE = EchoOptions(ahead=0)
@@ -156,7 +155,7 @@ def test_an_interrupt_ends_a_wait_for_a_store_that_never_answers() -> None:
         ask()
     answers.set()
     # An orderly end would have waited for the read.
-    assert time.monotonic() - started < CLOSING_SECONDS / 2
+    assert time.monotonic() - started < 5
 
 
 # In-place writes

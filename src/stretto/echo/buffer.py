@@ -2,18 +2,21 @@
 
 A training loop that writes into its batch, to normalise it or to mix samples, would train on other data at the next
 use. PyTorch counts the in-place writes to every tensor, also those through views and `detach()`. A count that has
-changed between two uses is an error. Writes through `.data` and through NumPy are not counted, and inference tensors
-have no count.
+changed between two uses is an error. Writes through `.data` and through NumPy memory that a tensor shares are not
+counted, and inference tensors have no count. What has no count at all, such as a NumPy array or an object of the
+user's, is copied for every use.
 """
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
-from stretto.errors import BatchChanged
+from stretto.errors import BatchChanged, ConfigError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,7 +51,11 @@ class EchoBuffer:
 
     def add(self, batch: Any, number: int, state_before: Any, uses: int = 0) -> HeldBatch:
         """Keep `batch`, and drop the oldest one if there are too many; the arguments are `HeldBatch`'s fields."""
-        writes = tuple((path, tensor, _num_writes(tensor)) for path, tensor in _tensors(batch))
+        writes = tuple(
+            (f"batch{keystr(path)}", leaf, _num_writes(leaf))
+            for path, leaf in tree_flatten_with_path(batch)[0]
+            if isinstance(leaf, Tensor)
+        )
         held = HeldBatch(number=number, uses=uses, batch=batch, state_before=state_before, writes=writes)
         self.held = [*self.held, held][-self._size :]
         return held
@@ -66,39 +73,47 @@ class EchoBuffer:
         if held.uses:
             _check_unchanged(held, step)
         held.uses += 1
-        return rebuilt(held.batch, Tensor.clone if self._copies_tensors else lambda tensor: tensor)
+        return rebuilt(held.batch, copied if self._copies_tensors else _alias)
 
 
 def rebuilt(batch: Any, replace: Callable[[Tensor], Tensor]) -> Any:
     """Return `batch` in new containers, with `replace(tensor)` in place of each tensor.
 
-    Containers are mappings, lists, tuples and named tuples, nested to any depth. Everything else stays as it is.
+    Containers are those of PyTorch's pytree (dictionaries, lists, tuples, named tuples, what is registered there), and
+    `MappingProxyType`. Everything else, such as a NumPy array or a dataclass, is copied with all that it holds.
+
+    Raises:
+        ConfigError: An object cannot be copied.
     """
-    if isinstance(batch, Tensor):
-        return replace(batch)
-    if isinstance(batch, MutableMapping):
-        fresh = copy.copy(batch)  # keeps the attributes that a subclass has beside its entries
-        for key, value in batch.items():
-            fresh[key] = rebuilt(value, replace)
-        return fresh
-    if isinstance(batch, list):
-        return [rebuilt(value, replace) for value in batch]
-    if isinstance(batch, tuple):
-        values = [rebuilt(value, replace) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
-    return batch
+    copies: dict[int, Any] = {}
+
+    def renew(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return replace(leaf)
+        if isinstance(leaf, MappingProxyType):
+            return MappingProxyType(rebuilt(dict(leaf), replace))
+        try:
+            return copy.deepcopy(leaf, copies)
+        except Exception as error:
+            raise ConfigError(
+                f"batch{keystr(path)} of type {type(leaf).__name__} cannot be copied ({error}): expected tensors, "
+                "arrays, plain values, and objects that copy.deepcopy copies"
+            ) from error
+
+    return tree_map_with_path(renew, batch)
 
 
-def _tensors(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in the containers of `batch`, each with the path to it."""
-    if isinstance(batch, Tensor):
-        yield path, batch
-    elif isinstance(batch, MutableMapping):
-        for key, value in batch.items():
-            yield from _tensors(value, f"{path}[{key!r}]")
-    elif isinstance(batch, (list, tuple)):
-        for index, value in enumerate(batch):
-            yield from _tensors(value, f"{path}[{index}]")
+def copied(tensor: Tensor) -> Tensor:
+    """Return a tensor with memory of its own, pinned where that of `tensor` is."""
+    if tensor.grad_fn is not None:
+        return tensor.clone()
+    own = tensor.detach().clone()
+    return (own.pin_memory() if tensor.is_pinned() else own).requires_grad_(tensor.requires_grad)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same memory and the same count of writes, but with a `grad` of its own."""
+    return tensor if tensor.grad_fn is not None else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _num_writes(tensor: Tensor) -> int:

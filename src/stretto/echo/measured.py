@@ -23,6 +23,7 @@ from stretto.echo.buffer import HeldBatch
 from stretto.echo.loader import EchoLoader
 from stretto.echo.plans import Even, Plan, Ready, Selector, StepRecord
 from stretto.errors import ConfigError
+from stretto.fields import check_fields
 from stretto.records import Update
 
 
@@ -43,6 +44,7 @@ class Auto(Plan):
     """Number of batches at the beginning of the window that are not counted: workers start, memory is new."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 1 <= self.max_uses < math.inf:
             raise ConfigError(f"Auto(max_uses={self.max_uses}): expected a finite number of at least 1")
         if not 0 <= self.skip < self.window:

@@ -11,12 +11,14 @@ A saved state (`EchoLoader.state_dict`) is a mapping:
     decisions                        the number of the batch used at each step, if they are kept
 """
 
+import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from stretto.errors import ConfigError
+from stretto.fields import check_at_least, check_fields
 
 VERSION = 2
 """Of the format above."""
@@ -51,18 +53,8 @@ class EchoOptions:
     """Whether to keep the number of the batch used at each step, for `Replay`: 8 bytes per step, also in the state."""
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("copy", self.copy, get_args(Copy)),
-            ("resume", self.resume, get_args(Resume)),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"EchoOptions({name}={value!r}): expected one of {', '.join(allowed)}")
-        if self.ahead < 0:
-            raise ConfigError(f"EchoOptions(ahead={self.ahead}): expected at least 0 batches")
-        if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
-            raise ConfigError(
-                f"EchoOptions(steps_per_epoch={self.steps_per_epoch}): expected at least 1 batch, or None"
-            )
+        check_fields(self)
+        check_at_least(self, ahead=0, steps_per_epoch=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,7 +123,12 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
     loader_state = state["before"] if refetches else state["after"]
     if loader_state is not None and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(loader_state)
+        if _begins_where_loaded(loader):
+            loader.set_epoch(
+                loader_state["epoch"]
+            )  # a state of another epoch would be passed over in silence
         return Resumption(skip=0, uses=uses, batches=batches, state=loader_state)
+    begin_at_start(loader)
     skip = position.fresh - position.epoch_fresh if position.in_epoch else 0
     skip = max(0, skip - len(uses)) if refetches else skip
     if skip > 0:
@@ -141,3 +138,33 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
             stacklevel=3,
         )
     return Resumption(skip=skip, uses=uses, batches=batches, state=None)
+
+
+def state_of(loader: Any) -> Any:
+    """Return a copy of the loader's state, which the loader may go on to change; None if it has none."""
+    return copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
+
+
+def state_at_start(loader: Any) -> Any:
+    """Return the loader's state before the first batch of a pass; None where a pass begins by itself at the start.
+
+    A streaming data set of Hugging Face still has the state of the pass before until its first batch is read.
+    """
+    return None if _begins_where_loaded(loader) else state_of(loader)
+
+
+def begin_at_start(loader: Any) -> None:
+    """Let the next pass begin with the first batch.
+
+    A streaming data set of Hugging Face begins every pass where a state was loaded once, as long as nobody sets another
+    epoch.
+    """
+    streams: list[Any] = [loader, getattr(loader, "dataset", None)]
+    for stream in streams:
+        if _begins_where_loaded(stream):
+            stream._starting_state_dict = None
+
+
+def _begins_where_loaded(loader: object) -> bool:
+    """Return whether `loader` is a streaming data set of Hugging Face, which nobody has to have installed."""
+    return hasattr(loader, "_starting_state_dict")
