@@ -2,9 +2,8 @@
 
 A training loop that writes into its batch, to normalise it or to mix samples, would train on other data at the next
 use. PyTorch counts the in-place writes to every tensor, also those through views and `detach()`. A count that has
-changed between two uses is an error. Writes through `.data` and through NumPy memory that a tensor shares are not
-counted, and inference tensors have no count. What has no count at all, such as a NumPy array or an object of the
-user's, is copied for every use.
+changed between two uses is an error. Writes through `.data` and through `numpy()` are not counted. What has no count at
+all, such as a NumPy array, an inference tensor or an object of the user's, is copied for every use.
 """
 
 import copy
@@ -33,6 +32,8 @@ class HeldBatch:
     """State of the bare loader before the batch was fetched; None for a loader without a state."""
     writes: tuple[tuple[str, Tensor, int], ...] = ()
     """For each of its tensors: the path to it, the tensor, and its count of in-place writes when it arrived."""
+    change: str = ""
+    """What was written into it before it was saved in a state; empty if nothing."""
 
 
 class EchoBuffer:
@@ -70,8 +71,11 @@ class EchoBuffer:
         Raises:
             BatchChanged: A tensor of the batch was written in place since the batch arrived.
         """
-        if held.uses:
-            _check_unchanged(held, step)
+        if held.uses and (change := change_of(held)):
+            raise BatchChanged(
+                f"step {step}: {change} before its next use: expected an unchanged batch; write into a copy, or set "
+                "EchoOptions(copy='tensors')"
+            )
         held.uses += 1
         return rebuilt(held.batch, copied if self._copies_tensors else _alias)
 
@@ -79,8 +83,8 @@ class EchoBuffer:
 def rebuilt(batch: Any, replace: Callable[[Tensor], Tensor]) -> Any:
     """Return `batch` in new containers, with `replace(tensor)` in place of each tensor.
 
-    Containers are those of PyTorch's pytree (dictionaries, lists, tuples, named tuples, what is registered there), and
-    `MappingProxyType`. Everything else, such as a NumPy array or a dataclass, is copied with all that it holds.
+    Containers are those of PyTorch's pytree: dictionaries, lists, tuples, named tuples, what is registered there.
+    Everything else, such as a NumPy array or a dataclass, is copied with all that it holds.
 
     Raises:
         ConfigError: An object cannot be copied.
@@ -91,7 +95,7 @@ def rebuilt(batch: Any, replace: Callable[[Tensor], Tensor]) -> Any:
         if isinstance(leaf, Tensor):
             return replace(leaf)
         if isinstance(leaf, MappingProxyType):
-            return MappingProxyType(rebuilt(dict(leaf), replace))
+            return MappingProxyType(rebuilt(dict(leaf), copied))
         try:
             return copy.deepcopy(leaf, copies)
         except Exception as error:
@@ -113,6 +117,8 @@ def copied(tensor: Tensor) -> Tensor:
 
 def _alias(tensor: Tensor) -> Tensor:
     """Return a tensor with the same memory and the same count of writes, but with a `grad` of its own."""
+    if tensor.is_inference():
+        return tensor.clone()  # its writes are not counted
     return tensor if tensor.grad_fn is not None else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -120,11 +126,12 @@ def _num_writes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _check_unchanged(held: HeldBatch, step: int) -> None:
+def change_of(held: HeldBatch) -> str:
+    """Return what has been written into a batch since it arrived; empty if nothing."""
     for path, tensor, before in held.writes:
         if (now := _num_writes(tensor)) != before:
-            raise BatchChanged(
-                f"step {step}: {path} of shape {tuple(tensor.shape)} in fresh batch {held.number} was written in place "
-                f"{now - before} times before its next use: expected an unchanged batch; write into a copy, or set "
-                "EchoOptions(copy='tensors')"
+            return (
+                f"{path} of shape {tuple(tensor.shape)} in fresh batch {held.number} was written in place "
+                f"{now - before} times"
             )
+    return held.change

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from stretto.echo.buffer import EchoBuffer, HeldBatch, copied, rebuilt
+from stretto.echo.buffer import EchoBuffer, HeldBatch, change_of, copied, rebuilt
 from stretto.echo.draws import DrawWatch
 from stretto.echo.plans import Plan, Ready, StepRecord, check_plan, epoch_length, least_used
 from stretto.echo.reader import CLOSED, Fetched, Reader, ThreadReader, open_reader
@@ -233,6 +233,7 @@ class EchoLoader(Generic[Batch]):
             "uses": [one.uses for one in held],
             "before": held[0].state_before if held else after,
             "after": after,
+            "changes": [change_of(one) for one in held],
             "batches": rebuilt([one.batch for one in held], copied)
             if self.options.resume == "store"
             else None,
@@ -270,7 +271,9 @@ class EchoLoader(Generic[Batch]):
                 batch, state_after = fetched.batch, fetched.state
             else:
                 batch, state_after = resumption.batches[index], self._state_after
-            self._hold(batch, state_after, first + index, uses)
+            held = self._hold(batch, state_after, first + index, uses)
+            if resumption.batches is not None:
+                held.change = resumption.changes[index]
 
     def _refetch(self, reader: Reader) -> Fetched:
         fetched = self._take(reader)

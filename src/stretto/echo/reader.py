@@ -232,6 +232,9 @@ def end_workers(iterator: Iterator[Any]) -> None:
         iterator._worker_pids_set = False
         for worker in iterator._workers:
             worker.terminate()
+        results = iterator._worker_result_queue
+        results.cancel_join_thread()  # a worker may have died while it held the queue's lock
+        results.put(None)  # what no read can take: PyTorch looks for dead workers every 5 s only
 
 
 def is_last(outcome: Fetched | BaseException) -> bool:

@@ -7,7 +7,7 @@ A saved state (`EchoLoader.state_dict`) is a mapping:
     selector, selector_at_epoch      what the plan remembers, now and at the beginning of the epoch
     uses                             of each held batch, oldest first
     before, after                    states of the bare loader before the oldest held batch, and after the newest
-    batches                          the held batches themselves, under `resume="store"`
+    batches, changes                 the held batches themselves, under `resume="store"`, and what was written into them
     decisions                        the number of the batch used at each step, if they are kept
 """
 
@@ -87,6 +87,8 @@ class Resumption:
     """Uses so far of the batches to hold again, oldest first."""
     batches: Sequence[Any] | None
     """Those batches themselves; None if they are read again."""
+    changes: Sequence[str]
+    """What was written into each of them."""
     state: Any
     """State of the bare loader at this place, where it has one."""
 
@@ -119,6 +121,7 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
         raise ConfigError(
             "EchoOptions(resume='store'): the state holds no batches, it was saved without 'store'"
         )
+    changes = state.get("changes") or [""] * len(uses)
     refetches = bool(uses) and batches is None
     loader_state = state["before"] if refetches else state["after"]
     if loader_state is not None and hasattr(loader, "load_state_dict"):
@@ -127,7 +130,7 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
             loader.set_epoch(
                 loader_state["epoch"]
             )  # a state of another epoch would be passed over in silence
-        return Resumption(skip=0, uses=uses, batches=batches, state=loader_state)
+        return Resumption(skip=0, uses=uses, batches=batches, changes=changes, state=loader_state)
     begin_at_start(loader)
     skip = position.fresh - position.epoch_fresh if position.in_epoch else 0
     skip = max(0, skip - len(uses)) if refetches else skip
@@ -137,7 +140,7 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
             RuntimeWarning,
             stacklevel=3,
         )
-    return Resumption(skip=skip, uses=uses, batches=batches, state=None)
+    return Resumption(skip=skip, uses=uses, batches=batches, changes=changes, state=None)
 
 
 def state_of(loader: Any) -> Any:
