@@ -14,7 +14,6 @@ import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 
 from stretto.errors import ConfigError
 
@@ -25,12 +24,6 @@ Schedule = float | Callable[[int], float]
 def value_at(schedule: Schedule, index: int) -> float:
     """Return the value of `schedule` at `index`."""
     return float(schedule(index) if callable(schedule) else schedule)
-
-
-def check_schedule(name: str, schedule: object) -> None:
-    """Raise ConfigError if the setting called `name` is neither a number nor a function."""
-    if not isinstance(schedule, Real) and not callable(schedule):
-        raise ConfigError(f"{name}={schedule!r}: expected a number, or a function of an index")
 
 
 @dataclass(frozen=True, slots=True)

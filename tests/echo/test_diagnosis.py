@@ -1,5 +1,6 @@
 """What follows from measured times, and that a diagnosis measures what it says."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,13 +91,44 @@ def test_cheaper_remedies_come_first() -> None:
     assert found.advice[0].startswith("load beside the training: num_workers=1")
 
 
-def test_the_command_tells_a_slow_loader_from_a_fast_one(capsys: pytest.CaptureFixture[str]) -> None:
+class Counted:
+    """Loads and steps that take the time they are said to, on a clock of their own."""
+
+    def __init__(self, load: float, step: float) -> None:
+        self.load, self.step = load, step
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(7):
+            self.seconds += self.load
+            yield number
+
+    def train(self, batch: int) -> None:
+        self.seconds += self.step
+
+    def now(self) -> float:
+        return self.seconds
+
+
+@pytest.mark.parametrize(("load", "step"), [(0.2, 0.004), (0.025, 0.01), (0.01, 0.2)])
+def test_the_times_of_loader_step_and_loop_are_what_the_clock_says(load: float, step: float) -> None:
+    job = Counted(load, step)
+    found = diagnose(job, job.train, batches=6, now=job.now)
+    measured = (found.load_seconds, found.step_seconds, found.period_seconds)
+    # Sums of fewer than 100 terms below 10: their rounding is far below 1e-9.
+    assert measured == pytest.approx((load, step, load + step), rel=1e-9)
+    assert found.free_uses == pytest.approx(load / step, rel=1e-9)
+    assert found.is_input_bound == (load > step)
+
+
+def test_the_command_shows_what_it_has_measured(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["diagnose", "digits-resnet", "--task.width", "4", "--task.batch", "8", "--workers", "1"]
-    # A step of this model takes a few milliseconds, and nowhere a fifth of a second.
-    assert main([*words, "--batches", "1", "--slow-loader", "200", "--strategy", "zero1"]) == 0
+    assert main([*words, "--batches", "1", "--slow-loader", "20", "--strategy", "zero1"]) == 0
     shown = capsys.readouterr().out
-    assert "L, the loader alone" in shown
-    assert "\ninput-bound: " in shown
-    assert "Even(uses=4.0)" in shown
-    assert main([*words, "--batches", "6", "--strategy", "zero1"]) == 0
-    assert "not input-bound" in capsys.readouterr().out
+    load, step, _, period = (float(number) for number in re.findall(r"([\d.]+) ms per micro-batch", shown))
+    (uses,) = re.findall(r"the free uses +([\d.]+)", shown)
+    # How busy the machine is decides about the step; but a read sleeps no less than it is told to.
+    assert load >= 20
+    assert period >= 20
+    assert float(uses) == pytest.approx(load / step, rel=1e-3)
+    assert ("\ninput-bound: " in shown) == (float(uses) >= 1.1)

@@ -2,12 +2,12 @@
 
 import gc
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,10 +19,21 @@ from torch.utils.data import DataLoader
 
 from stretto import Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
 from stretto.echo import Plan
-from stretto.echo.reader import CLOSING_SECONDS
 from tests.echo.sources import Numbers, Squares, Stream, Tap
 
 INLINE = EchoOptions(ahead=0)
+
+
+class Stuck(Squares):
+    """From its third sample on it never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index > 1:
+            threading.Event().wait()
+        return super().__getitem__(index)
 
 
 def readers() -> list[threading.Thread]:
@@ -35,8 +46,7 @@ def no_thread_is_left_behind() -> Iterator[None]:
     if readers():
         gc.collect()  # a pass that an exception has left lives as long as its traceback
     for thread in readers():
-        thread.join(10)
-    assert readers() == []
+        thread.join()
 
 
 def loaders() -> dict[str, Callable[[], Any]]:
@@ -71,14 +81,6 @@ def test_two_uses_are_every_batch_of_the_bare_loader_twice(name: str) -> None:
     torch.manual_seed(7)
     echoed = [batch.tolist() for batch in EchoLoader(loaders()[name](), Even(2))]
     assert echoed == [batch for batch in bare for _ in range(2)]
-
-
-def test_streaming_data_sets_are_echoed() -> None:
-    from datasets import Dataset
-
-    stream = Dataset.from_dict({"number": list(range(6))}).to_iterable_dataset()
-    loader = EchoLoader(stream.batch(2), Even(1.5))
-    assert [row["number"] for row in loader] == [[0, 1], [2, 3], [2, 3], [4, 5]]
 
 
 def test_one_use_trains_a_model_with_dropout_to_the_bit() -> None:
@@ -118,11 +120,9 @@ def test_an_error_of_the_data_set_surfaces_with_its_traceback(ahead: int) -> Non
 def test_a_worker_that_is_killed_surfaces_at_once() -> None:
     # At its first sample: later, the pipe may break while a batch travels, and PyTorch names that instead.
     data = DataLoader(Squares(20, dies_at=0), batch_size=4, num_workers=1)
-    started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"DataLoader worker .* (killed|exited)"):
+    # What PyTorch says when it is told by the signal. Its own polling, every 5 s, finds a worker that "exited".
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* is killed by signal"):
         next(iter(EchoLoader(data, Even(2))))
-    # PyTorch's own polling, which answers where the signal does not, takes 5 s.
-    assert time.monotonic() - started < 4
 
 
 def test_an_error_under_ready_surfaces_before_another_echo() -> None:
@@ -140,9 +140,9 @@ def test_an_interrupt_ends_a_wait_for_a_store_that_never_answers() -> None:
 
     def stuck() -> Iterator[int]:
         yield 1
-        asked.wait(30)
+        asked.wait()
         os.kill(os.getpid(), signal.SIGINT)
-        answers.wait(30)
+        answers.wait()
 
     batches = iter(EchoLoader(stuck(), Even(1)))
     next(batches)
@@ -151,12 +151,9 @@ def test_an_interrupt_ends_a_wait_for_a_store_that_never_answers() -> None:
         asked.set()
         next(batches)
 
-    started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         ask()
-    answers.set()
-    # An orderly end would have waited for the read.
-    assert time.monotonic() - started < CLOSING_SECONDS / 2
+    answers.set()  # only now: an end that waited for the read would never come
 
 
 # In-place writes
@@ -176,7 +173,7 @@ def write_item(batch: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("write", "named"), [(write_view, r"batch\['pair'\]\[0\]"), (write_item, r"batch\['list'\]\[1\]")]
+    ("write", "named"), [(write_view, r"batch\['pair'\]\.inputs"), (write_item, r"batch\['list'\]\[1\]")]
 )
 def test_a_batch_that_is_written_in_place_is_not_used_again(write: Callable[[Any], None], named: str) -> None:
     data = [{"pair": Pair(torch.ones(2), torch.zeros(2)), "list": [torch.ones(1), torch.ones(1)], "id": "x"}]
@@ -197,9 +194,11 @@ def test_uses_with_tensors_of_their_own_may_be_written() -> None:
 
 def test_keys_taken_out_of_a_batch_are_there_again_at_its_next_use() -> None:
     data = [{"inputs": torch.ones(1), "lengths": [1, 2]}]
+    places = set()
     for batch in EchoLoader(data, Even(2)):
         assert batch.pop("lengths").pop() == 2
-        assert batch["inputs"].data_ptr() == data[0]["inputs"].data_ptr()
+        places.add(batch["inputs"].data_ptr())
+    assert len(places) == 1  # uses share their tensors
 
 
 # Placing and transforming
@@ -274,6 +273,53 @@ def test_a_pass_that_is_left_ends_its_reader() -> None:
         break
     gc.collect()
     assert readers() == []
+
+
+def test_a_pass_over_a_store_that_never_answers_is_left_at_once() -> None:
+    answers = threading.Event()
+
+    def stuck() -> Iterator[int]:
+        yield 1
+        answers.wait()
+
+    loader = EchoLoader(stuck(), Even(1))
+    for _ in loader:
+        break
+    loader.close()
+    (thread,) = readers()  # nobody has waited for it
+    answers.set()
+    thread.join()
+
+
+def test_the_next_pass_waits_until_nobody_reads_the_loader() -> None:
+    reads: list[str] = []
+    answers = threading.Event()
+
+    class Slow:
+        def __iter__(self) -> Iterator[int]:
+            reads.append("begins")
+            yield 1
+            answers.wait()
+            reads.append("ends")
+
+    loader = EchoLoader(Slow(), Even(1))
+    for _ in loader:
+        break
+    threading.Timer(0.2, answers.set).start()
+    assert list(loader) == [1]
+    assert reads == ["begins", "ends", "begins", "ends"]
+
+
+def test_workers_that_never_answer_end_with_the_pass_that_is_left() -> None:
+    batches = iter(EchoLoader(DataLoader(Stuck(), num_workers=2), Even(1)))
+    next(batches)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    batches.close()
+    for worker in workers:
+        worker.join()
+    for thread in readers():
+        thread.join()
 
 
 def test_a_second_iterator_ends_the_first_also_between_two_uses() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stretto import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
-from stretto.echo import Cosine, Linear, MultiStep, Plan, StepRecord
+from stretto.echo import Cosine, Linear, MultiStep, Plan, Replay, StepRecord
 from stretto.echo.buffer import HeldBatch
 from stretto.echo.measured import free_uses
 from stretto.echo.text import parse_plan
@@ -170,8 +170,14 @@ def test_auto_measures_without_echo_freezes_and_is_even_from_there() -> None:
     [
         (lambda: Even(0.5), "uses >= 1, found 0.5"),
         (lambda: Even(math.inf), "uses >= 1"),
-        (lambda: Even("2"), "uses='2': expected a number, or a function"),
-        (lambda: Bernoulli(None), "p=None: expected a number, or a function"),
+        (lambda: Even("2"), r"Even\(uses='2'\): expected a function or a number"),
+        (lambda: Even(True), r"Even\(uses=True\): expected a function or a number"),
+        (lambda: Bernoulli(None), r"Bernoulli\(p=None\): expected a function or a number"),
+        (lambda: Bernoulli(max_uses="3"), r"Bernoulli\(max_uses='3'\): expected an integer or None"),
+        (lambda: Bernoulli(max_uses=0), "max_uses must be at least 1, found 0"),
+        (lambda: Ready(pool=2.5), r"Ready\(pool=2.5\): expected an integer"),
+        (lambda: Auto(window="9"), r"Auto\(window='9'\): expected an integer"),
+        (lambda: Replay([0, 0]), r"Replay\(decisions=\[0, 0\]\): expected a tuple\[int, ...\]"),
         (lambda: Bernoulli(0), "0 < p <= 1, found 0"),
         (lambda: Bernoulli(1.5), "0 < p <= 1, found 1.5"),
         (lambda: Ready(pool=0), "at least 1"),
@@ -180,10 +186,16 @@ def test_auto_measures_without_echo_freezes_and_is_even_from_there() -> None:
         (lambda: MultiStep((1.0,), (3,)), "one value more"),
         (lambda: EchoOptions(ahead=-1), "at least 0"),
         (lambda: EchoOptions(steps_per_epoch=0), "at least 1"),
-        (lambda: EchoOptions(copy="tensor"), "copy='tensor'.*: expected one of containers, tensors"),
-        (lambda: EchoOptions(resume="stor"), "resume='stor'.*: expected one of refetch, drop, store"),
-        (lambda: EchoLoader([1], 2), r"plan=2\): expected a plan, such as Ready\(\)"),
-        (lambda: EchoLoader([1], Ready), "expected a plan, such as"),
+        (lambda: EchoOptions(copy="tensor"), "copy='tensor'.* containers, tensors; did you mean 'tensors'?"),
+        (lambda: EchoOptions(resume="stor"), "resume='stor'.* refetch, drop, store; did you mean 'store'?"),
+        (lambda: EchoOptions(seed="1"), r"EchoOptions\(seed='1'\): expected an integer"),
+        (lambda: EchoOptions(ahead=True), r"EchoOptions\(ahead=True\): expected an integer"),
+        (lambda: EchoOptions(keeps_decisions=1), r"keeps_decisions=1\): expected True or False"),
+        (lambda: EchoLoader([1], 2), r"plan=2\): expected a plan.*; did you mean Even\(2\)\?"),
+        (lambda: EchoLoader([1], "redy"), "plan='redy'.*: expected a plan.*; did you mean 'Ready'?"),
+        (lambda: EchoLoader([1], Ready), r"expected a plan, such as.*; did you mean Ready\(\)\?"),
+        (lambda: EchoLoader([1], options={"ahead": 1}), r"options=\{'ahead': 1\}\): expected EchoOptions"),
+        (lambda: EchoLoader([1], transform=2), r"transform=2\): expected a function"),
         (lambda: EchoLoader([1], Ready(), options=EchoOptions(ahead=0)), "ahead >= 1"),
         (lambda: list(EchoLoader([1, 2, 3], Even(lambda step: 1 - step))), "step 1: .* found 0"),
         (lambda: parse_plan("evne"), "no echo plan is called 'evne'; there are even, bernoulli, ready, auto"),

@@ -1,8 +1,8 @@
 """Data echoing: batches are used again while the next ones are being read.
 
 To read it in one sitting: `plans` (which batch is used), `buffer` (held batches), `reader` (reading ahead), `state`
-(options, saved states), `loader` (all four together). Then `measured` (is an echo worth it), `statistics` (what an
-update reports of its input) and `dataset` (echo of samples, inside a loader's workers).
+(options, saved states), `loader` (all four together). Then `draws` (random draws that race), `measured` (is an echo
+worth it), `statistics` (what an update reports of its input) and `dataset` (echo of samples, inside workers).
 """
 
 from stretto.echo.dataset import EchoDataset

@@ -2,18 +2,20 @@
 
 A training loop that writes into its batch, to normalise it or to mix samples, would train on other data at the next
 use. PyTorch counts the in-place writes to every tensor, also those through views and `detach()`. A count that has
-changed between two uses is an error. Writes through `.data` and through NumPy are not counted, and inference tensors
-have no count.
+changed between two uses is an error. Writes through `.data` and through `numpy()` are not counted. What has no count at
+all, such as a NumPy array, an inference tensor or an object of the user's, is copied for every use.
 """
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
-from stretto.errors import BatchChanged
+from stretto.errors import BatchChanged, ConfigError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,6 +32,8 @@ class HeldBatch:
     """State of the bare loader before the batch was fetched; None for a loader without a state."""
     writes: tuple[tuple[str, Tensor, int], ...] = ()
     """For each of its tensors: the path to it, the tensor, and its count of in-place writes when it arrived."""
+    change: str = ""
+    """What was written into it before it was saved in a state; empty if nothing."""
 
 
 class EchoBuffer:
@@ -48,7 +52,11 @@ class EchoBuffer:
 
     def add(self, batch: Any, number: int, state_before: Any, uses: int = 0) -> HeldBatch:
         """Keep `batch`, and drop the oldest one if there are too many; the arguments are `HeldBatch`'s fields."""
-        writes = tuple((path, tensor, _num_writes(tensor)) for path, tensor in _tensors(batch))
+        writes = tuple(
+            (f"batch{keystr(path)}", leaf, _num_writes(leaf))
+            for path, leaf in tree_flatten_with_path(batch)[0]
+            if isinstance(leaf, Tensor)
+        )
         held = HeldBatch(number=number, uses=uses, batch=batch, state_before=state_before, writes=writes)
         self.held = [*self.held, held][-self._size :]
         return held
@@ -63,53 +71,67 @@ class EchoBuffer:
         Raises:
             BatchChanged: A tensor of the batch was written in place since the batch arrived.
         """
-        if held.uses:
-            _check_unchanged(held, step)
+        if held.uses and (change := change_of(held)):
+            raise BatchChanged(
+                f"step {step}: {change} before its next use: expected an unchanged batch; write into a copy, or set "
+                "EchoOptions(copy='tensors')"
+            )
         held.uses += 1
-        return rebuilt(held.batch, Tensor.clone if self._copies_tensors else lambda tensor: tensor)
+        return rebuilt(held.batch, copied if self._copies_tensors else _alias)
 
 
 def rebuilt(batch: Any, replace: Callable[[Tensor], Tensor]) -> Any:
     """Return `batch` in new containers, with `replace(tensor)` in place of each tensor.
 
-    Containers are mappings, lists, tuples and named tuples, nested to any depth. Everything else stays as it is.
+    Containers are those of PyTorch's pytree: dictionaries, lists, tuples, named tuples, what is registered there.
+    Everything else, such as a NumPy array or a dataclass, is copied with all that it holds.
+
+    Raises:
+        ConfigError: An object cannot be copied.
     """
-    if isinstance(batch, Tensor):
-        return replace(batch)
-    if isinstance(batch, MutableMapping):
-        fresh = copy.copy(batch)  # keeps the attributes that a subclass has beside its entries
-        for key, value in batch.items():
-            fresh[key] = rebuilt(value, replace)
-        return fresh
-    if isinstance(batch, list):
-        return [rebuilt(value, replace) for value in batch]
-    if isinstance(batch, tuple):
-        values = [rebuilt(value, replace) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
-    return batch
+    copies: dict[int, Any] = {}
+
+    def renew(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return replace(leaf)
+        if isinstance(leaf, MappingProxyType):
+            return MappingProxyType(rebuilt(dict(leaf), copied))
+        try:
+            return copy.deepcopy(leaf, copies)
+        except Exception as error:
+            raise ConfigError(
+                f"batch{keystr(path)} of type {type(leaf).__name__} cannot be copied ({error}): expected tensors, "
+                "arrays, plain values, and objects that copy.deepcopy copies"
+            ) from error
+
+    return tree_map_with_path(renew, batch)
 
 
-def _tensors(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in the containers of `batch`, each with the path to it."""
-    if isinstance(batch, Tensor):
-        yield path, batch
-    elif isinstance(batch, MutableMapping):
-        for key, value in batch.items():
-            yield from _tensors(value, f"{path}[{key!r}]")
-    elif isinstance(batch, (list, tuple)):
-        for index, value in enumerate(batch):
-            yield from _tensors(value, f"{path}[{index}]")
+def copied(tensor: Tensor) -> Tensor:
+    """Return a tensor with memory of its own, pinned where that of `tensor` is."""
+    if tensor.grad_fn is not None:
+        return tensor.clone()
+    own = tensor.detach().clone()
+    return (own.pin_memory() if tensor.is_pinned() else own).requires_grad_(tensor.requires_grad)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same memory and the same count of writes, but with a `grad` of its own."""
+    if tensor.is_inference():
+        return tensor.clone()  # its writes are not counted
+    return tensor if tensor.grad_fn is not None else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _num_writes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _check_unchanged(held: HeldBatch, step: int) -> None:
+def change_of(held: HeldBatch) -> str:
+    """Return what has been written into a batch since it arrived; empty if nothing."""
     for path, tensor, before in held.writes:
         if (now := _num_writes(tensor)) != before:
-            raise BatchChanged(
-                f"step {step}: {path} of shape {tuple(tensor.shape)} in fresh batch {held.number} was written in place "
-                f"{now - before} times before its next use: expected an unchanged batch; write into a copy, or set "
-                "EchoOptions(copy='tensors')"
+            return (
+                f"{path} of shape {tuple(tensor.shape)} in fresh batch {held.number} was written in place "
+                f"{now - before} times"
             )
+    return held.change

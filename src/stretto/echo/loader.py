@@ -9,18 +9,29 @@ At every step
 Each step hands out exactly one batch. Ranks may therefore decide differently, and their collectives still match.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from stretto.echo.buffer import EchoBuffer, HeldBatch
-from stretto.echo.plans import Plan, Ready, StepRecord, epoch_length, least_used
-from stretto.echo.reader import Fetched, Reader, open_reader
-from stretto.echo.state import VERSION, EchoOptions, Position, Resumption, check_state, restore_loader
+from stretto.echo.buffer import EchoBuffer, HeldBatch, change_of, copied, rebuilt
+from stretto.echo.draws import DrawWatch
+from stretto.echo.plans import Plan, Ready, StepRecord, check_plan, epoch_length, least_used
+from stretto.echo.reader import CLOSED, Fetched, Reader, ThreadReader, open_reader
+from stretto.echo.state import (
+    VERSION,
+    EchoOptions,
+    Position,
+    Resumption,
+    begin_at_start,
+    check_state,
+    restore_loader,
+    state_at_start,
+    state_of,
+)
 from stretto.errors import ConfigError, OutOfTurn
 
 Batch = TypeVar("Batch")
@@ -35,7 +46,8 @@ class EchoLoader(Generic[Batch]):
     Every rank wraps its own loader. Attributes that this class does not have are those of the loader.
 
     A new iterator begins a new pass over the loader, and ends the pass before it. The first one after
-    `load_state_dict` goes on in the middle. Batches that were read ahead of a pass that is left are dropped.
+    `load_state_dict` goes on in the middle. Batches that were read ahead of a pass that is left are dropped. A read
+    that is under way when a pass is left ends by itself; the next pass waits for it.
 
     Attributes:
         loader: The bare loader.
@@ -58,25 +70,28 @@ class EchoLoader(Generic[Batch]):
         """Wrap `loader`.
 
         Args:
-            loader: This rank's training batches: any iterable. Do not wrap a loader for validation: its batches must
-                count once.
+            loader: This rank's training batches: any iterable. It may write every batch into the same memory. Do not
+                wrap a loader for validation: its batches must count once.
             plan: When to echo; None is `Ready()`, which never echoes a loader that is fast enough.
             place: Called once with every fresh batch, before it is held. A copy to the device belongs here, so that
-                echoes cost no transfer. Under `resume="store"` it is called again with a batch that it has placed.
+                echoes cost no transfer. It must give every batch tensors of its own. Under `resume="store"` it is
+                called again with a batch that it has placed.
             transform: Called at every use, with the held batch. Random augmentation belongs here, so that every use
                 has its own. It must not write into its argument, unless `EchoOptions(copy="tensors")` is set.
             options: The other options; None for the defaults.
 
         Raises:
-            ConfigError: `plan` is not a plan, or is `Ready` and nothing is read in the background.
+            ConfigError: An argument is of the wrong kind, or the plan is `Ready` and nothing is read in the background.
         """
         self.loader = loader
         self.plan: Plan = Ready() if plan is None else plan
         self.options = EchoOptions() if options is None else options
-        if not isinstance(self.plan, Plan):
-            raise ConfigError(
-                f"EchoLoader(plan={plan!r}): expected a plan, such as Ready(), Even(2) or Auto()"
-            )
+        check_plan(self.plan)
+        if not isinstance(self.options, EchoOptions):
+            raise ConfigError(f"EchoLoader(options={options!r}): expected EchoOptions(...)")
+        for name, function in (("place", place), ("transform", transform)):
+            if function is not None and not callable(function):
+                raise ConfigError(f"EchoLoader({name}={function!r}): expected a function of a batch, or None")
         if isinstance(self.plan, Ready) and self.options.ahead == 0:
             raise ConfigError(
                 "EchoOptions(ahead=0): Ready echoes while a batch is read in the background: expected ahead >= 1, or "
@@ -93,6 +108,8 @@ class EchoLoader(Generic[Batch]):
         self._buffer = EchoBuffer(self.plan.pool, copies_tensors=self.options.copy == "tensors")
         self._decisions: list[int] = []
         self._reader: Reader | None = None
+        """Of the newest pass, also when that is over: its last read may still be under way."""
+        self._draws = DrawWatch()
         self._state_after: Any = None
         """State of the bare loader after the newest batch that was taken from the reader."""
         self._resumption: Resumption | None = None
@@ -149,30 +166,25 @@ class EchoLoader(Generic[Batch]):
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        self.close()
+        self._leave()
         resumption = self._resumption if self._position.in_epoch else None
         self._resumption = self._loaded_state = None
-        self._buffer.clear()
         if resumption is None:
+            if self._position.step:  # before the first pass, the place in the data is the caller's
+                begin_at_start(self.loader)
             self._position.begin_epoch()
             self._selector_at_epoch = self._selector.state_dict()
         iterator = iter(self.loader)
-        self._state_after = self._loader_state() if resumption is None else resumption.state
-        reader = self._reader = open_reader(iterator, self._loader_state, self.options.ahead)
-        waits = True
+        self._state_after = state_at_start(self.loader) if resumption is None else resumption.state
+        self._draws.begin()
+        reader = self._reader = open_reader(iterator, partial(state_of, self.loader), self.options.ahead)
+        del iterator  # the reader's alone: the bare loader's workers end with it
         try:
             if resumption is not None:
                 self._resume(resumption, reader)
             yield from self._epoch(reader)
-        except (Exception, KeyboardInterrupt):
-            waits = False  # the read under way may take long, and the error should be seen at once
-            raise
         finally:
-            reader.close(waits=waits)
-            if self._reader is reader:
-                # It refers to this loader. The cycle would keep the bare loader's workers alive until Python next
-                # collects garbage, which may happen inside another worker.
-                self._reader = None
+            reader.close()
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` of the loader, its samplers and its dataset, once on each that has it."""
@@ -192,18 +204,26 @@ class EchoLoader(Generic[Batch]):
                 told.append(part)
 
     def close(self) -> None:
-        """End the pass under way and its reader. The next iterator begins another."""
+        """End the pass under way, and do not wait for the loader. The next iterator begins another."""
         if self._reader is not None:
             self._reader.close()
+
+    def _leave(self) -> None:
+        """End the pass under way, and wait until nobody reads the loader any more."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader.join()
             self._reader = None
+        self._buffer.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; also valid between two uses of a batch. `state.py` lists its entries."""
         if self._loaded_state is not None:
-            return copy.deepcopy(self._loaded_state)
+            loaded: dict[str, Any] = rebuilt(self._loaded_state, copied)
+            return loaded
         held = self._buffer.held
         has_begun = self._position.in_epoch or self._position.step > 0
-        after = self._state_after if has_begun else self._loader_state()
+        after = self._state_after if has_begun else state_of(self.loader)
         return {
             "version": VERSION,
             "seed": self.options.seed,
@@ -214,7 +234,10 @@ class EchoLoader(Generic[Batch]):
             "uses": [one.uses for one in held],
             "before": held[0].state_before if held else after,
             "after": after,
-            "batches": [one.batch for one in held] if self.options.resume == "store" else None,
+            "changes": [change_of(one) for one in held],
+            "batches": rebuilt([one.batch for one in held], copied)
+            if self.options.resume == "store"
+            else None,
             "decisions": list(self._decisions) if self.options.keeps_decisions else None,
         }
 
@@ -227,8 +250,8 @@ class EchoLoader(Generic[Batch]):
             ConfigError: The state has another seed, or is not that of an `EchoLoader`.
         """
         check_state(state, self.options.seed)
-        self.close()
-        self._loaded_state = copy.deepcopy(state)
+        self._leave()
+        self._loaded_state = state = rebuilt(state, copied)
         self._position = Position(**state["position"])
         self._selector = self.plan.selector(self.options.seed)
         self._selector_at_epoch = self._selector.state_dict()
@@ -237,11 +260,6 @@ class EchoLoader(Generic[Batch]):
             self._selector_at_epoch = state["selector_at_epoch"]
         self._decisions = list(state["decisions"] or [])
         self._resumption = restore_loader(self.loader, state, self.options.resume)
-
-    def _loader_state(self) -> Any:
-        """Return a copy of the loader's state, which the loader may go on to change; None if it has none."""
-        loader: Any = self.loader
-        return copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
 
     def _resume(self, resumption: Resumption, reader: Reader) -> None:
         """Put the batches that the saved run held into the buffer again."""
@@ -254,10 +272,12 @@ class EchoLoader(Generic[Batch]):
                 batch, state_after = fetched.batch, fetched.state
             else:
                 batch, state_after = resumption.batches[index], self._state_after
-            self._hold(batch, state_after, first + index, uses)
+            held = self._hold(batch, state_after, first + index, uses)
+            if resumption.batches is not None:
+                held.change = resumption.changes[index]
 
     def _refetch(self, reader: Reader) -> Fetched:
-        fetched = reader.take()
+        fetched = self._take(reader)
         if fetched.has_ended:
             raise ConfigError(
                 "the data ended before the place where the state was saved: expected a loader that gives the same "
@@ -290,26 +310,30 @@ class EchoLoader(Generic[Batch]):
             batch = self._use(selected, load_seconds, use_seconds)
             handed_out = reader.now()
             yield batch
-            if self._reader is not reader:
-                raise OutOfTurn(
-                    "this pass over the loader has been closed: by close(), or because another iterator was begun"
-                )
+            if reader.is_closed:
+                raise OutOfTurn(CLOSED)
         buffer.clear()
         position.in_epoch = False
 
     def _fetch(self, reader: Reader) -> Fetched:
         """Return what the loader gives next, and count the time."""
         started = reader.now()
-        fetched = reader.take()
+        fetched = self._take(reader)
         self.wait_seconds += reader.now() - started
         self.load_seconds += fetched.seconds
         if fetched.has_ended:
             self._state_after = fetched.state
         return fetched
 
+    def _take(self, reader: Reader) -> Fetched:
+        """Return what the loader gives next. Only a thread beside the caller's can race for random numbers."""
+        if self.options.ahead > 0 and isinstance(reader, ThreadReader):
+            return self._draws.take(reader)
+        return reader.take()
+
     def _hold(self, batch: Any, state_after: Any, number: int, uses: int = 0) -> HeldBatch:
-        """Put a batch into the buffer."""
-        placed = batch if self._place is None else self._place(batch)
+        """Put a batch into the buffer. Containers and arrays that `place` gives may be its own."""
+        placed = batch if self._place is None else rebuilt(self._place(batch), lambda tensor: tensor)
         state_before, self._state_after = self._state_after, state_after
         return self._buffer.add(placed, number, state_before, uses)
 

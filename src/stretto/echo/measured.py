@@ -23,6 +23,7 @@ from stretto.echo.buffer import HeldBatch
 from stretto.echo.loader import EchoLoader
 from stretto.echo.plans import Even, Plan, Ready, Selector, StepRecord
 from stretto.errors import ConfigError
+from stretto.fields import check_fields, is_count
 from stretto.records import Update
 
 
@@ -43,6 +44,7 @@ class Auto(Plan):
     """Number of batches at the beginning of the window that are not counted: workers start, memory is new."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 1 <= self.max_uses < math.inf:
             raise ConfigError(f"Auto(max_uses={self.max_uses}): expected a finite number of at least 1")
         if not 0 <= self.skip < self.window:
@@ -183,7 +185,12 @@ class Diagnosis:
 
 
 def diagnose(
-    loader: Iterable[Any], step: Callable[[Any], Update | None], *, batches: int = 32, skip: int = 4
+    loader: Iterable[Any],
+    step: Callable[[Any], Update | None],
+    *,
+    batches: int = 32,
+    skip: int = 4,
+    now: Callable[[], float] = time.perf_counter,
 ) -> Diagnosis:
     """Measure a loader and a step, first apart and then together. All ranks of a job must call it alike.
 
@@ -195,18 +202,21 @@ def diagnose(
         batches: Number of batches in each of the three measurements; at least twice what the loader's workers keep
             ready, because otherwise their stock is measured.
         skip: Number of batches at the beginning of each measurement that are not counted.
+        now: Returns the time in seconds, on the clock to measure by.
 
     Raises:
         ConfigError: The loader has no batch, or a number is out of its range.
     """
-    if batches < 1 or skip < 0:
-        raise ConfigError(f"diagnose(batches={batches}, skip={skip}): expected batches >= 1 and skip >= 0")
+    if not is_count(batches, 1) or not is_count(skip, 0):
+        raise ConfigError(
+            f"diagnose(batches={batches!r}, skip={skip!r}): expected batches >= 1 and skip >= 0"
+        )
     bare = loader.loader if isinstance(loader, EchoLoader) else loader
     source = _endless(bare)
     first = next(source)
-    loads = [_load_seconds(source) for _ in range(skip + batches)][skip:]
-    steps, exposed = _step_seconds(step, lambda: first, batches, skip)
-    periods, _ = _step_seconds(step, lambda: next(source), batches, skip)
+    loads = [_load_seconds(source, now) for _ in range(skip + batches)][skip:]
+    steps, exposed = _step_seconds(step, lambda: first, batches, skip, now)
+    periods, _ = _step_seconds(step, lambda: next(source), batches, skip, now)
     source.close()
     load_seconds = statistics.mean(loads)
     return Diagnosis(
@@ -233,28 +243,32 @@ def _endless(loader: Iterable[Any]) -> Generator[Any, None, None]:
             )
 
 
-def _load_seconds(source: Iterator[Any]) -> float:
+def _load_seconds(source: Iterator[Any], now: Callable[[], float]) -> float:
     """Return how long the next batch takes."""
-    started = time.perf_counter()
+    started = now()
     next(source)
-    return time.perf_counter() - started
+    return now() - started
 
 
 def _step_seconds(
-    step: Callable[[Any], Update | None], batch: Callable[[], Any], count: int, skip: int
+    step: Callable[[Any], Update | None],
+    batch: Callable[[], Any],
+    count: int,
+    skip: int,
+    now: Callable[[], float],
 ) -> tuple[float, float]:
     """Return the time of `count` steps that follow `skip` others, and the part of it in which they waited."""
     for _ in range(skip):
         step(batch())
     exposed = 0.0
     _synchronize()
-    started = time.perf_counter()
+    started = now()
     for _ in range(count):
         update = step(batch())
         if update is not None and math.isfinite(update.exposed_seconds):
             exposed += update.exposed_seconds
     _synchronize()
-    return time.perf_counter() - started, exposed
+    return now() - started, exposed
 
 
 def _synchronize() -> None:

@@ -14,12 +14,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from stretto.echo.buffer import HeldBatch
 from stretto.errors import ConfigError, OutOfTurn
+from stretto.fields import check_at_least, check_fields, did_you_mean
 from stretto.randomness import coin
-from stretto.schedules import Schedule, check_schedule, value_at
+from stretto.schedules import Schedule, value_at
 
 
 class Plan(ABC):
@@ -40,6 +42,22 @@ class Plan(ABC):
     @abstractmethod
     def selector(self, seed: int) -> "Selector":
         """Return a new selector; `seed` is that of its random draws."""
+
+
+def check_plan(plan: object) -> None:
+    """Raise ConfigError unless `plan` is a plan, and say which one was probably meant."""
+    if isinstance(plan, Plan):
+        return
+    meant = ""
+    if isinstance(plan, type) and issubclass(plan, Plan):
+        meant = f"; did you mean {plan.__name__}()?"
+    elif isinstance(plan, Real):
+        meant = f"; did you mean Even({plan})?"
+    elif isinstance(plan, str):
+        meant = did_you_mean(plan.capitalize(), (kind.__name__ for kind in Plan.__subclasses__()))
+    raise ConfigError(
+        f"EchoLoader(plan={plan!r}): expected a plan, such as Ready(), Even(2) or Auto(){meant}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +151,7 @@ class Even(Plan):
     """Uses per fresh batch, at least 1; a number, or a function of the step."""
 
     def __post_init__(self) -> None:
-        check_schedule("Even: uses", self.uses)
+        check_fields(self)
         if not callable(self.uses):
             _earned(self.uses, 0)
 
@@ -192,11 +210,10 @@ class Bernoulli(Plan):
     """After so many uses a fresh batch is certain; None for no limit, which is the paper's rule."""
 
     def __post_init__(self) -> None:
-        check_schedule("Bernoulli: p", self.p)
+        check_fields(self)
         if not callable(self.p):
             _probability(self.p, 0)
-        if self.max_uses is not None and self.max_uses < 1:
-            raise ConfigError(f"Bernoulli(max_uses={self.max_uses}): expected at least 1 use, or None")
+        check_at_least(self, max_uses=1)
 
     def selector(self, seed: int) -> Selector:
         """Return a new selector; `seed` is that of the coin."""
@@ -239,10 +256,8 @@ class Ready(Plan):
     the same data are about as good as fresh data; many more are not."""
 
     def __post_init__(self) -> None:
-        if self.pool < 1 or self.max_uses < 1:
-            raise ConfigError(
-                f"Ready(pool={self.pool}, max_uses={self.max_uses}): expected at least 1 for both"
-            )
+        check_fields(self)
+        check_at_least(self, pool=1, max_uses=1)
 
     @property
     def is_predictable(self) -> bool:
@@ -273,6 +288,7 @@ class Replay(Plan):
     """The number of the batch used at each step: `EchoLoader.decisions` of the run to repeat, from its start."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         newest = -1
         for step, number in enumerate(self.decisions):
             if not 0 <= number <= newest + 1:

@@ -4,6 +4,10 @@ The loader's iterator is made on the caller's thread, because that is where a lo
 reading thread only calls `next`. An exception of the loader is raised again where its batch is asked for, with its own
 traceback.
 
+A loader may write every batch into the same memory: a plain loop has done with a batch when it asks for the next one. A
+batch that is read ahead has not been used then, so it is copied as it is read. Only batches that came from worker
+processes are not.
+
 Batches go from the reading thread to the caller in one queue, and permits to read another batch come back in a second
 one. Both are `SimpleQueue`s, which are written in C: to put something in wakes no thread unless one waits.
 
@@ -14,19 +18,23 @@ import queue
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from stretto.errors import OutOfTurn
+from torch._C import _remove_worker_pids
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-CLOSING_SECONDS = 10.0
-"""How long `close` waits for a read that is under way. A loader that never answers must not stop the process."""
+from stretto.echo.buffer import copied, rebuilt
+from stretto.errors import OutOfTurn
 
 WAKE_SECONDS = 0.1
 """How often a wait is interrupted so that Python can handle signals. PyTorch reports the death of a loader's worker by
-a signal. It may arrive while the reading thread runs, but only the main thread can handle it."""
+a signal. It may arrive while the reading thread runs, but only the main thread can handle it. Also how long `close`
+waits for a read to end in good order."""
+
+CLOSED = "this pass over the loader has been closed: by close(), or because another iterator was begun"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +58,11 @@ class Reader(Protocol):
         """Return the time in seconds, on the clock by which batches are ready or late."""
         ...
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the pass is over."""
+        ...
+
     def is_ready(self) -> bool:
         """Return whether `take` would return without waiting."""
         ...
@@ -63,12 +76,12 @@ class Reader(Protocol):
         """
         ...
 
-    def close(self, *, waits: bool = True) -> None:
-        """End the reader. A second call does nothing.
+    def close(self) -> None:
+        """End the reader at once: a read under way is left alone, and what it gives is dropped."""
+        ...
 
-        Args:
-            waits: Whether to wait for the read that is under way.
-        """
+    def join(self) -> None:
+        """Wait for the read that was under way at `close`: two threads must not use one loader."""
         ...
 
 
@@ -98,52 +111,70 @@ class ThreadReader(Reader):
     """
 
     def __init__(self, iterator: Iterator[Any], capture: Callable[[], Any], ahead: int) -> None:
-        self._iterator = iterator
-        self._capture = capture
+        self._read: partial[Fetched | BaseException] | None = partial(fetch, iterator, capture)
+        """Reads a batch. None once closed: it refers to the loader's workers, which should not outlive the pass."""
         self._ready: queue.SimpleQueue[Fetched | BaseException] = queue.SimpleQueue()
         """What has been read and not yet taken."""
         self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One entry for every batch that may be read now."""
+        self._has_read = threading.Event()
+        """Set after every read, and when the thread ends."""
         self._last: Fetched | BaseException | None = None
         """The end of the data or an error, once it has been taken: the answer to every later call too."""
-        self._is_closed = False
         self._thread: threading.Thread | None = None
         if ahead > 0:
             for _ in range(ahead):
                 self._permits.put(None)
-            self._thread = threading.Thread(target=self._run, name="stretto-reader", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(self._read,), name="stretto-reader", daemon=True
+            )
             self._thread.start()
 
     def now(self) -> float:
         return time.perf_counter()
 
+    @property
+    def is_closed(self) -> bool:
+        return self._read is None
+
     def is_ready(self) -> bool:
         return self._last is not None or not self._ready.empty()
 
     def take(self) -> Fetched:
-        if self._is_closed:
-            raise OutOfTurn(
-                "this pass over the loader has been closed: by close(), or because another iterator was begun"
-            )
-        outcome = fetch(self._iterator, self._capture) if self._thread is None else self._wait()
+        if self._read is None:
+            raise OutOfTurn(CLOSED)
+        outcome = self._read() if self._thread is None else self._wait()
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
-    def close(self, *, waits: bool = True) -> None:
-        self._is_closed = True
+    def take_and_wait(self, seconds: float) -> Fetched:
+        """Return `take()` once something has been read since the call; after `seconds`, or the last read, anyway."""
+        self._has_read.clear()
+        fetched = self.take()
+        if self._thread is not None and self._thread.is_alive():
+            self._has_read.wait(seconds)
+        return fetched
+
+    def close(self) -> None:
+        read, self._read = self._read, None
+        if read is None:
+            return
+        while not self._ready.empty():
+            self._ready.get()
+        self._last = None
         self._permits.put(None)
         self._ready.put(OutOfTurn("this pass over the loader was closed while a batch was waited for"))
-        # While the interpreter ends, daemon threads do not run any more.
-        if waits and self._thread is not None and not sys.is_finalizing():
-            self._thread.join(CLOSING_SECONDS)
-            if self._thread.is_alive():
-                warnings.warn(
-                    f"the loader has not returned from a read for {CLOSING_SECONDS:g} s while it was being closed; "
-                    "its thread is left behind",
-                    ResourceWarning,
-                    stacklevel=2,
-                )
+        # While the interpreter ends, daemon threads do not run any more; and garbage may be collected on the thread.
+        if self._thread in (None, threading.current_thread()) or sys.is_finalizing():
+            return
+        self._thread.join(WAKE_SECONDS)
+        if self._thread.is_alive():
+            end_workers(read.args[0])
+
+    def join(self) -> None:
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(WAKE_SECONDS)
 
     def _wait(self) -> Fetched | BaseException:
         """Return what the thread has read next."""
@@ -161,32 +192,49 @@ class ThreadReader(Reader):
             self._permits.put(None)
         return outcome
 
-    def _run(self) -> None:
+    def _run(self, read: Callable[[], Fetched | BaseException]) -> None:
         """Read a batch for every permit; runs on the thread."""
         is_over = False
         while not is_over:
             self._permits.get()
-            if self._is_closed:
+            if self.is_closed:
                 return
-            outcome = fetch(self._iterator, self._capture)
+            outcome = read()
             is_over = is_last(outcome)
+            if self.is_closed:
+                return
             self._ready.put(outcome)
+            self._has_read.set()
 
 
 def fetch(iterator: Iterator[Any], capture: Callable[[], Any]) -> Fetched | BaseException:
     """Return the next batch, or the exception that the loader raises: `take` raises it on the caller's thread."""
     started = time.perf_counter()
     try:
-        batch = next(
-            iterator, iterator
-        )  # the iterator itself stands for the end, because None may be a batch
-        seconds = time.perf_counter() - started
-        has_ended = batch is iterator
-        return Fetched(
-            batch=None if has_ended else batch, has_ended=has_ended, seconds=seconds, state=capture()
-        )
+        batch = next(iterator, iterator)  # itself stands for the end, because None may be a batch
+        state = capture()
+        if batch is iterator:
+            return Fetched(batch=None, has_ended=True, seconds=time.perf_counter() - started, state=state)
+        if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+            batch = rebuilt(batch, copied)
+        return Fetched(batch=batch, has_ended=False, seconds=time.perf_counter() - started, state=state)
     except BaseException as error:
         return error
+
+
+def end_workers(iterator: Iterator[Any]) -> None:
+    """End the workers of a pass that is left, if it has some: the read that waits for them then fails and ends too.
+
+    Workers that stay from pass to pass belong to their loader, which may be read again.
+    """
+    if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
+        _remove_worker_pids(id(iterator))  # PyTorch would report their death as an error
+        iterator._worker_pids_set = False
+        for worker in iterator._workers:
+            worker.terminate()
+        results = iterator._worker_result_queue
+        results.cancel_join_thread()  # a worker may have died while it held the queue's lock
+        results.put(None)  # what no read can take: PyTorch looks for dead workers every 5 s only
 
 
 def is_last(outcome: Fetched | BaseException) -> bool:

@@ -7,16 +7,18 @@ A saved state (`EchoLoader.state_dict`) is a mapping:
     selector, selector_at_epoch      what the plan remembers, now and at the beginning of the epoch
     uses                             of each held batch, oldest first
     before, after                    states of the bare loader before the oldest held batch, and after the newest
-    batches                          the held batches themselves, under `resume="store"`
+    batches, changes                 the held batches themselves, under `resume="store"`, and what was written into them
     decisions                        the number of the batch used at each step, if they are kept
 """
 
+import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from stretto.errors import ConfigError
+from stretto.fields import check_at_least, check_fields
 
 VERSION = 2
 """Of the format above."""
@@ -35,11 +37,11 @@ class EchoOptions:
     """Number of fresh batches to read in the background while others are used. With 1 the loader stands still as soon
     as that one is ready: `Even(2.5)` over a loader 2.5 times as slow as a step would wait at every second batch. With
     0 batches are read on the caller's thread, as the bare loader does. Choose it for loaders without workers that
-    draw random numbers: they share the process's generators with the model, and a thread would change the order of
-    the draws from run to run."""
+    draw random numbers, which a warning names: they share the process's generators with the model, and a thread would
+    change the order of the draws from run to run."""
     copy: Copy = "containers"
-    """What is new at every use. "containers" costs microseconds, and a loop may take keys out of its batch. "tensors"
-    is for loops that write into their tensors."""
+    """What is new at every use. "containers" shares the tensors: it costs microseconds, and a loop may take keys out of
+    its batch. "tensors" is for loops that write into their tensors. What is not a tensor is new in either case."""
     steps_per_epoch: int | None = None
     """Number of batches after which an epoch ends, the same on every rank. Where the data end sooner, held batches
     are used again. None: an epoch ends with the data."""
@@ -51,18 +53,8 @@ class EchoOptions:
     """Whether to keep the number of the batch used at each step, for `Replay`: 8 bytes per step, also in the state."""
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("copy", self.copy, get_args(Copy)),
-            ("resume", self.resume, get_args(Resume)),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"EchoOptions({name}={value!r}): expected one of {', '.join(allowed)}")
-        if self.ahead < 0:
-            raise ConfigError(f"EchoOptions(ahead={self.ahead}): expected at least 0 batches")
-        if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
-            raise ConfigError(
-                f"EchoOptions(steps_per_epoch={self.steps_per_epoch}): expected at least 1 batch, or None"
-            )
+        check_fields(self)
+        check_at_least(self, ahead=0, steps_per_epoch=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -95,6 +87,8 @@ class Resumption:
     """Uses so far of the batches to hold again, oldest first."""
     batches: Sequence[Any] | None
     """Those batches themselves; None if they are read again."""
+    changes: Sequence[str]
+    """What was written into each of them."""
     state: Any
     """State of the bare loader at this place, where it has one."""
 
@@ -127,11 +121,17 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
         raise ConfigError(
             "EchoOptions(resume='store'): the state holds no batches, it was saved without 'store'"
         )
+    changes = state.get("changes") or [""] * len(uses)
     refetches = bool(uses) and batches is None
     loader_state = state["before"] if refetches else state["after"]
     if loader_state is not None and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(loader_state)
-        return Resumption(skip=0, uses=uses, batches=batches, state=loader_state)
+        if _begins_where_loaded(loader):
+            loader.set_epoch(
+                loader_state["epoch"]
+            )  # a state of another epoch would be passed over in silence
+        return Resumption(skip=0, uses=uses, batches=batches, changes=changes, state=loader_state)
+    begin_at_start(loader)
     skip = position.fresh - position.epoch_fresh if position.in_epoch else 0
     skip = max(0, skip - len(uses)) if refetches else skip
     if skip > 0:
@@ -140,4 +140,34 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
             RuntimeWarning,
             stacklevel=3,
         )
-    return Resumption(skip=skip, uses=uses, batches=batches, state=None)
+    return Resumption(skip=skip, uses=uses, batches=batches, changes=changes, state=None)
+
+
+def state_of(loader: Any) -> Any:
+    """Return a copy of the loader's state, which the loader may go on to change; None if it has none."""
+    return copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
+
+
+def state_at_start(loader: Any) -> Any:
+    """Return the loader's state before the first batch of a pass; None where a pass begins by itself at the start.
+
+    A streaming data set of Hugging Face still has the state of the pass before until its first batch is read.
+    """
+    return None if _begins_where_loaded(loader) else state_of(loader)
+
+
+def begin_at_start(loader: Any) -> None:
+    """Let the next pass begin with the first batch.
+
+    A streaming data set of Hugging Face begins every pass where a state was loaded once, as long as nobody sets another
+    epoch.
+    """
+    streams: list[Any] = [loader, getattr(loader, "dataset", None)]
+    for stream in streams:
+        if _begins_where_loaded(stream):
+            stream._starting_state_dict = None
+
+
+def _begins_where_loaded(loader: object) -> bool:
+    """Return whether `loader` is a streaming data set of Hugging Face, which nobody has to have installed."""
+    return hasattr(loader, "_starting_state_dict")

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from stretto.echo.reader import Fetched, Reader, fetch, is_last
+from stretto.echo.reader import CLOSED, Fetched, Reader, fetch, is_last
 from stretto.errors import ConfigError, OutOfTurn
 from stretto.virtual.group import VirtualGroup
 
@@ -106,14 +106,16 @@ class VirtualReader(Reader):
         """Return virtual seconds since the run began."""
         return self._reads.group.now_ns / 1e9
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def is_ready(self) -> bool:
         return bool(self._queue) and self._queue[0][1] <= self._reads.group.now_ns
 
     def take(self) -> Fetched:
-        if self._is_closed:
-            raise OutOfTurn(
-                "this pass over the store has been closed: another iterator was begun, or close() called"
-            )
+        if self.is_closed:
+            raise OutOfTurn(CLOSED)
         if not self._queue:
             self._begin()
         outcome, over_ns = self._queue[0]
@@ -126,9 +128,11 @@ class VirtualReader(Reader):
                 self._begin()
         return outcome
 
-    def close(self, *, waits: bool = True) -> None:
-        """End at once; reads under way are forgotten."""
+    def close(self) -> None:
         self._is_closed = True
+
+    def join(self) -> None:
+        """No read is ever under way: each is over in real time when it begins."""
 
     def _begin(self) -> None:
         """Begin the next read, unless nothing comes any more."""
