@@ -1,23 +1,31 @@
-"""Stretto: data-parallel training that keeps every device busy and every replica honest."""
+"""Stretto: data-parallel training that keeps every device busy and every replica honest.
 
-from stretto import echo, errors
-from stretto.echo import Auto, Bernoulli, EchoDataset, EchoLoader, EchoOptions, Even, Ready, diagnose
-from stretto.engine import Clock, Options
-from stretto.errors import StrettoError
-from stretto.guards import AtRest, Audit, Guard, ReplicaGuard
-from stretto.parallel import DataParallel
-from stretto.records import Incident, Update
-from stretto.strategies import (
-    ACCO,
-    DDP,
-    DPU,
-    LocalSGD,
-    PAFTDyn,
-    PAFTSync,
-    Strategy,
-    WeightPrediction,
-    ZeRO1,
-)
+The parts of the library are imported when one of its names is first used, so that the command line can speak before
+PyTorch is there.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stretto import echo, errors
+    from stretto.echo import Auto, Bernoulli, EchoDataset, EchoLoader, EchoOptions, Even, Ready, diagnose
+    from stretto.engine import Clock, Options
+    from stretto.errors import StrettoError
+    from stretto.guards import AtRest, Audit, Guard, ReplicaGuard
+    from stretto.parallel import DataParallel
+    from stretto.records import Incident, Update
+    from stretto.strategies import (
+        ACCO,
+        DDP,
+        DPU,
+        LocalSGD,
+        PAFTDyn,
+        PAFTSync,
+        Strategy,
+        WeightPrediction,
+        ZeRO1,
+    )
 
 __version__ = "0.2.0.dev0"
 
@@ -52,3 +60,20 @@ __all__ = [
     "echo",
     "errors",
 ]
+
+_PARTS = ("parallel", "strategies", "guards", "echo", "engine", "records", "errors")
+"""Where the names above are found: the packages that they are imported from, and two packages themselves."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of the library; Python asks here for each one once."""
+    if name not in __all__:
+        raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+    parts = {part: importlib.import_module(f"stretto.{part}") for part in _PARTS}
+    homes = (part for part in parts.values() if name in vars(part))
+    globals()[name] = value = parts[name] if name in parts else getattr(next(homes), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,38 +1,78 @@
-"""Every option is explained."""
+"""Help fits a screen, explains every option, and names every choice."""
 
 import re
 
 import pytest
 
 from stretto.cli import main
+from stretto.cli.commands import CONFIGURE
+from stretto.cli.help import COMMANDS
+from stretto.cli.options import options_of
+from stretto.echo.text import PLANS
+from stretto.guards import GUARDS
+from stretto.peers import PEERS
+from stretto.recipes import RECIPES, recipe
+from stretto.strategies import STRATEGIES
 
-RECIPES = ("stdlib-gpt", "digits-resnet")
-TRAINING = ("train", "compare", "diagnose", "simulate", "campaign")
-COMMANDS = [*(f"{command} {recipe}" for command in TRAINING for recipe in RECIPES), "doctor"]
-
-
-def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The help of a command on one line, without frames."""
-    with pytest.raises(SystemExit) as end:
-        main([*command.split(), "--help"])
-    assert end.value.code == 0
-    return " ".join(capsys.readouterr().out.replace("│", " ").split())
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_has_a_docstring(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = help_of(command, capsys)
-    options = re.findall(r"(?<=\s)--[a-z][-.\w]*", shown)
-    assert len(options) > 5
-    # What follows an option is its explanation and its default, and not its default alone.
-    assert re.findall(r"(--[a-z][-.\w]*(?: \S+)?) \(default", shown) == []
+LINES, COLUMNS = 40, 80
+TAKE_RECIPE = [name for name, command in COMMANDS.items() if "RECIPE" in command.takes]
+ASKED = [*COMMANDS, *(f"{name} {known}" for name in TAKE_RECIPE for known in RECIPES)]
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "diagnose"])
-def test_the_help_lists_options_with_their_values_and_explanations(
+def help_of(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words.split()) == 0
+    shown, complaint = capsys.readouterr()
+    assert complaint == ""
+    return shown
+
+
+@pytest.mark.parametrize("command", ["", *ASKED])
+@pytest.mark.parametrize("asks", ["--help", "-h"])
+def test_help_fits_one_screen(command: str, asks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = help_of(f"{command} {asks}", capsys).splitlines()
+    assert len(lines) <= LINES
+    assert max(map(len, lines)) <= COLUMNS
+
+
+@pytest.mark.parametrize("command", ASKED)
+def test_help_all_explains_every_option_in_80_columns(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = help_of(f"{command} digits-resnet", capsys)
-    for option in ("--clock MIN,MAX", "--wire {fp32,bf16,int8}", "--task.sgd.momentum FLOAT", "--link STR"):
-        assert option in shown
-    assert "gradients and parameters travel; bf16 halves the bytes" in shown
+    shown = help_of(f"{command} --help-all", capsys)
+    assert max(map(len, shown.splitlines())) <= COLUMNS
+    name, _, named = command.partition(" ")
+    options = list(options_of(CONFIGURE[name](recipe(named or "digits-resnet"))))
+    # An option's explanation begins on its own line or on the next.
+    explained = dict(re.findall(r"^  (--[a-z][-.\w]*)\b.*?(?:  |\n {20,})(\S[^\n]*)", shown, re.MULTILINE))
+    wanted = [option.name for option in options if named or not option.name.startswith("--task.")]
+    assert [option for option in wanted if explained.get(option, "[")[0] == "["] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "choices"),
+    [
+        ("train", "strategy", STRATEGIES),
+        ("simulate", "strategy", STRATEGIES),
+        ("diagnose", "strategy", STRATEGIES),
+        ("compare", "strategies", PEERS),
+        ("train", "guards", GUARDS),
+        ("train", "echo", PLANS),
+        ("train", "wire", ("fp32", "bf16", "int8")),
+    ],
+)
+def test_the_screen_names_every_choice(
+    command: str, option: str, choices: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = help_of(f"{command} --help", capsys)
+    (text,) = re.findall(rf"^  --{option} (.*?)(?=^  --|^$)", shown, re.MULTILINE | re.DOTALL)
+    assert [choice for choice in choices if not re.search(rf"(?<![-\w]){choice}(?![-\w])", text)] == []
+
+
+@pytest.mark.parametrize("command", TAKE_RECIPE)
+def test_help_without_a_recipe_lists_the_recipes_and_that_of_a_recipe_its_options(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = help_of(f"{command} --help", capsys)
+    assert all(f"\n  {name} " in shown for name in (*RECIPES, "FILE.py:FUNCTION"))
+    assert "--task." not in shown
+    assert "--task.width" in help_of(f"{command} digits-resnet --help", capsys)

@@ -1,85 +1,129 @@
-"""`stretto train`, as a user starts it."""
+"""`stretto train` and `stretto resume`, as a user starts them. Tests that only look at a run share one."""
 
+import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from stretto.cli import main
+from stretto.cli.screens import advice
 from stretto.observe import read_json_lines
+from stretto.recipes import recipe
 from stretto.records import Update
+from stretto.train.configuration import RunConfig
+from stretto.train.outcome import Outcome
 
 QUICK = ["digits-resnet", "--task.width", "4", "--task.batch", "8", "--evaluate-every", "3"]
+SHARED = [*QUICK, "--updates", "4", "--micro-batches", "2", "--checkpoint-every", "2"]
 
 
-def test_one_command_trains_and_leaves_a_whole_folder(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *QUICK, "--updates", "4", "--run-dir", "run", "--checkpoint-every", "2"]) == 0
-    shown, complaint = capfd.readouterr()
-    assert complaint == ""
-    lines = shown.splitlines()
-    assert lines[-4].startswith("4 updates in ")
-    assert lines[-3].startswith("held-out loss 2.")
-    assert lines[-2].startswith("held-out accuracy ")
-    assert lines[-1] == "records, checkpoints and the model are in run"
-    records = read_json_lines(Path("run/updates.jsonl"))
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A whole run: its folder, and what the command printed beside its workers."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    with redirect_stdout(io.StringIO()) as shown:
+        assert main(["train", *SHARED, "--run-dir", str(folder)]) == 0
+    return folder, shown.getvalue().splitlines()
+
+
+def test_one_command_trains_and_leaves_a_whole_folder(finished: tuple[Path, list[str]]) -> None:
+    run, _ = finished
+    records = read_json_lines(run / "updates.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert all(set(Update.__slots__) <= set(record) for record in records)
-    assert [record["step"] for record in read_json_lines(Path("run/evaluations.jsonl"))] == [0, 3, 4]
-    config = json.loads(Path("run/config.json").read_text())
-    assert (config["strategy"], config["task"]["width"], config["updates"]) == ("acco", 4, 4)
-    found = {path.name for path in Path("run").iterdir()}
-    assert found == {
+    assert [record["step"] for record in read_json_lines(run / "evaluations.jsonl")] == [0, 3, 4]
+    config = json.loads((run / "config.json").read_text())
+    assert (config["strategy"], config["task"]["width"], config["updates"]) == ("zero1", 4, 4)
+    assert {path.name for path in run.iterdir()} == {
         "checkpoints", "config.json", "evaluations.jsonl", "model.pt", "tensorboard", "updates.jsonl"
     }  # fmt: skip
 
 
-def test_a_launcher_of_torch_starts_the_same_run() -> None:
-    words = ["train", *QUICK, "--updates", "3", "--micro-batches", "2", "--no-tensorboard"]
-    assert main([*words, "--run-dir", "local"]) == 0
+def test_the_end_says_what_to_do_next(finished: tuple[Path, list[str]]) -> None:
+    run, lines = finished
+    assert lines[:2] == [f"zero1 on 2 workers, {run}", "starting the workers"]
+    assert lines[2].startswith("4 updates in ")
+    assert lines[3].startswith("held-out loss 2.")
+    assert lines[4].startswith("held-out accuracy ")
+    assert lines[5:] == [
+        "",
+        f"the run is in   {run}",
+        f"go on with it   stretto resume {run} --updates 8",
+        f"look at it      tensorboard --logdir {run}",
+    ]
+
+
+def test_a_launcher_of_torch_starts_the_same_run(finished: tuple[Path, list[str]]) -> None:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launched = subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", "stretto", *words, "--run-dir", "launched"],
+        [sys.executable, "-m", *launcher, "-m", "stretto", "train", *SHARED, "--run-dir", "launched"],
         capture_output=True,
         text=True,
     )
     assert launched.returncode == 0, launched.stderr
-    assert launched.stdout.splitlines()[0] == "acco on 2 workers, link none, launched"
+    assert launched.stdout.splitlines()[:2] == ["loading PyTorch", "zero1 on 2 workers, launched"]
     losses = [
-        [record["loss"] for record in read_json_lines(Path(folder, "updates.jsonl"))]
-        for folder in ("local", "launched")
+        [record["loss"] for record in read_json_lines(folder / "updates.jsonl")]
+        for folder in (finished[0], Path("launched"))
     ]
     assert losses[0] == losses[1]
 
 
-def test_a_run_goes_on_where_it_was_left(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", *QUICK, "--micro-batches", "2", "--no-tensorboard", "--run-dir", "run"]
-    assert main([*words, "--updates", "2"]) == 0
-    assert main([*words, "--updates", "5", "--resume"]) == 0
-    assert [record["step"] for record in read_json_lines(Path("run/updates.jsonl"))] == [1, 2, 3, 4, 5]
-    assert capsys.readouterr().out.count("records, checkpoints and the model are in run") == 2
+def test_a_run_goes_on_with_the_options_that_it_had(
+    finished: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished[0], "moved")
+    assert main(["resume", "moved", "--updates", "6"]) == 0
+    assert [record["step"] for record in read_json_lines(Path("moved/updates.jsonl"))] == [1, 2, 3, 4, 5, 6]
+    config = json.loads(Path("moved/config.json").read_text())
+    assert (config["task"]["width"], config["updates"], config["run_dir"]) == (4, 6, "moved")
+    assert config["command"]["options"] == [*SHARED[1:], "--run-dir", str(finished[0]), "--updates", "6"]
+    assert "go on with it   stretto resume moved --updates 12" in capsys.readouterr().out
 
 
-def test_a_worker_that_fails_is_named_in_one_line_with_exit_code_1(
+def test_a_worker_that_fails_is_named_in_one_line_and_leaves_no_folder_of_a_run_that_never_began(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # Only the workers read the data: there are fewer images than that.
-    assert main(["train", *QUICK, "--run-dir", "run", "--task.batch", "9999"]) == 1
+    assert main(["train", *QUICK, "--task.batch", "9999"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match("stretto: rank [01] of 2 local workers failed: ConfigError: a micro-batch of 9999", line)
+    assert list(Path().iterdir()) == []
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_rank_and_step(
+def test_a_loss_that_is_not_finite_ends_the_command_with_rank_and_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["train", *QUICK, "--run-dir", "run", "--task.lr", "1e30", "--strategy", "zero1"]
-    assert main(words) == 1
-    first = capsys.readouterr().err.splitlines()[0]
-    assert re.search("rank ([01]) of 2 local workers failed: NonFinite: rank \\1, step", first)
+    # On virtual ranks: what becomes of a real worker's error, the test above sees.
+    assert main(["simulate", *QUICK, "--ranks", "2", "--task.lr", "1e30"]) == 1
+    assert re.search("rank ([01]), step", capsys.readouterr().err.splitlines()[0])
+
+
+def test_a_recipe_file_that_has_changed_is_told_of_at_the_resume(
+    finished: tuple[Path, list[str]], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    Path("own_copy.py").write_text("from stretto.recipes import DigitsResNet as Digits\n")
+    shutil.copytree(finished[0], "run")
+    config = json.loads(Path("run/config.json").read_text())
+    place = f"{Path.cwd() / 'own_copy.py'}:Digits"
+    config["command"] |= {"recipe": place, "digest": "of another content"}
+    Path("run/config.json").write_text(json.dumps(config))
+    assert main(["resume", "run"]) == 0  # at its end already
+    assert capfd.readouterr().out.startswith(f"note: {place} has changed since this run began\n")
+    config["command"]["recipe"] = place.replace("own_copy", "own_gone")
+    Path("run/config.json").write_text(json.dumps(config))
+    assert main(["resume", "run"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("stretto: there is no recipe file ")
 
 
 def test_a_rank_that_is_hit_again_and_again_is_left_out_and_the_run_ends_well(
@@ -110,15 +154,46 @@ def test_a_rank_that_is_hit_again_and_again_is_left_out_and_the_run_ends_well(
     assert len(read_json_lines(Path("run", "incidents.jsonl"))) == 3
 
 
-def test_ctrl_c_ends_the_run_and_all_its_workers() -> None:
+def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how_to_go_on() -> None:
     words = [sys.executable, "-m", "stretto", "train", *QUICK, "--updates", "100000", "--run-dir", "run"]
+    words += ["--checkpoint-every", "1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, start_new_session=True, **pipes) as run:
         try:
-            next(line for line in run.stdout if line.startswith("update 1/"))
+            started = [run.stdout.readline() for _ in range(7)]
+            next(line for line in run.stdout if " after 3 updates" in line)
             os.killpg(run.pid, signal.SIGINT)  # as a terminal does: the launcher and every worker
             # The workers write to the same pipe, so it ends when the last of them has.
-            _, complaint = run.communicate()
+            shown, complaint = run.communicate()
         finally:
             run.kill()
     assert (run.returncode, complaint) == (130, "interrupted\n")
+    assert started[:4] == [
+        "loading PyTorch\n",
+        "zero1 on 2 workers, run\n",
+        "starting the workers\n",
+        "workers have started: reading the data and building the model\n",
+    ]
+    assert re.fullmatch(r"data and model are ready: [\d,]+ parameters\n", started[4])
+    assert started[5].startswith("held-out loss 2.")
+    assert re.fullmatch(r"update 1/100000  loss 2\.\d+\n", started[6])
+    assert shown.splitlines()[-1] == "go on with it: stretto resume run"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "wire", "hint"),
+    [
+        (1 / 3, "int8", "--strategy acco up to 1.5 times"),  # n·t = 2C: the most that ACCO can gain
+        (0.5, "fp32", "--strategy acco --wire bf16 up to 2.0 times"),  # C halves, and all of it is hidden
+        (0.8, "fp32", "--strategy acco --wire int8 up to 1.7 times"),  # 1 / (2 · 0.8 · 3/8)
+        (0.8, "int8", ""),  # sending twice would be slower
+        (0.1, "fp32", ""),
+    ],
+)
+def test_the_gain_of_hiding_follows_the_time_model(waiting: float, wire: str, hint: str) -> None:
+    measured = dict.fromkeys((field for field in Outcome.__slots__), 0)
+    outcome = Outcome(**{**measured, "training_seconds": 10.0, "exposed_seconds": 10.0 * waiting})
+    run = RunConfig(task=recipe("digits-resnet"), wire=wire)
+    assert hint in advice(outcome, run)
+    assert bool(hint) == bool(advice(outcome, run))
+    assert advice(outcome, RunConfig(task=recipe("digits-resnet"), strategy="acco")) == ""

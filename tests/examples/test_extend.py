@@ -1,4 +1,4 @@
-"""A strategy, a guard and a recipe from outside: one file and one line of registration each."""
+"""A strategy and a guard from outside: one file and one line of registration each."""
 
 import importlib.util
 import json
@@ -12,7 +12,6 @@ import torch
 
 from stretto import ACCO, DDP, Options
 from stretto.guards import GUARDS, Guard
-from stretto.recipes import RECIPES
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.testing import Damage, GuardConformance, StrategyConformance
 from stretto.testing.jobs import Job, train
@@ -26,8 +25,8 @@ SMALL = ("--task.width", "4", "--task.batch", "8", "--micro-batches", "2", "--no
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that imports a file of `examples/extend/`; what it has registered is forgotten afterwards."""
-    for names in (STRATEGIES, GUARDS, RECIPES):
-        for name in ("replicated-acco", "alarm", "sine"):
+    for names in (STRATEGIES, GUARDS):
+        for name in ("replicated-acco", "alarm"):
             monkeypatch.setitem(names, name, None)  # so that its absence is put back at the end
             del names[name]
 
@@ -45,9 +44,9 @@ def records(file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("name", ["strategy", "guard", "recipe"])
+@pytest.mark.parametrize("name", ["strategy", "guard"])
 def test_a_file_registers_itself_in_one_line(load: Any, name: str) -> None:
-    names = {"strategy": STRATEGIES, "guard": GUARDS, "recipe": RECIPES}[name]
+    names = {"strategy": STRATEGIES, "guard": GUARDS}[name]
     known = set(names)
     load(name)
     assert len(set(names) - known) == 1
@@ -80,7 +79,7 @@ def test_the_strategy_equals_acco_to_the_bit(load: Any) -> None:
 def test_the_strategy_trains_from_the_command_line_under_a_guard_that_acco_cannot_have() -> None:
     words = ("train", "digits-resnet", *SMALL, "--updates", "3", "--run-dir", "run")
     lines = printed("extend/strategy.py", *words, "--strategy", "replicated-acco", "--guards", "replica")
-    assert lines[0] == "replicated-acco on 2 workers, link none, run"
+    assert lines[0] == "replicated-acco on 2 workers, run"
     assert [record["step"] for record in records("run/updates.jsonl")] == [1, 2, 3]
 
 
@@ -103,22 +102,3 @@ def test_the_guard_speaks_on_the_command_line() -> None:
     lines = printed("extend/guard.py", *words, "--strategy", "ddp", "--guards", "alarm", "--faults", fault)
     assert any("masters damaged (bucket 0; rank 1): none" in line for line in lines)
     assert {tuple(record["ranks"]) for record in records("run/incidents.jsonl")} == {(1,)}
-
-
-def test_the_recipe_learns_on_two_workers_with_options_of_its_own() -> None:
-    words = (
-        "--updates",
-        "100",
-        "--task.hidden",
-        "16",
-        "--task.lr",
-        "0.05",
-        "--no-tensorboard",
-        "--run-dir",
-        "run",
-    )
-    printed("extend/recipe.py", "train", "sine", *words)
-    first, *_, last = [record["heldout_loss"] for record in records("run/evaluations.jsonl")]
-    assert last < first / 10
-    assert json.loads(Path("run/config.json").read_text())["task"]["hidden"] == 16
-    assert torch.load("run/model.pt")["0.weight"].shape == (16, 1)

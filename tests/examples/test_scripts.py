@@ -1,11 +1,15 @@
 """Every script of `examples/` runs as it stands, and what it prints is what it promises."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from stretto.observe import read_json_lines
 from tests.examples.scripts import EXAMPLES, printed
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -58,8 +62,18 @@ def test_guards_give_back_the_undisturbed_run_to_the_bit() -> None:
     assert float(repaired.rpartition(" ")[2]) == 0
 
 
+def test_the_recipe_learns_on_two_workers_with_options_of_its_own() -> None:
+    options = "--updates 100 --task.hidden 16 --task.lr 0.05 --no-tensorboard --run-dir run"
+    arguments = ["train", f"{EXAMPLES / 'recipe.py'}:sine", *options.split()]
+    subprocess.run([sys.executable, "-m", "stretto", *arguments], check=True, capture_output=True)
+    first, *_, last = [row["heldout_loss"] for row in read_json_lines(Path("run/evaluations.jsonl"))]
+    assert last < first / 10
+    assert json.loads(Path("run/config.json").read_text())["task"]["hidden"] == 16
+    assert torch.load("run/model.pt")["0.weight"].shape == (16, 1)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_is_short_and_is_listed_in_the_readme(script: str) -> None:
     assert len((EXAMPLES / script).read_text(encoding="utf-8").splitlines()) < 80
     assert f"(examples/{script})" in (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    assert f'printed("{script}"' in Path(__file__).read_text(encoding="utf-8")
+    assert re.search(f"(printed\\(|EXAMPLES / )[\"']{script}", Path(__file__).read_text(encoding="utf-8"))

@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 
-EXTRAS = ("transformers", "tokenizers", "datasets", "sklearn", "tyro", "rich", "tensorboard")
+EXTRAS = ("transformers", "tokenizers", "datasets", "sklearn", "docstring_parser", "rich", "tensorboard")
+
+IMPORTED = {"importlib", "TYPE_CHECKING", "Any"}
+"""What the package's own file imports for itself."""
 
 REPORT = """
 import json, os, random, sys, threading, warnings
@@ -25,6 +28,7 @@ def state():
 
 before = state()
 import stretto
+from stretto import *
 after = state()
 changed = sorted(name for name in before if before[name] != after[name])
 print(json.dumps({"changed": changed, "modules": sorted(sys.modules)}))
@@ -44,11 +48,28 @@ def test_import_changes_nothing_and_needs_no_extra() -> None:
     assert (report["changed"], extras, written) == ([], [], "")
 
 
+def test_pytorch_is_not_imported_before_the_first_line() -> None:
+    program = """
+import sys
+from stretto.cli import main
+assert [main(["--version"]), main(["--help"]), main(["tarin"])] == [0, 0, 2]
+assert "torch" not in sys.modules
+write, sys.stdout.write = sys.stdout.write, lambda text: write(f"{'torch' in sys.modules} {text}")
+main(["train", "digits-resnet", "--updates", "0"])
+"""
+    lines = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    ).stdout.splitlines()
+    assert lines[-1].startswith("False loading PyTorch")
+
+
 def test_the_public_names_are_exactly_those_listed() -> None:
     import stretto
 
     # A submodule becomes an attribute once anybody imports it, so it may be listed but need not.
     submodules = {name for name in vars(stretto) if f"stretto.{name}" in sys.modules}
-    public = {name for name in vars(stretto) if not name.startswith("_")}
+    for name in stretto.__all__:
+        getattr(stretto, name)
+    public = {name for name in vars(stretto) if not name.startswith("_")} - IMPORTED
     assert set(stretto.__all__) - submodules == public - submodules
     assert len(stretto.__all__) == len(set(stretto.__all__))

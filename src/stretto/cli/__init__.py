@@ -1,34 +1,19 @@
-"""The command line: `stretto COMMAND ...`."""
+"""The command line: `stretto COMMAND ...`.
 
+Nothing here or in `help` imports PyTorch, which takes seconds: the first line, the version and the overview come
+before.
+"""
+
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 
-USAGE = """\
-usage: stretto COMMAND [RECIPE] [OPTIONS]
-       stretto --version
+from stretto.cli.help import COMMANDS, HELP, HELP_ALL, overview
+from stretto.cli.printable import printable
+from stretto.errors import ConfigError, CorruptionError, StrettoError, WorkerFailed
+from stretto.fields import unknown_name
 
-commands:
-  train      train a recipe on local workers, or as a rank of torchrun
-  compare    run strategies side by side on the same link
-  simulate   train a recipe on a virtual cluster of many ranks
-  diagnose   measure whether the input is the bottleneck, and what an echo would gain
-  campaign   strike small jobs with seeded faults and see whether guards keep their promises; a recipe may be left out
-  doctor     find out whether this machine's arithmetic, memory and network can be trusted; takes no recipe
-
-`stretto COMMAND --help` lists the recipes, `stretto COMMAND RECIPE --help` all options.
-"""
-
-RECIPE_USAGE = """\
-usage: stretto {command} RECIPE [OPTIONS]
-
-recipes: {recipes}
-
-`stretto {command} {first} --help` lists all options.
-"""
-
-TAKES_RECIPE = ("train", "compare", "simulate", "diagnose")
-HELP = ("-h", "--help")
 FAILED, MISUSED, DAMAGED, INTERRUPTED = 1, 2, 3, 130
 """Exit codes beside 0; see `main`."""
 
@@ -44,41 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in HELP:
-        print(USAGE, end="")
+    if not words or words[0] in (*HELP, HELP_ALL):
+        print(overview(), end="")
         return 0 if words else MISUSED
     if words[0] == "--version":
         print(f"stretto {_version()}")
         return 0
-    # Not earlier: the help needs none of what the commands are made of.
-    from stretto.cli.commands import (
-        campaign_command,
-        compare_command,
-        diagnose_command,
-        doctor_command,
-        simulate_command,
-        train_command,
-    )
-    from stretto.errors import ConfigError, CorruptionError, StrettoError, WorkerFailed
-    from stretto.fields import unknown_name
-    from stretto.recipes import RECIPES
-
-    commands: dict[str, Callable[[Sequence[str]], int | None]] = {
-        "train": train_command,
-        "compare": compare_command,
-        "simulate": simulate_command,
-        "diagnose": diagnose_command,
-        "campaign": campaign_command,
-        "doctor": doctor_command,
-    }
     try:
-        if words[0] not in commands:
-            raise unknown_name("no command is called", words[0], commands)
-        if words[0] in TAKES_RECIPE and words[1:2] and words[1] in HELP:
-            listed = {"recipes": ", ".join(RECIPES), "first": next(iter(RECIPES))}
-            print(RECIPE_USAGE.format(command=words[0], **listed), end="")
-            return 0
-        return commands[words[0]](words[1:]) or 0
+        return _run(words[0], words[1:])
     except ConfigError as error:
         return _complain(error, MISUSED)
     except StrettoError as error:
@@ -89,6 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _run(name: str, words: Sequence[str]) -> int:
+    if name not in COMMANDS:
+        raise unknown_name("no command is called", name, COMMANDS)
+    asks_help = not {*HELP, HELP_ALL}.isdisjoint(words)
+    if "torch" not in sys.modules and not asks_help and os.environ.get("RANK", "0") == "0":
+        print("loading PyTorch", flush=True)
+    from stretto.cli.commands import help_of, run_command
+
+    if asks_help:
+        print(help_of(name, words), end="")
+        return 0
+    return run_command(name, words)
+
+
 def _version() -> str:
     try:
         return metadata.version("stretto")
@@ -97,5 +69,5 @@ def _version() -> str:
 
 
 def _complain(error: Exception, exit_code: int) -> int:
-    print(f"stretto: {error}", file=sys.stderr)
+    print(f"stretto: {printable(str(error))}", file=sys.stderr)
     return exit_code

@@ -1,89 +1,141 @@
 """The commands of `stretto`: each takes the words after its name, does its work, and prints what came of it."""
 
 import dataclasses
+import inspect
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from stretto.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto.cli.environment import find_ranks, is_joined
-from stretto.cli.options import parse_alone, parse_options
-from stretto.doctor import Examination, Finding, Report, examine_rank
-from stretto.echo import Diagnosis
-from stretto.errors import ConfigError
+from stretto.cli.help import HELP_ALL, command_help, first_clause
+from stretto.cli.options import named_as_options, options_of, parse_alone, parse_options
+from stretto.cli.run_folder import command_of, run_folder
+from stretto.cli.screens import print_diagnosis, print_report, print_run, print_simulation
+from stretto.doctor import Examination, Report, examine_rank
+from stretto.errors import ConfigError, UnknownName
 from stretto.observe import print_campaign, print_comparison
-from stretto.recipes import TaskConfig
+from stretto.recipes import RECIPES, TaskConfig, recipe
 from stretto.train.arms import parse_arm
 from stretto.train.comparison import compare, diagnose_rank
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.handle import check_run
-from stretto.train.outcome import Outcome, describe_environment, new_run_folder, prepare_run_folder
+from stretto.train.outcome import describe_environment, new_run_folder
 from stretto.train.rank import title_of
 from stretto.train.restarts import train_on
 from stretto.train.simulation import SimulateConfig, simulate
 
+CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
+    {
+        "train": lambda task: RunConfig(task=task),
+        "resume": lambda task: RunConfig(task=task),
+        "compare": lambda task: CompareConfig(task=task),
+        "simulate": lambda task: SimulateConfig(task=task),
+        "diagnose": lambda task: DiagnoseConfig(task=task),
+        "campaign": lambda task: CampaignConfig(task=small(task)),
+        "doctor": lambda _: Examination(),
+    }
+)
+"""What makes the configuration of each command from a recipe's."""
 CAMPAIGN_RECIPE = "stdlib-gpt"
 """What a campaign trains where no recipe is named."""
 BROKEN = FAILED = 1
 """Exit codes: a promise was broken; the machine cannot be trusted."""
 
 
+def run_command(name: str, words: Sequence[str]) -> int:
+    """Run the command `name` and return the process's exit code."""
+    commands: Mapping[str, Callable[[Sequence[str]], int | None]] = {
+        "train": train_command,
+        "resume": resume_command,
+        "compare": compare_command,
+        "simulate": simulate_command,
+        "diagnose": diagnose_command,
+        "campaign": campaign_command,
+        "doctor": doctor_command,
+    }
+    return commands[name](words) or 0
+
+
+def help_of(name: str, words: Sequence[str]) -> str:
+    """Return the help that `words` ask for."""
+    takes_recipe = name not in ("resume", "doctor")
+    named = words[0] if takes_recipe and not words[0].startswith("-") else None
+    options = list(options_of(CONFIGURE[name](recipe(named or CAMPAIGN_RECIPE))))
+    return command_help(name, _described_recipes(), options, named, whole=HELP_ALL in words)
+
+
+def _described_recipes() -> dict[str, str]:
+    described = {}
+    for name, make in RECIPES.items():
+        text = first_clause(inspect.getdoc(type(make())) or "")
+        described[name] = text[:1].lower() + text[1:]
+    return {**described, "FILE.py:FUNCTION": "your own, or MODULE:FUNCTION of a package (docs/recipes.md)"}
+
+
 def train_command(words: Sequence[str]) -> None:
     """Train a recipe on local workers, or as a rank of a launcher."""
-    recipe, run = parse_options("train", words, lambda task: RunConfig(task=task))
-    run = _complete(recipe, run)
-    ranks = find_ranks(run.workers)
-    check_run(run, ranks.world_size)
-    if ranks.is_first:
-        prepare_run_folder(run)
-        _print_line(title_of(run, ranks.world_size))  # at once: it takes seconds until the ranks have started
-    outcome = train_on(ranks, run, _print_line)
-    if ranks.is_first:
-        _print_run(outcome, run)
+    named, run = parse_options("train", words, CONFIGURE["train"])
+    _train(named, words[1:], _complete(named, run))
 
 
-def _complete(recipe: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
+def resume_command(words: Sequence[str]) -> None:
+    """Go on with the run in a folder, with the options that it had and those that are given now."""
+    if not words or words[0].startswith("-"):
+        raise UnknownName("resume needs the folder of a run first: stretto resume FOLDER")
+    folder, *options = words
+    before = command_of(Path(folder))
+    options = [*before["options"], *options]
+    _, run = parse_options(
+        "train", [before["recipe"], *options, "--run-dir", folder, "--resume"], CONFIGURE["train"]
+    )
+    _train(before["recipe"], options, _complete(before["recipe"], run))
+
+
+def _complete(named: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
     """Choose a folder where the user has not, and apply what the strategy's text sets for the run."""
     arm = parse_arm(run.strategy)
     if not arm.is_ours:
         raise ConfigError(
-            f"{arm.name} is there to compare with: stretto compare {recipe} --strategies {arm.name},..."
+            f"{arm.name} is there to compare with: stretto compare {named} --strategies {arm.name},..."
         )
     if run.run_dir is None:
         if is_joined():
             raise ConfigError(
                 "ranks of a launcher need --run-dir: they cannot agree on the name of a new folder"
             )
-        run = dataclasses.replace(run, run_dir=new_run_folder(recipe))
+        run = dataclasses.replace(run, run_dir=new_run_folder(_short(named)))
     return run.run_of(arm)
 
 
-def _print_run(outcome: Outcome, run: RunConfig[TaskConfig]) -> None:
-    rate = outcome.samples_per_second
-    print(
-        f"{outcome.updates} updates in {outcome.training_seconds:.1f} s"
-        + ("" if rate is None else f", {rate:,.0f} samples/s")
-    )
-    print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
-    if outcome.echoed_batches or run.slow_loader != "none":
-        print(
-            f"rank 0 took {outcome.fresh_batches} batches, used {outcome.echoed_batches} again and waited "
-            f"{outcome.wait_seconds:.1f} s for data"
-        )
-    if outcome.accuracy is not None:
-        print(f"held-out accuracy {outcome.accuracy:.1%}")
-    if outcome.sample is not None:
-        print(f"a sample:\n{outcome.sample}")
-    print(f"records, checkpoints and the model are in {run.run_dir}")
+def _short(named: str) -> str:
+    """Return a recipe's name as a part of a folder's name: of a user's own recipe, the function's."""
+    return named.rpartition(":")[2]
+
+
+def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig]) -> None:
+    ranks = find_ranks(run.workers)
+    with named_as_options(run):
+        check_run(run, ranks.world_size)
+    if not ranks.is_first:
+        train_on(ranks, run, _print_nothing)
+        return
+    with run_folder(run, named, options):
+        _print_line(title_of(run, ranks.world_size))
+        _print_line("starting the workers")  # they import PyTorch anew, which takes seconds
+        outcome = train_on(ranks, run, _print_line)
+    print_run(outcome, run, is_on_a_link=run.link != "none" or is_joined())
 
 
 def compare_command(words: Sequence[str]) -> None:
     """Run strategies side by side on the same link."""
-    _, comparison = parse_options("compare", words, lambda task: CompareConfig(task=task))
+    _, comparison = parse_options("compare", words, CONFIGURE["compare"])
     ranks = find_ranks(comparison.workers)
-    runs = compare(comparison, ranks, _print_line if ranks.is_first else _print_nothing)
+    with named_as_options(comparison):
+        runs = compare(comparison, ranks, _print_line if ranks.is_first else _print_nothing)
     if ranks.is_first:
         print_comparison(runs)
 
@@ -98,57 +150,22 @@ def _print_nothing(line: str) -> None:
 
 def simulate_command(words: Sequence[str]) -> None:
     """Train a recipe on a virtual cluster of many ranks."""
-    _, simulation = parse_options("simulate", words, lambda task: SimulateConfig(task=task))
-    results = simulate(simulation)
-    _print_simulation(results.values[0], simulation)
-
-
-def _print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -> None:
-    rate, seconds = outcome.samples_per_second, outcome.training_seconds
-    print(
-        f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}, seed "
-        f"{simulation.seed}"
-    )
-    print(
-        f"{outcome.updates} updates in {seconds:.3f} virtual s"
-        + ("" if rate is None else f", {rate:,.0f} samples/s")
-    )
-    if outcome.exposed_seconds is not None and seconds:
-        print(f"rank 0 waited for communication {outcome.exposed_seconds / seconds:.1%} of the time")
-    if simulation.slow_loader != "none" and seconds:
-        print(
-            f"rank 0 waited for data {outcome.wait_seconds / seconds:.1%} of the time: {outcome.fresh_batches} fresh "
-            f"micro-batches, {outcome.echoed_batches} echoed"
-        )
-    print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
-    if simulation.run_dir is not None:
-        print(f"records, trace and the model are in {simulation.run_dir}")
+    _, simulation = parse_options("simulate", words, CONFIGURE["simulate"])
+    with named_as_options(simulation):
+        results = simulate(simulation)
+    print_simulation(results.values[0], simulation)
 
 
 def diagnose_command(words: Sequence[str]) -> None:
     """Measure whether the input is the bottleneck, and what an echo would gain."""
-    _, job = parse_options("diagnose", words, lambda task: DiagnoseConfig(task=task))
+    _, job = parse_options("diagnose", words, CONFIGURE["diagnose"])
     ranks = find_ranks(job.workers)
-    check_run(job.run_of(parse_arm(job.strategy)), ranks.world_size)
+    with named_as_options(job):
+        check_run(job.run_of(parse_arm(job.strategy)), ranks.world_size)
     found = ranks.call(diagnose_rank, job)
     if ranks.is_first:
         # All ranks wait for the slowest loader.
-        _print_diagnosis(max(found, key=lambda diagnosis: diagnosis.free_uses))
-
-
-def _print_diagnosis(diagnosis: Diagnosis) -> None:
-    rows = {
-        "L, the loader alone": diagnosis.load_seconds,
-        "C + A, the step on a cached batch": diagnosis.step_seconds,
-        "A, of it waiting for communication": diagnosis.exposed_seconds,
-        "the loop as it is": diagnosis.period_seconds,
-    }
-    for name, seconds in rows.items():
-        print(f"{name:36} {1000 * seconds:9.3f} ms per micro-batch")
-    print(f"{'e* = L / (C + A), the free uses':36} {diagnosis.free_uses:9.3f}")
-    print(diagnosis.summary)
-    for advice in diagnosis.advice:
-        print(f"  before an echo: {advice}")
+        print_diagnosis(max(found, key=lambda diagnosis: diagnosis.free_uses))
 
 
 def campaign_command(words: Sequence[str]) -> int:
@@ -159,7 +176,7 @@ def campaign_command(words: Sequence[str]) -> int:
     """
     named = bool(words) and not words[0].startswith("-")
     whole = list(words) if named else [CAMPAIGN_RECIPE, *words]
-    _, campaign = parse_options("campaign", whole, lambda task: CampaignConfig(task=small(task)))
+    _, campaign = parse_options("campaign", whole, CONFIGURE["campaign"])
     if campaign.only is not None:
         return _repeat(campaign, campaign.only)
     report = run_campaign(campaign, _print_line)
@@ -197,23 +214,10 @@ def doctor_command(words: Sequence[str]) -> int:
     ranks = find_ranks(examination.workers)
     report = ranks.call(examine_rank, examination)[0]
     if ranks.is_first:
-        _print_report(report)
+        print_report(report)
         if examination.out is not None:
             _write(report, Path(examination.out))
     return 0 if report.passed else FAILED
-
-
-def _print_report(report: Report) -> None:
-    for finding in report.findings:
-        mark = "ok " if finding.passed else "BAD"
-        print(f"{mark}  {finding.check:22} {_whom(finding):36} {finding.detail}")
-    print(report.summary)
-
-
-def _whom(finding: Finding) -> str:
-    if finding.link is not None:
-        return f"rank {finding.link[0]} to rank {finding.link[1]}"
-    return "all ranks" if finding.rank is None else f"rank {finding.rank}, {finding.device}"
 
 
 def _write(report: Report, folder: Path) -> None:

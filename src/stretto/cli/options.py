@@ -1,33 +1,73 @@
-"""Configurations from words of the command line: every field is an option, and its docstring is the help.
+"""Configurations from words of the command line: every field is an option.
 
-tyro finds options and prints the help. The values are read here, after tyro is done, by the types of the fields: so a
-mistake is an error like any other, in one line and with the word that was probably meant.
+argparse finds the options. Their values are read here by the types of the fields: so a mistake is an error like any
+other, in one line and with the word that was probably meant.
 """
 
+import argparse
 import dataclasses
-import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
 from types import MappingProxyType, NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from stretto.engine import Clock
-from stretto.errors import ConfigError, MissingExtra, UnknownName
+from stretto.errors import ConfigError, UnknownName
 from stretto.faults import Fault, faults_text, parse_faults
-from stretto.fields import did_you_mean, read_value
+from stretto.fields import did_you_mean, field_types, read_value
 from stretto.recipes import RECIPES, recipe
 from stretto.train.arms import parse_clock, parse_learning_rates, split_list
 from stretto.virtual import parse_slowness
 
-if TYPE_CHECKING:
-    from tyro.constructors import (
-        PrimitiveConstructorSpec,
-        PrimitiveTypeInfo,
-        StructConstructorSpec,
-        StructTypeInfo,
-    )
-
 ConfigT = TypeVar("ConfigT")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One option of a command."""
+
+    name: str
+    """As the user writes it: --task.width."""
+    record: type
+    """The record that it is a field of."""
+    field: str
+    """The field's name."""
+    kind: Any
+    """The field's type."""
+    default: Any
+    """The field's value where the user leaves it alone."""
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no value."""
+        return self.kind is bool
+
+    @property
+    def off(self) -> str:
+        """The option that turns a switch off."""
+        prefix, dot, last = self.name.removeprefix("--").rpartition(".")
+        return f"--{prefix}{dot}no-{last}"
+
+    @property
+    def metavar(self) -> str:
+        """What the help shows for the value."""
+        return "" if self.is_switch else _metavar(self.kind)
+
+    @property
+    def shown_default(self) -> str:
+        """The default as the user would write it."""
+        return _shown(self.default)
+
+
+def options_of(record: Any, prefix: str = "--") -> Iterator[Option]:
+    """Yield the options of a configuration: its fields, and those of the records in them."""
+    for name, kind in field_types(record.__class__).items():
+        value, option = getattr(record, name), _option(prefix, name)
+        if _is_group(value):
+            yield from options_of(value, f"{option}.")
+        else:
+            yield Option(name=option, record=type(record), field=name, kind=kind, default=value)
 
 
 def parse_options(
@@ -36,7 +76,7 @@ def parse_options(
     """Read "RECIPE [OPTIONS]".
 
     Args:
-        command: Its name, for help and messages.
+        command: Its name, for messages.
         words: What follows it.
         configure: Makes the command's configuration from a recipe's; its fields are the options.
 
@@ -46,165 +86,124 @@ def parse_options(
     Raises:
         UnknownName: No recipe, or no option, is called so.
         ConfigError: A value cannot be read, or cannot be.
-        MissingExtra: tyro is not installed.
-        SystemExit: The help was asked for; it is printed.
     """
     if not words or words[0].startswith("-"):
-        raise UnknownName(f"{command} needs a recipe first: {', '.join(RECIPES)}")
+        raise UnknownName(
+            f"{command} needs a recipe first: {', '.join(RECIPES)}, or your own as FILE.py:FUNCTION"
+        )
     name, *options = words
-    configuration: ConfigT = _parse(f"stretto {command} {name}", options, configure(recipe(name)))
-    return name, configuration
+    return name, parse_alone(f"{command} {name}", options, configure(recipe(name)))
 
 
 def parse_alone(command: str, words: Sequence[str], default: ConfigT) -> ConfigT:
     """Read the options of a command without a recipe; the errors are those of `parse_options`."""
-    configuration: ConfigT = _parse(f"stretto {command}", words, default)
-    return configuration
-
-
-def _parse(program: str, words: Sequence[str], default: Any) -> Any:
-    try:
-        import tyro
-    except ImportError as error:
-        raise MissingExtra("tyro", "cli", "the command line") from error
-    kind = default.__class__
-    registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(_one_option)
-    registry.struct_rule(_Drafting())
-    found: tuple[Any, list[str]] = tyro.cli(
-        kind[type(default.task)] if hasattr(default, "task") else kind,  # its options are fields too
-        prog=program,
-        description=inspect.getdoc(kind),
-        args=list(words),
-        default=default,
-        registry=registry,
-        return_unknown_args=True,
+    options = {option.name: option for option in options_of(default)}
+    parser = _Parser(
+        prog=f"stretto {command}", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
-    draft, unknown = found
+    for option in options.values():
+        if option.is_switch:
+            parser.add_argument(option.name, dest=option.name, action="store_true")
+            parser.add_argument(option.off, dest=option.name, action="store_false")
+        else:
+            # Whatever their number: a wrong one is our error, not argparse's.
+            parser.add_argument(option.name, dest=option.name, nargs="*")
+    found, unknown = parser.parse_known_args(list(words))
     if unknown:
-        raise _unknown_word(program, unknown[0], words, list(draft.options()))
-    return draft.made()
+        known = [*options, *(option.off for option in options.values() if option.is_switch)]
+        raise _unknown_word(command, unknown[0], words, known)
+    values = {
+        name: given if options[name].is_switch else _read(given, options[name])
+        for name, given in vars(found).items()
+    }
+    changed: ConfigT = _changed(default, values)
+    return changed
 
 
-def _unknown_word(program: str, word: str, words: Sequence[str], options: Sequence[str]) -> UnknownName:
-    command = program.removeprefix("stretto ")
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` lists the options")
+
+
+def _unknown_word(command: str, word: str, words: Sequence[str], known: Sequence[str]) -> UnknownName:
+    listed = f"`stretto {command} --help-all` lists them"
     if word.startswith("-"):
-        hint = did_you_mean(word.partition("=")[0], options)
-        return UnknownName(f"{command} has no option {word!r}; `{program} --help` lists them{hint}")
+        hint = did_you_mean(word.partition("=")[0], known)
+        return UnknownName(f"{command} has no option {word!r}; {listed}{hint}")
     # Options take all words that follow them, but for switches, which take none.
-    place = next(i for i, given in enumerate(words) if given.endswith(word))
-    given = " ".join(words[max(0, place - 1) : place + 1]) if words[place] == word else words[place]
-    return UnknownName(
-        f"cannot read {given!r}: a switch takes no value; `{program} --help` lists all options"
-    )
+    before = words[max(0, words.index(word) - 1)]
+    given = word if before == word else f"{before} {word}"
+    return UnknownName(f"cannot read {given!r}: a switch takes no value; {listed}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Words:
-    """The value of one option, as the user wrote it."""
-
-    words: Sequence[str]
-    kind: Any
-
-    def read(self, option: str) -> Any:
-        """Return the value, of the option's type."""
-        separator = "," if get_origin(self.kind) is tuple else " "
-        text = separator.join(self.words)
-        if not self.words or (len(self.words) > 1 and separator == " "):
-            raise ConfigError(f"{option} takes one value, found {text or 'none'}")
-        try:
-            return read_value(text, self.kind, _READERS)
-        except ConfigError as error:
-            raise ConfigError(f"{option} {text}: {error}") from error
+def _read(words: Sequence[str], option: Option) -> Any:
+    """Return the value of an option, of its type."""
+    separator = "," if get_origin(option.kind) is tuple else " "
+    text = separator.join(words)
+    if not words or (len(words) > 1 and separator == " "):
+        raise ConfigError(f"{option.name} takes one value, found {text or 'none'}")
+    try:
+        return read_value(text, option.kind, _READERS)
+    except ConfigError as error:
+        raise ConfigError(f"{option.name} {text}: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class _Draft(Generic[ConfigT]):
-    """A configuration whose options are known, and not yet read."""
+def _changed(record: Any, values: Mapping[str, Any], prefix: str = "--") -> Any:
+    """Return `record` with the values of the options that the user has set."""
+    changes = {}
+    for name in field_types(record.__class__):
+        value, option = getattr(record, name), _option(prefix, name)
+        if _is_group(value):
+            changes[name] = _changed(value, values, f"{option}.")
+        elif option in values:
+            changes[name] = values[option]
+    with named_as_options(record, prefix):
+        return dataclasses.replace(record, **changes)
 
-    make: Callable[..., ConfigT]
-    values: Mapping[str, Any]
-    """By field: words, a draft, or the value of an option that the user left alone."""
 
-    def made(self, prefix: str = "--") -> ConfigT:
-        """Read all options and return the configuration."""
-        return self.make(**{name: _made(_option(prefix, name), value) for name, value in self.values.items()})
+@contextmanager
+def named_as_options(record: Any, prefix: str = "--") -> Iterator[None]:
+    """Let errors about fields of `record` speak of options, which is what the user has written.
 
-    def options(self, prefix: str = "--") -> Iterator[str]:
-        """Yield every option, and beside a switch the one that turns it off."""
-        for name, value in self.values.items():
-            option = _option(prefix, name)
-            if isinstance(value, _Draft):
-                yield from value.options(f"{option}.")
-            else:
-                yield option
-            if isinstance(value, bool):
-                yield _option(f"{prefix}no-", name)
+    Raises:
+        ConfigError: What the block raises, in other words.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        text = _in_options(str(error), record, prefix)
+        if text == str(error):
+            raise
+        raise type(error)(text) from error
+
+
+def _in_options(text: str, record: Any, prefix: str) -> str:
+    """Return a message that says `Options(wire=...)`, `field=value` or `field` with the options in their place."""
+    fields = field_types(record.__class__)
+    classes = "|".join(kind.__name__ for kind in type(record).__mro__)
+    text = re.sub(rf"\b(?:{classes})\(((?:[^()]|\([^()]*\))*)\)", r"\1", text)
+
+    def setting(match: re.Match[str]) -> str:
+        name, value = match[1], match[2].strip("'")
+        if name not in fields:
+            return match[0]
+        if fields[name] is bool and value in ("True", "False"):
+            return _option(prefix if value == "True" else f"{prefix}no-", name)
+        return f"{_option(prefix, name)} {value}"
+
+    text = re.sub(r"(?<![\w:])(\w+)=('[^']*'|\w[\w.+-]*|-?[\d.]+\w*)", setting, text)
+    long = "|".join(name for name in fields if "_" in name) or "^$"
+    text = re.sub(rf"(?<![-\w.])({long})\b", lambda match: _option(prefix, match[1]), text)
+    return f"{prefix}{text}" if text.partition(" ")[0] in fields else text
 
 
 def _option(prefix: str, field: str) -> str:
     return prefix + field.replace("_", "-")
 
 
-def _made(option: str, value: Any) -> Any:
-    if isinstance(value, _Words):
-        return value.read(option)
-    if not isinstance(value, _Draft):
-        return value
-    try:
-        return value.made(f"{option}.")
-    except ConfigError as error:
-        text = str(error)
-        raise ConfigError(text if text.startswith("--") else f"{option}: {text}") from error
-
-
-class _Drafting:
-    """Lets tyro look up the fields of a configuration and their docstrings, but returns drafts in its place."""
-
-    def __init__(self) -> None:
-        self._asks = False
-
-    def __call__(self, info: "StructTypeInfo") -> "StructConstructorSpec | None":
-        """Return how tyro is to make `info.type`; None leaves it to tyro's own rules."""
-        from tyro.constructors import ConstructorRegistry, StructConstructorSpec
-
-        if self._asks or not dataclasses.is_dataclass(get_origin(info.type) or info.type):
-            return None
-        self._asks = True  # the question comes back to this rule, which must not answer it
-        spec = ConstructorRegistry.get_struct_spec(info)
-        self._asks = False
-        if not isinstance(spec, StructConstructorSpec):
-            return None
-        fields = [
-            dataclasses.replace(field, helptext=partial(_in_one_line, field.helptext))
-            for field in spec.fields
-        ]
-        return StructConstructorSpec(
-            instantiate=lambda **values: _Draft(spec.instantiate, values), fields=tuple(fields)
-        )
-
-
-def _in_one_line(helptext: str | Callable[[], str | None] | None) -> str:
-    return " ".join(((helptext() if callable(helptext) else helptext) or "").split())
-
-
-def _one_option(info: "PrimitiveTypeInfo") -> "PrimitiveConstructorSpec[Any] | None":
-    """Return how tyro is to take an option's words; a switch is left to tyro's own rules."""
-    from tyro.constructors import PrimitiveConstructorSpec
-
-    # tyro may write tuple[X, Y] in another way, which would be no key of `_READERS`.
-    kind: Any = info.type
-    if get_origin(kind) is tuple:
-        kind = tuple.__class_getitem__(get_args(kind))
-    if kind is bool or dataclasses.is_dataclass(get_origin(kind) or kind):
-        return None
-    return PrimitiveConstructorSpec(
-        nargs="*",  # whatever their number: a wrong one is our error, not tyro's
-        metavar=_metavar(kind),
-        instance_from_str=lambda words: _Words(words, kind),
-        is_instance=lambda value: True,
-        str_from_instance=lambda value: [_shown(value)],
-    )
+def _is_group(value: Any) -> bool:
+    """Whether the fields of a record are options of their own; some records are read from one word."""
+    return dataclasses.is_dataclass(value) and type(value) not in _READERS
 
 
 def _read_pair(text: str) -> tuple[float, ...]:
@@ -227,6 +226,7 @@ _READERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType(
 _METAVARS: Mapping[Any, str] = MappingProxyType(
     {
         NoneType: "None",
+        str: "TEXT",
         Clock: "MIN,MAX",
         tuple[str, ...]: "A,B,...",
         tuple[float, float]: "A,B",
@@ -238,17 +238,16 @@ _METAVARS: Mapping[Any, str] = MappingProxyType(
 
 
 def _metavar(kind: Any) -> str:
-    """Return what the help shows for an option's value."""
     if get_origin(kind) in (Union, UnionType):
         return "|".join(map(_metavar, get_args(kind)))
     if get_origin(kind) is Literal:
-        return "{" + ",".join(get_args(kind)) + "}"
-    # tyro also asks about the words of a Literal, which are no types.
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
     return _METAVARS.get(kind) or getattr(kind, "__name__", str(kind)).upper()
 
 
 def _shown(value: Any) -> str:
-    """Return a default as the user would write it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
     if isinstance(value, Clock):
         return f"{value.minimum},{value.maximum}"
     if isinstance(value, Mapping):

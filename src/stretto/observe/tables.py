@@ -24,13 +24,17 @@ def print_table(
         MissingExtra: rich is not installed.
     """
     try:
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
     except ImportError as error:
         raise MissingExtra("rich", "cli", f"the table of a {what}") from error
-    table = Table(caption=caption, caption_justify="left")
+    table = Table(caption=caption, caption_justify="left", caption_style="", box=SIMPLE_HEAD, padding=0)
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index < left else "right")
+        is_left = index < left  # only the others are short enough to stay whole
+        table.add_column(
+            heading, justify="left" if is_left else "right", overflow="fold", no_wrap=not is_left
+        )
     for row in rows:
         table.add_row(*row)
     Console(width=None if Console().is_terminal else width).print(table)
@@ -39,22 +43,13 @@ def print_table(
 LIMIT = "compute"
 """The arm that never communicates; its rate is the limit of throughput."""
 
-_COMPARISON_HEADINGS = (
-    "strategy",
-    "samples/s",
-    f"of {LIMIT}",
-    "updates",
-    "held-out loss",
-    "to target",
-    "exposed",
-    "sent",
-)
-
 Run = dict[str, Any]
 
 
 def print_comparison(runs: Sequence[Run]) -> None:
-    """Print one row per arm, in the order of their first runs: medians with their range.
+    """Print the medians of each arm, in the order of their first runs, and below them the range of several repeats.
+
+    A column in which no arm has a number is left out. The table fits 80 columns.
 
     Args:
         runs: Records of a comparison.
@@ -62,14 +57,25 @@ def print_comparison(runs: Sequence[Run]) -> None:
     Raises:
         MissingExtra: rich is not installed.
     """
-    arms = dict.fromkeys(run["strategy"] for run in runs)
+    rows: list[tuple[str, ...]] = []
+    for arm in dict.fromkeys(run["strategy"] for run in runs):
+        columns = _comparison_columns([run for run in runs if run["strategy"] == arm], runs)
+        headings = ("arm", *columns)
+        lines = zip(*columns.values(), strict=True)
+        rows += [
+            (name, *line)
+            for name, line in zip((arm, "  least", "  greatest"), lines, strict=True)
+            if any(line)
+        ]
+    used = [index for index in range(len(headings)) if any(row[index] not in ("", "-") for row in rows)]
     print_table(
         "comparison",
-        "median, and least to greatest where there are several repeats",
-        _COMPARISON_HEADINGS,
-        ([arm, *_comparison_cells([run for run in runs if run["strategy"] == arm], runs)] for arm in arms),
+        "Medians. With 1/2 behind it, a number is of one run out of two.\n"
+        "exposed: share of the time that waited for communication",
+        [headings[index] for index in used],
+        ([row[index] for index in used] for row in rows),
         left=1,
-        width=140,
+        width=80,
     )
 
 
@@ -83,33 +89,37 @@ def shares_of_limit(own: Sequence[Run], runs: Sequence[Run]) -> list[float]:
     ]
 
 
-def _comparison_cells(own: Sequence[Run], runs: Sequence[Run]) -> list[str]:
-    return [
-        _spread(_known(own, "samples_per_second"), "{:,.0f}".format),
-        _spread(shares_of_limit(own, runs), "{:.0%}".format),
-        _spread(_known(own, "updates"), "{:g}".format),
-        _spread(_known(own, "heldout_loss"), "{:.4f}".format),
-        _spread(_known(own, "seconds_to_loss"), "{:.1f} s".format, of=len(own)),
-        _spread(
-            [run["exposed_seconds"] / run["seconds"] for run in own if run["exposed_seconds"] is not None],
-            "{:.0%}".format,
-        ),
-        _spread([run["sent_bytes"] / 1e6 for run in own], "{:,.1f} MB".format),
-    ]
+def _comparison_columns(own: Sequence[Run], runs: Sequence[Run]) -> dict[str, tuple[str, str, str]]:
+    """Return median, least and greatest value of one arm's runs, by heading."""
+    waited = [run["exposed_seconds"] / run["seconds"] for run in own if run["exposed_seconds"] is not None]
+    return {
+        "samples\nper s": _spread(_known(own, "samples_per_second"), "{:,.0f}".format),
+        f"of\n{LIMIT}": _spread(shares_of_limit(own, runs), "{:.0%}".format),
+        "updates": _spread(_known(own, "updates"), "{:g}".format),
+        "held-out\nloss": _spread(_known(own, "heldout_loss"), "{:.4f}".format),
+        "s to\ntarget": _spread(_known(own, "seconds_to_loss"), "{:.1f}".format, of=len(own)),
+        "exposed": _spread(waited, "{:.0%}".format),
+        "MB\nsent": _spread([run["sent_bytes"] / 1e6 for run in own], "{:,.1f}".format),
+    }
 
 
 def _known(runs: Sequence[Run], field: str) -> list[float]:
     return [run[field] for run in runs if run[field] is not None]
 
 
-def _spread(values: Sequence[float], text: Callable[[float], str], of: int | None = None) -> str:
-    """Return the median and the range of `values`, and where they are fewer than `of`, how many of those."""
+def _spread(
+    values: Sequence[float], text: Callable[[float], str], of: int | None = None
+) -> tuple[str, str, str]:
+    """Return the median, and the least and greatest of values that differ.
+
+    Where the values are fewer than `of`, the median says how many of those they are.
+    """
     if not values:
-        return "-"
-    shown = text(statistics.median(values))
-    if min(values) != max(values):
-        shown += f" ({text(min(values))} to {text(max(values))})"
-    return shown if of is None or of == len(values) else f"{shown}, {len(values)} of {of}"
+        return "-", "", ""
+    median = text(statistics.median(values))
+    if of is not None and of != len(values):
+        median += f" {len(values)}/{of}"
+    return (median, "", "") if min(values) == max(values) else (median, text(min(values)), text(max(values)))
 
 
 _CAMPAIGN_HEADINGS = ("damage", "applied", "harmful", "detected", "named", "identical", "error")

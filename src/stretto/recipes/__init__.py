@@ -5,6 +5,7 @@ from collections.abc import Callable
 from stretto.fields import unknown_name
 from stretto.recipes.batches import MicroBatches, reshard
 from stretto.recipes.digits_resnet import DigitsResNet
+from stretto.recipes.own import absolute, digest, names_own, own_recipe
 from stretto.recipes.stdlib_gpt import StdlibGPT
 from stretto.recipes.task import Loss, ResumableLoader, Task, TaskConfig
 
@@ -13,13 +14,19 @@ RECIPES: dict[str, Callable[[], TaskConfig]] = {"stdlib-gpt": StdlibGPT, "digits
 
 
 def recipe(name: str) -> TaskConfig:
-    """Return the default options of the recipe `name`.
+    """Return the default options of a recipe.
+
+    Args:
+        name: One of `RECIPES`, or the place of the user's own: path/to/file.py:function or package.module:function.
 
     Raises:
         UnknownName: There is no such recipe.
+        ConfigError: The user's own cannot be imported, or is no recipe.
     """
+    if names_own(name):
+        return own_recipe(name)
     if name not in RECIPES:
-        raise unknown_name("no recipe is called", name, RECIPES)
+        raise unknown_name("no recipe is called", name, [*RECIPES, "FILE.py:FUNCTION"])
     return RECIPES[name]()
 
 
@@ -32,6 +39,9 @@ __all__ = [
     "StdlibGPT",
     "Task",
     "TaskConfig",
+    "absolute",
+    "digest",
+    "names_own",
     "recipe",
     "reshard",
 ]

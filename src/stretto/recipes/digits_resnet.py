@@ -22,7 +22,7 @@ CLASSES = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigitsResNet:
-    """Options; as they stand, about 75,000 parameters, trained by SGD with momentum."""
+    """A small residual network on pictures of handwritten digits; about 75,000 parameters, SGD with momentum."""
 
     width: int = 16
     """Channels of the first stage; the third has four times as many."""

@@ -21,10 +21,11 @@ Weigh = Literal["micro-batch", "token"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StdlibGPT:
-    """Options; as they stand, 2 million parameters and 8 x 128 bytes per micro-batch."""
+    """A language model on the sources of Python's standard library; 2 million parameters, 8 x 128 bytes per
+    micro-batch."""
 
     architecture: Architecture = "gpt2"
-    """GPT-2 (learned positions, LayerNorm, GELU) or Llama (rotary positions, RMSNorm, SwiGLU)."""
+    """Of which family; GPT-2 has learned positions, LayerNorm and GELU, Llama rotary positions, RMSNorm and SwiGLU."""
 
     size: Size = "2m"
     """Millions of parameters, about, with bytes as tokens. 2 million learn visibly within a minute on two
@@ -49,14 +50,14 @@ class StdlibGPT:
     """Learning rate of AdamW after the warm-up."""
 
     weigh: Weigh = "micro-batch"
-    """Weight of a micro-batch in the update: 1, or the number of tokens it predicts. No token is predicted across
+    """Weight of a micro-batch in the update; 1, or the number of tokens it predicts. No token is predicted across
     the border of two documents, so this number varies a little."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of parameters and activations."""
 
     evaluation_windows: int = 256
-    """Windows of `context` tokens that an evaluation reads, spread evenly over the held-out text."""
+    """Windows that an evaluation reads; each of `context` tokens, spread evenly over the held-out text."""
 
     data: Text = field(default_factory=Text)
     """Where the text comes from, and what a token is."""

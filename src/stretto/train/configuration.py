@@ -44,20 +44,21 @@ class Training(Options, Generic[TaskT]):
     task: TaskT
     """Model, data and optimizer: what the recipe returned."""
     seed: int = 0
-    """Decides initial parameters, order of the data and random draws; not negative."""
+    """Decides initial parameters and all draws; the order of the data among them. Not negative."""
     updates: int | None = None
     """Committed updates after which the run ends; None for no limit."""
     micro_batches: int = 4
-    """Micro-batches per rank and update: the batch is this times the ranks times the recipe's own batch."""
+    """Micro-batches per rank and update; the batch is this times the ranks times the recipe's own batch."""
     clock: Clock | None = None
     """MIN,MAX micro-batches per rank and round, by the clock instead of a fixed number: a rank accumulates until
     the last exchange is through. Strategies that do not overlap keep to `micro_batches`."""
     guards: tuple[str, ...] = ()
-    """What watches over the job's values, separated by commas: replica, rest, audit:rate=0.01; see docs/guards.md,
-    and `verified` for what travels."""
+    """What watches over values: replica, rest, audit; several with commas between them, settings after colons, as
+    rest,audit:rate=0.01. See docs/guards.md, and `verified` for what travels."""
     echo: str = "none"
-    """Use batches again while the next ones are on their way: even:uses=2.5, bernoulli:p=0.4, ready, auto, or with a
-    schedule, as bernoulli:p=cosine(1,0.25). See docs/echo.md, and `stretto diagnose` first."""
+    """Use batches again: even, bernoulli, ready or auto; while the next ones are on their way. Settings follow after
+    colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See docs/echo.md, and `stretto diagnose`
+    first."""
     slow_loader: str = "none"
     """Make loading slow: MS[,decode][,jitter=CV] per micro-batch, waiting, or with decode keeping a core busy."""
     evaluate_every: int | None = 100
@@ -101,15 +102,14 @@ class Job(Training[TaskT]):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; auto takes CUDA where every local worker finds a device of its own."""
     updates: int | None = None
-    """Committed updates after which the run ends; learning-rate schedules stretch over them. None is 240 where
-    nothing else ends the run."""
+    """Updates after which the run ends (240 if nothing else does); learning-rate schedules stretch over them."""
     seconds: float | None = None
     """Training time after which the run ends; evaluations and checkpoints do not count."""
     to_loss: float | None = None
-    """Held-out loss that ends the run, once two evaluations in a row are at or below it. Where neither updates nor
-    seconds are set, the run gives up after 600 s of training."""
+    """Held-out loss that ends the run; two evaluations in a row are at or below it. Where neither updates nor seconds
+    are set, the run gives up after 600 s of training."""
     link: str = "none"
-    """Slow link to train over, such as 100mbit, 1gbit or 50mbit,2ms: throttles Gloo, no root needed."""
+    """Slow link to train over, as 1gbit or 50mbit,2ms; throttles Gloo, no root needed."""
 
     def __post_init__(self) -> None:
         Training.__post_init__(self)
@@ -163,11 +163,12 @@ def _with_rate(task: TaskT, rate: float) -> TaskT:
 class RunConfig(Job[TaskT]):
     """One training run, with its files."""
 
-    strategy: str = "acco"
+    strategy: str = "zero1"
     """ddp, zero1, dpu, wp, acco, local, paft-sync or paft-dyn; what is set for it alone follows after colons, as in
     acco:first=1 or local:rate=0.1:state=on."""
     run_dir: str | None = None
-    """Folder for configuration, records, TensorBoard events and checkpoints; None takes a new one below runs/."""
+    """Folder for all files of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
+    checkpoints."""
     strikes: int | None = 3
     """Updates in which guards or the verified exchange may lay damage to one rank, or to one link, before the job goes
     on without it; None for no limit."""
@@ -178,7 +179,8 @@ class RunConfig(Job[TaskT]):
     """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3; see
     docs/guards.md."""
     resume: bool = False
-    """Continue the run in `run_dir` from its last good checkpoint, or begin it where there is none."""
+    """Continue the run in --run-dir, or begin it there; from its last good checkpoint. `stretto resume` repeats the
+    other options too."""
     checkpoint_every: int | None = 50
     """Updates between checkpoints; None for none."""
     checkpoints_kept: int = 3
@@ -198,10 +200,10 @@ class RunConfig(Job[TaskT]):
 class DiagnoseConfig(Job[TaskT]):
     """Whether a job waits for its data, and what an echo would gain: a few real steps, nothing is kept."""
 
-    strategy: str = "acco"
-    """As for `stretto train`: what the steps communicate, and whether it is hidden."""
+    strategy: str = "zero1"
+    """ddp, zero1, dpu, wp, acco, local, paft-sync or paft-dyn; what the steps communicate, and whether it is hidden."""
     batches: int = 32
-    """Micro-batches to measure each time: the loader alone, the step alone, both."""
+    """Micro-batches to measure each time; the loader alone, the step alone, both."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
@@ -214,15 +216,15 @@ class CompareConfig(Job[TaskT]):
     """Several strategies side by side: each in turn on the same link, then all again."""
 
     strategies: tuple[str, ...] = ("compute", "ddp", "zero1", "dpu", "wp", "acco")
-    """Arms, separated by commas. What is set for one arm alone follows after colons: wp:wire=bf16:lr=2e-3,
-    acco:clock=1,8. Beside the strategies there are compute, which never communicates, and stock methods:
-    torch-ddp, torch-ddp-bf16, torch-ddp-zero, torch-fsdp2."""
+    """Arms: strategies of train, compute, torch-ddp, torch-ddp-bf16, torch-ddp-zero, torch-fsdp2; with commas between
+    them. What is set for one arm alone follows after colons: wp:wire=bf16:lr=2e-3, acco:clock=1,8. compute never
+    communicates; those that begin with torch are stock methods."""
     repeats: int = 1
-    """Times that every arm runs, one round of all arms after the other; the seed grows by one each time."""
+    """Times that every arm runs; one round of all arms after the other, and the seed grows by one each time."""
     out: str = "comparison"
-    """Folder for compare.json, which is written anew after every run."""
+    """Folder for compare.json; it is written anew after every run."""
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Learning rates by arm or strategy, as acco=2e-3,wp=1e-3; others take the recipe's."""
+    """Learning rates by arm or strategy; as acco=2e-3,wp=1e-3. Others take the recipe's."""
     evaluate_every: int | None = 10
     """Updates between evaluations of the held-out loss, with the clock stopped; None for those before and after
     a run alone."""

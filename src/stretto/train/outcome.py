@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,12 @@ def new_run_folder(recipe: str) -> str:
     return str(Path("runs", f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
-def prepare_run_folder(run: RunConfig[TaskT]) -> None:
+def prepare_run_folder(run: RunConfig[TaskT], command: Mapping[str, Any] | None = None) -> None:
     """Make the run's folder and write its configuration; one process calls this before the ranks start.
+
+    Args:
+        run: The run; one without a folder leaves no files.
+        command: What was written on the command line, to be kept with the configuration.
 
     Raises:
         ConfigError: The folder holds a run already, and this run does not resume it.
@@ -185,4 +190,6 @@ def prepare_run_folder(run: RunConfig[TaskT]) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     described = {**dataclasses.asdict(run), "environment": describe_environment()}
+    if command is not None:
+        described["command"] = command
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")

@@ -66,9 +66,12 @@ def train_at(
     if shows_progress and context.rank == 0:
         title = title_of(run, context.world_size)
         progress = Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
-        progress.doing("reading the data and building the model")
+        progress.doing("workers have started: reading the data and building the model")
     task = run.task.build(context.rank, context.world_size, run.seed, run.planned_updates)
     task.model.to(context.device)
+    if progress is not None:
+        size = sum(parameter.numel() for parameter in task.model.parameters())
+        progress.doing(f"data and model are ready: {size:,} parameters")
     task = dataclasses.replace(task, loader=loader_of(run, task.loader, context.rank, context.group))
     totals = Totals(warmup_updates, baseline_bytes=peak_resident_bytes())
     rehearsal = Rehearsal(run, context.rank)
@@ -178,7 +181,9 @@ def _plan(run: RunConfig[TaskT]) -> LoopPlan:
 def title_of(run: RunConfig[TaskT], world_size: int) -> str:
     """Return what is trained where, in one line."""
     workers = "1 worker" if world_size == 1 else f"{world_size} workers"
-    title = f"{run.strategy} on {workers}, link {run.link}"
+    title = f"{run.strategy} on {workers}"
+    if run.link != "none":
+        title += f", link {run.link}"
     if run.echo != "none":
         title += f", echo {run.echo}"
     if run.run_dir:

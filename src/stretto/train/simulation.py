@@ -27,10 +27,10 @@ _NANOSECONDS_PER_MILLISECOND = 1e6
 class SimulateConfig(Training[TaskT]):
     """What is trained on which virtual cluster."""
 
-    strategy: str = "acco"
-    """As for `stretto train`: acco:first=1, or another strategy with what is set for it alone."""
+    strategy: str = "zero1"
+    """ddp, zero1, dpu, wp, acco, local, paft-sync or paft-dyn; settings after colons as for `stretto train`."""
     ranks: int = 64
-    """Ranks, all in this process: memory and real time grow with them."""
+    """Ranks, all in this process; memory and real time grow with them."""
     network: str = "office"
     """free, datacenter, ethernet, office, internet, or a link of every rank's own such as 100mbit,2ms."""
     micro_batch_ms: float = 100.0
@@ -40,10 +40,10 @@ class SimulateConfig(Training[TaskT]):
     slow: dict[int, float] = dataclasses.field(default_factory=dict)
     """Ranks whose work takes longer, as 3=2.5,7=1.2."""
     jitter: float = 0.0
-    """Share by which every piece of work costs more or less, drawn from the seed."""
+    """Share by which work costs more or less; drawn from the seed."""
     seed: int = 0
-    """Decides initial parameters, order of the data and random draws, and whose turn it is among ranks that are
-    ready at the same instant; not negative."""
+    """Decides initial parameters and all draws; and whose turn it is among ranks that are ready at the same instant.
+    Not negative."""
     updates: int = 20
     """Committed updates after which the run ends."""
     slow_loader: str = "none"
@@ -54,7 +54,7 @@ class SimulateConfig(Training[TaskT]):
     evaluate_every: int | None = None
     """Updates between evaluations of the held-out loss, beside those before and after the run."""
     run_dir: str | None = None
-    """Folder for configuration, records, trace and model; None writes no files."""
+    """Folder for config, records, trace and model; None writes no files."""
 
     def __post_init__(self) -> None:
         Training.__post_init__(self)

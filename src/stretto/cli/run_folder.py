@@ -1,0 +1,80 @@
+"""The folder of a run on the command line: what `stretto resume` finds there, and when no folder is left behind."""
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from stretto import checkpoint
+from stretto.errors import ConfigError, StrettoError
+from stretto.fields import did_you_mean
+from stretto.recipes import TaskConfig, absolute, digest, names_own
+from stretto.train.configuration import RunConfig
+from stretto.train.outcome import prepare_run_folder
+from stretto.train.state import checkpoints_of
+
+CONFIG = "config.json"
+
+
+@contextmanager
+def run_folder(run: RunConfig[TaskConfig], recipe: str, words: Sequence[str]) -> Iterator[None]:
+    """Make the folder of a run for the length of the block; it stays, unless the run fails before it has begun.
+
+    Args:
+        run: The run, whose folder is known.
+        recipe: As the user wrote it.
+        words: The options as the user wrote them.
+
+    Raises:
+        ConfigError: The folder holds a run already, and this run does not resume it.
+    """
+    folder = Path(str(run.run_dir))
+    is_new = not folder.exists()
+    command = {
+        "recipe": absolute(recipe) if names_own(recipe) else recipe,
+        "digest": digest(run.task) if names_own(recipe) else None,
+        "options": list(words),
+    }
+    before = command_of(folder) if run.resume and (folder / CONFIG).exists() else None
+    if before is not None and before["digest"] not in (None, command["digest"]):
+        print(f"note: {recipe} has changed since this run began", flush=True)
+    prepare_run_folder(run, command)
+    try:
+        yield
+    except StrettoError:
+        if is_new and [path.name for path in folder.iterdir()] == [CONFIG]:
+            (folder / CONFIG).unlink()
+            folder.rmdir()
+            with suppress(OSError):  # other runs are in it
+                Path("runs").rmdir()
+        raise
+    except KeyboardInterrupt:
+        if checkpoint.latest(checkpoints_of(run)) is not None:
+            print(f"go on with it: {resume_command(run)}")
+        raise
+
+
+def command_of(folder: Path) -> dict[str, Any]:
+    """Return what was written on the command line for the run in `folder`.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
+    if not (folder / CONFIG).is_file():
+        beside = [path.parent.name for path in folder.parent.glob(f"*/{CONFIG}")]
+        raise ConfigError(f"{folder} holds no run that could be resumed{did_you_mean(folder.name, beside)}")
+    try:
+        found: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["command"]
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{folder / CONFIG} does not say which command made the run: repeat it with "
+            f"--run-dir {shlex.quote(str(folder))} --resume"
+        ) from error
+    return found
+
+
+def resume_command(run: RunConfig[TaskConfig], *options: str) -> str:
+    """Return the command that goes on with a run."""
+    return shlex.join(["stretto", "resume", str(run.run_dir), *options])

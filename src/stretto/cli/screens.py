@@ -1,0 +1,141 @@
+"""What the commands print at their end."""
+
+import shlex
+import textwrap
+
+from stretto.cli.help import COLUMNS
+from stretto.cli.printable import printable
+from stretto.cli.run_folder import resume_command
+from stretto.doctor import Finding, Report
+from stretto.echo import Diagnosis
+from stretto.recipes import TaskConfig
+from stretto.train.arms import parse_arm
+from stretto.train.configuration import RunConfig
+from stretto.train.outcome import Outcome
+from stretto.train.simulation import SimulateConfig
+
+_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 3.0}
+"""Bytes that a parameter costs per exchange on each wire, gradient and parameter together."""
+_BOTTLENECK = 0.2
+"""Share of the time in waiting for communication from which the link counts as the bottleneck."""
+
+
+def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: bool) -> None:
+    """Print the outcome of a run, and what to do next.
+
+    Args:
+        outcome: Of rank 0.
+        run: Whose outcome it is.
+        is_on_a_link: Whether there is a network that could be the bottleneck. Local workers wait for each other only.
+    """
+    if outcome.sample is not None:
+        print(f"a sample:\n{printable(outcome.sample)}\n")
+    rate = outcome.samples_per_second
+    print(
+        f"{outcome.updates} updates in {outcome.training_seconds:.1f} s"
+        + ("" if rate is None else f", {rate:,.0f} samples/s")
+    )
+    print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
+    if outcome.accuracy is not None:
+        print(f"held-out accuracy {outcome.accuracy:.1%}")
+    if outcome.echoed_batches or run.slow_loader != "none":
+        print(
+            f"rank 0 took {outcome.fresh_batches} batches, used {outcome.echoed_batches} again and waited "
+            f"{outcome.wait_seconds:.1f} s for data"
+        )
+    if is_on_a_link and (hint := advice(outcome, run)):
+        print(textwrap.fill(hint, COLUMNS))
+    print()
+    further = (
+        ("--seconds", f"{2 * run.seconds:g}") if run.seconds else ("--updates", str(2 * outcome.updates))
+    )
+    print(f"the run is in   {run.run_dir}")
+    if run.checkpoint_every is not None:
+        print(f"go on with it   {resume_command(run, *further)}")
+    if run.tensorboard:
+        print(f"look at it      {shlex.join(['tensorboard', '--logdir', str(run.run_dir)])}")
+
+
+def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
+    """Return what hiding communication would gain where the link was the bottleneck, and nothing elsewhere.
+
+    By the time model (docs/time-model.md): a synchronous update takes `n·t + C`, one of ACCO `max(n·t, 2C)`, and `C` is
+    proportional to the bytes.
+    """
+    exposed, seconds = outcome.exposed_seconds, outcome.training_seconds
+    if (
+        parse_arm(run.strategy).overlaps
+        or run.micro_batches < 2
+        or not exposed
+        or exposed < _BOTTLENECK * seconds
+    ):
+        return ""
+    waiting = exposed / seconds
+
+    def gain(wire: str) -> float:
+        return 1 / max(1 - waiting, 2 * waiting * _BYTES[wire] / _BYTES[run.wire])
+
+    wires = [
+        wire for wire in _BYTES if _BYTES[wire] <= _BYTES[run.wire] and (wire != "int8" or not run.verified)
+    ]
+    best = max(wires, key=lambda wire: (round(gain(wire), 2), _BYTES[wire]))
+    if gain(best) < 1.1:
+        return ""
+    options = "--strategy acco" + ("" if best == run.wire else f" --wire {best}")
+    return (
+        f"The link was the bottleneck: {waiting:.0%} of the time waited for communication. With {options} up to "
+        f"{gain(best):.1f} times as many samples per second are possible (docs/time-model.md)."
+    )
+
+
+def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -> None:
+    """Print the outcome of a simulated run; its times are virtual."""
+    rate, seconds = outcome.samples_per_second, outcome.training_seconds
+    print(
+        f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}, seed "
+        f"{simulation.seed}"
+    )
+    print(
+        f"{outcome.updates} updates in {seconds:.3f} virtual s"
+        + ("" if rate is None else f", {rate:,.0f} samples/s")
+    )
+    if outcome.exposed_seconds is not None and seconds:
+        print(f"rank 0 waited for communication {outcome.exposed_seconds / seconds:.1%} of the time")
+    if simulation.slow_loader != "none" and seconds:
+        print(
+            f"rank 0 waited for data {outcome.wait_seconds / seconds:.1%} of the time: {outcome.fresh_batches} fresh "
+            f"micro-batches, {outcome.echoed_batches} echoed"
+        )
+    print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
+    if simulation.run_dir is not None:
+        print(f"records, trace and the model are in {simulation.run_dir}")
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print the measured times, and what follows from them."""
+    rows = {
+        "L, the loader alone": diagnosis.load_seconds,
+        "C + A, the step on a cached batch": diagnosis.step_seconds,
+        "A, of it waiting for communication": diagnosis.exposed_seconds,
+        "the loop as it is": diagnosis.period_seconds,
+    }
+    for name, seconds in rows.items():
+        print(f"{name:36} {1000 * seconds:9.3f} ms per micro-batch")
+    print(f"{'e* = L / (C + A), the free uses':36} {diagnosis.free_uses:9.3f}")
+    print(diagnosis.summary)
+    for line in diagnosis.advice:
+        print(f"  before an echo: {line}")
+
+
+def print_report(report: Report) -> None:
+    """Print one line per finding of an examination."""
+    for finding in report.findings:
+        mark = "ok " if finding.passed else "BAD"
+        print(f"{mark}  {finding.check:22} {_whom(finding):36} {finding.detail}")
+    print(report.summary)
+
+
+def _whom(finding: Finding) -> str:
+    if finding.link is not None:
+        return f"rank {finding.link[0]} to rank {finding.link[1]}"
+    return "all ranks" if finding.rank is None else f"rank {finding.rank}, {finding.device}"
