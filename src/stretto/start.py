@@ -32,7 +32,7 @@ from stretto.exchange import (
     wire_dtype,
 )
 from stretto.fields import did_you_mean
-from stretto.flat import GradientBuffer, Layout, plan_layout
+from stretto.flat import GradientBuffer, Layout, original_name, plan_layout
 from stretto.guards import AtRest, Guard, ReplicaGuard
 from stretto.guards.interpreter import GuardInterpreter, RehearsingOptimizer
 from stretto.guards.replay import GuardedRounds
@@ -295,7 +295,7 @@ def _strikes(options: Options, exchange: Exchange) -> Strikes:
 
 def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.statistics`)."""
-    is_buffer = {name for name, _ in model.named_buffers()}
+    is_buffer = {original_name(name) for name, _ in model.named_buffers()}
     return [
         (name, tensor)
         for name, tensor in untrained(model)

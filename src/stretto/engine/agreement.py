@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from stretto.checksums import digest
 from stretto.errors import RanksDisagree, TransferCorrupt
 from stretto.exchange import Exchange
-from stretto.flat import GradientBuffer
+from stretto.flat import GradientBuffer, original_name
 
 _SHOWN_CHARACTERS = 300
 _BROADCASTS = 4
@@ -66,8 +66,8 @@ def share_start(
 
 def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the frozen parameters and the buffers of a model, with their names."""
-    frozen = [(name, p.detach()) for name, p in model.named_parameters() if not p.requires_grad]
-    return [*frozen, *((name, buffer.detach()) for name, buffer in model.named_buffers())]
+    frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+    return [(original_name(name), tensor.detach()) for name, tensor in (*frozen, *model.named_buffers())]
 
 
 def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:

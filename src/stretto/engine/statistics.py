@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from stretto.engine.round import Landing
 from stretto.exchange import Exchange
+from stretto.flat import original_name
 
 
 class Statistics:
@@ -26,7 +27,7 @@ class Statistics:
     def __init__(self, model: nn.Module) -> None:
         named = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
         self._owners = [_owner_of(model, name) for name in named]
-        self.names = list(named)
+        self.names = [original_name(name) for name in named]
         self.agreed = [buffer.detach().clone() for buffer in named.values()]
         """Values that are equal on all ranks; they change at landings only."""
 

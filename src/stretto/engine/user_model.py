@@ -6,14 +6,14 @@ Note [Hooks and copies]
     shares the hooks, which compare the module's identity.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stretto.errors import EstimateShown, OptimizerStepped, ParametersTouched
-from stretto.flat import Layout
+from stretto.flat import Layout, original_name
 
 
 def _do_nothing(*_: object) -> None:
@@ -64,6 +64,7 @@ class UserModel:
         self._ids = {id(parameter) for parameter in parameters}
         self._num_groups = len(optimizer.param_groups)
         self._handles: list[Any] = []
+        self._keys = {original_name(key): key for key in model.state_dict()}
         self.remember()
 
     def hook(
@@ -84,6 +85,9 @@ class UserModel:
         """
 
         def training_forward(module: nn.Module, _: object) -> None:
+            # Traced code has no take-off of its own: the backward pass brings it.
+            if torch.compiler.is_compiling():
+                return
             if module is self.model and module.training and torch.is_grad_enabled():
                 before_forward()
 
@@ -124,6 +128,10 @@ class UserModel:
         with torch.no_grad():
             torch._foreach_copy_(list(self.parameters), list(values))
         self.remember()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `model.state_dict()` returned before `torch.compile` wrapped any part of the model."""
+        self.model.load_state_dict({self._keys.get(name, name): value for name, value in state.items()})
 
     def remember(self) -> None:
         """Remember address and version of every parameter, so that a later write is noticed."""

@@ -112,6 +112,11 @@ class Layout:
         return [slot for slot in self.slots if slot.set_index == set_index]
 
 
+def original_name(name: str) -> str:
+    """Return the name that a parameter or buffer has in the model before `torch.compile` wraps any part of it."""
+    return name.replace("_orig_mod.", "")
+
+
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -142,12 +147,13 @@ def plan_layout(
         UnsupportedModel: Nothing trains, or a parameter cannot be averaged or has no values.
         UnsupportedOptimizer: Model and optimizer disagree on what trains.
     """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    every = [(original_name(name), parameter) for name, parameter in model.named_parameters()]
+    named = [(name, parameter) for name, parameter in every if parameter.requires_grad]
     if not named:
         raise UnsupportedModel(
             "the model has no trainable parameter: expected at least one requires_grad=True"
         )
-    for name, parameter in model.named_parameters():
+    for name, parameter in every:
         _check_parameter(name, parameter)
     groups = _group_of_parameter(named, optimizer)
     keys = sorted({_set_key(parameter) for _, parameter in named})
