@@ -21,7 +21,7 @@ from stretto.engine.replicas import ReplicaSet
 from stretto.engine.report import settings_text
 from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
-from stretto.engine.user_model import UserModel
+from stretto.engine.user_model import UserModel, is_in_a_job
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from stretto.exchange import (
     DirectExchange,
@@ -67,6 +67,11 @@ class Parts:
             raise UnsupportedModel(
                 "model: expected the model itself, found a DistributedDataParallel, which averages gradients on its "
                 "own; hand over its .module"
+            )
+        if any(map(is_in_a_job, self.model.parameters())):
+            raise ConfigError(
+                "model: expected parameters of no other job, found some of a DataParallel that has not ended; call its "
+                "finish() first, or its fail(error) to give it up"
             )
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise UnsupportedOptimizer(

@@ -3,7 +3,8 @@
 Note [Hooks and copies]
     Hooks live in the model's own dictionaries. A copy of the model (a moving average, `copy.deepcopy`, a pickle) would
     contain them and act on the job. So a `_Hook` is copied and pickled as a function that does nothing. A shallow copy
-    shares the hooks, which compare the module's identity.
+    shares the hooks, which compare the module's identity. Every module of the model has a hook, so that no part of it
+    is copied or gives its state away unnoticed while it shows an estimate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.errors import EstimateShown, OptimizerStepped, ParametersTouched
+from stretto.errors import EstimateShown, OptimizerStepped, ParametersTouched, UsageError
 from stretto.flat import Layout, original_name
 
 
@@ -25,16 +26,30 @@ def _no_hook() -> Callable[..., None]:
 
 
 class _Hook:
-    """A hook that does nothing in copies of the model; see Note [Hooks and copies]."""
+    """A hook that does nothing in copies of the model; see Note [Hooks and copies].
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    Args:
+        call: What the hook does.
+        before_copy: Called when something that has the hook is copied or pickled.
+    """
+
+    def __init__(self, call: Callable[..., Any], before_copy: Callable[[], None] | None = None) -> None:
         self._call = call
+        self._before_copy = before_copy
 
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        if self._before_copy is not None:
+            self._before_copy()
         return _no_hook, ()
+
+
+def is_in_a_job(parameter: nn.Parameter) -> bool:
+    """Return whether a job that has not ended trains `parameter`."""
+    hooks: Mapping[int, Any] = parameter._backward_hooks or {}
+    return any(isinstance(hook, _Hook) for hook in hooks.values())
 
 
 class UserModel:
@@ -80,10 +95,20 @@ class UserModel:
         Args:
             before_gradient: Called with a slot's index before a gradient is added to it.
             before_forward: Called before every training forward pass.
-            shows_estimate: Whether `model.state_dict()` would return an estimate.
+            shows_estimate: Whether `model.state_dict()` or a copy would hold an estimate.
             where: Rank and step, for messages.
         """
+        for index, parameter in enumerate(self.parameters):
+            arrives = _Hook(
+                lambda gradient, index=index: None if gradient is None else before_gradient(index)
+            )
+            self._handles.append(parameter.register_hook(arrives))
+        self._hook_model(before_forward, shows_estimate, where)
+        self._hook_optimizer(where)
 
+    def _hook_model(
+        self, before_forward: Callable[[], None], shows_estimate: Callable[[], bool], where: Callable[[], str]
+    ) -> None:
         def training_forward(module: nn.Module, _: object) -> None:
             # Traced code has no take-off of its own: the backward pass brings it.
             if torch.compiler.is_compiling():
@@ -91,28 +116,41 @@ class UserModel:
             if module is self.model and module.training and torch.is_grad_enabled():
                 before_forward()
 
-        def state_dict(module: nn.Module, *_: object) -> None:
-            if module is self.model and shows_estimate():
+        def refuse_estimate() -> None:
+            if shows_estimate():
                 raise EstimateShown(
-                    f"{where()}: model.state_dict() while the model shows an estimate: take it inside `with "
-                    "parallel.settled():`, or after finish()"
+                    f"{where()}: state_dict(), a copy or a pickle of the model (or of a part of it) while it shows an "
+                    "estimate: expected the committed parameters; do it inside `with parallel.settled():`, or after "
+                    "finish()"
                 )
 
-        def optimizer_step(*_: object) -> None:
+        modules = {id(module) for module in self.model.modules()}
+
+        def state_dict(module: nn.Module, *_: object) -> None:
+            if id(module) in modules:
+                refuse_estimate()
+
+        self._handles.append(self.model.register_forward_pre_hook(_Hook(training_forward)))
+        for module in self.model.modules():
+            self._handles.append(module.register_state_dict_pre_hook(_Hook(state_dict, refuse_estimate)))
+
+    def _hook_optimizer(self, where: Callable[[], str]) -> None:
+        def step(*_: object) -> None:
             raise OptimizerStepped(
                 f"{where()}: optimizer.step() was called by hand (or by a GradScaler): the library steps a "
-                "private optimizer at every update and reads the learning rates from this one; remove the call"
+                "private optimizer at every update and reads the learning rates from this one; remove the call, and a "
+                "GradScaler with it: bfloat16 needs none"
             )
 
-        for index, parameter in enumerate(self.parameters):
-            self._handles.append(
-                parameter.register_hook(
-                    lambda gradient, index=index: None if gradient is None else before_gradient(index)
-                )
+        def state(*_: object) -> None:
+            raise UsageError(
+                f"{where()}: the state of this optimizer is empty during the job, because a private one is stepped in "
+                "its place: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
             )
-        self._handles.append(self.model.register_forward_pre_hook(_Hook(training_forward)))
-        self._handles.append(self.model.register_state_dict_pre_hook(_Hook(state_dict)))
-        self._handles.append(self.optimizer.register_step_pre_hook(optimizer_step))
+
+        self._handles.append(self.optimizer.register_step_pre_hook(step))
+        self._handles.append(self.optimizer.register_state_dict_pre_hook(state))
+        self._handles.append(self.optimizer.register_load_state_dict_pre_hook(state))
 
     def unhook(self) -> None:
         """Remove every hook from model and optimizer."""
