@@ -358,14 +358,14 @@ class DataParallel:
 
     def _check_loss(self, loss: object) -> None:
         if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
-            found = (
-                f"shape {tuple(loss.shape)} and dtype {loss.dtype}"
-                if isinstance(loss, Tensor)
-                else f"a {type(loss).__name__}"
+            found, remedy = (
+                f"a {type(loss).__name__}",
+                "pick the loss out of it, as in output.loss or output[0]",
             )
+            if isinstance(loss, Tensor):
+                found, remedy = f"shape {tuple(loss.shape)} and dtype {loss.dtype}", "reduce it with .mean()"
             raise LossNotScalar(
-                f"{self._compute.where}: expected a loss of one floating-point element, found {found}: reduce it "
-                "with .mean()"
+                f"{self._compute.where}: expected a loss of one floating-point element, found {found}: {remedy}"
             )
         if not loss.requires_grad:
             raise UsageError(

@@ -42,6 +42,9 @@ from stretto.optimizer import ShardedOptimizer, check_shardable, read_hyperparam
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
 
+_OF_OTHERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+"""Names of PyTorch's own wrappers: importing them all to ask for their kind would take a second."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
@@ -63,11 +66,13 @@ class Parts:
         """
         if not isinstance(self.model, nn.Module):
             raise UnsupportedModel(f"model: expected an nn.Module, found a {type(self.model).__name__}")
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            raise UnsupportedModel(
-                "model: expected the model itself, found a DistributedDataParallel, which averages gradients on its "
-                "own; hand over its .module"
-            )
+        kinds = {kind for module in self.model.modules() for kind in type(module).__mro__}
+        for kind in kinds:
+            if kind.__name__ in _OF_OTHERS and kind.__module__.startswith("torch."):
+                raise UnsupportedModel(
+                    f"model: expected the model itself, found a {kind.__name__}, which averages, copies or shards it "
+                    "on its own; hand over the bare model (its .module)"
+                )
         if any(map(is_in_a_job, self.model.parameters())):
             raise ConfigError(
                 "model: expected parameters of no other job, found some of a DataParallel that has not ended; call its "
@@ -249,8 +254,9 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         return
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
-            "scheduler: a ReduceLROnPlateau needs a metric at every step, which the library does not have; turn it by "
-            "hand, and leave scheduler out"
+            "scheduler: a ReduceLROnPlateau needs a metric at every step, which the library does not have; leave "
+            "scheduler out, and call its step(metric) in on_update, with a metric that is the same on all ranks, such "
+            "as update.loss"
         )
     if isinstance(scheduler, torch.optim.Optimizer) or not callable(getattr(scheduler, "step", None)):
         raise ConfigError(
