@@ -360,7 +360,7 @@ class DataParallel:
         if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
             found, remedy = (
                 f"a {type(loss).__name__}",
-                "pick the loss out of it, as in output.loss or output[0]",
+                "hand over the tensor alone, such as output.loss",
             )
             if isinstance(loss, Tensor):
                 found, remedy = f"shape {tuple(loss.shape)} and dtype {loss.dtype}", "reduce it with .mean()"
