@@ -214,12 +214,16 @@ class DataParallel:
     ) -> Update | None:
         """Count one micro-batch whose backward pass the caller has run, on a loss multiplied by `weight`.
 
+        Gradients from elsewhere count too: put them into `.grad` before, `p.grad = gradient`. What earlier
+        micro-batches have brought stays.
+
         Args and errors are as for `backward`; without a `loss` the records hold nan.
         """
         with self._compute.running():
             weight = self._checked_weight(weight)
+            self._compute.accumulation.set_apart()  # a take-off makes every other .grad a view
             self._compute.take_off_if_ready()
-            self._compute.accumulation.collect()
+            self._compute.accumulation.collect(self._compute.where)
             return self._count(weight, loss, samples)
 
     def discard(self) -> None:

@@ -121,8 +121,19 @@ class Accumulation:
                 self.contribution.loss_sum += loss.detach().to(torch.float32) * weight
                 totals.loss_weight += weight
 
-    def collect(self) -> None:
-        """Add the gradients of backward passes that the caller has run."""
+    def set_apart(self) -> None:
+        """Tell gradients that the caller has put into `.grad` from those that have accumulated there."""
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.buffer.views, strict=True)):
+            if parameter.grad is not None and parameter.grad is not view:
+                self._apart.add(index)
+
+    def collect(self, where: str) -> None:
+        """Add the gradients of backward passes that the caller has run, and those that were set apart.
+
+        Raises:
+            GradientsTouched: What has accumulated before was written too.
+        """
+        self.buffer.check_unwritten(where)
         for index in self._of_others():
             gradient = self.parameters[index].grad
             if gradient is not None:

@@ -66,5 +66,6 @@ class GradientBuffer:
             if parameter.grad is not view and slot.index not in but:
                 raise GradientsTouched(
                     f"{where}: the gradient of {slot.name!r} was replaced; leave out zero_grad() (gradients are "
-                    "zeroed at take-off), do not assign .grad, and call backward without create_graph=True"
+                    "zeroed at take-off), do not assign .grad but before parallel.count_micro_batch(), and call "
+                    "backward without create_graph=True"
                 )
