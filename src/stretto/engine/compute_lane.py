@@ -271,8 +271,7 @@ class ComputeLane:
         if landing.commit is not None:
             self._accounts.check_used(landing.commit, self.layout, self.where)
             self.user.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
-        for _ in range(self.steps - before if self._scheduler is not None else 0):
-            self._scheduler.step()
+        self.user.turn(self._scheduler, self.steps - before, self.where)
         return (
             None
             if landing.commit is None
@@ -390,4 +389,6 @@ class ComputeLane:
 
     def _before_forward(self) -> None:
         with self.running():
-            self.before_micro_batch()
+            # A take-off checks the parameters; their own backward pass brings it where others stand in for them.
+            if self._ready is None or not self.user.is_replaced:
+                self.before_micro_batch()

@@ -52,6 +52,11 @@ def is_in_a_job(parameter: nn.Parameter) -> bool:
     return any(isinstance(hook, _Hook) for hook in hooks.values())
 
 
+def _position(scheduler: Any) -> int | None:
+    """Return how often a scheduler has been turned, if it says so."""
+    return getattr(scheduler, "last_epoch", None)
+
+
 class UserModel:
     """A model, its trainable parameters and its optimizer.
 
@@ -80,6 +85,7 @@ class UserModel:
         self._num_groups = len(optimizer.param_groups)
         self._handles: list[Any] = []
         self._keys = {original_name(key): key for key in model.state_dict()}
+        self._turned_to: int | None = None
         self.remember()
 
     def hook(
@@ -170,10 +176,41 @@ class UserModel:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `model.state_dict()` returned before `torch.compile` wrapped any part of the model."""
         self.model.load_state_dict({self._keys.get(name, name): value for name, value in state.items()})
+        self._turned_to = None
+
+    def turn(self, scheduler: Any, times: int, where: str) -> None:
+        """Turn a scheduler, or None, once for every update.
+
+        Raises:
+            UsageError: It has been turned by hand too, or its schedule has ended.
+        """
+        if scheduler is None:
+            return
+        if self._turned_to not in (None, _position(scheduler)):
+            raise UsageError(
+                f"{where}: the scheduler stands at {_position(scheduler)}, and the library has turned it to "
+                f"{self._turned_to}: expected nobody else to call scheduler.step(); remove the call, or leave "
+                "scheduler out of DataParallel"
+            )
+        for _ in range(times):
+            try:
+                scheduler.step()
+            except ValueError as error:
+                raise UsageError(
+                    f"{where}: scheduler.step() raised {str(error)!r}: expected a schedule for every update of the "
+                    "run, which are, per epoch, a rank's batches by micro_batches, rounded up; make it longer, or end "
+                    "with feed(loader, updates=N)"
+                ) from error
+        self._turned_to = _position(scheduler)
 
     def remember(self) -> None:
         """Remember address and version of every parameter, so that a later write is noticed."""
         self._remembered = self._state()
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether other tensors are in the parameters' places, as inside `torch.func.functional_call`."""
+        return not self._ids <= {id(parameter) for parameter in self.model.parameters()}
 
     def check_untouched(self, where: str) -> None:
         """Raise if a parameter was replaced, rebound or written since `remember`, or a group was added.
@@ -191,7 +228,7 @@ class UserModel:
         if trainable - self._ids:
             raise ParametersTouched(
                 f"{where}: the model has {len(trainable - self._ids)} trainable parameters that it did not have when "
-                "it was wrapped; wrap after the model is complete"
+                "it was wrapped; wrap after the model is complete, and freeze behind that what is to train later"
             )
         for name, parameter in zip(self.names, self.parameters, strict=True) if missing else ():
             if id(parameter) in missing and parameter.requires_grad:
