@@ -164,6 +164,7 @@ class ComputeLane:
 
     def before_micro_batch(self) -> None:
         """Take off if a round is ready; called before every training forward and backward pass."""
+        self.model.train_on()
         if self.model.is_settled:
             raise OutOfTurn(f"{self.where}: training inside settled(): leave its block first")
         if not self._is_checked:
@@ -182,6 +183,7 @@ class ComputeLane:
 
     def count(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
         """Count one micro-batch whose gradients have arrived; close and land rounds if its quota is met."""
+        self.model.train_on()
         self.take_off_if_ready()
         self.accumulation.check_arrived(weight, self.where)
         self.runtime.charge("micro-batch")

@@ -37,6 +37,8 @@ class ShownModel:
         self._user = user
         self._before: Held | None = None
         """Inside `settled`, what the model showed before; otherwise None."""
+        self._stays_settled = True
+        """Whether the next micro-batch finds the model settled, which is an error."""
 
     @property
     def is_settled(self) -> bool:
@@ -66,6 +68,16 @@ class ShownModel:
             self._swap(self._before)
             self._before = None
 
+    def until_training(self) -> None:
+        """Let the next micro-batch restore what was shown before `settle`."""
+        self._stays_settled = False
+
+    def train_on(self) -> None:
+        """Restore what was shown before `settle`, if it was settled only until now."""
+        if not self._stays_settled:
+            self._stays_settled = True
+            self.show_again()
+
     @contextmanager
     def unsettled(self) -> Iterator[None]:
         """Restore, for the block, what was shown before `settle`; do nothing if the model is not settled."""
@@ -84,6 +96,7 @@ class ShownModel:
         self.listener.installed([parameter.detach() for parameter in self._user.parameters])
         self.statistics.agree()
         self.shown = "committed"
+        self._before = None
 
     def _swap(self, held: Held) -> Held:
         """Show the values in `held`, and return what was shown."""
