@@ -145,7 +145,8 @@ class DataParallel:
         """Yield every batch of the loader once, until all ranks agree to end, at the same round on every rank.
 
         What is left then (landing what is in flight, rounds with ranks that have more data) happens in here, without
-        a batch: the loop's body never sees one twice.
+        a batch: the loop's body never sees one twice. Behind it the model shows committed parameters, until training
+        goes on.
 
         Args:
             loader: This rank's batches. One with a length ends there; one without costs a round more, for only
@@ -159,6 +160,8 @@ class DataParallel:
 
         Raises:
             ConfigError: The loader has not a single batch, or an argument cannot be.
+            StepWithoutBackward: The data have ended, and no micro-batch was ever counted.
+            GradientsTouched: At the second batch, if the loop called `loss.backward()` and counted nothing.
             Finished: The job has ended.
         """
         return self._feed.batches(loader, updates, until, on_update)
