@@ -3,8 +3,9 @@
 Note [The end of the data]
     Ranks learn from the round reports that one of them has no more data. A loader with a length says so with its last
     batch, so that no round is needed for the news; another one is exhausted only when it is asked once more. A rank
-    without data goes on in here: it hands over what it has accumulated, then empty rounds, until all have agreed. Where
-    the number of updates is given, nothing is accumulated behind the last one: its rounds are landed at once.
+    without data goes on in here: it hands over what it has accumulated, then empty rounds, until all have agreed. Then
+    all land what is left, so that every update has ended and the model shows committed parameters. Where the number of
+    updates is given, nothing is accumulated behind the last one: its rounds are landed at once.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from torch import Tensor
 from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
 from stretto.engine.report import Vote
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, StepWithoutBackward
 from stretto.fields import is_count
 from stretto.records import Update
 
@@ -43,6 +44,8 @@ class Feed:
         """After which to end."""
         self._landed: list[Update] = []
         """Updates that nobody has been told of."""
+        self._is_stopped = False
+        """Whether some rank has asked all to end for good."""
 
     def batches(
         self,
@@ -52,7 +55,7 @@ class Feed:
         on_update: Callable[[Update], None] | None,
     ) -> Iterator[Batch]:
         """See `DataParallel.feed`."""
-        with self._compute.running():
+        with self._compute.lifetime.running():
             self._begin(updates, until)
             self._on_update, self.has_begun = on_update, True
             self.input.begin(loader)
@@ -60,28 +63,33 @@ class Feed:
         nothing = object()
         num_fed = 0
         while True:
-            with self._compute.running():
+            with self._compute.lifetime.running():
                 self._land_last_update()
             if self._is_over(until):
                 break
             batch: Any = self.input.take(batches, nothing)
             if batch is nothing:
-                with self._compute.running():
-                    self._pass_rounds(until, has_fed=num_fed > 0)
+                with self._compute.lifetime.running():
+                    self._pass_rounds(until, num_fed)
                 break
+            if num_fed and not self._compute.num_counted:
+                with self._compute.lifetime.running():  # a loop that calls loss.backward() trains nothing
+                    self._compute.accumulation.check_own(self._compute.where)
             num_fed += 1
             if num_fed == length:
-                with self._compute.running():
+                with self._compute.lifetime.running():
                     self._compute.take_off_if_ready()  # the round before: it does not hold this last batch
                     self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
             self.num_samples = num_samples(batch)
             yield batch
+        with self._compute.lifetime.running():
+            self._end()
         self._on_update = None
 
     def drain(self) -> None:
-        """Hand over and land rounds until no rank has anything left; all ranks must call."""
+        """Land everything, and have replicas averaged; all ranks must call."""
         self._compute.vote = Vote.DRAIN
-        while not self._is_drained():
+        while not (self._is_drained() and self._job.replica.gap == 0):
             self._pass_round()
 
     def tell(self, update: Update) -> Update:
@@ -106,7 +114,20 @@ class Feed:
         if self._compute.vote == Vote.EXHAUSTED:
             self._compute.vote = Vote.GO_ON
         votes = self._compute.votes
-        self._compute.votes = [vote if vote >= Vote.STOP else Vote.GO_ON for vote in votes]
+        self._is_stopped |= max(votes, default=Vote.GO_ON) == Vote.STOP
+        self._compute.votes = [Vote.STOP if self._is_stopped else Vote.GO_ON for _ in votes]
+
+    def _end(self) -> None:
+        """Land what is left on any rank, and show the committed parameters; all ranks come here at the same round."""
+        compute = self._compute
+        self._is_stopped |= max(compute.votes, default=Vote.GO_ON) >= Vote.STOP
+        own, compute.vote = compute.vote, Vote.DRAIN
+        while not self._is_drained():
+            self._pass_round()
+        compute.vote = own
+        if compute.model.shown == "estimate":
+            compute.show_committed()
+            compute.model.until_training()
 
     def _has_enough(self) -> bool:
         return self._last_update is not None and self._compute.steps >= self._last_update
@@ -120,17 +141,21 @@ class Feed:
         return max(votes) >= Vote.STOP or decisive >= Vote.EXHAUSTED
 
     def _is_drained(self) -> bool:
-        """Return whether nobody has anything left to contribute; the same on all ranks."""
+        """Return whether every update has ended and nobody has anything left to contribute; the same on all ranks."""
         votes, world_size = self._compute.votes, self._job.exchange.world_size
         agreed = votes in ([Vote.DRAIN] * world_size, [Vote.EXHAUSTED] * world_size)
-        is_averaged = self._job.replica.gap == 0
-        return (agreed or self._has_enough()) and is_averaged and self._compute.is_clear
+        return (agreed or self._has_enough()) and self._compute.is_clear
 
-    def _pass_rounds(self, until: Until, *, has_fed: bool) -> None:
+    def _pass_rounds(self, until: Until, num_fed: int) -> None:
         """Take part in rounds without data until the agreed end."""
-        if not has_fed:
+        if not num_fed:
             raise ConfigError(
                 f"{self._compute.where}: the loader has no batch; expected at least one per rank"
+            )
+        if not self._compute.num_counted:
+            raise StepWithoutBackward(
+                f"{self._compute.where}: {num_fed} batches, and not one micro-batch: expected parallel.backward(loss) "
+                "for each batch, in the place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
             )
         self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
         while not self._is_over(until):
@@ -140,7 +165,7 @@ class Feed:
         """Take the next step of a rank without data: land, then close, in the order of ranks that have some.
 
         Guards look at a round before the one ahead of it lands, on all ranks alike. Where nobody has data left, what
-        accumulates is empty everywhere, and stays open for the next epoch.
+        accumulates is empty everywhere, and stays open.
         """
         compute = self._compute
         if compute.overlaps:

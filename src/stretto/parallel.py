@@ -145,7 +145,8 @@ class DataParallel:
         """Yield every batch of the loader once, until all ranks agree to end, at the same round on every rank.
 
         What is left then (landing what is in flight, rounds with ranks that have more data) happens in here, without
-        a batch: the loop's body never sees one twice.
+        a batch: the loop's body never sees one twice. Behind it the model shows committed parameters, until training
+        goes on.
 
         Args:
             loader: This rank's batches. One with a length ends there; one without costs a round more, for only
@@ -159,6 +160,8 @@ class DataParallel:
 
         Raises:
             ConfigError: The loader has not a single batch, or an argument cannot be.
+            StepWithoutBackward: The data have ended, and no micro-batch was ever counted.
+            GradientsTouched: At the second batch, if the loop called `loss.backward()` and counted nothing.
             Finished: The job has ended.
         """
         return self._feed.batches(loader, updates, until, on_update)
@@ -179,7 +182,7 @@ class DataParallel:
             NonFinite: Some rank's loss or gradient is not finite, and the policy is to raise.
             CommunicationError: A rank died, raised or fell silent.
         """
-        with self._compute.running():
+        with self._compute.lifetime.running():
             return self._backward(loss, weight, samples)
 
     def micro_batch(
@@ -203,7 +206,7 @@ class DataParallel:
 
         Returns and errors are those of `backward`.
         """
-        with self._compute.running():
+        with self._compute.lifetime.running():
             self._compute.before_micro_batch()
             for listener in self._compute.model.listeners:
                 listener.micro_batch_begins(loss_function, batch)
@@ -215,10 +218,14 @@ class DataParallel:
     ) -> Update | None:
         """Count one micro-batch whose backward pass the caller has run, on a loss multiplied by `weight`.
 
+        Gradients from elsewhere count too: put them into `.grad` before, `p.grad = gradient`. What earlier
+        micro-batches have brought stays.
+
         Args and errors are as for `backward`; without a `loss` the records hold nan.
         """
-        with self._compute.running():
+        with self._compute.lifetime.running():
             weight = self._checked_weight(weight)
+            self._compute.accumulation.set_apart()  # a take-off makes every other .grad a view
             self._compute.take_off_if_ready()
             self._compute.check_untouched()
             self._compute.accumulation.collect()
@@ -230,7 +237,7 @@ class DataParallel:
         Another job's backward pass may reach this one's parameters (a generator's, through its discriminator), and so
         may a look at gradients by `loss.backward()`. What micro-batches of this job have brought stays.
         """
-        with self._compute.running():
+        with self._compute.lifetime.running():
             self._compute.accumulation.discard()
 
     @contextmanager
@@ -244,10 +251,10 @@ class DataParallel:
             OutOfTurn: A round is in flight under a `Clock`.
             Finished: An error has ended the job.
         """
-        if self._compute.has_finished:
+        if self._compute.lifetime.has_finished:
             yield
             return
-        with self._compute.running():
+        with self._compute.lifetime.running():
             settled = self._compute.settled()
             settled.__enter__()
         try:
@@ -263,10 +270,10 @@ class DataParallel:
             OutOfTurn: An update is under way.
             Finished: An error has ended the job.
         """
-        if self._compute.has_finished:
+        if self._compute.lifetime.has_finished:
             yield
             return
-        with self._compute.running(), self._compute.model.unsettled():
+        with self._compute.lifetime.running(), self._compute.model.unsettled():
             self._compute.check_between_updates(what)
             yield
 
@@ -295,7 +302,7 @@ class DataParallel:
             CheckpointError: The state is of another model or optimizer.
             Finished: The job has ended.
         """
-        with self._compute.running():
+        with self._compute.lifetime.running():
             self._compute.check_between_updates("load_state_dict()")
             JobState(self.job).load(state)
 
@@ -312,19 +319,19 @@ class DataParallel:
             The updates that nobody has been told of yet: those committed at the end of `feed`, unless `on_update` has
             heard of them, and those committed here.
         """
-        with self._compute.running():
+        with self._compute.lifetime.running():
             if not self._compute.num_counted:  # a loop that calls loss.backward() has trained nothing
                 self._compute.accumulation.check_own(self._compute.where)
             self._feed.drain()
             self._compute.show_committed()
             listeners = self._compute.model.listeners
             self.late_incidents = tuple(incident for one in listeners for incident in one.ended())
-            self._compute.close()
+            self._compute.lifetime.finish()
         return self._feed.take_landed()
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one ends because of `error`, and end the job here."""
-        self._compute.fail(error)
+        self._compute.lifetime.fail(error)
 
     def __enter__(self) -> Self:
         return self
@@ -361,14 +368,14 @@ class DataParallel:
 
     def _check_loss(self, loss: object) -> None:
         if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
-            found = (
-                f"shape {tuple(loss.shape)} and dtype {loss.dtype}"
-                if isinstance(loss, Tensor)
-                else f"a {type(loss).__name__}"
+            found, remedy = (
+                f"a {type(loss).__name__}",
+                "hand over the tensor alone, such as output.loss",
             )
+            if isinstance(loss, Tensor):
+                found, remedy = f"shape {tuple(loss.shape)} and dtype {loss.dtype}", "reduce it with .mean()"
             raise LossNotScalar(
-                f"{self._compute.where}: expected a loss of one floating-point element, found {found}: reduce it "
-                "with .mean()"
+                f"{self._compute.where}: expected a loss of one floating-point element, found {found}: {remedy}"
             )
         if not loss.requires_grad:
             raise UsageError(

@@ -16,7 +16,7 @@ from stretto.engine.comm_lane import CommLane
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.failures import FailureDetector
 from stretto.engine.job import Job
-from stretto.engine.model import UserModel
+from stretto.engine.model import UserModel, is_in_a_job
 from stretto.engine.options import Clock, Options, Quota, plan_quota
 from stretto.engine.replica import Replica
 from stretto.engine.report import settings_text
@@ -32,7 +32,7 @@ from stretto.exchange import (
     wire_dtype,
 )
 from stretto.fields import did_you_mean
-from stretto.flat import Layout, plan_layout
+from stretto.flat import Layout, original_name, plan_layout
 from stretto.guards import AtRest, Guard, ReplicaGuard
 from stretto.guards.interpreter import GuardInterpreter, RehearsingOptimizer
 from stretto.guards.replay import GuardedRounds
@@ -41,6 +41,9 @@ from stretto.guards.weave import guarded
 from stretto.optimizer import ShardedOptimizer, check_shardable, read_hyperparameters
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
+
+_OF_OTHERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+"""Names of PyTorch's own wrappers: importing them all to ask for their kind would take a second."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +66,17 @@ class Parts:
         """
         if not isinstance(self.model, nn.Module):
             raise UnsupportedModel(f"model: expected an nn.Module, found a {type(self.model).__name__}")
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            raise UnsupportedModel(
-                "model: expected the model itself, found a DistributedDataParallel, which averages gradients on its "
-                "own; hand over its .module"
+        kinds = {kind for module in self.model.modules() for kind in type(module).__mro__}
+        for kind in kinds:
+            if kind.__name__ in _OF_OTHERS and kind.__module__.startswith("torch."):
+                raise UnsupportedModel(
+                    f"model: expected the model itself, found a {kind.__name__}, which averages, copies or shards it "
+                    "on its own; hand over the bare model (its .module)"
+                )
+        if any(map(is_in_a_job, self.model.parameters())):
+            raise ConfigError(
+                "model: expected parameters of no other job, found some of a DataParallel that has not ended; call its "
+                "finish() first, or its fail(error) to give it up"
             )
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise UnsupportedOptimizer(
@@ -241,8 +251,9 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         return
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
-            "scheduler: a ReduceLROnPlateau needs a metric at every step, which the library does not have; turn it by "
-            "hand, and leave scheduler out"
+            "scheduler: a ReduceLROnPlateau needs a metric at every step, which the library does not have; leave "
+            "scheduler out, and call its step(metric) in on_update, with a metric that is the same on all ranks, such "
+            "as update.loss"
         )
     if isinstance(scheduler, torch.optim.Optimizer) or not callable(getattr(scheduler, "step", None)):
         raise ConfigError(
@@ -291,8 +302,8 @@ def _strikes(options: Options, exchange: Exchange) -> Strikes:
 
 
 def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.model`)."""
-    is_buffer = {name for name, _ in model.named_buffers()}
+    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.statistics`)."""
+    is_buffer = {original_name(name) for name, _ in model.named_buffers()}
     return [
         (name, tensor)
         for name, tensor in untrained(model)

@@ -35,7 +35,8 @@ def refused(job: TinyJob, loss: object, kind: type[StrettoError], **arguments: o
 )
 def test_a_loss_that_is_not_one_real_number_is_refused(loss: object, found: str) -> None:
     error = refused(TinyJob(), loss, LossNotScalar)
-    assert says(error, WHERE, "expected a loss of one floating-point element", found, ".mean()")
+    remedy = ".mean()" if isinstance(loss, Tensor) else "the tensor alone, such as output.loss"
+    assert says(error, WHERE, "expected a loss of one floating-point element", found, remedy)
 
 
 def test_a_loss_of_one_element_may_have_dimensions() -> None:

@@ -37,10 +37,10 @@ from torch import Tensor
 from stretto.averaging.mean import ReplicaMean
 from stretto.checksums import digest
 from stretto.engine.accumulation import GradientBuffer
-from stretto.engine.model import Statistics
 from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.report import Vote
 from stretto.engine.round import Reduction, Round
+from stretto.engine.statistics import Statistics
 from stretto.errors import NonFinite, StateCorrupt
 from stretto.exchange import Exchange
 from stretto.optimizer import ReducedGradient, ShardedOptimizer, piece_states

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from stretto.averaging.mean import ReplicaMean
-from stretto.engine.model import Statistics, average_statistics
 from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.report import RankReport, RoundReport, Totals, Vote, empty_report
 from stretto.engine.round import Reduction, Round
+from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import RanksDisagree, ReplicaNonFinite
 from stretto.exchange import Exchange
 from stretto.optimizer import ReducedGradient, ShardedOptimizer

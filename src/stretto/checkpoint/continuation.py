@@ -19,13 +19,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.job import Job
 from stretto.engine.report import RankReport, RoundReport, Totals, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State
+from stretto.flat import original_name
 from stretto.randomness import random_states, restore_random_states
 
 _TOTALS = tuple(field.name for field in dataclasses.fields(Totals))
@@ -130,7 +131,7 @@ class Continuation:
         compute = self._job.compute
         mine = unpack(state["rank"][str(self._rank)]) if "rank" in state else None
         if mine is not None:
-            buffers = dict(self._job.model.model.named_buffers())
+            buffers = _named_buffers(self._job.model.model)
             for name, value in mine["buffers"].items():
                 buffers[name].copy_(value)
         self._job.exchange.owe([] if mine is None else mine["owed"])
@@ -195,9 +196,13 @@ class Continuation:
         agreed = dict(zip(statistics.names, statistics.agreed, strict=True))
         return {
             name: buffer.detach().clone()
-            for name, buffer in self._job.model.model.named_buffers()
+            for name, buffer in _named_buffers(self._job.model.model).items()
             if name in saved and not (name in agreed and torch.equal(buffer, agreed[name]))
         }
+
+
+def _named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {original_name(name): buffer for name, buffer in model.named_buffers()}
 
 
 def pack(value: Any) -> bytes:

@@ -59,7 +59,7 @@ def load(
         OutOfTurn: An update is under way.
         CommunicationError: A rank died, raised or fell silent.
     """
-    with parallel.job.compute.running():
+    with parallel.job.compute.lifetime.running():
         parallel.job.compute.check_between_updates("loading a checkpoint")
     ranks = Ranks(parallel)
     paths = ranks.gather(
@@ -67,7 +67,7 @@ def load(
     )
     reading = _Reading(paths[0] or Path(directory))
     manifest = ranks.agree("opening a checkpoint", reading.open)
-    with parallel.job.compute.running():
+    with parallel.job.compute.lifetime.running():
         continuation = Continuation(parallel.job, parallel.scheduler)
         same = manifest.strategy == parallel.strategy.name
         state = continuation.blank(
@@ -82,7 +82,7 @@ def load(
     positions = tuple(unpack(packed) for packed in state.get("loader", {}).values())
     if loader is not None and positions and manifest.world_size == parallel.world_size:
         ranks.agree("restoring the loader", lambda: loader.load_state_dict(positions[ranks.rank]))
-    with parallel.job.compute.running():
+    with parallel.job.compute.lifetime.running():
         continuation.load(state)
     return Restored(
         step=parallel.steps,

@@ -135,8 +135,14 @@ class Accumulation:
         self.has_arrived = False
         self.contribution.count += 1
 
+    def set_apart(self) -> None:
+        """Tell gradients that the caller has put into `.grad` from those that have accumulated there."""
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.buffer.views, strict=True)):
+            if parameter.grad is not None and parameter.grad is not view:
+                self.apart.add(index)
+
     def collect(self) -> None:
-        """Add the gradients of backward passes that the caller has run."""
+        """Add the gradients of backward passes that the caller has run, and those that were set apart."""
         for index in self._of_others():
             gradient = self.parameters[index].grad
             if gradient is not None:
@@ -187,7 +193,8 @@ class Accumulation:
             if parameter.grad is not view and slot.index not in self.apart:
                 raise GradientsTouched(
                     f"{where}: the gradient of {slot.name!r} was replaced; leave out zero_grad() (gradients are "
-                    "zeroed at take-off), do not assign .grad, and call backward without create_graph=True"
+                    "zeroed at take-off), do not assign .grad but before parallel.count_micro_batch(), and call "
+                    "backward without create_graph=True"
                 )
 
     def _of_others(self) -> list[int]:

@@ -11,6 +11,7 @@ from stretto.checksums import digest
 from stretto.engine.accumulation import GradientBuffer
 from stretto.errors import RanksDisagree, TransferCorrupt
 from stretto.exchange import Exchange
+from stretto.flat import original_name
 
 _SHOWN_CHARACTERS = 300
 _BROADCASTS = 4
@@ -66,8 +67,8 @@ def share_start(
 
 def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the frozen parameters and the buffers of a model, with their names."""
-    frozen = [(name, p.detach()) for name, p in model.named_parameters() if not p.requires_grad]
-    return [*frozen, *((name, buffer.detach()) for name, buffer in model.named_buffers())]
+    frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+    return [(original_name(name), tensor.detach()) for name, tensor in (*frozen, *model.named_buffers())]
 
 
 def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:

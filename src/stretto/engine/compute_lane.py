@@ -18,13 +18,13 @@ from torch import Tensor
 
 from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.comm_lane import CommLane
-from stretto.engine.failures import FailureDetector
+from stretto.engine.failures import FailureDetector, Lifetime
 from stretto.engine.model import UserModel
 from stretto.engine.options import Quota
 from stretto.engine.report import Vote
 from stretto.engine.round import Accounts, Landing, Reduction, Round
 from stretto.engine.runtime import Arrived, Pending
-from stretto.errors import Finished, OutOfTurn, StepWithoutBackward
+from stretto.errors import OutOfTurn, StepWithoutBackward
 from stretto.optimizer import Hyperparameters, read_hyperparameters
 from stretto.records import Incident, Update
 
@@ -67,10 +67,7 @@ class ComputeLane:
         self.steps = 0
         self.num_counted = 0
         """Micro-batches of this rank so far, of any weight."""
-        self.has_finished = False
-        """Whether the job ended without an error."""
-        self._ended_because: str | None = None
-        self._failures = failures
+        self.lifetime = Lifetime(failures, leave=self._leave)
         self._quota = quota
         self._scheduler = scheduler
         self.overlaps = comm.strategy.overlaps
@@ -125,45 +122,12 @@ class ComputeLane:
             and self.accumulation.contribution.count == 0
         )
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Refuse use after the end; any error inside the block ends the job on all ranks.
-
-        Raises:
-            Finished: The job has ended already.
-        """
-        if self._ended_because is not None:
-            raise Finished(
-                f"{self.where}: the job has ended ({self._ended_because}); make a new DataParallel to go on"
-            )
-        try:
-            yield
-        except BaseException as error:
-            self.fail(error)
-            raise
-
-    def fail(self, error: BaseException) -> None:
-        """End the job because of `error`: tell the other ranks and release the user's model."""
-        if self._ended_because is None:
-            self._ended_because = f"{type(error).__name__}: {error}"
-            if self._failures.tell(error):
-                self._failures.group.abort()
-            self.runtime.leave()
-            self.model.unhook()
-
-    def close(self) -> None:
-        """Join the communication lane and remove all hooks; no collective may be issued before this returns."""
-        self.runtime.join()
-        self.model.unhook()
-        self._ended_because = "finish() was called"
-        self.has_finished = True
-
     # Micro-batches
 
     def before_micro_batch(self) -> None:
         """Take off if a round is ready; called before every training forward and backward pass."""
         if self.model.is_settled:
-            raise OutOfTurn(f"{self.where}: training inside settled(): leave its block first")
+            self.model.train_on(self.where)
         if not self._is_checked:
             self.model.check_unwritten(self.where)
             self._is_checked = True
@@ -191,6 +155,8 @@ class ComputeLane:
 
     def count(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
         """Count one micro-batch whose gradients have arrived; close and land rounds if its quota is met."""
+        if self.model.is_settled:
+            self.model.train_on(self.where)
         self.take_off_if_ready()
         if weight > 0 and not self.accumulation.has_arrived:
             raise StepWithoutBackward(
@@ -244,7 +210,7 @@ class ComputeLane:
             self._ready = Round(
                 self.accumulation.buffer,
                 self.accumulation.contribution,
-                *self.statistics.snapshot(),
+                *(self.statistics.snapshot() if self.statistics.names else ([], b"")),
                 self.statistics.agreed,
                 self.vote,
                 [],
@@ -271,9 +237,10 @@ class ComputeLane:
         if landing is None:
             raise OutOfTurn(f"{self.where}: landing without take-off")
         self.model.show(landing.buffer.views, landing.shown)
-        if landing.reduction.skipped:
-            self.statistics.restore()
-        self.statistics.install(landing.statistics, landing.reduction.statistics)
+        if self.statistics.names:
+            if landing.reduction.skipped:
+                self.statistics.restore()
+            self.statistics.install(landing.statistics, landing.reduction.statistics)
         if self.overlaps:
             self._idle = landing.buffer
         else:
@@ -287,8 +254,8 @@ class ComputeLane:
             if not self._accounts.use_is_known:
                 self._accounts.check_used(landing.commit, self.layout, self.where)
             self.model.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
-        for _ in range(self.steps - before if self._scheduler is not None else 0):
-            self._scheduler.step()
+        if self._scheduler is not None:
+            self.model.turn(self._scheduler, self.steps - before, self.where)
         return (
             None
             if landing.commit is None
@@ -406,10 +373,17 @@ class ComputeLane:
             self.accumulation = own
             own.attach(zero=False)
 
+    def _leave(self, *, waits: bool) -> None:
+        """Leave the communication lane, once it is done or at once, and remove all hooks."""
+        (self.runtime.join if waits else self.runtime.leave)()
+        self.model.unhook()
+
     def _before_gradient(self, index: int, gradient: Tensor | None) -> None:
         if gradient is not None:
             self.accumulation.before_gradient(index)
 
     def _before_forward(self) -> None:
-        with self.running():
-            self.before_micro_batch()
+        with self.lifetime.running():
+            # A take-off checks the parameters; their own backward pass brings it where others stand in for them.
+            if self._ready is None or not self.model.is_replaced:
+                self.before_micro_batch()

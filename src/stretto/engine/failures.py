@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import re
 import time
+from collections.abc import Callable, Iterator
 
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -24,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from stretto.engine.round import Progress
 from stretto.errors import (
     CommunicationError,
+    Finished,
     NonFinite,
     NoWayOn,
     PeerFailed,
@@ -184,8 +186,60 @@ class FailureDetector:
         keys = {rank: f"{topic}/{rank}" for rank in self._others}
         return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
+    @property
+    def where(self) -> str:
+        """Rank and step, for messages."""
+        return f"rank {self.rank}, after step {self._progress.step}"
+
     def _where(self, what: str) -> str:
-        return f"rank {self.rank}, after step {self._progress.step}, waiting for the {what}: "
+        return f"{self.where}, waiting for the {what}: "
+
+
+class Lifetime:
+    """Whether one rank's job goes on. Any error ends it, on all ranks.
+
+    Args:
+        failures: Tells the other ranks.
+        leave: Releases the communication lane and the user's model; told whether to wait for what is under way.
+    """
+
+    def __init__(self, failures: FailureDetector, leave: Callable[..., None]) -> None:
+        self.has_finished = False
+        """Whether the job ended without an error."""
+        self._failures = failures
+        self._leave = leave
+        self._ended_because: str | None = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Refuse use after the end; any error inside the block ends the job on all ranks.
+
+        Raises:
+            Finished: The job has ended already.
+        """
+        if self._ended_because is not None:
+            raise Finished(
+                f"{self._failures.where}: the job has ended ({self._ended_because}); make a new DataParallel to go on"
+            )
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """End the job because of `error`, and tell the other ranks."""
+        if self._ended_because is None:
+            self._ended_because = f"{type(error).__name__}: {error}"
+            if self._failures.tell(error):
+                self._failures.group.abort()
+            self._leave(waits=False)
+
+    def finish(self) -> None:
+        """End the job without an error; no collective may be issued before this returns."""
+        self._leave(waits=True)
+        self._ended_because = "finish() was called"
+        self.has_finished = True
 
 
 def _completes(work: dist.Work, seconds: float) -> bool:

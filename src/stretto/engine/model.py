@@ -3,33 +3,24 @@
 Note [Hooks and copies]
     Hooks live in the model's own dictionaries. A copy of the model (a moving average, `copy.deepcopy`, a pickle) would
     contain them and act on the job. So a `_Hook` is copied and pickled as a function that does nothing. A shallow copy
-    shares the hooks, which compare the module's identity.
-
-Note [Statistics]
-    The forward passes of a rank change its own copy. A round carries a snapshot. The communication lane averages the
-    buffers that changed on any rank, and the landing installs
-
-        live ← average + (live - snapshot)
-
-    so that what the compute lane added meanwhile is kept. For a synchronous strategy, `live` is the snapshot, and all
-    ranks are equal at every update. For an overlapping strategy, the ranks agree on `average`, which evaluation and
-    checkpoints see; `live` also holds what came after the snapshot.
+    shares the hooks, which compare the module's identity. Every module of the model has a hook, so that no part of it
+    is copied or gives its state away unnoticed while it shows an estimate.
 """
 
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.round import Landing, Listener, Shown
-from stretto.errors import EstimateShown, OptimizerStepped, ParametersTouched
-from stretto.exchange import Exchange
-from stretto.flat import Layout
+from stretto.engine.round import Listener, Shown
+from stretto.engine.statistics import Statistics
+from stretto.errors import EstimateShown, OptimizerStepped, OutOfTurn, ParametersTouched, UsageError
+from stretto.flat import Layout, original_name
 
 _version = operator.attrgetter("_version")
 
@@ -43,16 +34,34 @@ def _no_hook() -> Callable[..., None]:
 
 
 class _Hook:
-    """A hook that does nothing in copies of the model; see Note [Hooks and copies]."""
+    """A hook that does nothing in copies of the model; see Note [Hooks and copies].
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    Args:
+        call: What the hook does.
+        before_copy: Called when something that has the hook is copied or pickled.
+    """
+
+    def __init__(self, call: Callable[..., Any], before_copy: Callable[[], None] | None = None) -> None:
         self._call = call
+        self._before_copy = before_copy
 
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        if self._before_copy is not None:
+            self._before_copy()
         return _no_hook, ()
+
+
+def is_in_a_job(parameter: nn.Parameter) -> bool:
+    """Return whether a job that has not ended trains `parameter`."""
+    hooks: Mapping[int, Any] = parameter._backward_hooks or {}
+    return any(isinstance(hook, _GradientHook) for hook in hooks.values())
+
+
+class _GradientHook(functools.partial[None]):
+    """Called with a gradient before that is added to a parameter's; a copied parameter has none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,6 +107,9 @@ class UserModel:
         self._ids = {id(parameter) for parameter in parameters}
         self._num_groups = len(optimizer.param_groups)
         self._handles: list[Any] = []
+        self._keys = {original_name(key): key for key in model.state_dict()}
+        self._turned_to: int | None = None
+        self._settled_until_training = False
         self.remember()
 
     # Hooks
@@ -117,28 +129,54 @@ class UserModel:
             where: Rank and step, for messages.
         """
 
+        for index, parameter in enumerate(self.parameters):
+            self._handles.append(parameter.register_hook(_GradientHook(before_gradient, index)))
+        self._hook_model(before_forward, where)
+        self._hook_optimizer(where)
+
+    def _hook_model(self, before_forward: Callable[[], None], where: Callable[[], str]) -> None:
         def training_forward(module: nn.Module, _: object) -> None:
+            # Traced code has no take-off of its own: the backward pass brings it.
+            if torch.compiler.is_compiling():
+                return
             if module is self.model and module.training and torch.is_grad_enabled():
                 before_forward()
 
-        def state_dict(module: nn.Module, *_: object) -> None:
-            if module is self.model and self.shown == "estimate":
+        def refuse_estimate() -> None:
+            if self.shown == "estimate":
                 raise EstimateShown(
-                    f"{where()}: model.state_dict() while the model shows an estimate: take it inside `with "
-                    "parallel.settled():`, or after finish()"
+                    f"{where()}: state_dict(), a copy or a pickle of the model (or of a part of it) while it shows an "
+                    "estimate: expected the committed parameters; do it inside `with parallel.settled():`, or after "
+                    "finish()"
                 )
 
-        def optimizer_step(*_: object) -> None:
+        modules = {id(module) for module in self.model.modules()}
+
+        def state_dict(module: nn.Module, *_: object) -> None:
+            if id(module) in modules:
+                refuse_estimate()
+
+        self._handles.append(self.model.register_forward_pre_hook(_Hook(training_forward)))
+        for module in self.model.modules():
+            self._handles.append(module.register_state_dict_pre_hook(_Hook(state_dict, refuse_estimate)))
+
+    def _hook_optimizer(self, where: Callable[[], str]) -> None:
+        def step(*_: object) -> None:
             raise OptimizerStepped(
                 f"{where()}: optimizer.step() was called by hand (or by a GradScaler): the library steps a "
-                "private optimizer at every update and reads the learning rates from this one; remove the call"
+                "private optimizer at every update and reads the learning rates from this one; remove the call, and a "
+                "GradScaler with it: bfloat16 needs none"
             )
 
-        for index, parameter in enumerate(self.parameters):
-            self._handles.append(parameter.register_hook(functools.partial(before_gradient, index)))
-        self._handles.append(self.model.register_forward_pre_hook(_Hook(training_forward)))
-        self._handles.append(self.model.register_state_dict_pre_hook(_Hook(state_dict)))
-        self._handles.append(self.optimizer.register_step_pre_hook(optimizer_step))
+        def state(*_: object) -> None:
+            raise UsageError(
+                f"{where()}: the state of this optimizer is empty during the job, because a private one is stepped in "
+                "its place: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
+            )
+
+        self._handles.append(self.optimizer.register_step_pre_hook(step))
+        self._handles.append(self.optimizer.register_state_dict_pre_hook(state))
+        self._handles.append(self.optimizer.register_load_state_dict_pre_hook(state))
 
     def unhook(self) -> None:
         """Remove every hook from model and optimizer."""
@@ -185,6 +223,21 @@ class UserModel:
             self._swap(self._before)
             self._before = None
 
+    def until_training(self) -> None:
+        """Let the next micro-batch restore what was shown before `settle`."""
+        self._settled_until_training = True
+
+    def train_on(self, where: str) -> None:
+        """Restore what was shown before `settle`, if the model was settled only until now.
+
+        Raises:
+            OutOfTurn: It is settled for a block that has not ended.
+        """
+        if not self._settled_until_training:
+            raise OutOfTurn(f"{where}: training inside settled(): leave its block first")
+        self._settled_until_training = False
+        self.show_again()
+
     @contextmanager
     def unsettled(self) -> Iterator[None]:
         """Restore, for the block, what was shown before `settle`; do nothing if the model is not settled."""
@@ -204,6 +257,8 @@ class UserModel:
             listener.installed([parameter.detach() for parameter in self.parameters])
         self.statistics.agree()
         self.shown = "committed"
+        self._before = None
+        self._settled_until_training = False
 
     def _swap(self, held: Held) -> Held:
         """Show the values in `held`, and return what was shown."""
@@ -213,6 +268,36 @@ class UserModel:
             self.show(held.parameters, held.shown)
         self.shown = held.shown
         return Held(shown, parameters, self.statistics.exchange_live(held.statistics))
+
+    # Loading, and the schedule
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `model.state_dict()` returned before `torch.compile` wrapped any part of the model."""
+        self.model.load_state_dict({self._keys.get(name, name): value for name, value in state.items()})
+        self._turned_to = None
+
+    def turn(self, scheduler: Any, times: int, where: str) -> None:
+        """Turn a scheduler once for every update.
+
+        Raises:
+            UsageError: It has been turned by hand too, or its schedule has ended.
+        """
+        position = getattr(scheduler, "last_epoch", None)
+        if self._turned_to not in (None, position):
+            raise UsageError(
+                f"{where}: the scheduler stands at {position}, and the library has turned it to {self._turned_to}: "
+                "expected nobody else to call scheduler.step(); remove the call, or leave scheduler out of DataParallel"
+            )
+        for _ in range(times):
+            try:
+                scheduler.step()
+            except ValueError as error:
+                raise UsageError(
+                    f"{where}: scheduler.step() raised {str(error)!r}: expected a schedule for every update of the "
+                    "run, which are, per epoch, a rank's batches by micro_batches, rounded up; make it longer, or end "
+                    "with feed(loader, updates=N)"
+                ) from error
+        self._turned_to = getattr(scheduler, "last_epoch", None)
 
     # Nobody else writes
 
@@ -256,18 +341,13 @@ class UserModel:
                 f"{where}: the optimizer has {len(self.optimizer.param_groups)} parameter groups, {self._num_groups} "
                 "when it was wrapped; add groups before wrapping"
             )
-        trainable = {
-            id(parameter)
-            for module in self.model.modules()
-            for parameter in module._parameters.values()  # half the time of parameters()
-            if parameter is not None and parameter.requires_grad
-        }
+        trainable = {id(parameter) for parameter in self._every_parameter() if parameter.requires_grad}
         if trainable == self._ids:
             return
         if trainable - self._ids:
             raise ParametersTouched(
                 f"{where}: the model has {len(trainable - self._ids)} trainable parameters that it did not have when "
-                "it was wrapped; wrap after the model is complete"
+                "it was wrapped; wrap after the model is complete, and freeze behind that what is to train later"
             )
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if id(parameter) not in trainable and parameter.requires_grad:
@@ -276,90 +356,14 @@ class UserModel:
                     "over the changed model"
                 )
 
-
-class Statistics:
-    """The floating-point buffers of one model: their live values and the values that ranks last agreed on."""
-
-    def __init__(self, model: nn.Module) -> None:
-        named = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-        self._owners = [_owner_of(model, name) for name in named]
-        self.names = list(named)
-        self.agreed = [buffer.detach().clone() for buffer in named.values()]
-        """Values that are equal on all ranks; they change at landings only."""
-
     @property
-    def live(self) -> list[Tensor]:
-        """The buffers as the model holds them now; modules may have replaced them."""
-        return [getattr(module, attribute).detach() for module, attribute in self._owners]
+    def is_replaced(self) -> bool:
+        """Whether other tensors are in the parameters' places, as inside `torch.func.functional_call`."""
+        return not self._ids <= {id(parameter) for parameter in self._every_parameter()}
 
-    def snapshot(self) -> tuple[list[Tensor], bytes]:
-        """Return copies of the live buffers, and one byte each: 1 if it differs from what ranks last agreed on."""
-        if not self.names:
-            return [], b""
-        copies = [buffer.clone() for buffer in self.live]
-        return copies, bytes(not torch.equal(a, b) for a, b in zip(copies, self.agreed, strict=True))
-
-    def install(self, snapshot: list[Tensor], averages: dict[int, Tensor]) -> None:
-        """Install the averages, by index, that a round brought back for its `snapshot`."""
-        live = self.live if averages else []
-        for index, average in averages.items():
-            self.agreed[index] = average
-            if torch.equal(live[index], snapshot[index]):
-                live[index].copy_(average)
-            else:
-                live[index].add_(average - snapshot[index])
-
-    def agreed_after(self, landing: Landing | None) -> list[Tensor]:
-        """Return what ranks will agree on once `landing`, if there is one, is installed."""
-        brought = {} if landing is None else landing.reduction.statistics
-        return [brought.get(index, value) for index, value in enumerate(self.agreed)]
-
-    def agree(self) -> None:
-        """Declare the live values, equal on all ranks, to be what all ranks agree on."""
-        self.agreed = [buffer.clone() for buffer in self.live]
-
-    def restore(self) -> None:
-        """Restore what all ranks last agreed on: a round that was left out may have written NaN here."""
-        for buffer, value in zip(self.live, self.agreed, strict=True):
-            buffer.copy_(value)
-
-    def exchange_live(self, values: list[Tensor]) -> list[Tensor]:
-        """Put `values` into the model and return copies of what was there."""
-        live = self.live
-        held = [buffer.clone() for buffer in live]
-        for buffer, value in zip(live, values, strict=True):
-            buffer.copy_(value)
-        return held
-
-
-def average_statistics(
-    exchange: Exchange, own: Sequence[Tensor], changed: Sequence[bool], counts: Sequence[int]
-) -> dict[int, Tensor]:
-    """Return, by index, the averages of the buffers that changed on any rank; all ranks must call.
-
-    Args:
-        exchange: Connects the ranks.
-        own: This rank's buffers.
-        changed: Whether each buffer changed; the same on all ranks.
-        counts: The ranks' weights in the average.
-    """
-    indices = [index for index, flag in enumerate(changed) if flag]
-    if not indices or sum(counts) == 0:
-        return {}
-    flat = torch.cat([own[index].flatten().float() for index in indices])
-    whole = torch.empty(len(counts) * flat.numel(), dtype=flat.dtype, device=flat.device)
-    exchange.gather_values(flat, whole, "average of the model's buffers")
-    mean = torch.zeros_like(flat)
-    for count, part in zip(counts, whole.view(len(counts), -1), strict=True):
-        if count:
-            mean.add_(part, alpha=count / sum(counts))
-    parts = torch.split(mean, [own[index].numel() for index in indices])
-    return {
-        index: part.view_as(own[index]).to(own[index].dtype)
-        for index, part in zip(indices, parts, strict=True)
-    }
-
-
-def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
+    def _every_parameter(self) -> Iterator[nn.Parameter]:
+        """Yield what is registered in the modules' places for parameters, in half the time of `parameters()`."""
+        for module in self.model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    yield parameter

@@ -13,11 +13,11 @@ import numpy as np
 from torch import Tensor
 
 from stretto.engine.agreement import agree
-from stretto.engine.model import Statistics, average_statistics
 from stretto.engine.options import Options
 from stretto.engine.report import RoundReport, settings_text
 from stretto.engine.round import Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
+from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import NonFinite
 from stretto.exchange import Exchange
 from stretto.optimizer import ReducedGradient, ShardedOptimizer

@@ -1,7 +1,7 @@
 """The state of a job under names that any world size, any strategy and plain PyTorch understand.
 
-model.<name>                            committed parameters, under every name of `model.state_dict()`, and
-                                        the buffers as ranks agree on them
+model.<name>                            committed parameters, under every name of `model.state_dict()` (before
+                                        `torch.compile`), and the buffers as ranks agree on them
 master.<name>                           the owner's values, where the installed values are narrower
 optimizer.state.<name>.<key>            per parameter, as PyTorch's `flatten_optimizer_state_dict` has it
 optimizer.param_groups.<name>.<key>     hyperparameters
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stretto.engine.job import Job
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
 from stretto.exchange import narrower
-from stretto.flat import Fragments, PartedTensor, Shares, Slot
+from stretto.flat import Fragments, PartedTensor, Shares, Slot, original_name
 from stretto.optimizer import Piece, PieceState, adopt_states, piece_states, read_hyperparameters, state_like
 
 State = dict[str, Any]
@@ -97,7 +97,7 @@ class JobState:
             master = next(value for value in values if value is not None)
             self.job.sharded.values(self.job.sharded.masters, piece).copy_(master)
         adopt_states(self.job.sharded, states)
-        self.job.model.model.load_state_dict(model)
+        self.job.model.load_state_dict(model)
         for group, names in zip(self.job.model.optimizer.param_groups, self._group_names(), strict=True):
             for name in names[:1]:
                 group.update(_under(state["optimizer"], f"param_groups.{name}."))
@@ -128,7 +128,8 @@ class JobState:
         is_shown_anyway = shows_it and not self.job.replica.has_drifted
         with compute.settled():
             entries: State = {}
-            for name, value in user.model.state_dict(keep_vars=True).items():
+            for key, value in user.model.state_dict(keep_vars=True).items():
+                name = original_name(key)
                 slot = slots.get(id(value))
                 if not isinstance(value, Tensor):
                     entries[name] = value
@@ -201,7 +202,7 @@ class JobState:
     def _group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group of the user's optimizer, frozen ones included."""
         user = self.job.model
-        names = {id(parameter): name for name, parameter in user.model.named_parameters()}
+        names = {id(parameter): original_name(name) for name, parameter in user.model.named_parameters()}
         return [
             [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
             for group in user.optimizer.param_groups

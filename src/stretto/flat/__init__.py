@@ -1,6 +1,6 @@
 """Flat storage: which element of which parameter lies where, and who owns it."""
 
-from stretto.flat.layout import ALIGNMENT, Bucket, FlatSet, Layout, Slot, plan_layout
+from stretto.flat.layout import ALIGNMENT, Bucket, FlatSet, Layout, Slot, original_name, plan_layout
 from stretto.flat.parted import Fragments, PartedTensor, Shares
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "PartedTensor",
     "Shares",
     "Slot",
+    "original_name",
     "plan_layout",
 ]

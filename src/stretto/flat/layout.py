@@ -10,6 +10,7 @@ Note [Layout]
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -112,6 +113,11 @@ class Layout:
         return [slot for slot in self.slots if slot.set_index == set_index]
 
 
+def original_name(name: str) -> str:
+    """Return the name that a parameter or buffer has in the model before `torch.compile` wraps any part of it."""
+    return name.replace("_orig_mod.", "")
+
+
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -142,13 +148,15 @@ def plan_layout(
         UnsupportedModel: Nothing trains, or a parameter cannot be averaged or has no values.
         UnsupportedOptimizer: Model and optimizer disagree on what trains.
     """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    every = [(original_name(name), parameter) for name, parameter in model.named_parameters()]
+    named = [(name, parameter) for name, parameter in every if parameter.requires_grad]
     if not named:
         raise UnsupportedModel(
             "the model has no trainable parameter: expected at least one requires_grad=True"
         )
-    for name, parameter in model.named_parameters():
+    for name, parameter in every:
         _check_parameter(name, parameter)
+    _check_apart(named)
     groups = _group_of_parameter(named, optimizer)
     keys = sorted({_set_key(parameter) for _, parameter in named})
     ordered = sorted(reversed(named), key=lambda item: (keys.index(_set_key(item[1])), groups[id(item[1])]))
@@ -200,6 +208,39 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise UnsupportedModel(
             f"parameter {name!r} has dtype {parameter.dtype}: expected one of {_TRAINABLE_DTYPES}; {advice}"
         )
+
+
+def _check_apart(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise if an element has two places: each is stepped by itself, and the last one copied in would win.
+
+    Raises:
+        UnsupportedModel: Names the parameter, or both of them.
+    """
+    spans = []
+    for name, parameter in named:
+        strides = zip(parameter.shape, parameter.stride(), strict=True)
+        reach = 1 + sum((size - 1) * stride for size, stride in strides) if parameter.numel() else 0
+        if reach < parameter.numel():
+            raise UnsupportedModel(
+                f"parameter {name!r} holds some element more than once, as expand() makes it: expected elements of "
+                "their own; make it contiguous() before wrapping"
+            )
+        spans.append((parameter.data_ptr(), reach * parameter.element_size(), name, parameter))
+    spans.sort(key=lambda span: span[:2])
+    for (start, numel, name, one), (later, _, other_name, other) in itertools.pairwise(spans):
+        if later < start + numel and torch.isin(_addresses(one), _addresses(other)).any():
+            raise UnsupportedModel(
+                f"parameters {name!r} and {other_name!r} share memory but are two objects: expected one object under "
+                "both names; tie them by assigning the parameter, not its .data"
+            )
+
+
+def _addresses(parameter: nn.Parameter) -> torch.Tensor:
+    """Return where each element of a parameter lies, in bytes."""
+    address = torch.tensor(parameter.data_ptr())
+    for size, stride in zip(parameter.shape, parameter.stride(), strict=True):
+        address = address[..., None] + torch.arange(size) * stride * parameter.element_size()
+    return address
 
 
 def _is_dtensor(parameter: nn.Parameter) -> bool:

@@ -4,6 +4,7 @@ A rank owns runs of a parameter's flat elements, but PyTorch's format knows only
 covered by a few boxes, and each box is one part of a `PartedTensor`.
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.errors import CheckpointError
 from stretto.flat.layout import Layout, Slot
 
 
@@ -96,7 +98,19 @@ class PartedTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch types it as a function
+        if func is torch.ops.aten.new_empty.default:
+            return cls(args[1], args[0].dtype, ())  # `dcp.async_save` copies the parts into it
         raise NotImplementedError(f"{func} of a PartedTensor: it only names values for a checkpoint")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PartedTensor":
+        return PartedTensor(self.shape, self.dtype, copy.deepcopy(list(self.parts.values()), memo))
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise CheckpointError(
+            "torch.save or pickle of parallel.state_dict(): expected torch.distributed.checkpoint.save, because each "
+            "rank holds only its own share; for one file, torch.save(model.state_dict(), ...) inside `with "
+            "parallel.settled():`"
+        )
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]  # torch leaves it untyped
         return f"PartedTensor({tuple(self.shape)}, {self.dtype}, {len(self.parts)} parts)"

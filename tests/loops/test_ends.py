@@ -1,0 +1,175 @@
+"""Behind `feed` everything has landed and the model shows committed parameters; a loop that counts nothing is told."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import random
+from collections import deque
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import stretto
+from stretto.errors import GradientsTouched, StepWithoutBackward
+from stretto.strategies import STRATEGIES, Strategy
+from stretto.virtual import VirtualCluster
+from tests.loops.habits import BOTH_KINDS, batches, job, mean_square, network
+
+EVERY = [pytest.param(kind(), id=name) for name, kind in STRATEGIES.items()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """What one rank finds behind one `feed`."""
+
+    fed: int
+    """Micro-batches so far, of this rank."""
+    committed: int
+    """Micro-batches so far in committed updates, of all ranks."""
+    steps: int
+    shown: str
+    weight: Tensor
+
+
+def epochs(
+    rank: int,
+    group: dist.ProcessGroup,
+    strategy: Strategy,
+    lengths: list[int],
+    micro_batches: int,
+    until: str,
+) -> list[Epoch]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    parallel = job(model, strategy, micro_batches=micro_batches, group=group)
+    updates: list[stretto.Update] = []
+    found, fed = [], 0
+    for _ in range(2):
+        for batch in parallel.feed(batches(lengths[rank]), until=until, on_update=updates.append):
+            fed += 1
+            parallel.backward(mean_square(model, batch))
+        committed = sum(sum(update.micro_batches) for update in updates)
+        found.append(
+            Epoch(
+                fed,
+                committed,
+                parallel.steps,
+                parallel.job.model.shown,
+                model.weight.detach().clone(),
+            )
+        )
+        model.state_dict()  # which no estimate gives
+    assert parallel.finish() == []
+    assert torch.equal(model.weight, found[-1].weight) or strategy.name in ("local", "paft-sync", "paft-dyn")
+    return found
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+def test_behind_feed_every_batch_is_committed_and_committed_parameters_are_shown(strategy: Strategy) -> None:
+    draws = random.Random(5)
+    for case in range(3):
+        equal = case == 0
+        lengths = [draws.randint(1, 9)] * 2 if equal else [draws.randint(1, 9) for _ in range(2)]
+        micro_batches, until = draws.randint(2, 4), ("any", "all")[case // 2]
+        program = functools.partial(
+            epochs, strategy=strategy, lengths=lengths, micro_batches=micro_batches, until=until
+        )
+        ranks = VirtualCluster(2).run(program).values
+        for number, (one, other) in enumerate(zip(*ranks, strict=True), start=1):
+            where = (lengths, micro_batches, until)
+            assert one.shown == other.shown == "committed", where
+            assert one.committed == other.committed == one.fed + other.fed, where
+            assert torch.equal(one.weight, other.weight), where
+            if equal:
+                assert one.steps == number * math.ceil(lengths[0] / micro_batches), where
+
+
+def test_a_prediction_that_is_hidden_between_epochs_comes_back() -> None:
+    rate, model, twin = 0.1, network(), network()
+    strategy = stretto.WeightPrediction()
+    parallel = stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=rate), strategy)
+    committed = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def land(gradients: tuple[Tensor, ...]) -> None:
+        for value, shown, gradient in zip(committed, twin.parameters(), gradients, strict=True):
+            value.sub_(gradient, alpha=rate)
+            shown.data = value.sub(gradient, alpha=rate)
+
+    for _ in range(3):
+        for batch in parallel.feed(batches(3)):
+            parallel.backward(mean_square(model, batch))
+        in_flight: tuple[Tensor, ...] | None = None
+        for batch in batches(3):  # one round late, and predicted with the gradient that has just come
+            gradients = torch.autograd.grad(mean_square(twin, batch), list(twin.parameters()))
+            if in_flight is not None:
+                land(in_flight)
+            in_flight = gradients
+        land(in_flight)
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), committed, strict=True))
+    parallel.finish()
+
+
+def test_a_job_trains_on_without_feed() -> None:
+    model = network()
+    parallel = job(model, stretto.WeightPrediction())
+    for batch in parallel.feed(batches()):
+        parallel.backward(mean_square(model, batch))
+    with parallel.settled():
+        model.state_dict()
+    for batch in batches():
+        parallel.backward(mean_square(model, batch))
+    parallel.finish()
+    assert parallel.steps == 8
+
+
+@pytest.mark.parametrize("strategy", BOTH_KINDS, ids=lambda strategy: strategy.name)
+def test_a_stop_lasts_over_epochs_and_lands_everything(strategy: Strategy) -> None:
+    model = network()
+    parallel = job(model, strategy, micro_batches=4)
+    for number, batch in enumerate(parallel.feed(batches(50)), start=1):
+        parallel.backward(mean_square(model, batch))
+        if number == 3:
+            parallel.stop()
+    assert parallel.job.compute.is_clear
+    steps = parallel.steps
+    assert list(parallel.feed(batches())) == []
+    parallel.finish()
+    assert parallel.steps == steps
+
+
+def test_a_loop_that_only_looks_at_its_batches_is_told_at_the_end_of_the_data() -> None:
+    model = network()
+    parallel = job(model)
+    feed = parallel.feed(batches())
+    with pytest.raises(
+        StepWithoutBackward, match=r"8 batches, and not one micro-batch: .*parallel\.backward"
+    ):
+        deque(mean_square(model, batch) for batch in feed)
+
+
+def test_a_loop_that_calls_backward_of_the_loss_is_told_at_its_second_batch() -> None:
+    model = network()
+    parallel = job(model)
+    feed = parallel.feed(itertools.cycle(batches()), updates=100)
+    with pytest.raises(GradientsTouched, match=r"or loss\.backward\(\)"):
+        deque(mean_square(model, batch).backward() for batch in feed)
+
+
+def test_the_last_short_batch_of_a_loader_counts_by_its_weight() -> None:
+    points = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader(points, batch_size=4, drop_last=False)
+    model, twin = network(), network()
+    parallel, optimizer = job(model, micro_batches=3), torch.optim.SGD(twin.parameters(), lr=0.1)
+    for batch in parallel.feed(loader):
+        update = parallel.backward(mean_square(model, batch), weight=len(batch))
+    parallel.finish()
+    mean_square(twin, points).backward()
+    optimizer.step()
+    assert update.samples == update.weight == 10
+    # Three weighted sums against one mean over 20 terms, each at most 20 roundings of the sum of their sizes, which a
+    # gradient below 1 does not exceed by a factor of 20.
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert float((one - other).detach().abs().max()) < 20 * 20 * 2.0**-24

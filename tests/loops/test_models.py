@@ -1,0 +1,191 @@
+"""Models of every kind train as in a plain loop, to the bit, or are refused before anything is sent."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
+from tests.loops.habits import BOTH_KINDS, Loss, job, mean_square, network, ours, plain, same
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the output's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.output = nn.Linear(4, 5, bias=False)
+        self.output.weight = self.embed.weight
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.output(self.embed(words(batch)))
+
+
+def words(batch: Tensor) -> Tensor:
+    return (batch[:, 0].abs() * 2).long().clamp(max=4)
+
+
+def image(batch: Tensor) -> Tensor:
+    return batch.reshape(1, 1, 4, 4).expand(4, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+
+
+def convolutions() -> nn.Module:
+    layers = nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2)
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+def in_bfloat16(model: nn.Module, batch: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(batch).float().square().mean()
+
+
+def checkpointed(use_reentrant: bool) -> Loss:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        inputs = batch.clone().requires_grad_()
+        return checkpoint(model, inputs, use_reentrant=use_reentrant).square().mean()
+
+    return loss
+
+
+def submodules_alone(model: nn.Module, batch: Tensor) -> Tensor:
+    return model[2](torch.tanh(model[0](batch))).square().mean()
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
+    "autocast": (network, in_bfloat16),
+    "checkpointed, reentrant": (network, checkpointed(True)),
+    "checkpointed": (network, checkpointed(False)),
+    "tied": (Tied, mean_square),
+    "recurrent": (
+        lambda: nn.GRU(4, 5),
+        lambda model, batch: (model.flatten_parameters(), model(batch)[0].square().mean())[1],
+    ),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mean_square),
+    "forward twice": (network, lambda model, batch: (model(batch) - model(batch + 1)).square().mean()),
+    "submodules called alone": (network, submodules_alone),
+    "in evaluation mode": (network, lambda model, batch: mean_square(model.eval(), batch)),
+}
+
+
+@pytest.mark.parametrize(("make", "loss"), KINDS.values(), ids=KINDS)
+def test_a_model_trains_as_in_a_plain_loop(make: Callable[[], nn.Module], loss: Loss) -> None:
+    def fresh() -> nn.Module:
+        torch.manual_seed(0)
+        return make()
+
+    assert same(ours(fresh(), loss), plain(fresh(), loss))
+    ours(fresh(), loss, strategy=BOTH_KINDS[1])  # and goes through where rounds overlap
+
+
+def test_sparse_gradients_train_as_in_a_plain_loop() -> None:
+    def fresh() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Embedding(5, 4, sparse=True)
+
+    def without_momentum(model: nn.Module) -> torch.optim.Optimizer:  # PyTorch skips rows without gradient
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(words(batch)).square().mean()
+
+    one = ours(fresh(), loss, make_optimizer=without_momentum).weight.detach()
+    other = plain(fresh(), loss, optimizer=without_momentum).weight.detach()
+    # PyTorch adds each of at most 8 uses of a row to the weight, we add their sum: at most 8 roundings per update on
+    # each side, in 4 updates, and the loss draws weights towards each other.
+    assert float((one - other).abs().max()) <= 4 * 2 * 8 * 2.0**-24 * float(other.abs().max())
+    assert not torch.equal(one, fresh().weight)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_channels_last_trains_as_in_a_plain_loop() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(image(batch)).square().mean()
+
+    torch.manual_seed(0)
+    model = ours(convolutions(), loss)
+    torch.manual_seed(0)
+    assert same(model, plain(convolutions(), loss))
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def lazy() -> nn.Module:
+    return nn.LazyLinear(4)
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(4, 4)
+
+
+def expanded() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.bias = nn.Parameter(torch.zeros(1).expand(4))
+    return model
+
+
+def tied_by_data() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
+REFUSED = {
+    "lazy": (lazy, "has no values yet"),
+    "meta": (on_meta, "has no values yet"),
+    "complex": (lambda: nn.Linear(4, 4, dtype=torch.complex64), "pairs of real ones"),
+    "expanded": (expanded, "'bias' holds some element more than once"),
+    "tied by data": (tied_by_data, "'0.weight' and '1.weight' share memory"),
+    "nn.DataParallel": (lambda: nn.DataParallel(network()), "found a DataParallel"),
+    "wrapped inside": (lambda: nn.Sequential(nn.DataParallel(network())), "found a DataParallel"),
+}
+
+
+@pytest.mark.parametrize(("make", "found"), REFUSED.values(), ids=REFUSED)
+def test_a_model_that_cannot_be_trained_is_refused(make: Callable[[], nn.Module], found: str) -> None:
+    with pytest.raises(UnsupportedModel, match=found):
+        job(make())
+
+
+def test_views_of_one_storage_are_refused_exactly_where_they_share_an_element() -> None:
+    draws = random.Random(0)
+    for _ in range(60):
+        storage = torch.zeros(40)
+        first, second = (
+            storage.as_strided((2, 3), (draws.randint(3, 6), 1), draws.randint(0, 24)) for _ in range(2)
+        )
+        model = nn.Module()
+        model.first, model.second = nn.Parameter(first), nn.Parameter(second)
+        places = [
+            {view.storage_offset() + row * view.stride(0) + column for row in range(2) for column in range(3)}
+            for view in (first, second)
+        ]
+        if places[0] & places[1]:
+            with pytest.raises(UnsupportedModel, match="share memory"):
+                job(model)
+        else:
+            job(model).finish()
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+def test_an_optimizer_that_needs_more_than_a_dense_gradient_is_refused(name: str) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return getattr(torch.optim, name)(list(model.parameters()))
+
+    with pytest.raises(UnsupportedOptimizer, match="element-wise optimizer such as AdamW or SGD"):
+        job(network(), make_optimizer=make)
+
+
+def test_a_parameter_has_one_job_at_a_time() -> None:
+    model = network()
+    first = job(model)
+    for shared in (model, nn.Sequential(model[0], nn.Linear(8, 1))):
+        with pytest.raises(ConfigError, match="call its finish"):
+            job(shared)
+    first.finish()
+    second = job(model)
+    second.fail(KeyboardInterrupt("a cell that is run again"))
+    job(model).finish()
