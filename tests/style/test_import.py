@@ -66,10 +66,10 @@ main(["train", "digits-resnet", "--updates", "0"])
 def test_the_public_names_are_exactly_those_listed() -> None:
     import stretto
 
-    # A submodule becomes an attribute once anybody imports it, so it may be listed but need not.
-    submodules = {name for name in vars(stretto) if f"stretto.{name}" in sys.modules}
     for name in stretto.__all__:
         getattr(stretto, name)
+    # A submodule becomes an attribute once anybody imports it, so it may be listed but need not.
+    submodules = {name for name in vars(stretto) if f"stretto.{name}" in sys.modules}
     public = {name for name in vars(stretto) if not name.startswith("_")} - IMPORTED
     assert set(stretto.__all__) - submodules == public - submodules
     assert len(stretto.__all__) == len(set(stretto.__all__))
