@@ -85,7 +85,7 @@ class ComputeLane:
         self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
         self._accounts = Accounts(comm.strategy.staleness, self.runtime.now(), use_is_known=allow_unused)
         user.hook(
-            before_gradient=lambda index: self.accumulation.before_gradient(index),
+            before_gradient=lambda *arrived: self.accumulation.before_gradient(*arrived),
             before_forward=self._before_forward,
             shows_estimate=lambda: self.model.shown == "estimate",
             where=lambda: self.where,

@@ -93,16 +93,21 @@ class Core:
         finite = round.is_finite
         sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
         self._lent_sums.append(sums)
+        flats, feedback = round.buffer.flats, self.exchange.feedback
+        if feedback is not None:
+            flats = feedback.add_to(flats, round.contribution.used)
         if self.replicated:
-            self.exchange.all_reduce(round.buffer.flats, sums)
+            self.exchange.all_reduce(flats, sums)
         else:
-            self.exchange.reduce_scatter(round.buffer.flats, sums)
+            self.exchange.reduce_scatter(flats, sums)
         gradient = ReducedGradient(sums, 0.0, 0.0, b"")
         own = round.report(finite=finite, norm_squared=gradient.measure())
         records = self.exchange.gather_bytes(RoundReport.pack(own))
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
         self.check_settings(round, report)
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
+        if feedback is not None and not skipped:
+            feedback.settle()
         statistics = {} if skipped else self.average_statistics(round, report)
         return self.reduction(sums, report, statistics, skipped=skipped)
 

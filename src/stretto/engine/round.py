@@ -40,7 +40,7 @@ class Contribution:
     used: bytearray
     """One byte per parameter slot, set by the backward hooks."""
     loss_sum: Tensor
-    """Σ w·loss, a float32 scalar on the device; the lane reads it, so that no micro-batch waits for the host."""
+    """Σ w·loss, a float64 scalar on the device; the lane reads it, so that no micro-batch waits for the host."""
     totals: Totals
     """The other totals."""
     count: int = 0
@@ -64,6 +64,8 @@ class Accumulation:
         self._apart: set[int] = set()
         """Slots whose view was taken away; see Note [Gradients of others]."""
         self._is_own_backward = False
+        self._factor = 1.0
+        """What a gradient of this job's backward pass is multiplied by when it arrives."""
         self.begin(buffer)
 
     def begin(self, buffer: GradientBuffer) -> Self:
@@ -71,7 +73,7 @@ class Accumulation:
         self.buffer = buffer
         self.contribution = Contribution(
             bytearray(len(buffer.layout.slots)),
-            torch.zeros((), device=buffer.layout.sets[0].device),
+            torch.zeros((), dtype=torch.float64, device=buffer.layout.sets[0].device),
             Totals(),
         )
         self.has_arrived = False
@@ -89,21 +91,29 @@ class Accumulation:
         """Let gradients accumulate in the buffer without zeroing it."""
         self.buffer.attach(self.parameters, but=self._apart)
 
-    def before_gradient(self, index: int) -> None:
-        """Handle a gradient that is about to be added to a slot's `.grad`; see Note [Gradients of others]."""
+    def before_gradient(self, index: int, gradient: Tensor) -> Tensor | None:
+        """Handle a gradient that is about to be added to a slot's `.grad`; see Note [Gradients of others].
+
+        Returns:
+            What is to be added instead; None to leave it as it is.
+        """
         if self._is_own_backward:
             self.has_arrived = True
             self.contribution.used[index] = 1
-        elif self.parameters[index].grad is self.buffer.views[index]:
+            return None if self._factor == 1.0 else gradient * self._factor
+        if self.parameters[index].grad is self.buffer.views[index]:
             self.parameters[index].grad = None
             self._apart.add(index)
+        return None
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add the gradient of `weight` times the loss; do nothing for a weight of zero."""
         if weight > 0:
-            self._is_own_backward = True
+            # A 16-bit loss would round the weight, which the division by Σ w does not: gradients take it instead.
+            is_narrow = loss.dtype.itemsize < torch.float32.itemsize
+            self._is_own_backward, self._factor = True, weight if is_narrow else 1.0
             try:
-                (loss if weight == 1.0 else loss * weight).backward()
+                (loss if weight == 1.0 or is_narrow else loss * weight).backward()
             finally:
                 self._is_own_backward = False
             self.buffer.remember()
@@ -118,7 +128,7 @@ class Accumulation:
             totals.weight += weight
             totals.samples += samples
             if loss is not None:
-                self.contribution.loss_sum += loss.detach().to(torch.float32) * weight
+                self.contribution.loss_sum += loss.detach().to(torch.float64) * weight
                 totals.loss_weight += weight
 
     def collect(self) -> None:
@@ -203,7 +213,8 @@ class Round:
     @property
     def is_finite(self) -> bool:
         """Whether all accumulated gradients are finite."""
-        return all(bool(flat.sum().isfinite()) for flat in self.buffer.flats)
+        # A sum takes one pass and no memory; finite values may have one that is not.
+        return all(bool(flat.sum().isfinite()) or bool(flat.isfinite().all()) for flat in self.buffer.flats)
 
     def report(self, *, finite: bool, norm_squared: float) -> RankReport:
         """Return this rank's part of the round report.

@@ -69,7 +69,7 @@ class UserModel:
     def hook(
         self,
         *,
-        before_gradient: Callable[[int], None],
+        before_gradient: Callable[[int, Tensor], Tensor | None],
         before_forward: Callable[[], None],
         shows_estimate: Callable[[], bool],
         where: Callable[[], str],
@@ -77,7 +77,8 @@ class UserModel:
         """Install the hooks.
 
         Args:
-            before_gradient: Called with a slot's index before a gradient is added to it.
+            before_gradient: Called with a slot's index and a gradient that is about to be added to it; may return
+                another one.
             before_forward: Called before every training forward pass.
             shows_estimate: Whether `model.state_dict()` would return an estimate.
             where: Rank and step, for messages.
@@ -103,7 +104,9 @@ class UserModel:
         for index, parameter in enumerate(self.parameters):
             self._handles.append(
                 parameter.register_hook(
-                    lambda gradient, index=index: None if gradient is None else before_gradient(index)
+                    lambda gradient, index=index: (
+                        None if gradient is None else before_gradient(index, gradient)
+                    )
                 )
             )
         self._handles.append(self.model.register_forward_pre_hook(_Hook(training_forward)))
