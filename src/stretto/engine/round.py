@@ -109,8 +109,10 @@ class Accumulation:
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add the gradient of `weight` times the loss; do nothing for a weight of zero."""
         if weight > 0:
-            # A 16-bit loss would round the weight, which the division by Σ w does not: gradients take it instead.
-            is_narrow = loss.dtype.itemsize < torch.float32.itemsize
+            # A 16-bit loss or model would round the weight, which the division by Σ w does not: gradients take it
+            # instead, as they arrive in the buffer's dtype.
+            dtypes = (loss.dtype, *(flat.dtype for flat in self.buffer.layout.sets))
+            is_narrow = weight != 1.0 and min(dtype.itemsize for dtype in dtypes) < torch.float32.itemsize
             self._is_own_backward, self._factor = True, weight if is_narrow else 1.0
             try:
                 (loss if weight == 1.0 or is_narrow else loss * weight).backward()
