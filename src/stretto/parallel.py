@@ -16,7 +16,6 @@ from stretto.engine.report import Vote
 from stretto.engine.round import Weighed, weighed
 from stretto.engine.state import JobState, State
 from stretto.errors import ConfigError, LossNotScalar, UsageError
-from stretto.exchange import WireFormat
 from stretto.feed import Batch, Feed, num_samples
 from stretto.groups.launcher import join_launched_group
 from stretto.groups.private import private_group
@@ -51,7 +50,7 @@ class DataParallel:
         *,
         micro_batches: int | Clock = 1,
         scheduler: Any = None,
-        wire: WireFormat | None = None,
+        wire: str | None = None,
         guards: Sequence[Guard] | Literal["standard"] = (),
         group: dist.ProcessGroup | None = None,
         ranks: Sequence[int] | None = None,
@@ -384,7 +383,7 @@ class DataParallel:
             )
 
 
-def _with_wire(options: Options, wire: WireFormat | None) -> Options:
+def _with_wire(options: Options, wire: str | None) -> Options:
     if wire is None:
         return options
     if options.wire not in (wire, Options().wire):

@@ -23,14 +23,7 @@ from stretto.engine.report import settings_text
 from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
-from stretto.exchange import (
-    DirectExchange,
-    Exchange,
-    Int8Exchange,
-    NativeExchange,
-    VerifiedExchange,
-    wire_dtype,
-)
+from stretto.exchange import WIRES, Exchange, NativeExchange, PackedWire, VerifiedExchange
 from stretto.fields import did_you_mean
 from stretto.flat import Layout, original_name, plan_layout
 from stretto.guards import AtRest, Guard, ReplicaGuard
@@ -239,8 +232,8 @@ def standard_guards(
             fitting.append(guard)
         else:
             left_out[guard.name] = reason
-    if options.wire == "int8" or options.exchange == "native":
-        left_out["verified"] = f"does not work with wire={options.wire!r} and exchange={options.exchange!r}"
+    if options.exchange == "native":
+        left_out["verified"] = "does not work with exchange='native'"
     else:
         options = dataclasses.replace(options, verified=True)
     return tuple(fitting), options, left_out
@@ -331,12 +324,13 @@ def _settings(parts: Parts) -> dict[str, str]:
 def _exchange(
     options: Options, group: dist.ProcessGroup, layout: Layout, failures: FailureDetector
 ) -> Exchange:
-    if options.verified:
-        return VerifiedExchange(group, layout, wire_dtype(options.wire), failures.wait)
-    if options.wire == "int8":
-        return Int8Exchange(group, layout, failures.wait)
+    wire = WIRES[options.wire]
     native = options.exchange == "native" or (
         options.exchange == "auto" and layout.sets[0].device.type == "cuda"
     )
-    kind = NativeExchange if native else DirectExchange
-    return kind(group, layout, wire_dtype(options.wire), failures.wait)
+    kind = Exchange
+    if options.verified:
+        kind = VerifiedExchange
+    elif native and not isinstance(wire, PackedWire):
+        kind = NativeExchange
+    return kind(group, layout, wire, failures.wait)

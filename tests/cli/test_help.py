@@ -9,6 +9,7 @@ from stretto.cli.commands import CONFIGURE
 from stretto.cli.help import COMMANDS
 from stretto.cli.options import options_of
 from stretto.echo.text import PLANS
+from stretto.exchange import WIRES
 from stretto.guards import GUARDS
 from stretto.peers import PEERS
 from stretto.recipes import RECIPES, recipe
@@ -57,7 +58,7 @@ def test_help_all_explains_every_option_in_80_columns(
         ("compare", "strategies", PEERS),
         ("train", "guards", GUARDS),
         ("train", "echo", PLANS),
-        ("train", "wire", ("fp32", "bf16", "int8")),
+        ("train", "wire", WIRES),
     ],
 )
 def test_the_screen_names_every_choice(

@@ -77,7 +77,7 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
         ("--strategy acco --micro-batches 1", "raise --micro-batches"),
         ("--clock 1,4 --strategy acco:first=1", "leave out one of the two"),
         ("--guards replica", "guard replica compares replicas"),
-        ("--wire int8 --verified", "--no-verified"),
+        ("--wire int8 --exchange native", "a backend cannot sum packed contributions"),
         ("--faults masters:rank=2", "--faults name rank 2; the run has ranks 0 to 1"),
         ("--strategy wp:lr=-1", "lr must be at least 0"),
     ],

@@ -1,11 +1,13 @@
 """A loss or gradient that is not finite: named everywhere, or left out everywhere."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 
 from stretto import DataParallel, Options, ZeRO1, errors
+from stretto.virtual import VirtualCluster
 from tests.exactness.checks import check
 from tests.exactness.jobs import (
     STRATEGIES,
@@ -118,9 +120,14 @@ def test_finite_loss_with_infinite_gradient_is_noticed(nonfinite: str) -> None:
 
 def test_sum_that_overflows_is_noticed() -> None:
     case = Case(strategy=ZeRO1())
-    model = build_model(case)
-    parallel = DataParallel(model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=1)
-    # Each gradient is finite, and so is their sum; the sum of their squares is not.
-    loss = sum((parameter * 1e30).sum() for parameter in model.parameters())
+
+    def train(rank: int, group: Any) -> None:
+        model = build_model(case)
+        parallel = DataParallel(
+            model, build_optimizer(case, model.parameters()), case.strategy, micro_batches=1, group=group
+        )
+        # Each rank's gradient is finite, and so is its norm; the sum of both is not.
+        parallel.backward(sum((parameter * 3e38).sum() for parameter in model.parameters()))
+
     with pytest.raises(errors.NonFinite, match="overflows"):
-        parallel.backward(loss)
+        VirtualCluster(2).run(train)

@@ -164,10 +164,13 @@ class Reference:
             batch = next(self.streams[rank])
             weight = batch[2]
             loss = mean_loss(self.model, batch)
+            # A 16-bit model would round the weight on its way through the backward pass: gradients take it then.
+            before, behind = (weight, 1.0) if self.case.dtype.itemsize >= 4 else (1.0, weight)
             gradients = torch.autograd.grad(
-                loss if weight == 1.0 else loss * weight, self.parameters, allow_unused=True
+                loss if before == 1.0 else loss * before, self.parameters, allow_unused=True
             )
-            own = own + Sum([None if g is None else g.to(self.accumulation) for g in gradients], weight)
+            arrived = [None if g is None else g.to(self.accumulation) * behind for g in gradients]
+            own = own + Sum(arrived, weight)
         return own
 
     def step(self, total: Sum) -> State:
@@ -204,7 +207,7 @@ class Reference:
         squared = 0.0
         for owner in owners:
             slices = [bucket.owned_range(owner, len(owners)) for bucket in self.layout.buckets]
-            squared += sum(float(flat[low:high].norm()) ** 2 for low, high in slices)
+            squared += sum(float(flat[low:high].double().norm()) ** 2 for low, high in slices)
         norm = math.sqrt(squared) / total.weight
         return min(1.0, self.case.options.clip_norm / (norm + CLIP_EPSILON))
 

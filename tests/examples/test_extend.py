@@ -1,4 +1,4 @@
-"""A strategy and a guard from outside: one file and one line of registration each."""
+"""A strategy, a guard and a wire format from outside: one file and one line of registration each."""
 
 import importlib.util
 import json
@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from stretto import ACCO, DDP, Options
+from stretto import ACCO, DDP, Options, ZeRO1
+from stretto.exchange import WIRES
 from stretto.guards import GUARDS, Guard
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.testing import Damage, GuardConformance, StrategyConformance
-from stretto.testing.jobs import Job, train
+from stretto.testing.jobs import Job, saved_and_resumed, train
 from stretto.virtual import VirtualCluster
 from tests.examples.scripts import EXAMPLES, printed
 
@@ -25,8 +26,8 @@ SMALL = ("--task.width", "4", "--task.batch", "8", "--micro-batches", "2", "--no
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that imports a file of `examples/extend/`; what it has registered is forgotten afterwards."""
-    for names in (STRATEGIES, GUARDS):
-        for name in ("replicated-acco", "alarm"):
+    for names in (STRATEGIES, GUARDS, WIRES):
+        for name in ("replicated-acco", "alarm", "largest"):
             monkeypatch.setitem(names, name, None)  # so that its absence is put back at the end
             del names[name]
 
@@ -44,9 +45,9 @@ def records(file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("name", ["strategy", "guard"])
+@pytest.mark.parametrize("name", ["strategy", "guard", "wire"])
 def test_a_file_registers_itself_in_one_line(load: Any, name: str) -> None:
-    names = {"strategy": STRATEGIES, "guard": GUARDS}[name]
+    names = {"strategy": STRATEGIES, "guard": GUARDS, "wire": WIRES}[name]
     known = set(names)
     load(name)
     assert len(set(names) - known) == 1
@@ -102,3 +103,20 @@ def test_the_guard_speaks_on_the_command_line() -> None:
     lines = printed("extend/guard.py", *words, "--strategy", "ddp", "--guards", "alarm", "--faults", fault)
     assert any("masters damaged (bucket 0; rank 1): none" in line for line in lines)
     assert {tuple(record["ranks"]) for record in records("run/incidents.jsonl")} == {(1,)}
+
+
+def test_the_wire_learns_under_a_verified_exchange_and_resumes_to_the_bit(load: Any, tmp_path: Path) -> None:
+    load("wire")
+    options = Options(wire="largest", verified=True, bucket_bytes=512)
+    job = Job(strategy=ZeRO1(), micro_batches=2, options=options)
+    findings = (
+        VirtualCluster(2).run(lambda rank, group: saved_and_resumed(job, str(tmp_path), rank, group)).values
+    )
+    assert findings == ([], [])
+
+
+def test_the_wire_trains_from_the_command_line() -> None:
+    words = ("train", "digits-resnet", *SMALL, "--updates", "2", "--run-dir", "run", "--wire", "largest")
+    printed("extend/wire.py", *words, "--strategy", "ddp")
+    assert [record["step"] for record in records("run/updates.jsonl")] == [1, 2]
+    assert json.loads(Path("run/config.json").read_text())["wire"] == "largest"

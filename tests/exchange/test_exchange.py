@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.exchange import DirectExchange, Exchange, NativeExchange
+from stretto.exchange import FP32, WIRES, Exchange, NativeExchange
 from stretto.flat import Layout, plan_layout
 from stretto.groups.private import private_group
 from tests.processes import run_ranks
 
 WORLD_SIZES = (1, 3)
-WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-KINDS = {"direct": DirectExchange, "native": NativeExchange}
-COMBINATIONS = list(itertools.product(KINDS, WIRES))
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KINDS = {"direct": Exchange, "native": NativeExchange}
+COMBINATIONS = list(itertools.product(KINDS, DTYPES))
 
 
 def layout_for(world_size: int) -> Layout:
@@ -74,7 +74,7 @@ def gathered(exchange: Exchange, layout: Layout, rank: int) -> tuple[list[Tensor
 def sum_that_depends_on_order(rank: int) -> list[Tensor]:
     """Sum 1e8, 1 and -1e8 in every assignment to three ranks; one after the other, one element each."""
     layout = layout_for(dist.get_world_size()) if dist.is_initialized() else layout_for(1)
-    exchange = DirectExchange(private_group(), layout, torch.float32, wait)
+    exchange = Exchange(private_group(), layout, FP32, wait)
     flats = [torch.zeros(flat.numel, dtype=flat.accumulation_dtype) for flat in layout.sets]
     for index, values in enumerate(itertools.permutations((1e8, 1.0, -1e8))):
         flats[1][index] = values[rank]
@@ -94,7 +94,7 @@ def sent_by(rank: int, layout: Layout, wire: torch.dtype) -> list[Tensor]:
     return [flats[b.set_index][b.start : b.stop].to(wire).float() for b in layout.buckets]
 
 
-every_case = pytest.mark.parametrize("wire", WIRES)
+every_case = pytest.mark.parametrize("wire", DTYPES)
 every_world = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
@@ -102,9 +102,9 @@ every_world = pytest.mark.parametrize("world_size", WORLD_SIZES)
 @every_case
 def test_direct_sum_is_in_rank_order_and_in_float32(wire: str, world_size: int) -> None:
     layout = layout_for(world_size)
-    expected = sent_by(0, layout, WIRES[wire])
+    expected = sent_by(0, layout, DTYPES[wire])
     for rank in range(1, world_size):
-        expected = [a + b for a, b in zip(expected, sent_by(rank, layout, WIRES[wire]), strict=True)]
+        expected = [a + b for a, b in zip(expected, sent_by(rank, layout, DTYPES[wire]), strict=True)]
     for rank, result in enumerate(outcomes(world_size)):
         scattered, _ = result[f"direct {wire}"]["scattered"]
         for whole, part in zip(expected, scattered, strict=True):
@@ -127,7 +127,7 @@ def test_direct_all_reduce_is_the_sum_rounded_to_the_wire_on_every_rank(wire: st
     layout = layout_for(world_size)
     scattered = [result[f"direct {wire}"]["scattered"][0] for result in outcomes(world_size)]
     for index, bucket in enumerate(layout.buckets):
-        narrow = min(WIRES[wire], layout.sets[bucket.set_index].accumulation_dtype, key=lambda d: d.itemsize)
+        narrow = min(DTYPES[wire], layout.sets[bucket.set_index].accumulation_dtype, key=lambda d: d.itemsize)
         whole = torch.cat([parts[index] for parts in scattered]).to(narrow).float()
         for result in outcomes(world_size):
             assert torch.equal(result[f"direct {wire}"]["reduced"][0][index], whole)
@@ -141,7 +141,7 @@ def test_native_sum_equals_direct_within_rounding(collective: str, wire: str, wo
     sizes = [torch.zeros(bucket.numel) for bucket in layout.buckets]
     for rank in range(world_size):
         sizes = [
-            size + part.abs() for size, part in zip(sizes, sent_by(rank, layout, WIRES[wire]), strict=True)
+            size + part.abs() for size, part in zip(sizes, sent_by(rank, layout, DTYPES[wire]), strict=True)
         ]
     for rank, result in enumerate(outcomes(world_size)):
         direct, native = (result[f"{kind} {wire}"][collective][0] for kind in ("direct", "native"))
@@ -149,7 +149,7 @@ def test_native_sum_equals_direct_within_rounding(collective: str, wire: str, wo
             size = sizes[index].chunk(world_size)[rank] if collective == "scattered" else sizes[index]
             # Native adds in the wire's precision, u relative to Σ|x| per addition; the sum of an all-reduce is
             # rounded once more, to the narrower of wire and buffer.
-            sixteen = torch.bfloat16 in (WIRES[wire], layout.sets[layout.buckets[index].set_index].dtype)
+            sixteen = torch.bfloat16 in (DTYPES[wire], layout.sets[layout.buckets[index].set_index].dtype)
             unit_roundoff = 2.0**-8 if sixteen else 2.0**-24
             assert ((left - right).abs() <= (world_size + 1) * unit_roundoff * size).all()
 
@@ -164,7 +164,7 @@ def test_gather_brings_every_owners_slice_rounded_to_the_wire(kind: str, wire: s
         for bucket, owner in itertools.product(layout.buckets, range(world_size)):
             low, high = bucket.owned_range(owner, world_size)
             own = contribution(layout, owner)[bucket.set_index][low:high]
-            assert torch.equal(flats[bucket.set_index][low:high], own.to(WIRES[wire]).to(own.dtype))
+            assert torch.equal(flats[bucket.set_index][low:high], own.to(DTYPES[wire]).to(own.dtype))
 
 
 @every_world
@@ -180,9 +180,9 @@ def test_records_come_back_in_rank_order(world_size: int) -> None:
 def test_every_byte_to_others_is_counted(kind: str, wire: str, world_size: int) -> None:
     layout = layout_for(world_size)
     itemsizes = [
-        WIRES[wire].itemsize
+        DTYPES[wire].itemsize
         if kind == "native"
-        else min(WIRES[wire].itemsize, layout.sets[bucket.set_index].accumulation_dtype.itemsize)
+        else min(DTYPES[wire].itemsize, layout.sets[bucket.set_index].accumulation_dtype.itemsize)
         for bucket in layout.buckets
     ]
     to_others = sum(

@@ -254,7 +254,7 @@ class DriftingReplica(Replica):
     def _norm(self, gradient: ReducedGradient) -> float:
         """Without the padding between parameters: it is no coordinate, and damage may have left anything there."""
         runs = (self.sharded.values(gradient.sums, piece) for piece in self.sharded.pieces)
-        return math.sqrt(sum(float(run.norm()) ** 2 for run in runs))
+        return math.hypot(*(float(torch.linalg.vector_norm(run, dtype=torch.float64)) for run in runs))
 
     def _share(self, conditions: NDArray[np.void]) -> float:
         is_finite = conditions["is_finite"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stretto.engine.accumulation import GradientBuffer
-from stretto.exchange import Exchange, narrower
+from stretto.exchange import FP32, Exchange, PlainWire
 from stretto.flat import Layout
 from stretto.optimizer import ShardedOptimizer, adopt_states, average_states, piece_states
 
@@ -99,7 +99,7 @@ class ReplicaMean:
     def _average_masters(self, masters: Sequence[Tensor], share: float, flats: Sequence[Tensor]) -> None:
         if self.last is not None:
             torch._foreach_sub_(list(masters), self.last)
-        self._mean(masters, share, flats, self._exchange.wire)
+        self._mean(masters, share, flats, self._exchange.wire.values)
         if self.last is not None:
             torch._foreach_add_(list(masters), self.last)
 
@@ -112,12 +112,10 @@ class ReplicaMean:
         average_states(
             sharded,
             self._exchange.gather_bytes,
-            lambda values: self._mean(values, share, flats, torch.float32),
+            lambda values: self._mean(values, share, flats, FP32),
         )
 
-    def _mean(
-        self, values: Sequence[Tensor], share: float, flats: Sequence[Tensor], wire: torch.dtype
-    ) -> None:
+    def _mean(self, values: Sequence[Tensor], share: float, flats: Sequence[Tensor], wire: PlainWire) -> None:
         for bucket, value in zip(self._layout.buckets, values, strict=True):
             flats[bucket.set_index][bucket.start : bucket.stop].copy_(
                 value.mul_(share) if share else value.zero_()  # what is left out need not be finite
@@ -127,7 +125,7 @@ class ReplicaMean:
     def _is_narrow(self, index: int) -> bool:
         """Return whether bucket `index` travels in fewer bits than its masters have."""
         flat = self._layout.sets[self._layout.buckets[index].set_index]
-        sent = narrower(self._exchange.wire, flat.accumulation_dtype)
+        sent = self._exchange.wire.values.of(flat.accumulation_dtype).dtype
         return sent.itemsize < self._sharded.masters[index].dtype.itemsize
 
 

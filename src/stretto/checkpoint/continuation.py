@@ -3,13 +3,15 @@
     carry.<name>         the carry: sums of the gradients that were accumulated for the next round, reduced now
     job.round_report     its weights, losses and counts by rank
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
-    rank.<rank>          random states, buffers as this rank has them, what its wire still owes, and counts
+    rank.<rank>          random states, buffers as this rank has them, and counts
+    owed.<rank>          rounding errors that this rank has yet to send, where the wire packs gradients
     replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ
     scheduler            state of the scheduler that the library turns
     loader.<rank>        state of this rank's loader
     extra                whatever the user gave
 
-The carry and the prediction can be used by any number of ranks, but not by another strategy. A replica can be used only
+The carry and the prediction can be used by any number of ranks, but not by another strategy. Rounding errors are dealt
+to the ranks that there are, so that none is lost. A replica can be used only
 by the same rank of the same layout; otherwise ranks begin with the mean of all replicas.
 """
 
@@ -79,11 +81,12 @@ class Continuation:
         mine = {
             "random": random_states(self._device),
             "buffers": self._buffers(state["model"]),
-            "owed": self._job.exchange.owed,
         }
         replicas = self._job.replica.state_dict()
         replica = replicas.pop("replica", None)
         own: State = {"rank": {str(self._rank): pack({**mine, "replicas": replicas})}}
+        if (feedback := self._job.exchange.feedback) is not None:
+            own["owed"] = {str(self._rank): pack(feedback.state_dict())}
         if replica is not None:
             agreed = self._job.model.statistics.agreed
             own["replica"] = {str(self._rank): pack({"replica": replica, "agreed": agreed})}
@@ -115,6 +118,9 @@ class Continuation:
             state["shown"] = {slot.name: self._state.spread(slot, None) for slot in slots}
         if world_size == self._world_size:
             state["rank"] = {str(self._rank): b""}
+        if self._job.exchange.feedback is not None:
+            ranks = range(self._rank, world_size, self._world_size)
+            state["owed"] = {str(rank): b"" for rank in ranks if f"owed.{rank}" in stored}
         if same_strategy and same_layout and f"replica.{self._rank}" in stored:
             state["replica"] = {str(self._rank): b""}
         loaders = {str(rank): b"" for rank in range(world_size) if f"loader.{rank}" in stored}
@@ -134,7 +140,8 @@ class Continuation:
             buffers = _named_buffers(self._job.model.model)
             for name, value in mine["buffers"].items():
                 buffers[name].copy_(value)
-        self._job.exchange.owe([] if mine is None else mine["owed"])
+        if (feedback := self._job.exchange.feedback) is not None:
+            feedback.load_state_dicts([unpack(owed) for owed in state.get("owed", {}).values()])
         replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:
             replica = unpack(state["replica"][str(self._rank)])

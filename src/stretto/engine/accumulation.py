@@ -53,7 +53,7 @@ class Contribution:
     used: bytearray
     """One byte per parameter slot, set by the backward hooks."""
     loss_sum: Tensor
-    """Σ w·loss, a float32 scalar on the device; the lane reads it, so that no micro-batch waits for the host."""
+    """Σ w·loss, a float64 scalar on the device; the lane reads it, so that no micro-batch waits for the host."""
     totals: Totals
     """The other totals."""
     count: int = 0
@@ -73,6 +73,10 @@ class Accumulation:
         self.apart: set[int] = set()
         """Slots whose view was taken away; see Note [Gradients of others]."""
         self._is_own_backward = False
+        self._factor = 1.0
+        """What a gradient of this job's backward pass is multiplied by when it arrives."""
+        dtypes = [torch.float32, *(flat.dtype for flat in buffer.layout.sets)]
+        self._narrowest = min(dtype.itemsize for dtype in dtypes)
         self.begin(buffer)
 
     def begin(self, buffer: GradientBuffer) -> Self:
@@ -80,7 +84,7 @@ class Accumulation:
         self.buffer = buffer
         self.contribution = Contribution(
             bytearray(len(buffer.layout.slots)),
-            torch.zeros((), device=buffer.layout.sets[0].device),
+            torch.zeros((), dtype=torch.float64, device=buffer.layout.sets[0].device),
             Totals(),
         )
         self.has_arrived = False
@@ -103,21 +107,30 @@ class Accumulation:
         """Remember the versions of the views, so that a write outside backward passes is noticed."""
         self._versions = list(map(_version, self.buffer.views))
 
-    def before_gradient(self, index: int) -> None:
-        """Handle a gradient that is about to be added to a slot's `.grad`; see Note [Gradients of others]."""
+    def before_gradient(self, index: int, gradient: Tensor) -> Tensor | None:
+        """Handle a gradient that is about to be added to a slot's `.grad`; see Note [Gradients of others].
+
+        Returns:
+            What is to be added instead; None to leave it as it is.
+        """
         if self._is_own_backward:
             self.has_arrived = True
             self.contribution.used[index] = 1
-        elif self.parameters[index].grad is self.buffer.views[index]:
+            return None if self._factor == 1.0 else gradient * self._factor
+        if self.parameters[index].grad is self.buffer.views[index]:
             self.parameters[index].grad = None
             self.apart.add(index)
+        return None
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add the gradient of `weight` times the loss; do nothing for a weight of zero."""
         if weight > 0:
-            self._is_own_backward = True
+            # A 16-bit loss or model would round the weight, which the division by Σ w does not: gradients take it
+            # instead, as they arrive in the buffer's dtype.
+            is_narrow = min(self._narrowest, loss.dtype.itemsize) < torch.float32.itemsize
+            self._is_own_backward, self._factor = True, weight if is_narrow else 1.0
             try:
-                (loss if weight == 1.0 else loss * weight).backward()
+                (loss if is_narrow or weight == 1.0 else loss * weight).backward()
             finally:
                 self._is_own_backward = False
             self.remember()
@@ -130,7 +143,7 @@ class Accumulation:
             totals.weight += weight
             totals.samples += samples
             if loss is not None:
-                self.contribution.loss_sum += loss.detach().to(torch.float32) * weight
+                self.contribution.loss_sum += loss.detach().to(torch.float64) * weight
                 totals.loss_weight += weight
         self.has_arrived = False
         self.contribution.count += 1

@@ -378,9 +378,8 @@ class ComputeLane:
         (self.runtime.join if waits else self.runtime.leave)()
         self.model.unhook()
 
-    def _before_gradient(self, index: int, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            self.accumulation.before_gradient(index)
+    def _before_gradient(self, index: int, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else self.accumulation.before_gradient(index, gradient)
 
     def _before_forward(self) -> None:
         with self.lifetime.running():

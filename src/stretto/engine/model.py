@@ -60,7 +60,7 @@ def is_in_a_job(parameter: nn.Parameter) -> bool:
     return any(isinstance(hook, _GradientHook) for hook in hooks.values())
 
 
-class _GradientHook(functools.partial[None]):
+class _GradientHook(functools.partial[Tensor | None]):
     """Called with a gradient before that is added to a parameter's; a copied parameter has none."""
 
 
@@ -117,14 +117,15 @@ class UserModel:
     def hook(
         self,
         *,
-        before_gradient: Callable[[int, Tensor | None], None],
+        before_gradient: Callable[[int, Tensor | None], Tensor | None],
         before_forward: Callable[[], None],
         where: Callable[[], str],
     ) -> None:
         """Install the hooks.
 
         Args:
-            before_gradient: Called with a slot's index and a gradient before that is added to the slot's.
+            before_gradient: Called with a slot's index and a gradient before that is added to the slot's; may return
+                another one.
             before_forward: Called before every training forward pass.
             where: Rank and step, for messages.
         """

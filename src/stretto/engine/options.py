@@ -4,8 +4,8 @@ import dataclasses
 from typing import Literal
 
 from stretto.errors import ConfigError
-from stretto.exchange import WireFormat
-from stretto.fields import check_fields, is_count
+from stretto.exchange import WIRES, PackedWire
+from stretto.fields import check_fields, did_you_mean, is_count
 from stretto.strategies import Strategy
 
 
@@ -13,9 +13,10 @@ from stretto.strategies import Strategy
 class Options:
     """Options of `DataParallel`; equal on all ranks."""
 
-    wire: WireFormat = "fp32"
-    """How gradients and parameters travel; bf16 halves the bytes, masters stay fp32. int8 sends gradients in blocks of
-    8-bit integers with error feedback, and parameters as bf16: three quarters of bf16's bytes, for 4 bytes of memory
+    wire: str = "fp32"
+    """How gradients and parameters travel: fp32, bf16, int8, int4, or a format of your own; see docs/adding-a-wire.md.
+    bf16 halves the bytes, masters stay fp32. int8 and int4 send gradients in blocks of 8-bit or 4-bit integers with
+    error feedback, and parameters as bf16: about three quarters and five eighths of bf16's bytes, for 4 bytes of memory
     per parameter and some arithmetic."""
     exchange: Literal["auto", "native", "direct"] = "auto"
     """How gradients are summed: by the backend, or by their owner in rank order (reproducible, fp32 sums of any
@@ -48,6 +49,10 @@ class Options:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.wire not in WIRES:
+            raise ConfigError(
+                f"Options(wire={self.wire!r}): expected one of {', '.join(WIRES)}{did_you_mean(self.wire, WIRES)}"
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"Options(clip_norm={self.clip_norm}): expected a positive norm or None")
         if self.bucket_bytes < 1:
@@ -67,10 +72,10 @@ class Options:
                 "Options(verified=True, exchange='native'): a backend's own sum shows no contribution that could be "
                 "checked; expected exchange='direct' or 'auto'"
             )
-        if self.wire == "int8" and (self.verified or self.exchange == "native"):
+        if isinstance(WIRES[self.wire], PackedWire) and self.exchange == "native":
             raise ConfigError(
-                "Options(wire='int8') packs contributions for the direct exchange: expected exchange='direct' or "
-                f"'auto' and verified=False, found exchange={self.exchange!r} and verified={self.verified}"
+                f"Options(wire={self.wire!r}, exchange='native'): a backend cannot sum packed contributions: expected "
+                "exchange='direct' or 'auto'"
             )
 
 

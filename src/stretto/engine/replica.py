@@ -112,10 +112,13 @@ class Replica:
         finite = round.is_finite
         sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
         self._lent_sums.append(sums)
+        flats, feedback = round.buffer.flats, self.exchange.feedback
+        if feedback is not None:
+            flats = feedback.add_to(flats, round.contribution.used)
         if self.replicated:
-            self.exchange.all_reduce(round.buffer.flats, sums)
+            self.exchange.all_reduce(flats, sums)
         else:
-            self.exchange.reduce_scatter(round.buffer.flats, sums)
+            self.exchange.reduce_scatter(flats, sums)
         gradient = ReducedGradient(sums, 0.0, 0.0, b"")
         own = round.report(finite=finite, norm_squared=gradient.measure())
         records = self.exchange.gather_bytes(RoundReport.pack(own))
@@ -123,6 +126,10 @@ class Replica:
         if not report.settings_agree:
             self.refuse_settings(round)
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
+        if feedback is not None and not skipped:
+            feedback.settle()
+        if feedback is not None and not skipped:
+            feedback.settle()
         statistics = {}
         if any(report.changed) and not skipped:
             statistics = average_statistics(

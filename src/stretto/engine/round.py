@@ -93,7 +93,8 @@ class Round:
     @property
     def is_finite(self) -> bool:
         """Whether all accumulated gradients are finite."""
-        return all(bool(flat.sum().isfinite()) for flat in self.buffer.flats)
+        # A sum takes one pass and no memory; finite values may have one that is not.
+        return all(bool(flat.sum().isfinite()) or bool(flat.isfinite().all()) for flat in self.buffer.flats)
 
     def report(self, *, finite: bool, norm_squared: float) -> RankReport:
         """Return this rank's part of the round report.

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from stretto.engine.job import Job
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
-from stretto.exchange import narrower
 from stretto.flat import Fragments, PartedTensor, Shares, Slot, original_name
 from stretto.optimizer import Piece, PieceState, adopt_states, piece_states, read_hyperparameters, state_like
 
@@ -214,7 +213,7 @@ class JobState:
     def _installed_dtype(self, slot: Slot) -> torch.dtype:
         """Return the dtype of the values that the model shows."""
         dtype = self.job.sharded.layout.sets[slot.set_index].dtype
-        return dtype if self.job.replica.replicated else narrower(self.job.exchange.wire, dtype)
+        return dtype if self.job.replica.replicated else self.job.exchange.wire.values.of(dtype).dtype
 
 
 def _under(entries: Mapping[str, Any], prefix: str) -> State:

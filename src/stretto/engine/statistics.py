@@ -11,6 +11,7 @@ Note [Statistics]
     checkpoints see; `live` also holds what came after the snapshot.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -88,13 +89,18 @@ def average_statistics(
     indices = [index for index, flag in enumerate(changed) if flag]
     if not indices or sum(counts) == 0:
         return {}
-    flat = torch.cat([own[index].flatten().float() for index in indices])
+    dtype = functools.reduce(torch.promote_types, (own[index].dtype for index in indices), torch.float32)
+    flat = torch.cat([own[index].flatten().to(dtype) for index in indices])
     whole = torch.empty(len(counts) * flat.numel(), dtype=flat.dtype, device=flat.device)
     exchange.gather_values(flat, whole, "average of the model's buffers")
-    mean = torch.zeros_like(flat)
-    for count, part in zip(counts, whole.view(len(counts), -1), strict=True):
-        if count:
-            mean.add_(part, alpha=count / sum(counts))
+    rows = [(count, row) for count, row in zip(counts, whole.view(len(counts), -1), strict=True) if count]
+    mean, low, high = torch.zeros_like(flat), rows[0][1].clone(), rows[0][1].clone()
+    for count, row in rows:
+        mean.add_(row, alpha=count / sum(counts))
+        torch.minimum(low, row, out=low)
+        torch.maximum(high, row, out=high)
+    # Rounding must not bring the mean of equal values away from them.
+    mean.clamp_(low, high)
     parts = torch.split(mean, [own[index].numel() for index in indices])
     return {
         index: part.view_as(own[index]).to(own[index].dtype)

@@ -1,17 +1,38 @@
-"""How gradients and parameters travel between ranks."""
+"""How gradients and parameters travel between ranks: the exchange, and one file per wire format."""
 
-from stretto.exchange.exchange import Exchange, WireFormat, narrower, wire_dtype
-from stretto.exchange.int8 import Int8Exchange
-from stretto.exchange.sums import DirectExchange, NativeExchange
+from stretto.exchange.exchange import Exchange
+from stretto.exchange.int4 import Int4
+from stretto.exchange.int8 import Int8
+from stretto.exchange.native import NativeExchange
 from stretto.exchange.verified import VerifiedExchange
+from stretto.exchange.wire import BF16, FP32, PackedWire, PlainWire, Wire
+from stretto.fields import unknown_name
+
+WIRES: dict[str, Wire] = {wire.name: wire for wire in (FP32, BF16, Int8(), Int4())}
+
+
+def wire_by_name(name: str) -> Wire:
+    """Return the wire format of that name.
+
+    Raises:
+        UnknownName: No wire format is called so.
+    """
+    if name not in WIRES:
+        raise unknown_name("no wire format is called", name, WIRES)
+    return WIRES[name]
+
 
 __all__ = [
-    "DirectExchange",
+    "BF16",
+    "FP32",
+    "WIRES",
     "Exchange",
-    "Int8Exchange",
+    "Int4",
+    "Int8",
     "NativeExchange",
+    "PackedWire",
+    "PlainWire",
     "VerifiedExchange",
-    "WireFormat",
-    "narrower",
-    "wire_dtype",
+    "Wire",
+    "wire_by_name",
 ]

@@ -1,30 +1,22 @@
-"""The contract of an exchange, and what all exchanges share: wire formats, gathers of parameters and small records."""
+"""The exchange of one job: sums in rank order over buckets, gathers of parameters and of small records.
 
-import functools
-from abc import ABC, abstractmethod
+All contributions to a slice travel to its owner, who adds them in rank order in float32, so that every rank and every
+replay gets the same bits.
+"""
+
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.flat import Bucket, Layout
+from stretto.exchange.feedback import ErrorFeedback
+from stretto.exchange.wire import PackedWire, PlainWire, Wire
+from stretto.flat import Layout
 from stretto.records import Incident
-
-WireFormat = Literal["fp32", "bf16", "int8"]
-
-
-def wire_dtype(wire: WireFormat) -> torch.dtype:
-    """Return the dtype in which a wire format sends parameters; int8 is for gradients."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}[wire]
-
-
-def narrower(wire: torch.dtype, storage: torch.dtype) -> torch.dtype:
-    """Return the dtype in which `storage` values travel: the narrower one, as a wider wire adds bytes and no bits."""
-    return wire if wire.itemsize < storage.itemsize else storage
-
 
 Wait = Callable[[dist.Work, str], None]
 """Waits for a collective, which the text names in messages. Raises the job's error if it cannot complete."""
@@ -37,14 +29,51 @@ _LENGTH_BYTES = 8
 """Bytes of the length of a record, where lengths differ between ranks."""
 IN_FLIGHT = 4
 """Buckets that travel at a time: enough to keep a link busy while one is summed."""
+_MANY = 8
+"""With more ranks than this, one call per rank costs more than another pass over memory."""
+_NUMPY_KNOWS = (torch.float32, torch.float64)
 
 
-class Exchange(ABC):
+def sum_in_rank_order(contributions: Tensor | Sequence[Tensor], total: Tensor) -> None:
+    """Add  ((c_0 + c_1) + c_2) + ...  in the dtype of `total`.
+
+    Terms are added one at a time: torch's `sum(0)` may pair them in another way, which depends on the number of ranks
+    and the vector width. NumPy pairs terms only along an array's fastest axis, so over the first of two axes it does
+    the same additions as this loop, without a call per rank.
+
+    Args:
+        contributions: In rank order: `(world_size, numel)`, or `(numel,)` each.
+        total: `(numel,)`, overwritten.
+    """
+    if isinstance(contributions, Tensor) and len(contributions) > _MANY and _is_known(contributions, total):
+        # From −0.0, which changes no first term; NumPy's +0.0 would turn a sum of negative zeros.
+        np.add.reduce(contributions.numpy(), axis=0, out=total.numpy(), initial=-0.0)
+        return
+    first, *others = contributions
+    running = first.to(total.dtype)  # no copy where it has it
+    for contribution in others:
+        running = torch.add(running, contribution, out=total)
+    if not others:
+        total.copy_(running)
+
+
+def _is_known(contributions: Tensor, total: Tensor) -> bool:
+    """Return whether NumPy supports the tensors, and the first of two axes is not the fastest."""
+    return (
+        contributions.dtype == total.dtype
+        and total.dtype in _NUMPY_KNOWS
+        and total.device.type == "cpu"
+        and total.numel() > 1
+    )
+
+
+class Exchange:
     """Performs the collectives of one job on one process group that nobody else uses.
 
-    Buffers are one tensor per flat set, padded as the layout says. Reductions end in float32 sums, whatever
-    the wire; the division by the total weight is the owner's. One bucket travels per collective, and at most
-    `IN_FLIGHT` buckets travel at a time, so that their scratch memory is all an exchange holds.
+    Buffers are one tensor per flat set, padded as the layout says. Reductions are an all-to-all and a sum by the owner:
+    the wire volume is a ring's, the result does not depend on the topology, sums are at least float32 on any wire, and
+    the owner sees every contribution by itself. The division by the total weight is the owner's. One bucket travels per
+    collective, and at most `IN_FLIGHT` buckets travel at a time, so that their scratch memory is all an exchange holds.
 
     Note [In flight]
         One large transfer fills the queue of a slow link and then waits for itself; a few smaller ones at a time
@@ -54,12 +83,18 @@ class Exchange(ABC):
     Note [Wire rounding]
         Every rank installs the values that come back over the wire, including the owner and a lone rank. An owner
         that kept its own wider values would differ from all other ranks in every element.
+
+    Args:
+        group: Used by nobody else.
+        layout: Of the buffers.
+        wire: The format of contributions, and of what else travels.
+        wait: Waits for a collective.
     """
 
     is_verified: ClassVar[bool] = False
     """Whether what arrives is checked against what was sent."""
 
-    def __init__(self, group: dist.ProcessGroup, layout: Layout, wire: torch.dtype, wait: Wait) -> None:
+    def __init__(self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait) -> None:
         self.group = group
         self.layout = layout
         self.wire = wire
@@ -68,53 +103,81 @@ class Exchange(ABC):
         self.world_size = group.size()
         self.sent_bytes = 0
         """Bytes this rank has sent to others since construction."""
-        self.owed: list[Tensor] = []
-        """Rounding errors of this rank's contributions, which are sent with the next ones; one tensor per flat set.
-        A bit-identical continuation needs them."""
+        self.feedback = ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) else None
+        """Errors of this rank's contributions; None where the wire loses nothing but a dtype's rounding."""
         self.incidents: list[Incident] = []
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
+        self._contributed = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
+        """The format of contributions, by flat set."""
+        self._gathered = [wire.values.of(flat.dtype) for flat in layout.sets]
+        """The format of parameters, by flat set."""
         self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
-    def owe(self, errors: Sequence[Tensor]) -> None:
-        """Restore `owed` from the `errors` of a checkpoint; set it to zero if there are none."""
-        for index, owed in enumerate(self.owed):
-            owed.copy_(errors[index]) if errors else owed.zero_()
-
-    @abstractmethod
-    def sum_slice(
-        self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
-    ) -> Transfer:
-        """Sum the `index`-th bucket of `flat` over ranks; `total` takes this rank's slice.
-
-        `wire` is the dtype in which values travel that are not gradients; None sends gradients in their format.
-        """
-
-    @abstractmethod
-    def sum_bucket(
-        self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
-    ) -> Transfer:
-        """Sum the `index`-th bucket of `flat` over ranks; `total` takes all of it, equal on all ranks."""
+    # Sums
 
     def reduce_scatter(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """Sum `flats` over ranks.
 
         Args:
-            flats: One gradient tensor per flat set, `(flat.numel,)`; left undefined.
-            sums: One float32 tensor per bucket, `(bucket.numel / world_size,)`, overwritten with this rank's slice.
+            flats: One gradient tensor per flat set, `(flat.numel,)`; left undefined, unless the wire packs them.
+            sums: One tensor per bucket, `(bucket.numel / world_size,)`, at least float32; overwritten with this rank's
+                slice.
         """
-        self.perform(self._by_bucket(self.sum_slice, flats, sums))
+        transfers = []
+        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
+            transfers.append(self.sum_slice(index, flats[bucket.set_index], total))
+        self.perform(transfers)
 
     def all_reduce(
-        self, flats: Sequence[Tensor], sums: Sequence[Tensor], wire: torch.dtype | None = None
+        self, flats: Sequence[Tensor], sums: Sequence[Tensor], wire: PlainWire | None = None
     ) -> None:
         """Sum `flats` over ranks.
 
         Args:
-            flats: One tensor per flat set, `(flat.numel,)`; left undefined.
-            sums: One float32 tensor per bucket, `(bucket.numel,)`, overwritten with the whole sum, equal on all ranks.
-            wire: In which values travel that are not gradients; None sends gradients in their format.
+            flats: One tensor per flat set, `(flat.numel,)`; left undefined, unless the wire packs them.
+            sums: One tensor per bucket, `(bucket.numel,)`, at least float32; overwritten with the whole sum, equal on
+                all ranks.
+            wire: The format of values that are not gradients; None sends gradients in their format.
         """
-        self.perform(self._by_bucket(functools.partial(self.sum_bucket, wire=wire), flats, sums))
+        transfers = []
+        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
+            transfers.append(self.sum_bucket(index, flats[bucket.set_index], total, wire))
+        self.perform(transfers)
+
+    def sum_slice(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+        """Send the slices of the `index`-th bucket of `flat` to their owners, and add those of this rank to `total`.
+
+        `wire` is the format of values that are not gradients; None sends gradients in their format.
+        """
+        bucket = self.layout.buckets[index]
+        sent = self._contributed[bucket.set_index] if wire is None else wire.of(flat.dtype)
+        outgoing = flat.narrow(0, bucket.start, bucket.numel)
+        if isinstance(sent, PlainWire):
+            if outgoing.dtype != sent.dtype:
+                narrow = self.scratch("outgoing", index, bucket.numel, sent.dtype, flat.device)
+                outgoing = narrow.copy_(outgoing)
+        else:
+            packed = self.scratch("outgoing", index, sent.num_bytes(bucket.numel), torch.uint8, flat.device)
+            sent.write(outgoing, packed)
+            outgoing = packed
+        received = self.scratch("received", index, outgoing.numel(), outgoing.dtype, flat.device)
+        self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
+        yield self.group.all_to_all_single(received, outgoing, [], []), f"reduction of bucket {index}"
+        if not isinstance(sent, PlainWire):
+            received = sent.read(received)
+        self.add_up(received.view(self.world_size, -1), total)
+
+    def sum_bucket(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+        """Sum the `index`-th bucket of `flat`: the sums of all owners, rounded to the wire, as `total` on all ranks."""
+        # The owner's slice lies where the gather writes it.
+        yield from self.sum_slice(index, flat, total.view(self.world_size, -1)[self.rank], wire)
+        sent = (wire or self.wire.values).of(flat.dtype)
+        yield from self.gather(total, index, sent.dtype, f"gather of summed bucket {index}")
+
+    add_up = staticmethod(sum_in_rank_order)
+    """Writes the sum of contributions, one per rank, into a total, in its dtype."""
+
+    # Gathers
 
     def all_gather(self, flats: Sequence[Tensor]) -> None:
         """Replace every bucket of `flats` by the owners' slices, rounded to the wire.
@@ -122,39 +185,53 @@ class Exchange(ABC):
         Args:
             flats: One tensor per flat set, `(flat.numel,)`, holding this rank's own slices; overwritten whole.
         """
-        self.perform(
-            self._gather_slices(index, bucket, flats) for index, bucket in enumerate(self.layout.buckets)
-        )
+        transfers = []
+        for index, bucket in enumerate(self.layout.buckets):
+            whole = flats[bucket.set_index].narrow(0, bucket.start, bucket.numel)
+            dtype = self._gathered[bucket.set_index].dtype
+            transfers.append(self.gather(whole, index, dtype, f"gather of bucket {index}"))
+        self.perform(transfers)
 
-    def perform(self, transfers: Iterable[Transfer]) -> None:
-        """Run transfers, at most `IN_FLIGHT` at a time, as Note [In flight] explains."""
-        under_way: deque[tuple[Transfer, tuple[dist.Work, str]]] = deque()
-        for transfer in transfers:
-            under_way.append((transfer, next(transfer)))
-            while len(under_way) == IN_FLIGHT:
-                self._advance(under_way)
-        while under_way:
-            self._advance(under_way)
-
-    def gather(self, own: Tensor, out: Tensor, index: int, what: str) -> Transfer:
-        """Gather `own`, `(numel / world_size,)` in its wire dtype, into `out`, `(numel,)` in any dtype.
+    def gather(self, whole: Tensor, index: int, dtype: torch.dtype, what: str) -> Transfer:
+        """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`.
 
         Args:
-            own: This rank's slice; not to be written before the transfer ends.
-            out: Overwritten.
+            whole: Holds this rank's slice in its place; overwritten.
             index: Of the transfer: those in flight have scratch memory of their own.
+            dtype: In which values travel.
             what: What is waited for, in messages.
         """
-        same = out.dtype == own.dtype
-        whole = out if same else self.scratch("whole", index, out.numel(), own.dtype, out.device)
+        own = whole.view(self.world_size, -1)[self.rank]
+        own = self.scratch("own", index, own.numel(), dtype, whole.device).copy_(own)
+        same = whole.dtype == dtype
+        arrived = whole if same else self.scratch("whole", index, whole.numel(), dtype, whole.device)
         self.sent_bytes += (self.world_size - 1) * own.nbytes
-        yield self.group.all_gather_single(whole, own), what
+        yield self.group.all_gather_single(arrived, own), what
         if not same:
-            out.copy_(whole)
+            whole.copy_(arrived)
 
     def gather_values(self, own: Tensor, whole: Tensor, what: str) -> None:
         """Gather every rank's `own`, `(numel,)`, into `whole`, `(world_size * numel,)` of the same dtype."""
-        self.perform([self.gather(own, whole, 0, what)])
+        whole.view(self.world_size, -1)[self.rank].copy_(own)
+        self.perform([self.gather(whole, 0, whole.dtype, what)])
+
+    def perform(self, transfers: Iterable[Transfer]) -> None:
+        """Run transfers, at most `IN_FLIGHT` at a time, as Note [In flight] explains."""
+        waiting = iter(transfers)
+        under_way: deque[tuple[Transfer, tuple[dist.Work, str]]] = deque()
+        while True:
+            while len(under_way) < IN_FLIGHT and (transfer := next(waiting, None)) is not None:
+                under_way.append((transfer, next(transfer)))
+            if not under_way:
+                return
+            transfer, started = under_way.popleft()
+            self.wait(*started)
+            # A transfer that starts another collective goes to the end of the queue.
+            following = next(transfer, None)
+            if following is not None:
+                under_way.append((transfer, following))
+
+    # Small records, and single tensors
 
     def gather_bytes(self, record: bytes) -> list[bytes]:
         """Return every rank's `record`, in rank order; all records must have one length.
@@ -206,34 +283,3 @@ class Exchange(ABC):
         if held is None or held.numel() < numel:
             held = self._scratch[key] = torch.empty(numel, dtype=dtype, device=device)
         return held[:numel]
-
-    def outgoing(self, flat: Tensor, bucket: Bucket, index: int, dtype: torch.dtype) -> Tensor:
-        """Return the `index`-th bucket of `flat` in `dtype`: the buffer itself where it already has it."""
-        content = flat[bucket.start : bucket.stop]
-        if content.dtype == dtype:
-            return content
-        return self.scratch("outgoing", index, bucket.numel, dtype, flat.device).copy_(content)
-
-    def _by_bucket(
-        self,
-        summed: Callable[[int, Bucket, Tensor, Tensor], Transfer],
-        flats: Sequence[Tensor],
-        sums: Sequence[Tensor],
-    ) -> Iterator[Transfer]:
-        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
-            yield summed(index, bucket, flats[bucket.set_index], total)
-
-    def _gather_slices(self, index: int, bucket: Bucket, flats: Sequence[Tensor]) -> Transfer:
-        start, stop = bucket.owned_range(self.rank, self.world_size)
-        flat = flats[bucket.set_index]
-        dtype = narrower(self.wire, self.layout.sets[bucket.set_index].dtype)
-        own = self.scratch("own", index, stop - start, dtype, flat.device).copy_(flat[start:stop])
-        yield from self.gather(own, flat[bucket.start : bucket.stop], index, f"gather of bucket {index}")
-
-    def _advance(self, under_way: "deque[tuple[Transfer, tuple[dist.Work, str]]]") -> None:
-        """Finish the oldest collective; if its transfer starts another one, that goes to the end of the queue."""
-        transfer, started = under_way.popleft()
-        self.wait(*started)
-        following = next(transfer, None)
-        if following is not None:
-            under_way.append((transfer, following))

@@ -13,18 +13,18 @@ from torch import distributed as dist
 
 from stretto.checksums import digest, hexadecimal, same_bytes
 from stretto.errors import CorruptionError, TransferCorrupt
-from stretto.exchange.exchange import Transfer, Wait, narrower
+from stretto.exchange.exchange import Exchange, Transfer, Wait
 from stretto.exchange.repeats import REPEATS, Delivery, Missing, complete
-from stretto.exchange.sums import DirectExchange
-from stretto.flat import Bucket, Layout
+from stretto.exchange.wire import PlainWire, Wire
+from stretto.flat import Layout
 from stretto.records import Incident
 
 _COPIES = 3
 """Copies of every record of the round report: ranks need the records to agree on anything, even on a repeat."""
 
 
-class VerifiedExchange(DirectExchange):
-    """A direct exchange in which every row travels with its digest.
+class VerifiedExchange(Exchange):
+    """An exchange in which every row travels with its digest.
 
     A *row* is what one rank sends to another of one bucket. Its *seal*, eight bytes behind it, is a digest over the
     bytes and over what they are: which exchange, which bucket, from whom and for whom. A stale, swapped or misrouted
@@ -39,14 +39,14 @@ class VerifiedExchange(DirectExchange):
 
     is_verified = True
 
-    def __init__(self, group: dist.ProcessGroup, layout: Layout, wire: torch.dtype, wait: Wait) -> None:
+    def __init__(self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait) -> None:
         super().__init__(group, layout, wire, wait)
         self._phase = 0
         """Reductions and gathers so far, the same on all ranks: part of every row's seal."""
         self._records = 0
         """Round reports so far: part of every record's seal."""
-        self._sent = wire
-        """The dtype in which the present phase sends contributions."""
+        self._sent: Sequence[Wire] = self._contributed
+        """The format in which the present phase sends contributions, by flat set."""
         self._missing: list[Missing] = []
         """What this rank misses of the present phase."""
         self._held: dict[int, Tensor] = {}
@@ -71,23 +71,24 @@ class VerifiedExchange(DirectExchange):
             return self._missing
 
         sizes = [
-            self._row_bytes(bucket.numel // self.world_size, self._sent_dtype(bucket))
+            self._row_bytes(bucket.numel // self.world_size, self._sent[bucket.set_index])
             for bucket in self.layout.buckets
         ]
         complete(self, self._missing, Delivery(site="contribution", row_bytes=sizes, row=row, accept=accept))
 
     def all_reduce(
-        self, flats: Sequence[Tensor], sums: Sequence[Tensor], wire: torch.dtype | None = None
+        self, flats: Sequence[Tensor], sums: Sequence[Tensor], wire: PlainWire | None = None
     ) -> None:
         """Sum `flats` over ranks: a verified reduce-scatter, then a verified gather of the owners' sums."""
         # Each owner's slice lies where the gather writes it, so the gather overwrites it with the same values.
         slices = [total.view(self.world_size, -1)[self.rank] for total in sums]
-        self._sent = wire or self.wire
+        back = [(wire or self.wire.values).of(flat.dtype) for flat in flats]
+        self._sent = self._contributed if wire is None else back
         try:
             self.reduce_scatter(flats, slices)
-            self._gather(slices, sums, [self._sent_dtype(bucket) for bucket in self.layout.buckets])
         finally:
-            self._sent = self.wire
+            self._sent = self._contributed
+        self._gather(slices, sums, [back[bucket.set_index] for bucket in self.layout.buckets])
 
     def all_gather(self, flats: Sequence[Tensor]) -> None:
         """Replace every bucket of `flats` by the owners' slices, and repeat damaged rows."""
@@ -96,12 +97,12 @@ class VerifiedExchange(DirectExchange):
         self._gather(
             [flats[bucket.set_index][own] for bucket, own in zip(buckets, owned, strict=True)],
             [flats[bucket.set_index][bucket.start : bucket.stop] for bucket in buckets],
-            [narrower(self.wire, self.layout.sets[bucket.set_index].dtype) for bucket in buckets],
+            [self._gathered[bucket.set_index] for bucket in buckets],
         )
 
     def gather_values(self, own: Tensor, whole: Tensor, what: str) -> None:
         """Gather every rank's `own` into `whole`, and repeat damaged rows."""
-        self._gather([own], [whole], [own.dtype])
+        self._gather([own], [whole], [PlainWire("", own.dtype)])
 
     def gather_bytes(self, record: bytes) -> list[bytes]:
         """Return every rank's `record`, in rank order; every record travels three times, each with its seal.
@@ -121,11 +122,9 @@ class VerifiedExchange(DirectExchange):
             )
         return [content for content in found if content is not None]
 
-    def sum_slice(
-        self, index: int, bucket: Bucket, flat: Tensor, total: Tensor, wire: torch.dtype | None = None
-    ) -> Transfer:
+    def sum_slice(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum the rows of a bucket into this rank's slice; keep a bucket with a missing row for the repeat."""
-        row_bytes = self._row_bytes(total.numel(), self._sent_dtype(bucket))
+        row_bytes = self._row_bytes(total.numel(), self._sent[self.layout.buckets[index].set_index])
         size = self.world_size * row_bytes
         outgoing = self.scratch("outgoing", index, size, torch.uint8, flat.device)
         for receiver, row in enumerate(outgoing.view(self.world_size, -1)):
@@ -135,15 +134,13 @@ class VerifiedExchange(DirectExchange):
         yield self.group.alltoall_base(received, outgoing, [], []), f"reduction of bucket {index}"
         self._settle(index, received, total)
 
-    def _gather(
-        self, owned: Sequence[Tensor], wholes: Sequence[Tensor], dtypes: Sequence[torch.dtype]
-    ) -> None:
-        """Gather every rank's `owned` into `wholes`, each in its dtype on the wire."""
+    def _gather(self, owned: Sequence[Tensor], wholes: Sequence[Tensor], wires: Sequence[PlainWire]) -> None:
+        """Gather every rank's `owned` into `wholes`, each in its format on the wire."""
         self._begin_phase()
-        sizes = [self._row_bytes(own.numel(), dtype) for own, dtype in zip(owned, dtypes, strict=True)]
+        sizes = [self._row_bytes(own.numel(), wire) for own, wire in zip(owned, wires, strict=True)]
 
         def sealed(index: int, memory: Tensor) -> Tensor:
-            return seal(memory, owned[index], dtypes[index], seed_of(self._phase, index, self.rank))
+            return seal(memory, owned[index], wires[index], seed_of(self._phase, index, self.rank))
 
         def row(index: int, _: int) -> Tensor:
             return sealed(index, torch.empty(sizes[index], dtype=torch.uint8, device=owned[index].device))
@@ -152,10 +149,10 @@ class VerifiedExchange(DirectExchange):
             # A damaged copy of this rank's own row must not overwrite the values that a repeat is made from.
             if self._is_sound("gathered values", index, sender, content, seed_of(self._phase, index, sender)):
                 part = wholes[index].view(self.world_size, -1)[sender]
-                own, dtype = owned[index], dtypes[index]
+                own, wire = owned[index], wires[index]
                 # This rank's own row is already there, unless the wire has made it narrower.
-                if sender != self.rank or part.data_ptr() != own.data_ptr() or dtype != own.dtype:
-                    part.copy_(values_of(content, dtype))
+                if sender != self.rank or part.data_ptr() != own.data_ptr() or wire.dtype != own.dtype:
+                    part.copy_(values_of(content, wire))
 
         def transfer(index: int) -> Transfer:
             device = owned[index].device
@@ -181,12 +178,14 @@ class VerifiedExchange(DirectExchange):
         """Write this rank's sealed contribution to `receiver`'s slice of a bucket into `row`, and return it."""
         bucket = self.layout.buckets[index]
         values = flat[slice(*bucket.owned_range(receiver, self.world_size))]
-        return seal(row, values, self._sent_dtype(bucket), seed_of(self._phase, index, self.rank, receiver))
+        wire = self._sent[bucket.set_index]
+        return seal(row, values, wire, seed_of(self._phase, index, self.rank, receiver))
 
     def _settle(self, index: int, received: Tensor, total: Tensor) -> None:
         """Sum the rows of a bucket into `total` and check them; put them aside if one is missing."""
         rows = received.view(self.world_size, -1)
-        values = [values_of(row, self._sent_dtype(self.layout.buckets[index])) for row in rows]
+        wire = self._sent[self.layout.buckets[index].set_index]
+        values = [values_of(row, wire) for row in rows]
         self._sum_twice(index, values, total)
         sound = [
             self._is_sound("contribution", index, sender, row, seed_of(self._phase, index, sender, self.rank))
@@ -237,12 +236,8 @@ class VerifiedExchange(DirectExchange):
         self._phase += 1
         self._missing = []
 
-    def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype in which contributions to a bucket travel in the present phase."""
-        return narrower(self._sent, self.layout.sets[bucket.set_index].accumulation_dtype)
-
-    def _row_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return numel * dtype.itemsize + SEAL_BYTES
+    def _row_bytes(self, numel: int, wire: Wire) -> int:
+        return wire.num_bytes(numel) + SEAL_BYTES
 
     def _report(self, site: str, part: str, sender: int, action: str, *digests: int) -> None:
         expected, found = map(hexadecimal, digests) if digests else (None, None)
@@ -270,17 +265,17 @@ def seed_of(*what: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(what)}Q", *what))
 
 
-def seal(row: Tensor, values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
-    """Write `values` in `dtype` and their seal into `row`, and return it.
+def seal(row: Tensor, values: Tensor, wire: Wire, seed: int) -> Tensor:
+    """Write `values` and their seal into `row`, and return it.
 
     Args:
-        row: `(values.numel() * itemsize + SEAL_BYTES,)` uint8; overwritten.
+        row: `(wire.num_bytes(values.numel()) + SEAL_BYTES,)` uint8; overwritten.
         values: The values to send.
-        dtype: The dtype in which they travel.
+        wire: The format in which they travel.
         seed: Identifies the row, from `seed_of`.
     """
     content = row[:-SEAL_BYTES]
-    content.view(dtype).copy_(values)
+    wire.write(values, content)
     mark = bytearray(digest(content, seed).to_bytes(SEAL_BYTES, "little"))
     row[-SEAL_BYTES:].copy_(torch.frombuffer(mark, dtype=torch.uint8))
     return row
@@ -292,9 +287,9 @@ def opened(row: Tensor, seed: int) -> tuple[int, int]:
     return expected, digest(row[:-SEAL_BYTES], seed)
 
 
-def values_of(row: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a view of a row's values."""
-    return row[:-SEAL_BYTES].view(dtype)
+def values_of(row: Tensor, wire: Wire) -> Tensor:
+    """Return a row's values; a view where the format is plain."""
+    return wire.read(row[:-SEAL_BYTES])
 
 
 def seal_bytes(record: bytes, seed: int) -> bytes:

@@ -94,8 +94,12 @@ class ReducedGradient:
         return piece if self._scale is not None else _scaled(piece.div(self.weight), clip)
 
     def measure(self) -> float:
-        """Return the squared 2-norm of the sums on this rank's slices."""
-        return sum(float(total.norm()) ** 2 for total in self.sums)
+        """Return the squared 2-norm of the sums on this rank's slices.
+
+        In float64, where squares of all float32 values are neither too large nor too small.
+        """
+        norms = [float(torch.linalg.vector_norm(total, dtype=torch.float64)) for total in self.sums]
+        return sum(norm * norm for norm in norms)
 
 
 def _scaled(mean: Tensor, clip: float) -> Tensor:

@@ -61,15 +61,17 @@ class Ledger:
     state_averages: float
     """Averages of the optimizer's state; likewise."""
 
-    def wire_bytes(self, bytes_per_element: float, moments: int = 2) -> float:
+    def wire_bytes(self, gradient: float, value: float | None = None, *, moments: int = 2) -> float:
         """Return bytes per parameter and update that cross the wire, before the factor (N - 1) / N.
 
         Args:
-            bytes_per_element: Of the wire.
+            gradient: Bytes of one element of a gradient, on its way to its owner.
+            value: Bytes of one element of everything else; None where the wire sends it as it sends gradients.
             moments: What the optimizer keeps per element; averaged in float32, if at all.
         """
-        transfers = self.gradient_transfers + self.parameter_transfers + 2 * self.averages
-        return transfers * bytes_per_element + 2 * self.state_averages * moments * 4
+        value = gradient if value is None else value
+        values = self.parameter_transfers + 2 * self.averages
+        return self.gradient_transfers * gradient + values * value + 2 * self.state_averages * moments * 4
 
     def memory_bytes(
         self, strategy: Strategy, *, parameter: int, accumulation: int, world_size: int

@@ -13,13 +13,21 @@ from typing import Any
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
-from stretto.exchange import WireFormat
-from stretto.fields import did_you_mean, field_types, read_settings, read_value, split_settings, unknown_name
+from stretto.exchange import Wire, wire_by_name
+from stretto.fields import (
+    Readers,
+    did_you_mean,
+    field_types,
+    read_settings,
+    read_value,
+    split_settings,
+    unknown_name,
+)
 from stretto.peers import PEERS
 from stretto.strategies import STRATEGIES, Strategy
 
 SETTINGS: Mapping[str, Any] = MappingProxyType(
-    {"wire": WireFormat, "clock": Clock, "micro_batches": int, "clip_norm": float, "lr": float}
+    {"wire": Wire, "clock": Clock, "micro_batches": int, "clip_norm": float, "lr": float}
 )
 """Settings of a run that an arm may have for itself, and their types."""
 
@@ -54,6 +62,18 @@ def parse_learning_rates(text: str) -> dict[str, float]:
     except ConfigError as error:
         raise ConfigError(f"cannot read the learning rates {text!r}: {error}") from error
     raise ConfigError(f"cannot read the learning rates {text!r}: expected ARM=RATE, as acco=2e-3,wp=1e-3")
+
+
+def parse_wire(text: str) -> str:
+    """Return the name of a wire format.
+
+    Raises:
+        UnknownName: No wire format is called so.
+    """
+    return wire_by_name(text).name
+
+
+_READERS: Readers = MappingProxyType({Clock: parse_clock, Wire: parse_wire})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +115,7 @@ def parse_arm(text: str) -> Arm:
     if name not in STRATEGIES and name not in PEERS:
         raise unknown_name("no strategy is called", name, [*STRATEGIES, *PEERS])
     own = field_types(STRATEGIES[name]) if name in STRATEGIES else {}
-    values = read_settings(text, {**own, **SETTINGS, **own}, {Clock: parse_clock})  # its own are named first
+    values = read_settings(text, {**own, **SETTINGS, **own}, _READERS)  # its own are named first
     arm = Arm(
         text,
         name,

@@ -1,0 +1,92 @@
+"""Error feedback: what packing loses of a contribution is sent with the next one.
+
+    send q(g_t + e_t),   e_{t+1} = g_t + e_t - q(g_t + e_t)
+
+Note [What counts]
+    Over any run, what a rank's owners have received plus what the rank still owes is what it has contributed to rounds
+    that counted. Two things must not change e: a round that is left out, because its contributions count nowhere, and
+    a parameter that this rank has not used in the round, because nobody may have used it, and then nobody steps with
+    what is sent. So a rank adds and sends errors of the parameters that it has used, and only remembers the new errors
+    when the round's report is there.
+
+Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
+Speech DNNs".
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from stretto.exchange.wire import PackedWire
+from stretto.flat import Layout, Slot
+
+
+class ErrorFeedback:
+    """What one rank owes to the sums of its job. Memory: 4 bytes per parameter.
+
+    Args:
+        layout: Of the contributions.
+        wire: Packs them.
+    """
+
+    def __init__(self, layout: Layout, wire: PackedWire) -> None:
+        self._layout = layout
+        self._wire = wire
+        self._owed = [
+            torch.zeros(
+                flat.numel,
+                dtype=torch.promote_types(flat.accumulation_dtype, torch.float32),
+                device=flat.device,
+            )
+            for flat in layout.sets
+        ]
+        """One tensor per flat set; where nothing has been sent, and in the padding, zero."""
+        self._sent: list[Tensor] = []
+        self._unused: list[Slot] = []
+
+    def add_to(self, flats: Sequence[Tensor], used: Sequence[int]) -> list[Tensor]:
+        """Return what this rank sends: its contribution and the errors of the parameters that it used.
+
+        Args:
+            flats: The contribution, one tensor per flat set; overwritten where it is wide enough to hold the sum.
+            used: One number per parameter slot; above zero where this rank has used it.
+        """
+        self._sent = [flat.to(owed.dtype).add_(owed) for flat, owed in zip(flats, self._owed, strict=True)]
+        self._unused = [slot for slot in self._layout.slots if not used[slot.index]]
+        for slot in self._unused:
+            self._sent[slot.set_index][slot.start : slot.stop].zero_()
+        return self._sent
+
+    def settle(self) -> None:
+        """Remember what the last round has lost; called once the round counts, before its buffers are written again."""
+        for bucket in self._layout.buckets:
+            sent = self._sent[bucket.set_index][bucket.start : bucket.stop]
+            packed = torch.empty(self._wire.num_bytes(bucket.numel), dtype=torch.uint8, device=sent.device)
+            self._wire.write(sent, packed)  # once more: the receivers' bytes are gone
+            sent.sub_(self._wire.read(packed))
+        for slot in self._unused:
+            owed = self._owed[slot.set_index][slot.start : slot.stop]
+            self._sent[slot.set_index][slot.start : slot.stop].copy_(owed)
+        for owed, lost in zip(self._owed, self._sent, strict=True):
+            owed.copy_(lost)
+        self._sent = []
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what this rank owes, by parameter; views of its own tensors."""
+        return {
+            slot.name: self._owed[slot.set_index][slot.start : slot.stop].view(slot.shape)
+            for slot in self._layout.slots
+        }
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Owe what all the ranks owed that returned `states`; nothing, if there are none.
+
+        Where the number of ranks has changed, each takes over the debts of several or of none.
+        """
+        for owed in self._owed:
+            owed.zero_()
+        for name, owed in self.state_dict().items():
+            for state in states:
+                if name in state:
+                    owed.add_(state[name].to(owed.device))

@@ -1,0 +1,43 @@
+"""The native exchange: the backend adds the gradients, by its own reduce-scatter and all-reduce."""
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from stretto.exchange.exchange import Exchange, Transfer
+from stretto.exchange.wire import PlainWire
+
+
+class NativeExchange(Exchange):
+    """Leaves the sum to the backend (NCCL's ring or tree), in the wire's precision.
+
+    Where the buffer is narrower than wire and sum, it travels as wide as they are: the backend's partial sums gain
+    from the extra bits. Packed wires have no sum that a backend could know.
+    """
+
+    def sum_slice(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+        """Sum this rank's slice of a bucket with the backend's reduce-scatter."""
+        outgoing = self._outgoing(index, flat, total, wire)
+        same = total.dtype == outgoing.dtype
+        out = total if same else self.scratch("own", index, total.numel(), outgoing.dtype, total.device)
+        self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
+        work = self.group.reduce_scatter_single(out, outgoing, dist.ReduceScatterOptions())
+        yield work, f"reduction of bucket {index}"
+        if not same:
+            total.copy_(out)
+
+    def sum_bucket(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+        """Sum a whole bucket with the backend's all-reduce."""
+        outgoing = self._outgoing(index, flat, total, wire)
+        self.sent_bytes += 2 * (outgoing.nbytes // self.world_size) * (self.world_size - 1)
+        yield self.group.allreduce([outgoing]), f"reduction of bucket {index}"
+        total.copy_(outgoing)
+
+    def _outgoing(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None) -> Tensor:
+        """Return a bucket in the dtype in which it is summed: the buffer itself where it already has it."""
+        bucket = self.layout.buckets[index]
+        content = flat[bucket.start : bucket.stop]
+        dtype: torch.dtype = (wire or self.wire.values).of(total.dtype).dtype
+        if content.dtype == dtype:
+            return content
+        return self.scratch("outgoing", index, bucket.numel, dtype, flat.device).copy_(content)

@@ -1,0 +1,162 @@
+"""The contract of a wire format: how values become bytes for their way to other ranks, and values again.
+
+PlainWire    every value by itself, in one dtype
+PackedWire   blocks of values, packed into fewer bytes, with error feedback; `stretto.exchange.int8` is an example
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from stretto.errors import ConfigError
+from stretto.flat import ALIGNMENT
+
+
+class Wire(ABC):
+    """A format in which gradients travel, and the plain format in which everything else does."""
+
+    name: str
+    """As `Options(wire=...)` and the command line call it."""
+
+    @property
+    @abstractmethod
+    def values(self) -> "PlainWire":
+        """How parameters, sums and averages travel: what is sent once has no later message to carry its error."""
+
+    @abstractmethod
+    def of(self, storage: torch.dtype) -> "Wire":
+        """Return the format for values that are stored in this dtype."""
+
+    @abstractmethod
+    def write(self, values: Tensor, content: Tensor) -> None:
+        """Write values into bytes.
+
+        Args:
+            values: `(numel,)`, a multiple of `ALIGNMENT`; they stay as they are.
+            content: `(num_bytes(numel),)`, uint8; overwritten.
+        """
+
+    @abstractmethod
+    def read(self, content: Tensor) -> Tensor:
+        """Return the values, `(numel,)`, that `write` has written into `content`; it may be a view."""
+
+    @abstractmethod
+    def num_bytes(self, numel: int) -> int:
+        """Return the bytes of `numel` values."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlainWire(Wire):
+    """Every value by itself, in `dtype` or in the dtype that it is stored in, whichever is narrower."""
+
+    name: str
+    dtype: torch.dtype
+    """A wider one than values are stored in would add bytes and no bits."""
+
+    @property
+    def values(self) -> "PlainWire":
+        """The same format."""
+        return self
+
+    def of(self, storage: torch.dtype) -> "PlainWire":
+        """Return the format for values that are stored in this dtype."""
+        return self if self.dtype.itemsize < storage.itemsize else PlainWire(self.name, storage)
+
+    def write(self, values: Tensor, content: Tensor) -> None:
+        """Write values into bytes."""
+        content.view(self.dtype).copy_(values)
+
+    def read(self, content: Tensor) -> Tensor:
+        """Return a view of the values in `content`."""
+        return content.view(self.dtype)
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the bytes of `numel` values."""
+        return numel * self.dtype.itemsize
+
+
+FP32 = PlainWire("fp32", torch.float64)
+"""All bits that there are: float32 values travel in 32 bits, and those of a float64 model in 64."""
+BF16 = PlainWire("bf16", torch.bfloat16)
+
+
+class PackedWire(Wire):
+    """Blocks of values, packed into fewer bytes; the base of formats that a subclass describes.
+
+    A subclass sets `name`, `block` and `block_bytes`, and says how blocks are packed and unpacked. It has no state. The
+    exchange does the rest: error feedback (`stretto.exchange.feedback`), sums in rank order, counting of bytes.
+
+        Zeros unpack to zeros: a rank sends zeros for parameters that it has not used.
+        Finite values unpack to finite values, the largest ones included.
+        A block with a value that is not finite unpacks to at least one that is not: an owner must see it.
+    """
+
+    block: int
+    """Values that are packed together; divides `ALIGNMENT`, so that no block lies in two parameters or two slices."""
+    block_bytes: int
+    """Bytes of a packed block, with everything that is needed to unpack it."""
+
+    def __init_subclass__(cls) -> None:
+        """Check the size of a block.
+
+        Raises:
+            ConfigError: Some blocks would lie in two parameters.
+        """
+        if ALIGNMENT % cls.block:
+            raise ConfigError(f"{cls.__name__}: expected a block that divides {ALIGNMENT}, found {cls.block}")
+
+    @property
+    def values(self) -> PlainWire:
+        """bf16."""
+        return BF16
+
+    @abstractmethod
+    def pack(self, blocks: Tensor, packed: Tensor) -> None:
+        """Pack blocks of values.
+
+        Args:
+            blocks: `(n, block)`, float32; they stay as they are.
+            packed: `(n, block_bytes)`, uint8; overwritten.
+        """
+
+    @abstractmethod
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Return the blocks, `(n, block)` in float32, that `packed`, `(n, block_bytes)` of uint8, holds."""
+
+    def of(self, storage: torch.dtype) -> "PackedWire":
+        """Return the same format, whatever the dtype."""
+        return self
+
+    def write(self, values: Tensor, content: Tensor) -> None:
+        """Pack values into bytes."""
+        self.pack(values.to(torch.float32).view(-1, self.block), content.view(-1, self.block_bytes))
+
+    def read(self, content: Tensor) -> Tensor:
+        """Return the values that were packed into `content`."""
+        return self.unpack(content.view(-1, self.block_bytes)).view(-1)
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the bytes of `numel` values."""
+        return numel // self.block * self.block_bytes
+
+
+def block_scales(blocks: Tensor, largest: int, bits: int) -> Tensor:
+    """Return a scale for each block, `(n, 1)`, such that its values lie between `largest` times the scale.
+
+        s = max |x| / largest,   q = round(x / s),   x ≈ s·q,   |x - s·q| ≤ s / 2
+
+    Note [Short scales]
+        A scale keeps `bits` bits, rounded towards zero. So s·q is exact in float32, the error x - s·q that feedback
+        remembers is exact too, and `largest` times the scale does not overflow. For values below float32's smallest
+        normal number the scale is that number, and they wait in the error until they are large enough.
+
+    Args:
+        blocks: `(n, block)`, float32. A block with a value that is not finite gets a scale that is not.
+        largest: The largest integer |q|.
+        bits: Of the scale, with the leading one; together with those of `largest`, at most 24.
+    """
+    dropped = 24 - bits
+    scales = blocks.abs().amax(-1, keepdim=True).div_(largest).clamp_min_(torch.finfo(torch.float32).tiny)
+    return (scales.view(torch.int32) >> dropped << dropped).view(torch.float32)
