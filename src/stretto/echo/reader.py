@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from torch._C import _remove_worker_pids
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from stretto.echo.buffer import copied, rebuilt
@@ -168,9 +167,8 @@ class ThreadReader(Reader):
         # While the interpreter ends, daemon threads do not run any more; and garbage may be collected on the thread.
         if self._thread in (None, threading.current_thread()) or sys.is_finalizing():
             return
+        end_workers(read.args[0])
         self._thread.join(WAKE_SECONDS)
-        if self._thread.is_alive():
-            end_workers(read.args[0])
 
     def join(self) -> None:
         while self._thread is not None and self._thread.is_alive():
@@ -223,18 +221,18 @@ def fetch(iterator: Iterator[Any], capture: Callable[[], Any]) -> Fetched | Base
 
 
 def end_workers(iterator: Iterator[Any]) -> None:
-    """End the workers of a pass that is left, if it has some: the read that waits for them then fails and ends too.
+    """End the workers of a pass that is left, if it has some; a read that waits for them fails and ends too.
 
-    Workers that stay from pass to pass belong to their loader, which may be read again.
+    PyTorch asks them to end, and terminates each that has not after 5 s. Nobody waits for that here. Workers that stay
+    from pass to pass belong to their loader, which may be read again.
     """
-    if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
-        _remove_worker_pids(id(iterator))  # PyTorch would report their death as an error
-        iterator._worker_pids_set = False
-        for worker in iterator._workers:
-            worker.terminate()
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+        return
+    if not iterator._persistent_workers and not iterator._shutdown:
+        threading.Thread(target=iterator._shutdown_workers, name="stretto-workers-end", daemon=True).start()
         results = iterator._worker_result_queue
-        results.cancel_join_thread()  # a worker may have died while it held the queue's lock
-        results.put(None)  # what no read can take: PyTorch looks for dead workers every 5 s only
+        results.cancel_join_thread()  # a worker may be terminated while it holds the queue's lock
+        results.put(None)  # what no read can take
 
 
 def is_last(outcome: Fetched | BaseException) -> bool:
