@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stretto import ACCO, DataParallel, ZeRO1, checkpoint
-from stretto.checkpoint.files import Manifest
+from stretto.checkpoint.manifest import Manifest
 from stretto.errors import CheckpointError, ForeignCheckpoint, OutOfTurn, StrettoError, TornCheckpoint
 from tests.checkpoint.jobs import SAVED_AT, Case, Job, differing
 from tests.processes import run_ranks
@@ -105,8 +105,8 @@ def test_a_folder_without_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
 def test_another_format_version_is_foreign(path: Path) -> None:
     content = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**content, "format": 99}))
-    refused(path, ForeignCheckpoint, "version 99, expected 1")
-    refused(path.parent, ForeignCheckpoint, "version 99, expected 1")
+    refused(path, ForeignCheckpoint, "version 99, expected 2")
+    refused(path.parent, ForeignCheckpoint, "version 99, expected 2")
 
 
 def with_other_names(model: nn.Module) -> nn.Module:

@@ -14,7 +14,6 @@ by the same rank of the same layout; otherwise ranks begin with the mean of all 
 """
 
 import dataclasses
-import io
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from stretto.engine.report import RankReport, RoundReport, Totals, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State
 from stretto.flat import GradientBuffer
+from stretto.packed import pack, unpack
 from stretto.randomness import random_states, restore_random_states
 
 _TOTALS = tuple(field.name for field in dataclasses.fields(Totals))
@@ -65,7 +65,7 @@ class Continuation:
         slots = self._state.slots
         if reduction is not None:
             state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
-            state["job"]["round_report"] = pack(self._describe(reduction))
+            state["job"]["round_report"] = pack(self._describe(reduction), "the round report")
         if compute.model.shown == "estimate":
             state["shown"] = {
                 slot.name: self._state.spread(slot, parameter)
@@ -82,16 +82,22 @@ class Continuation:
         }
         replicas = self._job.replicas.state_dict()
         replica = replicas.pop("replica", None)
-        own: State = {"rank": {str(self._rank): pack({**mine, "replicas": replicas})}}
+        own: State = {
+            "rank": {str(self._rank): pack({**mine, "replicas": replicas}, f"the state of rank {self._rank}")}
+        }
         if replica is not None:
             agreed = self._job.compute.statistics.agreed
-            own["replica"] = {str(self._rank): pack({"replica": replica, "agreed": agreed})}
+            own["replica"] = {
+                str(self._rank): pack(
+                    {"replica": replica, "agreed": agreed}, f"the replica of rank {self._rank}"
+                )
+            }
         if loader is not None:
-            own["loader"] = {str(self._rank): pack(loader.state_dict())}
+            own["loader"] = {str(self._rank): pack(loader.state_dict(), "the loader's state")}
         if self._rank == 0:
-            own["extra"] = pack(extra)
+            own["extra"] = pack(extra, "extra")
             if self._scheduler is not None:
-                own["scheduler"] = pack(self._scheduler.state_dict())
+                own["scheduler"] = pack(self._scheduler.state_dict(), "the scheduler's state")
         return own
 
     def blank(
@@ -116,9 +122,13 @@ class Continuation:
             state["rank"] = {str(self._rank): b""}
         if same_strategy and same_layout and f"replica.{self._rank}" in stored:
             state["replica"] = {str(self._rank): b""}
-        loaders = {str(rank): b"" for rank in range(world_size) if f"loader.{rank}" in stored}
+        loaders = sorted(
+            int(rank)
+            for part, _, rank in (name.partition(".") for name in stored)
+            if part == "loader" and rank.isdecimal()
+        )
         if loaders:
-            state["loader"] = loaders
+            state["loader"] = {str(rank): b"" for rank in loaders}
         state["extra"] = b""
         if self._scheduler is not None and "scheduler" in stored:
             state["scheduler"] = b""
@@ -128,7 +138,7 @@ class Continuation:
         """Replace the job's state by `state`, which was read from a checkpoint."""
         self._state.load(state)
         compute = self._job.compute
-        mine = unpack(state["rank"][str(self._rank)]) if "rank" in state else None
+        mine = unpack(state["rank"][str(self._rank)], "the rank's state") if "rank" in state else None
         if mine is not None:
             buffers = dict(self._job.user.model.named_buffers())
             for name, value in mine["buffers"].items():
@@ -136,7 +146,7 @@ class Continuation:
         self._job.exchange.owe([] if mine is None else mine["owed"])
         replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:
-            replica = unpack(state["replica"][str(self._rank)])
+            replica = unpack(state["replica"][str(self._rank)], "the replica")
             self._job.replicas.load_state_dict({**replicas, "replica": replica["replica"]})
             values = GradientBuffer(self._job.layout)
             self._job.sharded.publish(values.flats)
@@ -150,7 +160,7 @@ class Continuation:
             shown = [(state["shown"][slot.name].content(), slot.shape) for slot in self._state.slots]
             compute.model.show([content.view(shape).to(self._device) for content, shape in shown], "estimate")
         if "scheduler" in state:
-            self._scheduler.load_state_dict(unpack(state["scheduler"]))
+            self._scheduler.load_state_dict(unpack(state["scheduler"], "the scheduler's state"))
         if mine is not None:
             restore_random_states(mine["random"], self._device)
 
@@ -168,7 +178,7 @@ class Continuation:
         return {"records": records, "skipped": reduction.skipped, "statistics": statistics}
 
     def _reduction(self, state: State) -> Reduction:
-        described = unpack(state["job"]["round_report"])
+        described = unpack(state["job"]["round_report"], "the round report")
         sharded = self._job.sharded
         sums = sharded.new_sums()
         for piece in sharded.pieces:
@@ -198,18 +208,6 @@ class Continuation:
             for name, buffer in self._job.user.model.named_buffers()
             if name in saved and not (name in agreed and torch.equal(buffer, agreed[name]))
         }
-
-
-def pack(value: Any) -> bytes:
-    """Return any picklable value as bytes: PyTorch would take a dictionary apart."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
-def unpack(packed: bytes) -> Any:
-    """Return what `pack` was given; only for checkpoints one trusts, as everything that is unpickled."""
-    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
 
 
 def _rank_report(records: Sequence[Mapping[str, Any]], names: Sequence[str], num_buffers: int) -> RankReport:

@@ -25,6 +25,7 @@ from stretto.engine.shown_model import ShownModel
 from stretto.engine.user_model import UserModel
 from stretto.errors import Finished, OutOfTurn
 from stretto.flat import GradientBuffer
+from stretto.groups import retire
 from stretto.optimizer import Hyperparameters, read_hyperparameters
 from stretto.records import Incident, Update
 
@@ -152,11 +153,13 @@ class ComputeLane:
                 self._failures.group.abort()
             self.runtime.leave()
             self.user.unhook()
+            retire(self._failures.group)
 
     def close(self) -> None:
         """Join the communication lane and remove all hooks; no collective may be issued before this returns."""
         self.runtime.join()
         self.user.unhook()
+        retire(self._failures.group)
         self._ended_because = "finish() was called"
         self.has_finished = True
 

@@ -149,6 +149,8 @@ class FailureDetector:
             self._say("finding", f"{kind.__name__} {finding}")
         except RuntimeError:
             kind, finding = PeerFailed, f"the rank that keeps the store, usually rank 0, died ({reason})"
+        if kind is PeerSilent:
+            return PeerSilent(self._where(what) + finding, missing)
         return kind(self._where(what) + finding)
 
     def _told(self, what: str) -> CommunicationError | None:
