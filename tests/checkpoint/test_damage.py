@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from torch import nn
 
 from stretto import ACCO, DataParallel, ZeRO1, checkpoint
@@ -104,7 +105,10 @@ def test_a_folder_without_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_another_format_version_is_foreign(path: Path) -> None:
     content = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**content, "format": 99}))
+    del content["digest"]
+    content["format"] = 99
+    content["digest"] = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+    (path / "manifest.json").write_text(json.dumps(content))
     refused(path, ForeignCheckpoint, "version 99, expected 2")
     refused(path.parent, ForeignCheckpoint, "version 99, expected 2")
 

@@ -154,14 +154,14 @@ class Manifest:
         path = folder / FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
+            if content.pop("digest") != _digest(content):  # in every format, so that damage is told from age
+                raise TornCheckpoint(f"{path} is damaged: it does not have the digest that it names")
             version = content.pop("format")
             if version != FORMAT:
                 raise ForeignCheckpoint(
                     f"{path} is of format version {version!r}, expected {FORMAT}: read it with the release that wrote "
                     "it"
                 )
-            if content.pop("digest") != _digest({**content, "format": version}):
-                raise TornCheckpoint(f"{path} is damaged: it does not have the digest that it names")
             return cls._of(content)
         except FileNotFoundError as error:
             raise TornCheckpoint(f"{path} is missing: the checkpoint is incomplete") from error

@@ -117,8 +117,9 @@ def map_on_workers(
         busy = {worker.pipe: worker for worker in started if _hand_over(worker, waiting)}
         for number in range(len(jobs)):
             while number not in results:
-                for pipe in wait(list(busy)):
-                    worker = busy.pop(pipe)  # type: ignore[call-overload]  # `wait` is typed for any handle
+                ready = wait(list(busy))
+                for worker in [worker for pipe, worker in busy.items() if pipe in ready]:
+                    del busy[worker.pipe]
                     index, result, trouble = worker.receive()
                     if trouble is not None:
                         raise WorkerFailed(f"job {index} of {len(jobs)}: {trouble}")
