@@ -34,6 +34,8 @@
       CheckpointError (RuntimeError)
         TornCheckpoint                      incomplete or damaged
         ForeignCheckpoint                   of another model, layout or format version
+      UnsafeValue (ValueError)              bytes that only pickle could read, which may run anything
+      DiskError (OSError)                   a file cannot be written
       WorkerFailed (RuntimeError)           a local worker process ended with an error
       ConformanceFailed (AssertionError)    something did not pass a check of `stretto.testing`
 
@@ -42,9 +44,15 @@ A message says where (rank, step), what was expected, what was found and what to
 
 from collections.abc import Sequence
 
+from stretto.terminal import printable
+
 
 class StrettoError(Exception):
     """Root of the tree: `except StrettoError` catches everything the library raises on purpose."""
+
+    def __str__(self) -> str:
+        """Return the message; what it quotes of other ranks and of file names cannot steer a terminal."""
+        return printable(super().__str__())
 
 
 class ConfigError(StrettoError, ValueError):
@@ -135,7 +143,16 @@ class PeerFailed(CommunicationError):
 
 
 class PeerSilent(CommunicationError, TimeoutError):
-    """Another rank stopped answering within the timeout."""
+    """Another rank stopped answering within the timeout.
+
+    Args:
+        message: For people.
+        ranks: Those that do not answer, where that is known.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class CorruptionError(StrettoError, RuntimeError):
@@ -205,6 +222,14 @@ class TornCheckpoint(CheckpointError):
 
 class ForeignCheckpoint(CheckpointError):
     """A checkpoint belongs to another model, layout or format version."""
+
+
+class UnsafeValue(StrettoError, ValueError):
+    """Bytes from a file or another rank that only pickle could read, or a value that would be written as such."""
+
+
+class DiskError(StrettoError, OSError):
+    """A file cannot be written; names it and the cause."""
 
 
 class WorkerFailed(StrettoError, RuntimeError):

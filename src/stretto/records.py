@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+from stretto.terminal import printable
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
@@ -47,7 +49,7 @@ class Incident:
     def __str__(self) -> str:
         whom = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "nobody can be named"
         way = "" if self.link is None else f", on the way from rank {self.link[0]} to rank {self.link[1]}"
-        return f"update {self.step}: {self.site} damaged ({self.part}; {whom}{way}): {self.action}"
+        return printable(f"update {self.step}: {self.site} damaged ({self.part}; {whom}{way}): {self.action}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

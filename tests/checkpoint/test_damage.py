@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from torch import nn
 
 from stretto import ACCO, DataParallel, ZeRO1, checkpoint
-from stretto.checkpoint.files import Manifest
+from stretto.checkpoint.manifest import Manifest
 from stretto.errors import CheckpointError, ForeignCheckpoint, OutOfTurn, StrettoError, TornCheckpoint
 from tests.checkpoint.jobs import SAVED_AT, Case, Job, differing
 from tests.processes import run_ranks
@@ -104,9 +105,12 @@ def test_a_folder_without_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_another_format_version_is_foreign(path: Path) -> None:
     content = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**content, "format": 99}))
-    refused(path, ForeignCheckpoint, "version 99, expected 1")
-    refused(path.parent, ForeignCheckpoint, "version 99, expected 1")
+    del content["digest"]
+    content["format"] = 99
+    content["digest"] = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+    (path / "manifest.json").write_text(json.dumps(content))
+    refused(path, ForeignCheckpoint, "version 99, expected 2")
+    refused(path.parent, ForeignCheckpoint, "version 99, expected 2")
 
 
 def with_other_names(model: nn.Module) -> nn.Module:

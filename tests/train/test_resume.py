@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stretto import checkpoint
-from stretto.checkpoint.files import Manifest
+from stretto.checkpoint.manifest import Manifest
 from stretto.errors import WorkerFailed
 from stretto.observe import read_json_lines
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train, train_until_killed

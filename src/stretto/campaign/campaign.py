@@ -9,7 +9,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +26,7 @@ from stretto.strategies.ledger import ledger_of
 from stretto.train.configuration import TaskT
 from stretto.train.launch import LocalRanks
 from stretto.train.outcome import describe_environment
-from stretto.train.workers import worker_context
+from stretto.train.processes import map_on_workers
 
 RESULTS = "campaign.json"
 _CLEAN_ROUNDS_PER_FAULT = 10
@@ -129,10 +128,8 @@ def run_campaign(campaign: CampaignConfig[TaskT], log: Callable[[str], None]) ->
     log(f"{len(numbers)} faults strike real workers")
     clean, real = _run_on_real_workers([one for one in drawn if one.number in numbers], golden)
     jobs = [(one, golden[one.strategy], real.get(one.number)) for one in drawn]
-    context = worker_context(__name__)
-    with ProcessPoolExecutor(campaign.workers, context, torch.set_num_threads, (1,)) as pool:
-        judgements = _map(pool, _strike, jobs, "faults", log)
-        clean += _map(pool, _run_clean, list(_clean_trials(campaign)), "clean jobs", log)
+    judgements = _map(campaign, _strike, jobs, "faults", log)
+    clean += _map(campaign, _run_clean, list(_clean_trials(campaign)), "clean jobs", log)
     report = {
         **_summarize(judgements, clean),
         "sites": site_rows(judgements, overheads),
@@ -222,7 +219,7 @@ def _run_on_real_workers(
 
 
 def _map(
-    pool: ProcessPoolExecutor,
+    campaign: CampaignConfig[TaskT],
     function: Callable[[Given], Found],
     jobs: Sequence[Given],
     what: str,
@@ -230,7 +227,7 @@ def _map(
 ) -> list[Found]:
     """Return what `function` makes of every job, in their order."""
     results = []
-    for result in pool.map(function, jobs, chunksize=max(1, min(16, len(jobs) // 16))):
+    for result in map_on_workers(function, jobs, campaign.workers, __name__):
         results.append(result)
         if len(results) % _JOBS_PER_LINE == 0 or len(results) == len(jobs):
             log(f"{len(results)} of {len(jobs)} {what}")

@@ -16,7 +16,6 @@ by the same rank of the same layout; otherwise ranks begin with the mean of all 
 """
 
 import dataclasses
-import io
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -29,6 +28,7 @@ from stretto.engine.report import RankReport, RoundReport, Totals, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State
 from stretto.flat import original_name
+from stretto.packed import pack, unpack
 from stretto.randomness import random_states, restore_random_states
 
 _TOTALS = tuple(field.name for field in dataclasses.fields(Totals))
@@ -68,7 +68,7 @@ class Continuation:
         slots = self._state.slots
         if reduction is not None:
             state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
-            state["job"]["round_report"] = pack(self._describe(reduction))
+            state["job"]["round_report"] = pack(self._describe(reduction), "the round report")
         if compute.model.shown == "estimate":
             state["shown"] = {
                 slot.name: self._state.spread(slot, parameter)
@@ -84,18 +84,21 @@ class Continuation:
         }
         replicas = self._job.replica.state_dict()
         replica = replicas.pop("replica", None)
-        own: State = {"rank": {str(self._rank): pack({**mine, "replicas": replicas})}}
+        rank = str(self._rank)
+        own: State = {"rank": {rank: pack({**mine, "replicas": replicas}, f"the state of rank {rank}")}}
         if (feedback := self._job.exchange.feedback) is not None:
-            own["owed"] = {str(self._rank): pack(feedback.state_dict())}
+            own["owed"] = {rank: pack(feedback.state_dict(), f"what rank {rank} owes")}
         if replica is not None:
             agreed = self._job.model.statistics.agreed
-            own["replica"] = {str(self._rank): pack({"replica": replica, "agreed": agreed})}
+            own["replica"] = {
+                rank: pack({"replica": replica, "agreed": agreed}, f"the replica of rank {rank}")
+            }
         if loader is not None:
-            own["loader"] = {str(self._rank): pack(loader.state_dict())}
+            own["loader"] = {str(self._rank): pack(loader.state_dict(), "the loader's state")}
         if self._rank == 0:
-            own["extra"] = pack(extra)
+            own["extra"] = pack(extra, "extra")
             if self._scheduler is not None:
-                own["scheduler"] = pack(self._scheduler.state_dict())
+                own["scheduler"] = pack(self._scheduler.state_dict(), "the scheduler's state")
         return own
 
     def blank(
@@ -123,9 +126,13 @@ class Continuation:
             state["owed"] = {str(rank): b"" for rank in ranks if f"owed.{rank}" in stored}
         if same_strategy and same_layout and f"replica.{self._rank}" in stored:
             state["replica"] = {str(self._rank): b""}
-        loaders = {str(rank): b"" for rank in range(world_size) if f"loader.{rank}" in stored}
+        loaders = sorted(
+            int(rank)
+            for part, _, rank in (name.partition(".") for name in stored)
+            if part == "loader" and rank.isdecimal()
+        )
         if loaders:
-            state["loader"] = loaders
+            state["loader"] = {str(rank): b"" for rank in loaders}
         state["extra"] = b""
         if self._scheduler is not None and "scheduler" in stored:
             state["scheduler"] = b""
@@ -135,16 +142,18 @@ class Continuation:
         """Replace the job's state by `state`, which was read from a checkpoint."""
         self._state.load(state)
         compute = self._job.compute
-        mine = unpack(state["rank"][str(self._rank)]) if "rank" in state else None
+        mine = unpack(state["rank"][str(self._rank)], "the rank's state") if "rank" in state else None
         if mine is not None:
             buffers = _named_buffers(self._job.model.model)
             for name, value in mine["buffers"].items():
                 buffers[name].copy_(value)
         if (feedback := self._job.exchange.feedback) is not None:
-            feedback.load_state_dicts([unpack(owed) for owed in state.get("owed", {}).values()])
+            feedback.load_state_dicts(
+                [unpack(owed, "what a rank owes") for owed in state.get("owed", {}).values()]
+            )
         replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:
-            replica = unpack(state["replica"][str(self._rank)])
+            replica = unpack(state["replica"][str(self._rank)], "the replica")
             self._job.replica.load_state_dict({**replicas, "replica": replica["replica"]})
             values = GradientBuffer(self._job.layout)
             self._job.sharded.publish(values.flats)
@@ -158,7 +167,7 @@ class Continuation:
             shown = [(state["shown"][slot.name].content(), slot.shape) for slot in self._state.slots]
             compute.model.show([content.view(shape).to(self._device) for content, shape in shown], "estimate")
         if "scheduler" in state:
-            self._scheduler.load_state_dict(unpack(state["scheduler"]))
+            self._scheduler.load_state_dict(unpack(state["scheduler"], "the scheduler's state"))
         if mine is not None:
             restore_random_states(mine["random"], self._device)
 
@@ -176,7 +185,7 @@ class Continuation:
         return {"records": records, "skipped": reduction.skipped, "statistics": statistics}
 
     def _reduction(self, state: State) -> Reduction:
-        described = unpack(state["job"]["round_report"])
+        described = unpack(state["job"]["round_report"], "the round report")
         sharded = self._job.sharded
         sums = sharded.new_sums()
         for piece in sharded.pieces:
@@ -210,18 +219,6 @@ class Continuation:
 
 def _named_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {original_name(name): buffer for name, buffer in model.named_buffers()}
-
-
-def pack(value: Any) -> bytes:
-    """Return any picklable value as bytes: PyTorch would take a dictionary apart."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
-def unpack(packed: bytes) -> Any:
-    """Return what `pack` was given; only for checkpoints one trusts, as everything that is unpickled."""
-    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
 
 
 def _rank_report(records: Sequence[Mapping[str, Any]], names: Sequence[str], num_buffers: int) -> RankReport:

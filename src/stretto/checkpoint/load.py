@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from stretto.checkpoint import files as folder
-from stretto.checkpoint.continuation import Continuation, Loader, unpack
-from stretto.checkpoint.files import Manifest, Tensors, VerifyingReader, file_digest
-from stretto.checkpoint.save import METADATA, Ranks
+from stretto.checkpoint.continuation import Continuation, Loader
+from stretto.checkpoint.manifest import METADATA, Manifest, TensorKind
+from stretto.checkpoint.pieces import LoadPlanner, Reader
+from stretto.checkpoint.save import Ranks, file_digest
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, TornCheckpoint
+from stretto.packed import unpack
 from stretto.parallel import DataParallel
 
 
@@ -45,7 +46,7 @@ def load(
     left as they are, with a note. Under another strategy parameters and optimizer load, and the carry and the
     prediction, which mean nothing there, are dropped with a note. Nothing changes unless all of it can be read.
 
-    Only load checkpoints you trust: as everywhere in PyTorch, parts of them are pickled.
+    Nothing in the checkpoint is run: docs/security.md says what a damaged or hostile one can do.
 
     Args:
         parallel: The job; its optimizer gets the saved hyperparameters too.
@@ -63,9 +64,9 @@ def load(
         parallel.job.compute.check_between_updates("loading a checkpoint")
     ranks = Ranks(parallel)
     paths = ranks.gather(
-        "looking for a checkpoint", lambda: folder.find(Path(directory)) if ranks.rank == 0 else None
+        "looking for a checkpoint", lambda: str(folder.find(Path(directory))) if ranks.rank == 0 else None
     )
-    reading = _Reading(paths[0] or Path(directory))
+    reading = _Reading(Path(paths[0] or directory))
     manifest = ranks.agree("opening a checkpoint", reading.open)
     with parallel.job.compute.lifetime.running():
         continuation = Continuation(parallel.job, parallel.scheduler)
@@ -79,14 +80,14 @@ def load(
     optimizer = type(parallel.optimizer).__name__
     ranks.agree("checking a checkpoint", lambda: reading.check(state, optimizer))
     ranks.agree("reading a checkpoint", reading.read)
-    positions = tuple(unpack(packed) for packed in state.get("loader", {}).values())
+    positions = tuple(unpack(packed, "the loader's state") for packed in state.get("loader", {}).values())
     if loader is not None and positions and manifest.world_size == parallel.world_size:
         ranks.agree("restoring the loader", lambda: loader.load_state_dict(positions[ranks.rank]))
     with parallel.job.compute.lifetime.running():
         continuation.load(state)
     return Restored(
         step=parallel.steps,
-        extra=unpack(state["extra"]),
+        extra=unpack(state["extra"], "extra"),
         path=reading.path,
         loader_states=positions,
         notes=tuple(_notes(parallel, manifest, reading.names, state)),
@@ -100,8 +101,7 @@ class _Reading:
         self.path = path
         self.names: set[str] = set()
         """Every entry of the checkpoint."""
-        self._reader = VerifyingReader(path)
-        self._planner = DefaultLoadPlanner()
+        self._planner = LoadPlanner()
         self._plan = LoadPlan([])
 
     def open(self) -> Manifest:
@@ -114,24 +114,23 @@ class _Reading:
         self._manifest.check_files(self.path)
         if file_digest(self.path / METADATA) != self._manifest.metadata_digest:
             raise TornCheckpoint(f"{self.path / METADATA} is damaged; go back to an older checkpoint")
-        self._metadata = self._reader.read_metadata()
-        self.names = set(self._metadata.state_dict_metadata)
+        self._reader = Reader(self.path, self._manifest)
+        self.names = set(self._manifest.entries)
         return self._manifest
 
     def check(self, state: State, optimizer: str) -> None:
         """Plan to read into `state`, and make sure that all of it fits and is whole."""
-        model: Tensors = {
-            name: (tuple(value.shape), str(value.dtype))
+        model = {
+            name: TensorKind(tuple(value.shape), value.dtype)
             for name, value in state["model"].items()
             if isinstance(value, Tensor)
         }
         self._manifest.check_model(model, optimizer)
-        self._planner.set_up_planner(state, self._metadata)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        self._planner.set_up_planner(state, self._reader.metadata)
         self._plan = self._planner.finish_plan(
             self._reader.prepare_local_plan(self._planner.create_local_plan())
         )
-        self._reader.verify(self._plan, {stored.extent: stored for stored in self._manifest.stored})
+        self._reader.verify(self._plan)
 
     def read(self) -> None:
         """Read; `state` is filled."""

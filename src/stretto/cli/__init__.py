@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from stretto.cli.help import COMMANDS, HELP, HELP_ALL, overview
-from stretto.cli.printable import printable
 from stretto.errors import ConfigError, CorruptionError, StrettoError, WorkerFailed
 from stretto.fields import unknown_name
+from stretto.terminal import printable
 
 FAILED, MISUSED, DAMAGED, INTERRUPTED = 1, 2, 3, 130
 """Exit codes beside 0; see `main`."""

@@ -4,7 +4,6 @@ import shlex
 import textwrap
 
 from stretto.cli.help import COLUMNS
-from stretto.cli.printable import printable
 from stretto.cli.run_folder import resume_command
 from stretto.doctor import Finding, Report
 from stretto.echo import Diagnosis
@@ -29,7 +28,7 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
         is_on_a_link: Whether there is a network that could be the bottleneck. Local workers wait for each other only.
     """
     if outcome.sample is not None:
-        print(f"a sample:\n{printable(outcome.sample)}\n")
+        print(f"a sample:\n{outcome.sample}\n")
     rate = outcome.samples_per_second
     print(
         f"{outcome.updates} updates in {outcome.training_seconds:.1f} s"

@@ -6,11 +6,11 @@ Results travel through the group's store, and so does the word whether to go on:
 import dataclasses
 import itertools
 import os
-import pickle
 import platform
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from stretto.errors import ConfigError
 from stretto.faults import WIRE_SITES, Fault, FaultPlan, FaultyGroup, Injector
 from stretto.fields import check_fields
 from stretto.groups import Link
+from stretto.packed import pack, unpack
 from stretto.train.outcome import processor_name
 from stretto.train.workers import RankInfo, joined_group
 
@@ -94,6 +95,25 @@ class _RankResult:
     collectives: dict[str, CollectiveResult]
     links: dict[int, LinkResult]
     """By sender."""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "_RankResult":
+        """Return the result of which `dataclasses.asdict` made `fields`."""
+        return cls(
+            host=fields["host"],
+            devices=[
+                _DeviceResult(
+                    **{
+                        **device,
+                        "operators": {name: OperatorResult(**op) for name, op in device["operators"].items()},
+                        "memory": MemoryResult(**device["memory"]),
+                    }
+                )
+                for device in fields["devices"]
+            ],
+            collectives={name: CollectiveResult(**one) for name, one in fields["collectives"].items()},
+            links={sender: LinkResult(**one) for sender, one in fields["links"].items()},
+        )
 
 
 def examine_rank(info: RankInfo, examination: Examination) -> Report:
@@ -179,9 +199,9 @@ class _Meeting:
 
     def gather(self, result: _RankResult) -> list[_RankResult]:
         """Return every rank's result."""
-        self._store.set(f"result/{self._rank}", pickle.dumps(result).hex())
+        self._store.set(f"result/{self._rank}", pack(dataclasses.asdict(result), "a result").hex())
         texts = [self._store.get(f"result/{rank}").decode() for rank in range(self._world_size)]
-        return [pickle.loads(bytes.fromhex(text)) for text in texts]
+        return [_RankResult.of(unpack(bytes.fromhex(text), "a rank's result")) for text in texts]
 
 
 def _judge_arithmetic(results: Sequence[_RankResult]) -> Iterator[Finding]:

@@ -35,6 +35,7 @@ from stretto.errors import (
     ReplicaNonFinite,
     UnusedParameters,
 )
+from stretto.groups import retire
 
 _LOOK_SECONDS = 1.0
 """Seconds between two looks of a waiting lane into the store; a rank that raised is noticed within this time."""
@@ -151,6 +152,8 @@ class FailureDetector:
             self._say("finding", f"{kind.__name__} {finding}")
         except RuntimeError:
             kind, finding = PeerFailed, f"the rank that keeps the store, usually rank 0, died ({reason})"
+        if kind is PeerSilent:
+            return PeerSilent(self._where(what) + finding, missing)
         return kind(self._where(what) + finding)
 
     def _told(self, what: str) -> CommunicationError | None:
@@ -234,10 +237,12 @@ class Lifetime:
             if self._failures.tell(error):
                 self._failures.group.abort()
             self._leave(waits=False)
+            retire(self._failures.group)
 
     def finish(self) -> None:
         """End the job without an error; no collective may be issued before this returns."""
         self._leave(waits=True)
+        retire(self._failures.group)
         self._ended_because = "finish() was called"
         self.has_finished = True
 

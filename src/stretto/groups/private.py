@@ -3,6 +3,7 @@
 A process alone gets a `SoloGroup`, a group of one rank: no network, no launcher, the same code path as many ranks.
 """
 
+import gc
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ from torch.futures import Future
 
 from stretto.errors import CommunicationError, ConfigError
 from stretto.groups.collectives import Call, CollectiveGroup
+from stretto.groups.wrapped import WrappedGroup
 
 
 def private_group(
@@ -36,6 +38,7 @@ def private_group(
         ConfigError: contradictory arguments, or a rank that is not in the group or the job.
         CommunicationError: not all ranks came.
     """
+    _release_retired()
     if group is not None and ranks is not None:
         raise ConfigError("give either a group or ranks, not both: a group has its ranks already")
     if group is not None:
@@ -59,6 +62,31 @@ def release(group: dist.ProcessGroup) -> None:
     ranks = _registered_ranks(group)
     if ranks is not None and len(ranks) == dist.get_world_size():
         dist.destroy_process_group(group)
+    elif ranks is None and isinstance(group, WrappedGroup):
+        release(group.inner)
+
+
+_MOST_RETIRED = 8
+"""Groups of ended jobs that are kept. On two ranks each of them holds five descriptors and three threads."""
+_retired: list[dist.ProcessGroup] = []
+"""Of this process, like torch's own table of groups."""
+
+
+def retire(group: dist.ProcessGroup) -> None:
+    """Release the group of a job that has ended, but not at once: a job can be saved after its end.
+
+    All ranks release their groups in the same order, after the same job.
+    """
+    _retired.append(group)
+
+
+def _release_retired() -> None:
+    if len(_retired) < _MOST_RETIRED:
+        return
+    for group in _retired:
+        release(group)
+    _retired.clear()
+    gc.collect()  # the parts of a job refer to each other; sockets close when the last reference to the group goes
 
 
 def _sibling(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
@@ -98,8 +126,8 @@ def _over(ranks: Sequence[int] | None, backend: str | None, timeout_seconds: flo
         )
     except RuntimeError as error:
         raise CommunicationError(
-            f"rank {rank}: no group over ranks {list(ranks or range(world_size))}: either one of them did not ask "
-            f"for it, or they have made different numbers of groups before"
+            f"rank {rank}: no group over ranks {list(ranks or range(world_size))} ({str(error).splitlines()[0]}): one "
+            "of them has died or did not ask for it, or they have made different numbers of groups before"
         ) from error
     return group
 

@@ -26,17 +26,22 @@ from stretto.groups.link import Link, Wire
 from stretto.groups.wrapped import WrappedGroup, register_over_gloo
 
 
-def register_throttled(link: Link, name: str = "throttled") -> None:
+def register_throttled(link: Link, name: str = "throttled", address: str | None = None) -> None:
     """Make `name` a backend of `torch.distributed`: Gloo on `link`, shared by all groups of this process.
 
     To be called on every rank before `init_process_group(backend=name)`. Registering a name again replaces its
     link for the groups made from then on.
 
+    Args:
+        link: What the groups send over.
+        name: Of the backend.
+        address: Of this machine, where the groups listen; None lets Gloo choose.
+
     Raises:
         ConfigError: `name` is a backend of torch's own.
     """
     wire = Wire(link)
-    register_over_gloo(name, lambda inner, store: ThrottledGroup(inner, store, wire, name))
+    register_over_gloo(name, lambda inner, store: ThrottledGroup(inner, store, wire, name), address)
 
 
 class ThrottledGroup(WrappedGroup):

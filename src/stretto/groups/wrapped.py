@@ -26,6 +26,11 @@ class WrappedGroup(CollectiveGroup):
         self._store = store
         self._backend_name = backend_name
 
+    @property
+    def inner(self) -> dist.ProcessGroup:
+        """The group that performs the collectives."""
+        return self._inner
+
     def perform(self, call: Call) -> dist.Work:
         """Let the inner group perform it."""
         return call.on(self._inner)
@@ -51,8 +56,15 @@ class WrappedGroup(CollectiveGroup):
         self._inner.shutdown()
 
 
-def register_over_gloo(name: str, wrap: Callable[[dist.ProcessGroup, Store], WrappedGroup]) -> None:
+def register_over_gloo(
+    name: str, wrap: Callable[[dist.ProcessGroup, Store], WrappedGroup], address: str | None = None
+) -> None:
     """Make `name` a backend of `torch.distributed`: what `wrap` makes of a plain Gloo group and its store.
+
+    Args:
+        name: Of the backend.
+        wrap: Called with the Gloo group and its store.
+        address: Of this machine, where Gloo listens; None lets Gloo choose.
 
     Raises:
         ConfigError: `name` is a backend of torch's own.
@@ -61,15 +73,23 @@ def register_over_gloo(name: str, wrap: Callable[[dist.ProcessGroup, Store], Wra
         raise ConfigError(f"{name!r} is a backend of torch's own; choose another name for this one")
 
     def create(store: Store, rank: int, world_size: int, timeout: timedelta) -> WrappedGroup:
-        return wrap(_gloo_group(PrefixStore("inner", store), rank, world_size, timeout), store)
+        return wrap(_gloo_group(PrefixStore("inner", store), rank, world_size, timeout, address), store)
 
     dist.Backend.register_backend(name, create, devices=["cpu"])
 
 
-def _gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+def _gloo_group(
+    store: Store, rank: int, world_size: int, timeout: timedelta, address: str | None
+) -> dist.ProcessGroup:
     """Return a plain Gloo group of which torch's registries know nothing."""
     group = dist.ProcessGroup(store, rank, world_size)
-    gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    if address is None:
+        gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    else:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in its stub
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timeout
+        gloo = dist.ProcessGroupGloo(store, rank, world_size, options)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     for device in ("cpu", "cuda"):  # Gloo takes tensors of both
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)

@@ -1,8 +1,6 @@
 """Rounds that guards can run again: the micro-batches that are kept, and the guards' work on the compute lane."""
 
 import dataclasses
-import io
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +13,9 @@ from stretto.echo.buffer import rebuilt
 from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction, Weighed, weighed
-from stretto.errors import UsageError
+from stretto.errors import UnsafeValue, UsageError
 from stretto.guards.interpreter import GuardInterpreter
+from stretto.packed import pack, unpack
 from stretto.randomness import random_states, restore_random_states
 from stretto.records import Incident
 
@@ -111,19 +110,16 @@ class KeptRound:
         """Return the round for another rank: batches, random states and buffers.
 
         Raises:
-            UsageError: A batch holds something that cannot be pickled.
+            UsageError: A batch holds something that only pickle could read again.
         """
-        content = io.BytesIO()
         # A view would be saved with its whole storage: one batch with the whole dataset.
-        batches = [dataclasses.replace(m, batch=rebuilt(m.batch, _compact)) for m in self.micro_batches]
+        batches = [(rebuilt(m.batch, _compact), m.weight, m.samples, m.random) for m in self.micro_batches]
         try:
-            torch.save((batches, self._buffers or self.buffers()), content)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            return pack((batches, self._buffers or self.buffers()), "the batch")
+        except UnsafeValue as error:
             raise UsageError(
-                "a micro-batch is to be run again on another rank and cannot be sent there: expected a batch that "
-                f"can be pickled, found {error}"
+                f"a micro-batch is to be run again on another rank and cannot be sent there: {error}"
             ) from error
-        return content.getvalue()
 
     def of(self, content: bytes) -> "KeptRound":
         """Return another rank's round, to be run with this rank's model and loss function."""
@@ -133,9 +129,11 @@ class KeptRound:
         def place(storage: Any, location: str) -> Any:
             return storage if location == "cpu" else default_restore_location(storage, str(self._device))
 
-        # Written by a rank of this job, which runs the same program.
-        written = torch.load(io.BytesIO(content), map_location=place, weights_only=False)
-        kept.micro_batches, kept._buffers = written
+        batches, kept._buffers = unpack(content, "another rank's micro-batches", place)
+        kept.micro_batches = [
+            MicroBatch(batch=batch, weight=weight, samples=samples, random=random)
+            for batch, weight, samples, random in batches
+        ]
         return kept
 
     def _loss(self, batch: Any) -> Tensor | Weighed:

@@ -1,5 +1,6 @@
 """What a run shows and keeps: records, live display, TensorBoard, tables."""
 
+from stretto.disk import replace_json
 from stretto.observe.progress import Header, Progress
 from stretto.observe.records import (
     JsonLines,
@@ -7,7 +8,6 @@ from stretto.observe.records import (
     Recorder,
     append_json_line,
     read_json_lines,
-    replace_json,
 )
 from stretto.observe.tables import print_campaign, print_comparison
 from stretto.observe.tensorboard import TensorBoard

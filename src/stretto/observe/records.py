@@ -4,11 +4,15 @@
 checkpoint drops the records behind it and makes them again, so that the files read as if nothing had happened.
 """
 
+import errno
 import json
+import os
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from stretto.disk import writing_to
 from stretto.errors import ConfigError
 from stretto.records import Incident, Update
 
@@ -68,7 +72,7 @@ class JsonLines:
     """Appends records that have a `step`.
 
     Every record is handed to the system as soon as it is known: a killed process loses at most the line that it was
-    writing.
+    writing. A record that a full disk takes only in part is taken back, so that no two records are ever joined.
 
     Args:
         path: The file.
@@ -82,16 +86,22 @@ class JsonLines:
         kept = 0
         if keep_until is not None:
             for line, record in _records(path):
-                if record["step"] > keep_until:
+                if not _step_of(record, path) <= keep_until:
                     break
                 kept += len(line)
-        self._file = path.open("ab")
-        self._file.truncate(kept)
+        self._path = path
+        with writing_to(path):
+            self._file = path.open("ab", buffering=0)
+            self._file.truncate(kept)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append `record`."""
-        self._file.write(_line(record))
-        self._file.flush()
+        """Append `record`.
+
+        Raises:
+            DiskError: It cannot be written; the file ends behind the record before.
+        """
+        with writing_to(self._path):
+            _append(self._file, record)
 
     def close(self) -> None:
         """Close the file."""
@@ -99,13 +109,17 @@ class JsonLines:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append `record` to a file that is written seldom, and from which nothing is ever dropped."""
-    with path.open("ab") as file:
-        file.write(_line(record))
+    """Append `record` to a file that is written seldom, and from which nothing is ever dropped.
+
+    A half line, which a killed process has left, is cut off first. Errors are those of `JsonLines.write`.
+    """
+    with writing_to(path), path.open("ab", buffering=0) as file:
+        file.truncate(sum(len(line) for line, _ in _records(path)))
+        _append(file, record)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file; a last line that is not complete is left out, a missing file has none.
+    """Return the records of a file; a last line that is no record is left out, a missing file has none.
 
     Raises:
         ConfigError: A line is not a record.
@@ -113,27 +127,48 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _records(path)]
 
 
-def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` in one step, so that no reader ever sees half of it; makes the folder where there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    unfinished.replace(path)
+def _step_of(record: Mapping[str, Any], path: Path) -> int:
+    """Return the step of a record of a file whose records have one."""
+    step = record.get("step")
+    if type(step) is not int:
+        raise ConfigError(
+            f"{path}: expected records with a step, found {str(dict(record))[:60]}; restore the file, or move it "
+            "away to begin a new one"
+        )
+    return step
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, allow_nan=False).encode() + b"\n"
+def _append(file: FileIO, record: Mapping[str, Any]) -> None:
+    """Append the whole record, or nothing of it."""
+    line = json.dumps(record, allow_nan=False).encode() + b"\n"
+    end = os.fstat(file.fileno()).st_size
+    try:
+        written = file.write(line)
+        if written != len(line):
+            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were taken; is the disk full?")
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield the complete lines of a file with their records."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             return
         try:
-            record: dict[str, Any] = json.loads(line)
-        except ValueError as error:
+            record = json.loads(line)
+            if type(record) is not dict:
+                raise ValueError("it is no object")
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                return  # two halves, of which the first was written by a process that died
             raise ConfigError(
                 f"{path}, line {number}: expected one JSON object, found {line[:40]!r} ({error}); restore the file, "
                 "or move it away to begin a new one"

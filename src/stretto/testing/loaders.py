@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import random
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain, islice
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import ConformanceFailed
+from stretto.packed import pack, unpack
 from stretto.testing.conformance import Conformance, expect
 
 
@@ -96,12 +96,10 @@ class LoaderConformance(Conformance):
         batches = iter(loader)
         self._take(batches, 2)
         state = loader.state_dict()
-        stored = io.BytesIO()
-        torch.save(state, stored)
+        stored = pack(state, "the state")
         self._take(batches, 2)
-        stored.seek(0)
         resumed = self.make_loader(0, 1)
-        resumed.load_state_dict(torch.load(stored, weights_only=False))
+        resumed.load_state_dict(unpack(stored, "the state"))
         later = self.make_loader(0, 1)
         later.load_state_dict(state)
         expected = self._take(self.make_loader(0, 1), 5)[2:]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stretto.disk import UNFINISHED, replace_file
 from stretto.errors import ConfigError
 from stretto.records import Update
 from stretto.train.configuration import RunConfig, TaskT
@@ -179,17 +180,67 @@ def prepare_run_folder(run: RunConfig[TaskT], command: Mapping[str, Any] | None 
         command: What was written on the command line, to be kept with the configuration.
 
     Raises:
-        ConfigError: The folder holds a run already, and this run does not resume it.
+        ConfigError: The folder holds a run already, and this run does not resume it; or it holds what no run has
+            written. Nothing was written.
+        DiskError: It cannot be written.
     """
     if run.run_dir is None:
         return
     folder = Path(run.run_dir)
-    if (folder / "updates.jsonl").exists() and not run.resume:
-        raise ConfigError(
-            f"{folder} holds a run already: continue it with --resume, or name another --run-dir"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
+    _check_folder(folder, resume=run.resume)
     described = {**dataclasses.asdict(run), "environment": describe_environment()}
     if command is not None:
         described["command"] = command
-    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    text = json.dumps(described, indent=2) + "\n"
+    replace_file(folder / _CONFIG, lambda path: path.write_text(text))
+
+
+_CONFIG = "config.json"
+"""The first file of a run: a folder without it, and with anything else, is not a run's."""
+_OURS = (_CONFIG, "updates.jsonl", "evaluations.jsonl", "incidents.jsonl", "quarantine.jsonl", "model.pt")
+_OUR_FOLDERS = ("checkpoints", "tensorboard")
+
+
+def _check_folder(folder: Path, *, resume: bool) -> None:
+    """Raise unless the folder is new, empty, or that of a run to be resumed."""
+    try:
+        # A run that was killed while it wrote its first file has left that one.
+        found = sorted(entry.name for entry in folder.iterdir() if not entry.name.endswith(UNFINISHED))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be the folder of a run: {error.strerror}") from error
+    if not found:
+        return
+    # A configuration that is gone can be written anew, among nothing but what runs write.
+    is_lost = resume and _CONFIG not in found and set(found) <= {*_OURS, *_OUR_FOLDERS}
+    if not is_lost and not _is_configuration(folder / _CONFIG):
+        raise ConfigError(
+            f"{folder} holds {', '.join(found[:3])}{' and more' if len(found) > 3 else ''}, and not the {_CONFIG} of "
+            "a run: expected a folder that is new or empty; name another --run-dir"
+        )
+    if not resume:
+        raise ConfigError(
+            f"{folder} holds a run already: continue it with --resume, or name another --run-dir"
+        )
+    odd = [name for name in (*_OURS, *_OUR_FOLDERS) if not _has_kind(folder / name, name in _OUR_FOLDERS)]
+    if odd:
+        raise ConfigError(
+            f"{folder / odd[0]} is not what a run has written: expected a "
+            f"{'folder' if odd[0] in _OUR_FOLDERS else 'file'}, and no link; move it away"
+        )
+
+
+def _has_kind(path: Path, is_folder: bool) -> bool:
+    """Return whether a path is free, or holds what a run writes there."""
+    if path.is_symlink() or not path.exists():
+        return not path.is_symlink()
+    return path.is_dir() if is_folder else path.is_file()
+
+
+def _is_configuration(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and {"task", "strategy", "environment"} <= content.keys()

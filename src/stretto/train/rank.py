@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
+from stretto.disk import replace_file
 from stretto.groups import Link
 from stretto.observe import Header, Observer, Progress, Recorder, TensorBoard
 from stretto.recipes import Task
+from stretto.terminal import printable
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.handle import Handle, Rehearsal, open_handle
 from stretto.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
@@ -129,7 +131,8 @@ def _train(
     if loop.plan.checkpoint_every is not None:
         save(loop)
     if handle.rank == 0 and run.run_dir is not None:
-        torch.save(task.model.state_dict(), Path(run.run_dir, "model.pt"))
+        state = task.model.state_dict()
+        replace_file(Path(run.run_dir, "model.pt"), lambda path: torch.save(state, path))
     return _outcome(run, task, handle, totals, training_seconds, cpu_seconds)
 
 
@@ -144,7 +147,7 @@ def _outcome(
     """Return the outcome, with a look at the trained model."""
     with handle.settled():
         accuracy = None if task.accuracy is None else task.accuracy(task.model)
-        sample = None if task.sample is None else task.sample(task.model)
+        sample = None if task.sample is None else printable(task.sample(task.model))
     return Outcome(
         updates=handle.steps,
         samples=totals.samples,
@@ -188,7 +191,7 @@ def title_of(run: RunConfig[TaskT], world_size: int) -> str:
         title += f", echo {run.echo}"
     if run.run_dir:
         title += f", {run.run_dir}"
-    return title
+    return printable(title)
 
 
 def _observers(

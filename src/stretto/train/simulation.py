@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from stretto.disk import replace_file
 from stretto.errors import ConfigError
 from stretto.faults import Fault
 from stretto.fields import check_at_least
@@ -128,5 +129,5 @@ def simulate(simulation: SimulateConfig[TaskT]) -> Results[Outcome]:
 
     results = cluster.run(program)
     if run.run_dir is not None:
-        results.trace.write(Path(run.run_dir, TRACE))
+        replace_file(Path(run.run_dir, TRACE), results.trace.write)
     return results

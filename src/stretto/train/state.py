@@ -105,12 +105,12 @@ class TrainState:
 
     @classmethod
     def restore(cls, run: RunConfig[TaskT], task: Task, parallel: Handle) -> Self:
-        """Load the last good checkpoint, if the run resumes and there is one; all ranks must call.
+        """Load the last sound checkpoint, if the run resumes and there is one; all ranks must call.
 
         Raises:
             TornCheckpoint: There are checkpoints, and all of them are damaged.
         """
-        paths = list(checkpoint.complete(checkpoints_of(run))) if run.resume else []
+        paths = checkpoint.newest_first(checkpoints_of(run)) if run.resume else []
         if not paths:
             return cls()
         restored = _load_first_sound(paths, task, parallel)

@@ -1,30 +1,25 @@
-"""Worker processes: start one per rank, join the others in a process group, and name the rank that fails first.
-
-No process stays behind: workers end with the process that started them, and after a failure of one of them.
-"""
+"""Ranks in processes: start one process per rank, join the others in a group, and name the rank that fails first."""
 
 import dataclasses
-import multiprocessing
+import ipaddress
 import os
-import signal
+import socket
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from stretto.errors import CommunicationError, CorruptionError, StrettoError, WorkerFailed
+from stretto.errors import CommunicationError, CorruptionError, PeerSilent, StrettoError, WorkerFailed
 from stretto.groups import Link, register_throttled
+from stretto.train.processes import Worker, supervised
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,21 +43,43 @@ class RankInfo:
 
 
 def host_store(host: str, port: int) -> TCPStore:
-    """Open the store at which ranks meet; it lives as long as the returned object. Port 0 lets the system choose."""
-    return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    """Open the store at which ranks meet; it lives as long as the returned object. Port 0 lets the system choose.
+
+    A store for ranks of this machine alone listens where no other machine reaches it. Any other listens at all
+    addresses, because `host` may be a name that only the other machines know.
+    """
+    if not _is_loopback(host):
+        return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    listener = socket.create_server((host, port), backlog=_BACKLOG)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+_BACKLOG = 1024
+"""Connections that may wait: all ranks come at once."""
+_LOOPBACK = "127.0.0.1"
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether only processes of this machine reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 @contextmanager
 def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_seconds: float) -> Iterator[None]:
     """Join the other ranks in torch's default process group for the length of the block.
 
-    On a CPU the group is Gloo behind `link`; a link without limits only counts the bytes that are sent.
+    On a CPU the group is Gloo behind `link`; a link without limits only counts the bytes that are sent. Where the store
+    is at a loopback address, all ranks are on this machine, and Gloo listens at that address alone.
 
     Raises:
         CommunicationError: The store or a rank does not answer in time.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    register_throttled(link)
+    register_throttled(link, address=_LOOPBACK if _is_loopback(info.host) else None)
     try:
         store = TCPStore(info.host, info.port, is_master=False, timeout=timeout)
         dist.init_process_group(
@@ -94,16 +111,14 @@ def choose_device(kind: Literal["auto", "cpu", "cuda"], info: RankInfo) -> torch
 
 T = TypeVar("T")
 
-PRELOAD = ("stretto.train.rank", "torch._dynamo")
-"""Modules that are imported once, before workers are forked. Making an optimizer imports the second, which takes
-seconds."""
-GRACE_SECONDS = 10.0
-"""How long the other workers may take to notice a failure and report it; then they are killed."""
+GRACE_SECONDS = 5.0
+"""How long the other ranks may take to notice a failure and report it; then they are killed. They look for failures
+once a second, and may have to find out whom to blame, which takes two and a half (`stretto.engine.failures`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Failure:
-    """How a worker ended that did not return."""
+    """How a rank ended that did not return."""
 
     text: str
     """For people."""
@@ -111,22 +126,8 @@ class _Failure:
     """Whether another rank's failure is the cause."""
     damage: CorruptionError | None = None
     """The error, where damaged values are the cause."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Worker:
-    """One process, and our end of the pipe on which it reports."""
-
-    rank: int
-    process: BaseProcess
-    reports: Connection
-
-
-def worker_context(*preload: str) -> ForkServerContext:
-    """Return how workers are started: forked from a server that has imported `PRELOAD` and the modules named here."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *preload])
-    return context
+    silent: tuple[int, ...] = ()
+    """Ranks that have stopped answering: nobody need wait for their report."""
 
 
 def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: Any) -> list[T]:
@@ -138,64 +139,48 @@ def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: An
         args: The same for every rank.
 
     Raises:
-        WorkerFailed: Names the rank that failed first, and the cause. All other workers have ended too.
+        WorkerFailed: Names the rank that failed first, and the cause. All other processes have ended too.
     """
-    context = worker_context()
-    workers: list[_Worker] = []
-    try:
-        for info in infos:
-            reports, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(sender, function, info, args), daemon=False)
-            process.start()
-            sender.close()  # so that the worker's end is the only one: its death closes the pipe
-            workers.append(_Worker(rank=info.rank, process=process, reports=reports))
-        return [results for results in _collect(workers)]
-    finally:
-        for worker in workers:
-            worker.process.kill()
-            worker.process.join()
-            worker.reports.close()
+    with supervised() as workers:
+        return _collect({info.rank: workers.start(_work, function, info, args) for info in infos})
 
 
-def _collect(workers: Sequence[_Worker]) -> list[Any]:
-    """Wait for every worker's report; after the first failure, for `GRACE_SECONDS` at most."""
-    pending = {worker.reports: worker for worker in workers}
+def _collect(workers: Mapping[int, Worker]) -> list[Any]:
+    """Wait for every rank's report; after the first failure, for `GRACE_SECONDS` at most."""
+    pending = {worker.pipe: rank for rank, worker in workers.items()}
     results: dict[int, Any] = {}
     failures: dict[int, _Failure] = {}
     deadline: float | None = None
-    while pending:
+    while not pending.keys() <= {workers[rank].pipe for rank in _silent(failures) & workers.keys()}:
         ready = wait(list(pending), None if deadline is None else max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        for reports in [reports for reports in pending if reports in ready]:
-            worker = pending.pop(reports)
-            succeeded, report = _report(worker)
-            (results if succeeded else failures)[worker.rank] = report
+        for pipe in [pipe for pipe in pending if pipe in ready]:
+            rank = pending.pop(pipe)
+            succeeded, report = _report(workers[rank])
+            (results if succeeded else failures)[rank] = report
         if failures and deadline is None:
             deadline = time.monotonic() + GRACE_SECONDS
     if failures:
         damages = [failure.damage for failure in failures.values() if failure.damage is not None]
         raise WorkerFailed(_describe(failures, len(workers)), damages)
-    return [results[worker.rank] for worker in workers]
+    return [results[rank] for rank in workers]
 
 
-def _report(worker: _Worker) -> tuple[bool, Any]:
-    """Return whether a worker succeeded, with its result or failure."""
+def _silent(failures: Mapping[int, _Failure]) -> set[int]:
+    return {rank for failure in failures.values() for rank in failure.silent}
+
+
+def _report(worker: Worker) -> tuple[bool, Any]:
+    """Return whether a rank succeeded, with its result or failure."""
     try:
-        succeeded, report = worker.reports.recv()
-    except EOFError:
-        worker.process.join()
-        return False, _Failure(text=_how_it_ended(worker.process.exitcode))
+        succeeded, report = worker.receive()
+    except WorkerFailed as failure:
+        return False, _Failure(text=str(failure))
     return succeeded, report
 
 
-def _how_it_ended(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return f"the process was killed by {signal.Signals(-exit_code).name}"
-    return f"the process ended with exit code {exit_code} and without a result"
-
-
-def _describe(failures: dict[int, _Failure], num_workers: int) -> str:
+def _describe(failures: Mapping[int, _Failure], num_workers: int) -> str:
     """Return the message: the first failure that is not the consequence of another one, then the others."""
     causes = {rank: failure for rank, failure in failures.items() if not failure.is_consequence} or failures
     rank, cause = next(iter(causes.items()))
@@ -206,12 +191,8 @@ def _describe(failures: dict[int, _Failure], num_workers: int) -> str:
     return text
 
 
-def _work(sender: Connection, function: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
-    """Run one worker: the body of its process."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes; the one that started us decides
-    _end_with_launcher()
+def _work(pipe: Connection, function: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
+    """Run one rank: the body of its process."""
     try:
         result = function(info, *args)
     except BaseException as error:
@@ -219,25 +200,13 @@ def _work(sender: Connection, function: Callable[..., Any], info: RankInfo, args
             text=_text(error),
             is_consequence=isinstance(error, CommunicationError),
             damage=error if isinstance(error, CorruptionError) else None,
+            silent=error.ranks if isinstance(error, PeerSilent) else (),
         )
-        sender.send((False, failure))
+        pipe.send((False, failure))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # not through atexit: the lane's thread may wait for a rank that is gone
-    sender.send((True, result))
-
-
-def _end_with_launcher() -> None:
-    """End this process when the one that started it has ended, even by SIGKILL."""
-    launcher = multiprocessing.parent_process()
-    if launcher is None:
-        return
-
-    def watch() -> None:
-        wait([launcher.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="stretto-launcher", daemon=True).start()
+    pipe.send((True, result))
 
 
 def _text(error: BaseException) -> str:

@@ -1,0 +1,63 @@
+"""Files that are replaced whole: a reader sees the old one or the new one, never half of one."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import DiskError, StrettoError
+
+UNFINISHED = ".unfinished"
+"""Ends the name of a file that is being written, or was when its process died."""
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file, and give it the name `path` in one moment; makes the folder where there is none.
+
+    Raises:
+        DiskError: It cannot be written; `path` is what it was.
+    """
+    unfinished = path.with_name(path.name + UNFINISHED)
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(unfinished)
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+
+
+def replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` in one step; the errors are those of `replace_file`."""
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    replace_file(path, lambda unfinished: unfinished.write_text(text))
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Say in one line which file or folder could not be written, and why.
+
+    Raises:
+        DiskError: An error of the system, or of PyTorch's writer, left the block.
+    """
+    try:
+        yield
+    except StrettoError:
+        raise
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else _full(path, error)
+        raise DiskError(f"{path} cannot be written: {reason}") from error
+
+
+def _full(path: Path, error: Exception) -> str:
+    """Return why PyTorch could not write: it does not say that a disk is full."""
+    found = os.statvfs(path.parent)
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"{text} ({found.f_bavail * found.f_frsize} bytes are free there)"

@@ -1,0 +1,76 @@
+"""Values as bytes, and back without running anything that the bytes bring.
+
+Pickle lets bytes call any function. What is read here may hold numbers, text, bytes, lists, dictionaries, tensors and
+NumPy arrays. Other classes are refused when they are written, unless the program has named them to PyTorch with
+`torch.serialization.add_safe_globals`.
+"""
+
+import io
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from stretto.errors import UnsafeValue
+
+_ARRAYS: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]  # how NumPy pickles an array
+    np._core.multiarray.scalar,  # type: ignore[attr-defined]  # and a number
+    *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDSU"},
+]
+_REFUSED = re.compile(r"GLOBAL (\S+)|Unsupported (?:class|global|operand)[^\n]*")
+
+
+def pack(value: Any, what: str) -> bytes:
+    """Return `value` as bytes that `unpack` can read.
+
+    Args:
+        value: To be packed.
+        what: Names it in messages.
+
+    Raises:
+        UnsafeValue: It holds something that only pickle could read again.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UnsafeValue(f"{what} cannot be written: {error}") from error
+    packed = stream.getvalue()
+    if not isinstance(value, bytes):
+        unpack(packed, what)
+    return packed
+
+
+def unpack(packed: bytes, what: str, place: str | Callable[[Any, str], Any] = "cpu") -> Any:
+    """Return what `pack` was given.
+
+    Args:
+        packed: Bytes from anywhere.
+        what: Names them in messages.
+        place: Where tensors go, as `map_location` of `torch.load`.
+
+    Raises:
+        UnsafeValue: The bytes name something that would have to be run, or are no packed value.
+    """
+    try:
+        with torch.serialization.safe_globals(_ARRAYS):
+            return torch.load(io.BytesIO(packed), map_location=place, weights_only=True)
+    except Exception as error:  # damaged bytes can raise anything
+        raise UnsafeValue(
+            f"{what} is refused ({_reason(error)}): expected numbers, text, lists, dictionaries, tensors and arrays; "
+            "other classes have to be named with torch.serialization.add_safe_globals"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what was refused, out of PyTorch's long advice."""
+    found = _REFUSED.search(str(error))
+    if found is None:
+        return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return found[1] or found[0]

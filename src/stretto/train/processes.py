@@ -1,0 +1,211 @@
+"""Processes that a command starts: none of them outlives it, and the one that fails first is told.
+
+A process ends when its block is left, by whatever error or stop signal, and when the command that started it has ended,
+even by SIGKILL. What it sends comes through a pipe that only it and the command hold.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from stretto.errors import WorkerFailed
+
+PRELOAD = ("stretto.train.rank", "torch._dynamo")
+"""Modules that are imported once, before processes are forked. Making an optimizer imports the second, which takes
+seconds."""
+
+Given = TypeVar("Given")
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One process, and our end of the pipe to it."""
+
+    process: BaseProcess
+    pipe: Connection
+
+    def receive(self) -> Any:
+        """Return what the process has sent.
+
+        Raises:
+            WorkerFailed: It has ended.
+        """
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            raise WorkerFailed(_how_it_ended(self.process.exitcode)) from None
+
+
+class Workers:
+    """Starts processes, and ends them with its block.
+
+    Inside the block SIGTERM raises SystemExit, as Ctrl-C raises KeyboardInterrupt, so that the block is left.
+
+    Args:
+        preload: Modules that are imported once for all processes, beside `PRELOAD`.
+    """
+
+    def __init__(self, *preload: str) -> None:
+        self._context = _context(preload)
+        self._workers: list[Worker] = []
+
+    def start(self, body: Callable[..., None], *args: Any) -> Worker:
+        """Start a process that calls `body(pipe, *args)`; `body` must be importable, and `args` picklable."""
+        pipe, theirs = self._context.Pipe()
+        process = self._context.Process(target=_run, args=(body, theirs, args), daemon=False)
+        process.start()
+        theirs.close()  # so that the process's end is the only one: its death closes the pipe
+        self._workers.append(Worker(process, pipe))
+        return self._workers[-1]
+
+    def end(self) -> None:
+        """Kill all processes that still run."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.pipe.close()
+
+
+@contextmanager
+def supervised(*preload: str) -> Iterator[Workers]:
+    """Yield `Workers`, and end all of them with the block; `preload` is theirs."""
+    with _stopped_by_sigterm():
+        workers = Workers(*preload)
+        try:
+            yield workers
+        except (KeyboardInterrupt, SystemExit):
+            _end_fork_server()
+            raise
+        finally:
+            workers.end()
+
+
+def map_on_workers(
+    function: Callable[[Given], Found], jobs: Sequence[Given], num_workers: int, *preload: str
+) -> Iterator[Found]:
+    """Yield `function(job)` of every job in their order, from processes that take one job after the other.
+
+    Args:
+        function: Importable; jobs and results are picklable.
+        jobs: What it is called with.
+        num_workers: How many processes.
+        preload: Modules that are imported once for all of them.
+
+    Raises:
+        WorkerFailed: A process ended, or `function` raised; the others have ended too.
+    """
+    results: dict[int, Found] = {}
+    waiting = iter(enumerate(jobs))
+    with supervised(*preload) as workers:
+        started = [workers.start(_serve, function) for _ in range(min(num_workers, len(jobs)))]
+        busy = {worker.pipe: worker for worker in started if _hand_over(worker, waiting)}
+        for number in range(len(jobs)):
+            while number not in results:
+                ready = wait(list(busy))
+                for worker in [worker for pipe, worker in busy.items() if pipe in ready]:
+                    del busy[worker.pipe]
+                    index, result, trouble = worker.receive()
+                    if trouble is not None:
+                        raise WorkerFailed(f"job {index} of {len(jobs)}: {trouble}")
+                    results[index] = result
+                    if _hand_over(worker, waiting):
+                        busy[worker.pipe] = worker
+            yield results.pop(number)
+
+
+def _hand_over(worker: Worker, waiting: Iterator[tuple[int, Any]]) -> bool:
+    """Give a worker the next job; return whether there was one."""
+    job = next(waiting, None)
+    if job is not None:
+        worker.pipe.send(job)
+    return job is not None
+
+
+def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
+    """Do jobs until the process is killed: the body of a process of `map_on_workers`."""
+    torch.set_num_threads(1)  # the processes share the cores
+    while True:
+        index, job = pipe.recv()
+        result, trouble = None, None
+        try:
+            result = function(job)
+        except Exception as error:
+            trouble = f"{type(error).__name__}: {error}"
+        pipe.send((index, result, trouble))
+
+
+def _context(preload: Sequence[str]) -> ForkServerContext:
+    """Return how processes are started: forked from a server that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, *preload])
+    return context
+
+
+def _run(body: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> None:
+    """Run one process."""
+    # Ctrl-C reaches all processes of a terminal; the one that started us decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_launcher()
+    body(pipe, *args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _end_with_launcher() -> None:
+    """End this process when the one that started it has ended, even by SIGKILL."""
+    launcher = multiprocessing.parent_process()
+    if launcher is None:
+        return
+
+    def watch() -> None:
+        wait([launcher.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="stretto-launcher", daemon=True).start()
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit in the block, unless the program handles it or this is not its main thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_fork_server() -> None:
+    """Kill the server at once: it would first end its imports, which take seconds, and then notice that we are gone."""
+    server = getattr(forkserver._forkserver, "_forkserver_pid", None)  # it has no public way to end
+    if server is not None:
+        os.kill(server, signal.SIGKILL)
+
+
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"the process was killed by {signal.Signals(-exit_code).name}"
+    return f"the process ended with exit code {exit_code} and without a result"

@@ -1,0 +1,60 @@
+"""Processes that a command starts: results in order, whoever fails is told, and nothing outlives the command."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import WorkerFailed
+from stretto.train.processes import map_on_workers
+
+ROOT = Path(__file__).parents[2]
+
+
+def square(number: int) -> int:
+    if number == 13:
+        raise ZeroDivisionError("13 divided")
+    if number == 17:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number**2
+
+
+def tell_and_wait(number: int) -> None:
+    sys.stdout.write(f"{number} runs\n")
+    sys.stdout.flush()
+    threading.Event().wait()
+
+
+def test_results_come_in_the_order_of_jobs() -> None:
+    assert list(map_on_workers(square, range(9), 3)) == [number**2 for number in range(9)]
+    assert list(map_on_workers(square, [], 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [(13, "job 1 of 2: ZeroDivisionError: 13 divided"), (17, "the process was killed by SIGKILL")],
+)
+def test_a_job_that_fails_is_told(number: int, cause: str) -> None:
+    with pytest.raises(WorkerFailed, match=cause):
+        list(map_on_workers(square, [1, number], 1))
+
+
+def test_no_process_outlives_a_command_that_is_stopped() -> None:
+    script = "from tests.train.test_processes import *; list(map_on_workers(tell_and_wait, [1, 2], 2))"
+    command = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{script}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    started = {command.stdout.readline(), command.stdout.readline()}
+    command.terminate()
+    # The processes write to the same pipe, so it ends when the last of them has.
+    rest = command.stdout.read()
+    command.stdout.close()
+    assert (started, rest) == ({"1 runs\n", "2 runs\n"}, "")
+    assert command.wait() == 128 + signal.SIGTERM
