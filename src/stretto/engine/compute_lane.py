@@ -255,6 +255,7 @@ class ComputeLane:
         landing, self._in_flight = self.wait_for_lane(), None
         if landing is None:
             raise OutOfTurn(f"{self.where}: landing without take-off")
+        self.model.listener.landing_begins()
         self.model.show(landing.buffer.views, landing.shown)
         if landing.reduction.skipped:
             self.statistics.restore()
