@@ -5,6 +5,7 @@ others on virtual ranks. Beside them run clean jobs, without a fault, in which g
 """
 
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -130,14 +131,15 @@ def run_campaign(campaign: CampaignConfig[TaskT], log: Callable[[str], None]) ->
     torch.set_num_threads(1)
     drawn = list(itertools.islice(draw_faults(campaign.seed), campaign.faults))
     kinds = {one.job for one in drawn} | {JobKind(strategy=name) for name in CAMPAIGNED}
-    golden = {job: golden_runs(campaign.task, job, campaign.seed) for job in kinds}
-    overheads = _measure_overheads(golden, turns=-(-campaign.faults // _FAULTS_PER_OVERHEAD))
-    numbers = campaign.real_numbers
-    log(f"{len(numbers)} faults strike real workers")
-    clean, real = _run_on_real_workers([one for one in drawn if one.number in numbers], golden)
-    jobs = [(one, golden[one.job], real.get(one.number)) for one in drawn]
     context = worker_context(__name__)
     with ProcessPoolExecutor(campaign.workers, context, torch.set_num_threads, (1,)) as pool:
+        make = functools.partial(golden_runs, campaign.task, seed=campaign.seed)
+        golden = dict(zip(kinds, pool.map(make, kinds), strict=True))
+        overheads = _measure_overheads(golden, turns=-(-campaign.faults // _FAULTS_PER_OVERHEAD))
+        numbers = campaign.real_numbers
+        log(f"{len(numbers)} faults strike real workers")
+        clean, real = _run_on_real_workers([one for one in drawn if one.number in numbers], golden)
+        jobs = [(one, golden[one.job], real.get(one.number)) for one in drawn]
         judgements = _map(pool, _strike, jobs, "faults", log)
         clean += _map(pool, _run_clean, list(_clean_trials(campaign)), "clean jobs", log)
     report = {

@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Hashable
 
 import torch
 from torch import distributed as dist
@@ -142,7 +141,8 @@ def _run_on_rank(group: dist.ProcessGroup, trial: Trial, result: RankResult) -> 
     made: dict[Site, int] = {}
     parallel: DataParallel | None = None
     try:
-        task = copy.deepcopy(_built(trial.task, group.rank(), group.size(), trial.seed))
+        # Every configuration is a frozen dataclass.
+        task = copy.deepcopy(_built(trial.task, group.rank(), group.size(), trial.seed))  # type: ignore[arg-type]
         parallel = DataParallel(
             task.model,
             task.optimizer,
@@ -170,10 +170,8 @@ def _run_on_rank(group: dist.ProcessGroup, trial: Trial, result: RankResult) -> 
 
 
 @functools.lru_cache(maxsize=2 * sum(RANKS))
-def _built(config: Hashable, rank: int, world_size: int, seed: int) -> Task:
+def _built(config: TaskConfig, rank: int, world_size: int, seed: int) -> Task:
     """Return a rank's task, which is built once for many jobs: reading its data costs as much as training."""
-    if not isinstance(config, TaskConfig):
-        raise TypeError(f"expected a TaskConfig, found a {type(config).__name__}")
     task = config.build(rank, world_size, seed, None)
     add_constants(task)
     return dataclasses.replace(task, scheduler=None)
