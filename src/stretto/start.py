@@ -168,8 +168,7 @@ def _put_together(
             parts.guards,
             core,
             replicas,
-            # Beside a lane that overlaps, forward passes may be writing buffers.
-            fixed=[] if parts.strategy.overlaps else _fixed(parts.model),
+            fixed=_fixed(parts),
             strikes=_strikes(options, exchange),
             has_copies=ledger.replicated and not ledger.local,
         )
@@ -289,8 +288,14 @@ def _strikes(options: Options, exchange: Exchange) -> Strikes:
     return Strikes(options, [seat.decode() for seat in exchange.gather_records(own)])
 
 
-def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.statistics`)."""
+def _fixed(parts: Parts) -> list[tuple[str, Tensor]]:
+    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.statistics`).
+
+    Beside a lane that overlaps, forward passes may be writing any buffer.
+    """
+    if parts.strategy.overlaps:
+        return []
+    model = parts.model
     is_buffer = {name for name, _ in model.named_buffers()}
     return [
         (name, tensor)

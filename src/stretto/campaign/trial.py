@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -141,8 +142,8 @@ def _run_on_rank(group: dist.ProcessGroup, trial: Trial, result: RankResult) -> 
     made: dict[Site, int] = {}
     parallel: DataParallel | None = None
     try:
-        # Every configuration is a frozen dataclass.
-        task = copy.deepcopy(_built(trial.task, group.rank(), group.size(), trial.seed))  # type: ignore[arg-type]
+        config: Any = trial.task  # a frozen dataclass, so that it can be hashed
+        task = copy.deepcopy(_built(config, group.rank(), group.size(), trial.seed))
         parallel = DataParallel(
             task.model,
             task.optimizer,
