@@ -10,7 +10,7 @@ from torch import Tensor
 
 import stretto as st
 from stretto.errors import CorruptionError, PeerFailed, StateCorrupt
-from stretto.faults import Fault, FaultPlan, Injector, strike_memory
+from stretto.faults import Fault, FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto.faults.injector import alias_of
 from stretto.faults.plan import Extent, Site
 from stretto.records import Incident
@@ -53,7 +53,11 @@ def train(
 
     def program(rank: int, group: VirtualGroup) -> Seen:
         injector = Injector(FaultPlan(() if fault is None else (fault,)), rank)
-        choices = {"guards": guards, "options": st.Options(bucket_bytes=1024, **options), "group": group}
+        choices = {
+            "guards": guards,
+            "options": st.Options(bucket_bytes=1024, **options),
+            "group": FaultyGroup(group, injector),
+        }
         job = Job(strategy, rank, width=700, frozen=("enter.weight",) * freeze, **choices)
         strike_memory(job.parallel, injector)
         error, incidents = None, []
