@@ -251,12 +251,12 @@ def _measure_overheads(golden: Mapping[JobKind, GoldenRuns], turns: int) -> dict
         run_virtual(trial)
         return time.process_time() - started
 
+    runs = {name: golden[JobKind(strategy=name)] for name in CAMPAIGNED}
     return {
-        job.strategy: statistics.median(
-            seconds(runs.guarded.trial) / seconds(runs.unguarded.trial) for _ in range(turns)
+        name: statistics.median(
+            seconds(pair.guarded.trial) / seconds(pair.unguarded.trial) for _ in range(turns)
         )
-        for job, runs in golden.items()
-        if job == JobKind(strategy=job.strategy)
+        for name, pair in runs.items()
     }
 
 
