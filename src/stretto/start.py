@@ -169,7 +169,7 @@ def _put_together(
         interpreter = GuardInterpreter(
             parts.guards,
             replica,
-            fixed=_fixed(parts.model),
+            fixed=_fixed(parts),
             strikes=_strikes(options, exchange),
             has_copies=ledger.replicated and not ledger.local,
         )
@@ -273,11 +273,6 @@ def unfit(guard: Guard, strategy: Strategy, ledger: Ledger) -> str | None:
             f"runs a rank's micro-batches again on another, and strategy {strategy.name} lets parameters differ "
             "between ranks"
         )
-    if guard.needs_replicas and not ledger.replicated:
-        return (
-            f"compares replicas with each other, and strategy {strategy.name} shards the optimizer, so that every "
-            "rank holds another part (see the table in docs/guards.md)"
-        )
     if guard.overlaps and not strategy.overlaps:
         return (
             f"runs beside the next update's gradients, and strategy {strategy.name} waits for its "
@@ -294,8 +289,14 @@ def _strikes(options: Options, exchange: Exchange) -> Strikes:
     return Strikes(options, [seat.decode() for seat in exchange.gather_records(own)])
 
 
-def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.statistics`)."""
+def _fixed(parts: Parts) -> list[tuple[str, Tensor]]:
+    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.statistics`).
+
+    Beside a lane that overlaps, forward passes may be writing any buffer.
+    """
+    if parts.strategy.overlaps:
+        return []
+    model = parts.model
     is_buffer = {original_name(name) for name, _ in model.named_buffers()}
     return [
         (name, tensor)

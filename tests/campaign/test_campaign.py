@@ -71,7 +71,7 @@ def number_of(site: str) -> int:
     """Return the number of a fault that strikes a few elements once, in a job of ZeRO-1."""
     extents = ("element", "run")
     of_site = (
-        one for one in islice(draw_faults(0), 2000) if (one.fault.site, one.strategy) == (site, "zero1")
+        one for one in islice(draw_faults(0), 2000) if (one.fault.site, one.job.strategy) == (site, "zero1")
     )
     return next(one.number for one in of_site if one.fault.extent in extents and not one.lasts)
 
@@ -123,7 +123,7 @@ def test_starting_values_that_were_damaged_on_the_rank_that_sends_them_are_what_
 @pytest.mark.parametrize(("strategy", "site"), [("wp", "gathered values"), ("zero1", "masters")])
 def test_what_is_found_behind_the_last_update_is_told(strategy: str, site: str) -> None:
     campaign = CampaignConfig(task=small(StdlibGPT()), real=0)
-    late = (one for one in draw_faults(0) if (one.fault.site, one.strategy) == (site, strategy))
+    late = (one for one in draw_faults(0) if (one.fault.site, one.job.strategy) == (site, strategy))
     drawn = next(one for one in late if one.moment > 0.9 and not one.lasts)
     judgement = repeat_fault(campaign, drawn.number)
     assert judgement.is_applied

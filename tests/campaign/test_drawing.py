@@ -3,15 +3,20 @@
 from collections import Counter
 from itertools import islice
 
-from stretto.campaign.drawing import CAMPAIGNED, draw_faults, draw_real_numbers
-from stretto.campaign.promises import EXTENTS, ROWS, SAMPLED, STRATEGIES_OF
+from stretto.campaign.drawing import draw_faults, draw_real_numbers
+from stretto.campaign.promises import AUDITABLE, EXTENTS, ROWS, SAMPLED, STRATEGIES_OF
 
-CELLS = [(row, name) for row in ROWS for name in CAMPAIGNED if name in STRATEGIES_OF[row.strategies]]
+CELLS = [
+    (row, name)
+    for row in ROWS
+    for name in STRATEGIES_OF[row.strategies]
+    if row.audit_rate is None or name in AUDITABLE
+]
 
 
 def test_every_promise_is_tried_as_often_in_the_jobs_of_every_strategy() -> None:
     drawn = list(islice(draw_faults(5), 10 * len(CELLS)))
-    assert Counter((one.row, one.strategy) for one in drawn) == dict.fromkeys(CELLS, 10)
+    assert Counter((one.row, one.job.strategy) for one in drawn) == dict.fromkeys(CELLS, 10)
     for one in drawn:
         assert one.fault.site == one.row.site
         assert one.fault.extent in EXTENTS[one.row.extent]
@@ -29,6 +34,8 @@ def test_damage_is_of_many_kinds_and_strikes_again_only_where_somebody_is_to_not
     lasting = [one for one in drawn if one.lasts]
     assert len(lasting) > 100
     assert all(one.row.seen_by is not None and one.row != SAMPLED for one in lasting)
+    assert {one.job.ranks for one in drawn} == {2, 3, 5}
+    assert {"page", "chunk", "run", "element"} == {one.fault.extent for one in drawn}
 
 
 def test_a_moment_is_a_place_among_the_opportunities_of_a_job() -> None:

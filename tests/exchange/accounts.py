@@ -69,8 +69,8 @@ class Bookkeeper:
     def __init__(self, parallel: stretto.DataParallel, model: nn.Module, course: Course) -> None:
         self.job, self.course = parallel.job, course
         self.account = Account(*(zeros(model) for _ in range(4)))
-        self._reduce, self._is_open = self.job.core.reduce, True
-        self.job.core.reduce = self._noted
+        self._reduce, self._is_open = self.job.replica.reduce, True
+        self.job.replica.reduce = self._noted
 
     def close(self) -> Account:
         """Write down the debts, and nothing more."""
@@ -97,7 +97,7 @@ class Bookkeeper:
             if used[slot.index]:
                 account.bound[slot.name] += own.abs().max() if own.numel() else 0.0
         pieces = (
-            self.job.sharded.pieces if self.job.exchange.rank == 0 or not self.job.core.replicated else []
+            self.job.sharded.pieces if self.job.exchange.rank == 0 or not self.job.replica.replicated else []
         )
         for piece in pieces:
             if reduction.gradient.used[piece.slot.index]:

@@ -5,90 +5,79 @@ import functools
 
 import pytest
 
-from stretto.campaign.promises import AUDITED, PROMISES, STRATEGIES_OF, WORDS
+from stretto.campaign.drawing import JobKind
+from stretto.campaign.promises import (
+    AUDITABLE,
+    AUDITED,
+    PROMISES,
+    STRATEGIES_OF,
+    WORDS,
+    Promise,
+)
+from stretto.campaign.trial import RankResult, Trial, run_virtual
 from stretto.faults import Fault
 from stretto.faults.plan import SITES, Site
+from stretto.guards import Audit
 from tests.docs.pages import DOCS, table
-from tests.faults.struck import Case, Outcome, equal, run_all
-from tests.guards.watched import STRATEGIES
-from tests.processes import run_ranks
+from tests.train.tiny import Tiny
 
-WORLD_SIZE = 3
-RANK = 1
-"""Whose memory is damaged, in every case."""
-
+WIDE = Tiny(width=9000, dropout=0.0)
+"""Enough for damage that is too large to be mended, in frozen parameters and buffers too."""
+RANKS, STRUCK = 3, 1
+TRIED = ("ddp", "acco")
+"""A replicated strategy, and the sharded one with most going on in an update. Campaigns try all."""
 TRIED_EXTENTS = {"element": ("element",), "chunk": ("chunk",), "any": ("element", "chunk")}
-INSTANTS: dict[Site, int] = {"round report": 9, "optimizer state": 2}
+INSTANTS: dict[Site, int] = {"round report": 12, "optimizer state": 2, "buffers": 3, "broadcast values": 0}
 """The opportunity that is hit, where it is not the second: after the start, and once there is state."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Row:
     """One row of the table, for one strategy and extent."""
 
-    case: Case
-    seen_by: str
-    named: str
-    final: str
+    promise: Promise
+    strategy: str
+    extent: str
 
+    def __str__(self) -> str:
+        return f"{self.strategy}-{self.promise.site}-{self.extent}" + "-audited" * (self.promise is AUDITED)
 
-def expected_rows() -> list[Row]:
-    """Return the rows of the page, one by one."""
-    return [
-        Row(
-            case=Case(strategy=strategy, fault=fault(promise.site, extent), audited=promise is AUDITED),
-            seen_by=promise.seen_by or "-",
-            named=promise.named or "-",
-            final=promise.endings[0] if promise.endings else "not seen",
+    @property
+    def fault(self) -> Fault:
+        """A fault that surely changes bits, and no value into one that is not finite: that would be seen anyway."""
+        site = self.promise.site
+        instant = INSTANTS.get(site, 1)
+        if self.extent == "element":
+            return Fault(site=site, rank=STRUCK, instant=instant, pattern="sign", seed=4)
+        return Fault(
+            site=site,
+            rank=STRUCK,
+            instant=instant,
+            extent="chunk",
+            chunk_bytes=10**6,
+            pattern="misread" if site == "error memory" else "sign",
+            seed=4,
         )
-        for promise in (*PROMISES, AUDITED)
-        for strategy in STRATEGIES_OF[promise.strategies]
-        for extent in TRIED_EXTENTS[promise.extent]
-    ]
+
+    @property
+    def job(self) -> JobKind:
+        """What is struck; only one wire owes rounding errors."""
+        wire = "int8" if self.promise.site == "error memory" else "fp32"
+        return JobKind(strategy=self.strategy, ranks=RANKS, wire=wire)  # type: ignore[arg-type]
 
 
-def fault(site: Site, extent: str) -> Fault:
-    """Return a fault that surely changes bits, and no value into one that is not finite: that would be seen anyway."""
-    instant = INSTANTS.get(site, 1)
-    if extent == "element":
-        return Fault(site=site, rank=RANK, instant=instant, extent="element", pattern="sign", seed=4)
-    return Fault(
-        site=site, rank=RANK, instant=instant, extent="chunk", chunk_bytes=10**6, pattern="sign", seed=4
-    )
-
-
-ALL_ROWS = expected_rows()
-TRIED = ("ddp", "acco")
-"""Strategies that the rows are tried on: the replicated one, and the sharded one with most going on in an update."""
-ROWS = [row for row in ALL_ROWS if row.case.strategy in TRIED]
-CLEAN = [Case(strategy=name, fault=None, guarded=guarded) for name in TRIED for guarded in (True, False)]
+ROWS = [
+    Row(promise, strategy, extent)
+    for promise in (*PROMISES, AUDITED)
+    for strategy in STRATEGIES_OF[promise.strategies]
+    if strategy in TRIED and (promise is not AUDITED or strategy in AUDITABLE)
+    for extent in TRIED_EXTENTS[promise.extent]
+]
 
 
 @functools.cache
-def outcomes() -> list[list[Outcome]]:
-    """Return what every rank saw of all clean cases, then of all rows."""
-    cases = [*CLEAN, *(row.case for row in ROWS)]
-    return run_ranks(WORLD_SIZE, run_all, cases)
-
-
-def found(index: int) -> list[Outcome]:
-    """Return what every rank saw of a row."""
-    return [of_rank[len(CLEAN) + index] for of_rank in outcomes()]
-
-
-def clean(strategy: str, rank: int = 0) -> Outcome:
-    """Return a clean and guarded run."""
-    return outcomes()[rank][CLEAN.index(Case(strategy=strategy, fault=None))]
-
-
-def describe(index: int) -> str:
-    """Return a name for a row."""
-    case = ROWS[index].case
-    assert case.fault is not None
-    return f"{case.strategy}-{case.fault.site}-{case.fault.extent}" + "-audited" * case.audited
-
-
-EVERY_ROW = pytest.mark.parametrize("index", range(len(ROWS)), ids=describe)
+def clean(job: JobKind, *, is_guarded: bool = True) -> list[RankResult]:
+    return run_virtual(Trial(task=WIDE, job=job, is_guarded=is_guarded, seed=0, updates=3))
 
 
 def test_the_page_says_what_is_promised() -> None:
@@ -99,53 +88,46 @@ def test_the_page_says_what_is_promised() -> None:
 def test_every_site_of_a_fault_that_our_exchanges_have_is_in_the_table() -> None:
     # An all-reduce of the backend's own is what no verified exchange uses.
     assert set(WORDS) == set(SITES) - {"all-reduced values"}
-    pairs = {(row.case.strategy, row.case.fault.site) for row in ALL_ROWS if row.case.fault is not None}
-    assert pairs == {(name, site) for name in STRATEGIES for site in WORDS}
-    assert set(STRATEGIES_OF["all"]) == set(STRATEGIES)
+    pairs = {(name, row.site) for row in PROMISES for name in STRATEGIES_OF[row.strategies]}
+    assert pairs == {(name, site) for name in STRATEGIES_OF["all"] for site in WORDS}
 
 
 @pytest.mark.parametrize("name", TRIED)
 def test_guards_change_nothing_and_say_nothing_where_nothing_is_wrong(name: str) -> None:
-    unguarded = outcomes()[0][CLEAN.index(Case(strategy=name, fault=None, guarded=False))]
-    assert equal(clean(name), unguarded)
-    assert clean(name).incidents == []
+    job = JobKind(strategy=name, ranks=RANKS)
+    for guarded, bare in zip(clean(job), clean(job, is_guarded=False), strict=True):
+        assert (guarded.error, guarded.incidents) == (None, ())
+        assert guarded.parameters == bare.parameters
 
 
-@EVERY_ROW
-def test_the_fault_is_there(index: int) -> None:
-    assert [application.changed for application in found(index)[RANK].applications] == [True]
-
-
-@EVERY_ROW
-def test_it_is_seen_by_whom_the_table_says(index: int) -> None:
-    row, results = ROWS[index], found(index)
-    if row.final == "error":
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_what_becomes_of_damage_is_what_the_table_says(row: Row) -> None:
+    audit = Audit(rate=1.0) if row.promise is AUDITED else None
+    trial = Trial(task=WIDE, job=row.job, is_guarded=True, audit=audit, seed=0, updates=3, fault=row.fault)
+    results = run_virtual(trial)
+    assert [application.changed for application in results[STRUCK].applications] == [True]
+    ending = row.promise.endings[0] if row.promise.endings else "different"
+    incidents = results[0].incidents
+    named = {result.ranks or result.links for result in results} - {()}
+    if ending == "error":
         assert all(result.error is not None for result in results)
+        if row.promise.named == "rank":
+            assert named == {(STRUCK,)}
+        else:
+            assert named
+            assert all(link[1] == STRUCK for result in results for link in result.links)
         return
-    assert [result.error for result in results] == [None] * WORLD_SIZE
-    assert all(result.incidents == results[0].incidents for result in results)
+    assert [result.error for result in results] == [None] * RANKS
+    assert all(result.incidents == incidents for result in results)
     # Starting values are sent again before there is anything to report to.
-    silent = row.seen_by == "-" or row.named == "-"
-    assert {incident.guard for incident in results[0].incidents} == (set() if silent else {row.seen_by})
-
-
-@EVERY_ROW
-def test_it_is_laid_to_the_right_rank_or_link(index: int) -> None:
-    row, results = ROWS[index], found(index)
-    if row.named == "rank":
-        assert {incident.ranks for incident in results[0].incidents} == {(RANK,)}
-    if row.named == "link":
-        links = [incident.link for incident in results[0].incidents]
-        assert all(link is not None and link[1] == RANK for link in links)
-        assert [incident.ranks for incident in results[0].incidents] == [(link[0],) for link in links if link]
-    if row.final == "error":
-        own = results[RANK].error
-        assert own is not None
-        assert f"rank {RANK}" in own
-
-
-@EVERY_ROW
-def test_the_final_parameters_are_what_the_table_says(index: int) -> None:
-    row, results = ROWS[index], found(index)
-    same = {equal(result, clean(row.case.strategy, rank)) for rank, result in enumerate(results)}
-    assert same == {row.final == "identical"}
+    silent = row.promise.seen_by is None or row.promise.named is None
+    assert {incident.guard for incident in incidents} == (set() if silent else {row.promise.seen_by})
+    if row.promise.named == "rank":
+        assert {incident.ranks for incident in incidents} == {(STRUCK,)}
+    if row.promise.named == "link":
+        assert all(incident.link is not None and incident.link[1] == STRUCK for incident in incidents)
+    same = {
+        result.parameters == healthy.parameters
+        for result, healthy in zip(results, clean(row.job), strict=True)
+    }
+    assert same == {ending == "identical"}

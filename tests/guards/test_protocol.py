@@ -10,16 +10,10 @@ import stretto as st
 from stretto.errors import ConfigError, RanksDisagree
 from stretto.guards import GUARDS
 from stretto.records import Incident, Update
-from stretto.strategies.ledger import ledger_of
 from tests.guards.watched import STRATEGIES, Job, Telltale, same
 from tests.processes import rank_outcomes, run_ranks
 
-
-def all_guards(strategy: st.Strategy) -> tuple[st.Guard, ...]:
-    """Return every guard that applies to a strategy."""
-    return tuple(
-        kind() for kind in GUARDS.values() if ledger_of(strategy).replicated or not kind.needs_replicas
-    )
+ALL_GUARDS = tuple(kind() for kind in GUARDS.values())
 
 
 def watched(rank: int) -> dict[str, Any]:
@@ -30,7 +24,7 @@ def watched(rank: int) -> dict[str, Any]:
             for kind, choices in {
                 "plain": {},
                 "guarded": {"guards": (Telltale(),)},
-                "all guards": {"guards": all_guards(strategy)},
+                "all guards": {"guards": ALL_GUARDS},
                 "verified": {"options": st.Options(bucket_bytes=1024, verified=True)},
             }.items()
             for job in [Job(strategy, rank, **choices)]
@@ -91,8 +85,8 @@ def test_only_what_is_asked_for_travels(name: str) -> None:
         for kind in ("plain", "all guards", "verified")
     )
     replicated = name == "ddp"
-    # To one other rank: the length of the incidents, and where replicas exist a digest and what cannot be mended.
-    assert [more - few for more, few in zip(guarded, plain, strict=True)] == [8 + 16 * replicated] * len(
+    # To one other rank: the length of the incidents, a digest, and where replicas exist what cannot be mended.
+    assert [more - few for more, few in zip(guarded, plain, strict=True)] == [16 + 8 * replicated] * len(
         plain
     )
     assert all(more > few for more, few in zip(verified, plain, strict=True))
@@ -124,10 +118,6 @@ def test_guards_that_differ_between_ranks_are_an_error_on_every_rank() -> None:
         assert "threshold=1" in found.error
 
 
-class Comparing(Telltale):
-    needs_replicas = True
-
-
 class Overlapping(Telltale):
     overlaps = True
 
@@ -135,7 +125,6 @@ class Overlapping(Telltale):
 @pytest.mark.parametrize(
     ("strategy", "guard", "reason"),
     [
-        ("zero1", Comparing(), "shards the optimizer"),
         ("ddp", Overlapping(), "waits for its communication lane"),
         ("ddp", "rest", "expected .standard. or instances"),
     ],

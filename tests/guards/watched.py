@@ -1,6 +1,7 @@
 """Guards that a test can see at work, and a job to give them to."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -63,10 +64,13 @@ class Job:
         *,
         width: int = 19,
         replayable: bool = True,
+        frozen: Collection[str] = (),
         **choices: Any,
     ) -> None:
         torch.manual_seed(3)
         self.model = Network(width)
+        for name in frozen:
+            self.model.get_parameter(name).requires_grad_(False)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         choices.setdefault("options", st.Options(bucket_bytes=1024))
         self.parallel = st.DataParallel(self.model, optimizer, strategy, micro_batches=2, **choices)

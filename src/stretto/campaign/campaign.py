@@ -5,6 +5,7 @@ others on virtual ranks. Beside them run clean jobs, without a fault, in which g
 """
 
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -14,15 +15,21 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from stretto.campaign.drawing import CAMPAIGNED, RANKS, DrawnFault, draw_faults, draw_real_numbers
+from stretto.campaign.drawing import (
+    CAMPAIGNED,
+    RANKS,
+    DrawnFault,
+    JobKind,
+    draw_faults,
+    draw_real_numbers,
+    kinds_of_jobs,
+)
 from stretto.campaign.judgement import Judgement, judge, pattern_rows, site_rows
 from stretto.campaign.trial import GoldenRuns, RankResult, Trial, golden_runs, run_real, run_virtual
 from stretto.errors import ConfigError
 from stretto.fields import check_fields
 from stretto.observe import replace_json
 from stretto.recipes import DigitsResNet, StdlibGPT, TaskConfig
-from stretto.strategies import STRATEGIES
-from stretto.strategies.ledger import ledger_of
 from stretto.train.configuration import TaskT
 from stretto.train.launch import LocalRanks
 from stretto.train.outcome import describe_environment
@@ -121,13 +128,15 @@ def run_campaign(campaign: CampaignConfig[TaskT], log: Callable[[str], None]) ->
     """
     started = time.perf_counter()
     torch.set_num_threads(1)
-    golden = {name: golden_runs(campaign.task, name, campaign.seed) for name in CAMPAIGNED}
-    overheads = _measure_overheads(golden, turns=-(-campaign.faults // _FAULTS_PER_OVERHEAD))
     drawn = list(itertools.islice(draw_faults(campaign.seed), campaign.faults))
+    kinds = list({one.job for one in drawn} | {JobKind(strategy=name) for name in CAMPAIGNED})
+    make = functools.partial(golden_runs, campaign.task, seed=campaign.seed)
+    golden = dict(zip(kinds, map_on_workers(make, kinds, campaign.workers, __name__), strict=True))
+    overheads = _measure_overheads(golden, turns=-(-campaign.faults // _FAULTS_PER_OVERHEAD))
     numbers = campaign.real_numbers
     log(f"{len(numbers)} faults strike real workers")
     clean, real = _run_on_real_workers([one for one in drawn if one.number in numbers], golden)
-    jobs = [(one, golden[one.strategy], real.get(one.number)) for one in drawn]
+    jobs = [(one, golden[one.job], real.get(one.number)) for one in drawn]
     judgements = _map(campaign, _strike, jobs, "faults", log)
     clean += _map(campaign, _run_clean, list(_clean_trials(campaign)), "clean jobs", log)
     report = {
@@ -148,10 +157,8 @@ def repeat_fault(campaign: CampaignConfig[TaskT], number: int) -> Judgement:
     """Repeat one fault of a campaign alone, on ranks of the same kind; errors are those of `run_campaign`."""
     torch.set_num_threads(1)
     drawn = next(itertools.islice(draw_faults(campaign.seed), number, None))
-    golden = golden_runs(campaign.task, drawn.strategy, campaign.seed)
-    _, real = _run_on_real_workers(
-        [drawn] if number in campaign.real_numbers else [], {drawn.strategy: golden}
-    )
+    golden = golden_runs(campaign.task, drawn.job, campaign.seed)
+    _, real = _run_on_real_workers([drawn] if number in campaign.real_numbers else [], {drawn.job: golden})
     return _strike((drawn, golden, real.get(number)))
 
 
@@ -168,27 +175,22 @@ class _CleanRun:
     def of(cls, trial: Trial, results: Sequence[RankResult]) -> "_CleanRun":
         found = [str(incident) for result in results for incident in result.incidents]
         found += [result.error for result in results if result.error is not None]
-        alarms = tuple(f"{trial.strategy}, seed {trial.seed}: {text}" for text in dict.fromkeys(found))
+        job = f"{trial.job.strategy} on {trial.job.ranks} ranks, seed {trial.seed}"
+        alarms = tuple(f"{job}: {text}" for text in dict.fromkeys(found))
         return cls(rounds=results[0].rounds, alarms=alarms)
 
 
 def _clean_trials(campaign: CampaignConfig[TaskT]) -> Iterator[Trial]:
-    """Yield clean jobs of every strategy in turn, each with a seed of its own, until there are rounds enough."""
+    """Yield clean jobs of every kind in turn, each with a seed of its own, until there are rounds enough."""
     left = campaign.num_clean_rounds
-    for number, strategy in enumerate(itertools.cycle(CAMPAIGNED)):
+    for number, job in enumerate(itertools.cycle(kinds_of_jobs())):
         if left <= 0:
             return
-        rounds_per_update = ledger_of(STRATEGIES[strategy]()).rounds
-        updates = min(_CLEAN_UPDATES, -(-left // rounds_per_update))
-        left -= updates * rounds_per_update
-        yield Trial(
-            task=campaign.task,
-            strategy=strategy,
-            is_guarded=True,
-            seed=campaign.seed + 1 + number,
-            updates=updates,
-            micro_batches=rounds_per_update,
-        )
+        trial = Trial(task=campaign.task, job=job, is_guarded=True, seed=campaign.seed + 1 + number)
+        rounds = trial.rounds_per_update
+        updates = min(_CLEAN_UPDATES, -(-left // rounds))
+        left -= updates * rounds
+        yield dataclasses.replace(trial, updates=updates, micro_batches=rounds)
 
 
 def _run_clean(trial: Trial) -> _CleanRun:
@@ -204,18 +206,22 @@ def _strike(job: tuple[DrawnFault, GoldenRuns, Sequence[RankResult] | None]) -> 
 
 
 def _run_on_real_workers(
-    drawn: Sequence[DrawnFault], golden: Mapping[str, GoldenRuns]
+    drawn: Sequence[DrawnFault], golden: Mapping[JobKind, GoldenRuns]
 ) -> tuple[list[_CleanRun], dict[int, Sequence[RankResult]]]:
-    """Run a clean job of every strategy, then the guarded jobs of the faults; return the latter by number."""
-    if not drawn:
-        return [], {}
-    clean = [runs.guarded.trial for runs in golden.values()]
-    struck = [golden[one.strategy].guarded.struck_by(one) for one in drawn]
-    by_rank = LocalRanks(RANKS).call(run_real, [*clean, *struck])
-    by_trial = list(zip(*by_rank, strict=True))
-    clean_runs = [_CleanRun.of(trial, results) for trial, results in zip(clean, by_trial, strict=False)]
-    numbers = [one.number for one in drawn]
-    return clean_runs, dict(zip(numbers, by_trial[len(clean) :], strict=True))
+    """Run a clean job of every kind, then the guarded jobs of the faults; return the latter by number."""
+    clean_runs: list[_CleanRun] = []
+    results: dict[int, Sequence[RankResult]] = {}
+    for ranks in RANKS:
+        own = [one for one in drawn if one.job.ranks == ranks]
+        clean = [runs.guarded.trial for job, runs in golden.items() if job.ranks == ranks]
+        if not own:
+            continue
+        struck = [golden[one.job].guarded.struck_by(one) for one in own]
+        by_rank = LocalRanks(ranks).call(run_real, [*clean, *struck])
+        by_trial = list(zip(*by_rank, strict=True))
+        clean_runs += [_CleanRun.of(trial, found) for trial, found in zip(clean, by_trial, strict=False)]
+        results |= dict(zip([one.number for one in own], by_trial[len(clean) :], strict=True))
+    return clean_runs, results
 
 
 def _map(
@@ -234,19 +240,20 @@ def _map(
     return results
 
 
-def _measure_overheads(golden: Mapping[str, GoldenRuns], turns: int) -> dict[str, float]:
-    """Return processor time with guards over that without, by strategy: the median of so many turns."""
+def _measure_overheads(golden: Mapping[JobKind, GoldenRuns], turns: int) -> dict[str, float]:
+    """Return processor time with guards over that without, by strategy, on three ranks: the median of some turns."""
 
     def seconds(trial: Trial) -> float:
         started = time.process_time()
         run_virtual(trial)
         return time.process_time() - started
 
+    runs = {name: golden[JobKind(strategy=name)] for name in CAMPAIGNED}
     return {
         name: statistics.median(
-            seconds(runs.guarded.trial) / seconds(runs.unguarded.trial) for _ in range(turns)
+            seconds(pair.guarded.trial) / seconds(pair.unguarded.trial) for _ in range(turns)
         )
-        for name, runs in golden.items()
+        for name, pair in runs.items()
     }
 
 

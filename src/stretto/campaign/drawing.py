@@ -5,21 +5,55 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from stretto.campaign.promises import EXTENTS, ROWS, SAMPLED, STRATEGIES_OF, Promise, weakened
+from stretto.campaign.promises import (
+    AUDITABLE,
+    EXTENTS,
+    ROWS,
+    SAMPLED,
+    STRATEGIES_OF,
+    Promise,
+    between_two,
+    weakened,
+)
 from stretto.faults import Fault, draw_fault
 from stretto.faults.plan import Lasts, Pattern
 from stretto.guards import Audit
 
-RANKS = 3
-"""The fewest among which a majority can name one rank."""
-CAMPAIGNED = ("ddp", "zero1", "wp", "acco")
-"""Strategies that are struck: all that differ in what an update sends, steps and shows."""
+RANKS = (2, 3, 5)
+"""No majority; the fewest among which a majority can name one rank; and a majority that is more than one healthy rank
+beside the other."""
+CAMPAIGNED = STRATEGIES_OF["all"]
+"""Strategies that are struck: all that the page promises something for, but `local`, whose ranks hear of incidents only
+at their averages (tests/paft/test_guards.py)."""
 _VALUE_PATTERNS: tuple[Pattern, ...] = ("nan", "infinity", "sign", "scale", "power", "huge", "noise")
 _VALUE_SHARE = 0.15
 """Share of the faults that set, scale or shift values, instead of damaging words or chunks as `draw_fault` does."""
 _LASTING: tuple[Lasts, ...] = ("sticky", "bursts")
 _LASTING_SHARE = 0.1
 """Share of the faults that strike again and again, in rows where each of their strikes has to be noticed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobKind:
+    """What the jobs of some faults have in common; each kind has golden runs of its own."""
+
+    strategy: str
+    """Its name."""
+    ranks: int = 3
+    """How many there are."""
+    wire: str = "fp32"
+    """"int8" where rounding errors are struck, which other wires do not keep."""
+
+
+def kinds_of_jobs() -> list[JobKind]:
+    """Return all kinds of jobs that a campaign strikes."""
+    wires: tuple[str, ...] = ("fp32", "int8")
+    return [
+        JobKind(strategy=strategy, ranks=ranks, wire=wire)
+        for strategy in CAMPAIGNED
+        for ranks in RANKS
+        for wire in wires
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +64,8 @@ class DrawnFault:
     """From 0; number and seed of the campaign decide all the rest."""
     row: Promise
     """The row of the promises that it was drawn for."""
-    strategy: str
-    """Of the job that it strikes."""
+    job: "JobKind"
+    """What it strikes."""
     fault: Fault
     """Its instant follows from `moment`, once it is known how often the job can be struck."""
     moment: float
@@ -40,7 +74,8 @@ class DrawnFault:
     @property
     def promise(self) -> Promise:
         """What is promised about it."""
-        return weakened(self.row) if self.lasts else self.row
+        promise = between_two(self.row) if self.job.ranks == 2 else self.row
+        return weakened(promise) if self.lasts else promise
 
     @property
     def lasts(self) -> bool:
@@ -65,18 +100,20 @@ def draw_faults(seed: int) -> Iterator[DrawnFault]:
         (row, strategy)
         for row in ROWS
         for strategy in STRATEGIES_OF[row.strategies]
-        if strategy in CAMPAIGNED
+        if row.audit_rate is None or strategy in AUDITABLE
     ]
     random.Random(seed).shuffle(cells)
     for number, (row, strategy) in enumerate(itertools.cycle(cells)):
         chance = random.Random(f"{seed}/{number}")
-        fault = _draw_fault(row, chance)
-        yield DrawnFault(number=number, row=row, strategy=strategy, fault=fault, moment=chance.random())
+        wire: str = "int8" if row.site == "error memory" else "fp32"
+        job = JobKind(strategy=strategy, ranks=chance.choice(RANKS), wire=wire)
+        fault = _draw_fault(row, job.ranks, chance)
+        yield DrawnFault(number=number, row=row, job=job, fault=fault, moment=chance.random())
 
 
-def _draw_fault(row: Promise, chance: random.Random) -> Fault:
+def _draw_fault(row: Promise, ranks: int, chance: random.Random) -> Fault:
     while True:
-        fault = draw_fault(chance.randrange(2**31), [row.site], RANKS, opportunities=1)
+        fault = draw_fault(chance.randrange(2**31), [row.site], ranks, opportunities=1)
         if fault.extent in EXTENTS[row.extent]:
             break
     if chance.random() < _VALUE_SHARE:

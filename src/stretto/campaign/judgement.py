@@ -6,16 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from stretto.campaign.drawing import CAMPAIGNED, RANKS, DrawnFault
+from stretto.campaign.drawing import CAMPAIGNED, DrawnFault
 from stretto.campaign.promises import ROWS, STRATEGIES_OF, Ending, Promise
 from stretto.campaign.trial import GoldenRun, RankResult, Trial
 from stretto.faults import Application
-from stretto.strategies import STRATEGIES
-from stretto.strategies.ledger import ledger_of
 
 Harm = Literal["masked", "silent corruption", "loss off", "error", "not applied"]
 """What a fault does to a job without guards: nothing in the end; other final parameters; these and a held-out loss off
 by more than `LOSS_OFF`; an error of any kind; or it changed no bit."""
+
+Naming = Literal["right", "nobody", "wrong"]
+"""Whom a guarded job named: what was struck and nothing else; nobody; or somebody else, perhaps among others."""
 
 LOSS_OFF = 0.01
 """Relative difference from the golden run's held-out loss from which a loss counts as off."""
@@ -71,9 +72,11 @@ def judge(
     ending = _ending(guarded, golden)
     detected_at = _detected_at(drawn, guarded, golden)
     taken = None if detected_at is None or not applied else detected_at - (applied[0].step + 1)
-    is_named = _is_named(drawn, guarded, applied)
+    naming = _naming(drawn, guarded, applied)
     is_due = _is_due(drawn, applied, harm, golden.trial)
-    violation = _violation(drawn.promise, guarded, golden, ending, taken, is_named) if is_due else None
+    violation = (
+        _violation(drawn.promise, guarded, golden, ending, taken, naming) if is_due else _parted(guarded)
+    )
     return Judgement(
         drawn=drawn,
         is_real=is_real,
@@ -81,7 +84,7 @@ def judge(
         is_due=is_due,
         harm=harm,
         is_detected=detected_at is not None,
-        is_named=is_named,
+        is_named=naming == "right",
         ending=ending,
         updates_to_detect=taken,
         violation=violation,
@@ -132,25 +135,25 @@ def _detected_at(drawn: DrawnFault, guarded: Sequence[RankResult], golden: Golde
     return None
 
 
-def _is_named(drawn: DrawnFault, guarded: Sequence[RankResult], applied: Sequence[Application]) -> bool:
-    """Return whether some rank named what was struck, and no rank named anything else."""
+def _naming(drawn: DrawnFault, guarded: Sequence[RankResult], applied: Sequence[Application]) -> Naming:
+    """Return whom incidents and errors of all ranks named."""
     incidents = [incident for result in guarded for incident in result.incidents]
+    links = {incident.link for incident in incidents if incident.link is not None}
+    links |= {link for result in guarded for link in result.links}
+    ranks = {rank for incident in incidents if incident.link is None for rank in incident.ranks}
+    ranks |= {rank for result in guarded for rank in result.ranks}
+    if not links and not ranks:
+        return "nobody"
     if drawn.row.seen_by == "verified" and drawn.fault.site != "sum":
-        links = [incident.link for incident in incidents] + [
-            link for result in guarded for link in result.links
-        ]
-        return bool(links) and all(_is_struck(link, drawn, applied) for link in links)
-    if any(incident.link is not None for incident in incidents):
-        return False
-    ranks = {rank for incident in incidents for rank in incident.ranks}
-    return ranks | {rank for result in guarded for rank in result.ranks} == {drawn.fault.rank}
+        return "right" if not ranks and all(_is_struck(link, drawn, applied) for link in links) else "wrong"
+    return "right" if not links and ranks == {drawn.fault.rank} else "wrong"
 
 
-def _is_struck(link: tuple[int, int] | None, drawn: DrawnFault, applied: Sequence[Application]) -> bool:
+def _is_struck(link: tuple[int, int], drawn: DrawnFault, applied: Sequence[Application]) -> bool:
     """Return whether damaged bytes came over this link: what a collective brings is one equal part from every rank."""
-    if link is None or link[1] != drawn.fault.rank:
+    if link[1] != drawn.fault.rank:
         return False
-    start, stop = link[0] / RANKS, (link[0] + 1) / RANKS
+    start, stop = link[0] / drawn.job.ranks, (link[0] + 1) / drawn.job.ranks
     return any(first < stop and last > start for first, last in (one.span for one in applied))
 
 
@@ -166,9 +169,9 @@ def _is_due(drawn: DrawnFault, applied: Sequence[Application], harm: Harm, trial
         return bool(applied)
     if harm == "masked":
         return False
-    micro_batches_per_round = trial.micro_batches // ledger_of(STRATEGIES[drawn.strategy]()).rounds
+    micro_batches_per_round = trial.micro_batches // trial.rounds_per_update
     rounds = {application.opportunity // micro_batches_per_round for application in applied}
-    return any(drawn.audit.distance(index, RANKS) is not None for index in rounds)
+    return any(drawn.audit.distance(index, drawn.job.ranks) is not None for index in rounds)
 
 
 def _violation(
@@ -177,11 +180,13 @@ def _violation(
     golden: GoldenRun,
     ending: Ending,
     taken: int | None,
-    is_named: bool,
+    naming: Naming,
 ) -> str | None:
     """Say which part of the promise was broken by a job whose damage it is about."""
     if taken is None:
         return "was not detected"
+    if naming == "wrong" or (naming == "nobody" and promise.named is not None):
+        return "was attributed to somebody else" if naming == "wrong" else "was attributed to nobody"
     if not 0 <= taken <= MAX_UPDATES_TO_DETECT:
         return f"took {taken} updates to detect"
     allowed = {*promise.endings, "identical"}
@@ -196,10 +201,18 @@ def _violation(
             if result.error is None and result.parameters != healthy.parameters
         ]
         return f"left ranks {wrong} with other parameters and no error" if wrong else None
+    if not all(result.loss is not None and math.isfinite(result.loss) for result in guarded):
+        return "ended with a loss that is not finite"
     guards = {incident.guard for result in guarded for incident in result.incidents}
     if guards - {promise.seen_by}:
         return f"was seen by {', '.join(sorted(guards))}, not by {promise.seen_by} alone"
-    return "was attributed to somebody else" if promise.named is not None and not is_named else None
+    return _parted(guarded)
+
+
+def _parted(guarded: Sequence[RankResult]) -> str | None:
+    """Say whether ranks that ended without an error ended apart; that is wrong whatever is promised."""
+    ends = {result.parameters for result in guarded if result.error is None}
+    return "left ranks with different parameters" if len(ends) > 1 else None
 
 
 def _story(guarded: Sequence[RankResult], ending: Ending, violation: str | None) -> str:

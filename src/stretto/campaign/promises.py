@@ -5,23 +5,27 @@ from typing import Literal
 
 from stretto.faults.plan import Extent, Site
 
-Strategies = Literal["all", "replicated", "sharded"]
+Strategies = Literal["all", "replicated", "sharded", "ddp", "all but ddp"]
 Ending = Literal["identical", "error", "different"]
 """Of a job with a fault: final parameters of the golden run, to the bit; an error; other final parameters."""
 
-REPLICATED = ("ddp",)
+REPLICATED = ("ddp", "paft-sync", "paft-dyn")
 SHARDED = ("zero1", "dpu", "wp", "acco")
 STRATEGIES_OF: dict[Strategies, tuple[str, ...]] = {
     "all": (*REPLICATED, *SHARDED),
     "replicated": REPLICATED,
     "sharded": SHARDED,
+    "ddp": ("ddp",),
+    "all but ddp": (*REPLICATED[1:], *SHARDED),
 }
+AUDITABLE = ("ddp", *SHARDED)
+"""An audit needs parameters that are equal on all ranks."""
 EXTENTS: dict[Literal["element", "chunk", "any"], tuple[Extent, ...]] = {
     "element": ("element", "run"),
-    "chunk": ("chunk",),
-    "any": ("element", "run", "chunk"),
+    "chunk": ("chunk", "page"),
+    "any": ("element", "run", "chunk", "page"),
 }
-"""The extents of faults that a row's word stands for: up to four elements, a chunk, or either."""
+"""The extents of faults that a row's word stands for: up to four elements, a chunk or whole pages, or either."""
 WORDS: dict[Site, str] = {
     "broadcast values": "starting values on their way",
     "contribution": "contribution on its way",
@@ -33,7 +37,11 @@ WORDS: dict[Site, str] = {
     "optimizer state": "optimizer state at rest",
     "step": "masters while they are stepped",
     "published values": "values to be sent, before they are sealed",
+    "values to be shown": "gathered values that wait to be shown",
     "shown parameters": "parameters the model shows",
+    "frozen parameters": "frozen parameters",
+    "buffers": "buffers that no forward pass writes",
+    "error memory": "rounding errors that the int8 wire owes",
     "gradient": "gradient while it accumulates",
 }
 """What the page calls a site."""
@@ -41,9 +49,8 @@ _ENDING_WORDS: dict[tuple[Ending, ...], str] = {
     (): "not seen",
     ("identical",): "identical",
     ("error", "identical"): "error; identical where little of it was hit",
-    ("different", "identical"): (
-        "different: the rank's gradients of the round are left out; identical where little of it was hit"
-    ),
+    ("different", "identical"): "healthy, but different; identical where little of it was hit",
+    ("error",): "error",
 }
 
 
@@ -60,7 +67,7 @@ class Promise:
     seen_by: Literal["verified", "rest", "replica", "audit"] | None
     """The guard that notices it; None if nobody does, and then nothing is promised."""
     named: Literal["rank", "link"] | None = None
-    """What incidents name. An error names rank or link in its message."""
+    """What incidents and errors name."""
     endings: tuple[Ending, ...] = ("identical",)
     """How the job may end. The first is that of damage to a whole tensor. "different" means other values that are still
     healthy. Empty if nobody notices."""
@@ -90,17 +97,30 @@ def _at_rest(site: Site) -> tuple[Promise, ...]:
     return (
         Promise(site=site, extent="element", seen_by="rest", named="rank"),
         Promise(
-            site=site, extent="chunk", strategies="sharded", seen_by="rest", endings=("error", "identical")
+            site=site,
+            extent="chunk",
+            strategies="sharded",
+            seen_by="rest",
+            named="rank",
+            endings=("error", "identical"),
         ),
         Promise(site=site, extent="chunk", strategies="replicated", seen_by="rest", named="rank"),
+    )
+
+
+def _in_model(site: Site, ending: Ending) -> tuple[Promise, ...]:
+    """Return the rows of a site that no other rank can replace, with what becomes of it beyond repair."""
+    return (
+        Promise(site=site, extent="element", seen_by="rest", named="rank"),
+        Promise(site=site, extent="chunk", seen_by="rest", named="rank", endings=(ending, "identical")),
     )
 
 
 def _between_seals(site: Site) -> tuple[Promise, ...]:
     """Return the rows of a site that is damaged before it is sealed: only a comparison of replicas shows it."""
     return (
-        Promise(site=site, strategies="replicated", seen_by="replica", named="rank"),
-        Promise(site=site, strategies="sharded", seen_by=None, endings=()),
+        Promise(site=site, strategies="ddp", seen_by="replica", named="rank"),
+        Promise(site=site, strategies="all but ddp", seen_by=None, endings=()),
     )
 
 
@@ -109,13 +129,16 @@ PROMISES: tuple[Promise, ...] = (
     Promise(site="contribution", seen_by="verified", named="link"),
     Promise(site="gathered values", seen_by="verified", named="link"),
     Promise(site="round report", extent="element", seen_by="verified", named="link"),
-    Promise(site="round report", extent="chunk", seen_by="verified", endings=("error", "identical")),
+    Promise(
+        site="round report", extent="chunk", seen_by="verified", named="link", endings=("error", "identical")
+    ),
     Promise(site="sum", seen_by="verified", named="rank"),
     *_at_rest("reduced gradient"),
     *_at_rest("masters"),
     *_at_rest("optimizer state"),
     *_between_seals("step"),
     *_between_seals("published values"),
+    *_at_rest("values to be shown"),
     Promise(site="shown parameters", extent="element", seen_by="rest", named="rank"),
     Promise(
         site="shown parameters",
@@ -126,10 +149,13 @@ PROMISES: tuple[Promise, ...] = (
         endings=("different", "identical"),
     ),
     Promise(site="shown parameters", extent="chunk", strategies="replicated", seen_by="rest", named="rank"),
+    *_in_model("frozen parameters", "error"),
+    *_in_model("buffers", "error"),
+    *_in_model("error memory", "different"),
     Promise(site="gradient", seen_by=None, endings=()),
 )
-"""For a fault that strikes once, in a job on three ranks with a verified exchange, all guards that apply, and
-micro-batches that guards can run again."""
+"""For a fault that strikes once, in a job on three or more ranks with a verified exchange (but for the int8 wire, which
+has none), all guards that apply, and micro-batches that guards can run again."""
 
 AUDITED = Promise(site="gradient", seen_by="audit", named="rank", audit_rate=1.0)
 """What `Audit` adds, in a round that it draws. In other rounds it adds nothing."""
@@ -137,6 +163,16 @@ SAMPLED = dataclasses.replace(AUDITED, audit_rate=0.25)
 """The same if one round in four is drawn: a rate high enough for a campaign to count what is found."""
 ROWS: tuple[Promise, ...] = (*PROMISES, AUDITED, SAMPLED)
 """What a campaign draws faults for."""
+
+
+def between_two(promise: Promise) -> Promise:
+    """Return what remains of a promise between two ranks, which have no majority.
+
+    Values to be shown follow from masters that agree. Nobody can say which of two steps was right, and the job ends.
+    """
+    if promise.site != "step" or promise.seen_by is None:
+        return promise
+    return dataclasses.replace(promise, named=None, endings=("error",))
 
 
 def weakened(promise: Promise) -> Promise:

@@ -4,13 +4,16 @@ The fault strikes at one of the site's *opportunities*, which are the moments at
 many there are is known from the golden run: the same job without a fault. Every other trial is compared with it.
 """
 
+import copy
 import dataclasses
+import functools
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from stretto.campaign.drawing import RANKS, DrawnFault
+from stretto.campaign.drawing import RANKS, DrawnFault, JobKind
 from stretto.checksums import digest
 from stretto.engine import Options
 from stretto.errors import ConformanceFailed, CorruptionError, StrettoError
@@ -19,7 +22,7 @@ from stretto.faults.plan import SITES, Site
 from stretto.groups import Link
 from stretto.guards import GUARDS, Audit, Guard
 from stretto.parallel import DataParallel
-from stretto.recipes import TaskConfig
+from stretto.recipes import Task, TaskConfig
 from stretto.records import Incident
 from stretto.strategies import STRATEGIES
 from stretto.strategies.ledger import ledger_of
@@ -34,6 +37,8 @@ WAIT_SECONDS = 10.0
 a rank that fails alone leaves the others waiting, and torch closes a group only when nobody waits."""
 _SITES: tuple[Site, ...] = SITES  # type: ignore[assignment]  # the same words, without their type
 _NEVER = 10**9
+_LARGE = 4096
+"""Elements of a parameter that may be frozen, or made a buffer: several pages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +47,8 @@ class Trial:
 
     task: TaskConfig
     """What is trained."""
-    strategy: str
-    """Its name."""
+    job: JobKind
+    """On how many ranks, and how they train."""
     is_guarded: bool
     """Whether it has a verified exchange and all guards that apply, or none of these."""
     audit: Audit | None = None
@@ -62,10 +67,13 @@ class Trial:
         """The guards of the job."""
         if not self.is_guarded:
             return ()
-        has_replicas = ledger_of(STRATEGIES[self.strategy]()).replicated
-        kinds = [kind for kind in GUARDS.values() if kind is not Audit]
         audits = () if self.audit is None else (self.audit,)
-        return (*audits, *(kind() for kind in kinds if has_replicas or not kind.needs_replicas))
+        return (*audits, *(kind() for kind in GUARDS.values() if kind is not Audit))
+
+    @property
+    def rounds_per_update(self) -> int:
+        """Exchanges of an update."""
+        return ledger_of(STRATEGIES[self.job.strategy]()).rounds
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -97,13 +105,13 @@ class RankResult:
 
 def run_virtual(trial: Trial) -> list[RankResult]:
     """Run a trial on a virtual cluster and return the result of every rank."""
-    results = [RankResult() for _ in range(RANKS)]
+    results = [RankResult() for _ in range(trial.job.ranks)]
 
     def program(rank: int, group: dist.ProcessGroup) -> None:
         _run_on_rank(group, trial, results[rank])
 
     try:
-        VirtualCluster(RANKS).run(program)
+        VirtualCluster(trial.job.ranks).run(program)
     except StrettoError as error:  # no rank could go on, which ends those too that have raised nothing
         for result in results:
             result.error = result.error or f"{type(error).__name__}: {error}"
@@ -134,16 +142,20 @@ def _run_on_rank(group: dist.ProcessGroup, trial: Trial, result: RankResult) -> 
     made: dict[Site, int] = {}
     parallel: DataParallel | None = None
     try:
-        task = trial.task.build(group.rank(), group.size(), trial.seed, None)
+        config: Any = trial.task  # a frozen dataclass, so that it can be hashed
+        task = copy.deepcopy(_built(config, group.rank(), group.size(), trial.seed))
         parallel = DataParallel(
             task.model,
             task.optimizer,
-            STRATEGIES[trial.strategy](),
+            STRATEGIES[trial.job.strategy](),
             micro_batches=trial.micro_batches,
             group=FaultyGroup(group, injector),
             guards=trial.guards,
             options=Options(
-                bucket_bytes=BUCKET_BYTES, verified=trial.is_guarded, timeout_seconds=WAIT_SECONDS
+                bucket_bytes=BUCKET_BYTES,
+                wire=trial.job.wire,
+                verified=trial.is_guarded and trial.job.wire == "fp32",
+                timeout_seconds=WAIT_SECONDS,
             ),
         )
         strike_memory(parallel, injector)
@@ -158,6 +170,33 @@ def _run_on_rank(group: dist.ProcessGroup, trial: Trial, result: RankResult) -> 
     result.opportunities = {site: (made.get(site, 0), injector.opportunities(site)) for site in _SITES}
 
 
+@functools.lru_cache(maxsize=2 * sum(RANKS))
+def _built(config: TaskConfig, rank: int, world_size: int, seed: int) -> Task:
+    """Return a rank's task, which is built once for many jobs: reading its data costs as much as training."""
+    task = config.build(rank, world_size, seed, None)
+    add_constants(task)
+    return dataclasses.replace(task, scheduler=None)
+
+
+def add_constants(task: Task) -> None:
+    """Freeze one of the task's parameters and make another one a buffer, so that both can be struck."""
+    found = [
+        (module, name, parameter)
+        for module in task.model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    uses = Counter(id(parameter) for _, _, parameter in found)
+    large = [one for one in found if one[2].numel() >= _LARGE and uses[id(one[2])] == 1]
+    if len(large) < 3:
+        return
+    large[-2][2].requires_grad_(False)
+    module, name, parameter = large[-1]
+    for group in task.optimizer.param_groups:
+        group["params"] = [held for held in group["params"] if held is not parameter]
+    delattr(module, name)
+    module.register_buffer(name, parameter.detach())
+
+
 def _make_injector(trial: Trial, rank: int) -> Injector:
     """Return what strikes this rank; without a fault, an injector that only counts the opportunities of all sites."""
     if trial.fault is not None:
@@ -165,7 +204,7 @@ def _make_injector(trial: Trial, rank: int) -> Injector:
     return Injector(FaultPlan(tuple(Fault(site=site, rank=rank, instant=_NEVER) for site in _SITES)), rank)
 
 
-def _train(parallel: DataParallel, task: Any, updates: int, result: RankResult) -> None:
+def _train(parallel: DataParallel, task: Task, updates: int, result: RankResult) -> None:
     """Train until `updates` are returned, drain, and evaluate."""
     batches = iter(task.loader)
     returned = 0
@@ -197,31 +236,31 @@ class GoldenRun:
         made, stop = self.results[drawn.fault.rank].opportunities[drawn.fault.site]
         # Without guards a damaged length, read while the job is being made, could ask for any amount of memory.
         start = made if drawn.fault.site == "round report" and not self.trial.is_guarded else 0
+        if drawn.fault.site == "buffers":  # which of them forward passes write is known after the first round
+            start = self.trial.micro_batches // self.trial.rounds_per_update
         return dataclasses.replace(self.trial, fault=drawn.fault_within(start, stop), audit=drawn.audit)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GoldenRuns:
-    """The two golden runs of a strategy: with guards, and without, where a fault shows what harm it does."""
+    """The two golden runs of a kind of job: with guards, and without, where a fault shows what harm it does."""
 
     guarded: GoldenRun
     unguarded: GoldenRun
 
 
-def golden_runs(task: TaskConfig, strategy: str, seed: int) -> GoldenRuns:
-    """Make both golden runs of a strategy.
+def golden_runs(task: TaskConfig, job: JobKind, seed: int) -> GoldenRuns:
+    """Make both golden runs of a kind of job.
 
     Raises:
         ConformanceFailed: One of them failed, or guards changed the final parameters.
     """
-    trials = [
-        Trial(task=task, strategy=strategy, is_guarded=is_guarded, seed=seed) for is_guarded in (True, False)
-    ]
+    trials = [Trial(task=task, job=job, is_guarded=is_guarded, seed=seed) for is_guarded in (True, False)]
     guarded, unguarded = (GoldenRun(trial=trial, results=tuple(run_virtual(trial))) for trial in trials)
     for rank, (one, other) in enumerate(zip(guarded.results, unguarded.results, strict=True)):
         if one.error or other.error or one.parameters != other.parameters:
             raise ConformanceFailed(
-                f"a job of {strategy} without a fault, rank {rank}: expected equal parameters with guards and without, "
+                f"a job of {job} without a fault, rank {rank}: expected equal parameters with guards and without, "
                 f"found {one.error or one.parameters} and {other.error or other.parameters}"
             )
     return GoldenRuns(guarded=guarded, unguarded=unguarded)

@@ -197,7 +197,7 @@ def _complain(report: Mapping[str, Any], words: Sequence[str]) -> int:
 def _repeat(campaign: CampaignConfig[TaskConfig], number: int) -> int:
     judgement = repeat_fault(campaign, number)
     drawn = judgement.drawn
-    print(f"fault {number}: {drawn.fault} in {drawn.strategy}, moment {drawn.moment:.3f}")
+    print(f"fault {number}: {drawn.fault} in {drawn.job}, moment {drawn.moment:.3f}")
     print(f"promised: {drawn.promise.summary}")
     print(f"on {'real' if judgement.is_real else 'virtual'} workers, unguarded: {judgement.harm}")
     print(judgement.story)

@@ -236,6 +236,8 @@ class ComputeLane:
         landing, self._in_flight = self.wait_for_lane(), None
         if landing is None:
             raise OutOfTurn(f"{self.where}: landing without take-off")
+        for listener in self.model.listeners:
+            listener.landing_begins()
         self.model.show(landing.buffer.views, landing.shown)
         if self.statistics.names:
             if landing.reduction.skipped:

@@ -56,6 +56,9 @@ class Listener:
     def round_closed(self) -> None:
         """The round can no longer change."""
 
+    def landing_begins(self) -> None:
+        """A round's values are about to be installed; the lane is at rest. Ranks come here at different times."""
+
     def installed(self, values: Sequence[Tensor]) -> None:
         """The model's parameters have been given `values`, in the layout's order."""
 

@@ -113,6 +113,11 @@ class Exchange:
         """The format of parameters, by flat set."""
         self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
+    @property
+    def owed(self) -> list[Tensor]:
+        """What this rank has yet to send, one tensor per flat set; none where the wire keeps no errors."""
+        return [] if self.feedback is None else self.feedback.owed
+
     # Sums
 
     def reduce_scatter(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:

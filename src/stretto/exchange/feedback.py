@@ -33,7 +33,7 @@ class ErrorFeedback:
     def __init__(self, layout: Layout, wire: PackedWire) -> None:
         self._layout = layout
         self._wire = wire
-        self._owed = [
+        self.owed = [
             torch.zeros(
                 flat.numel,
                 dtype=torch.promote_types(flat.accumulation_dtype, torch.float32),
@@ -52,7 +52,7 @@ class ErrorFeedback:
             flats: The contribution, one tensor per flat set; overwritten where it is wide enough to hold the sum.
             used: One number per parameter slot; above zero where this rank has used it.
         """
-        self._sent = [flat.to(owed.dtype).add_(owed) for flat, owed in zip(flats, self._owed, strict=True)]
+        self._sent = [flat.to(owed.dtype).add_(owed) for flat, owed in zip(flats, self.owed, strict=True)]
         self._unused = [slot for slot in self._layout.slots if not used[slot.index]]
         for slot in self._unused:
             self._sent[slot.set_index][slot.start : slot.stop].zero_()
@@ -66,16 +66,16 @@ class ErrorFeedback:
             self._wire.write(sent, packed)  # once more: the receivers' bytes are gone
             sent.sub_(self._wire.read(packed))
         for slot in self._unused:
-            owed = self._owed[slot.set_index][slot.start : slot.stop]
+            owed = self.owed[slot.set_index][slot.start : slot.stop]
             self._sent[slot.set_index][slot.start : slot.stop].copy_(owed)
-        for owed, lost in zip(self._owed, self._sent, strict=True):
+        for owed, lost in zip(self.owed, self._sent, strict=True):
             owed.copy_(lost)
         self._sent = []
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what this rank owes, by parameter; views of its own tensors."""
         return {
-            slot.name: self._owed[slot.set_index][slot.start : slot.stop].view(slot.shape)
+            slot.name: self.owed[slot.set_index][slot.start : slot.stop].view(slot.shape)
             for slot in self._layout.slots
         }
 
@@ -84,7 +84,7 @@ class ErrorFeedback:
 
         Where the number of ranks has changed, each takes over the debts of several or of none.
         """
-        for owed in self._owed:
+        for owed in self.owed:
             owed.zero_()
         for name, owed in self.state_dict().items():
             for state in states:

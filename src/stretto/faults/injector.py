@@ -116,6 +116,8 @@ class Injector:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _RUN = 4
 """Elements of a run: as many as one faulty execution unit of a GPU was seen to damage."""
+_PAGE_BYTES = 4096
+"""Of a page of memory on common processors."""
 
 
 def alias_of(tensor: Tensor) -> Tensor:
@@ -145,10 +147,21 @@ def places(values: Tensor, fault: Fault, generator: torch.Generator) -> Tensor:
         return torch.arange(numel)
     if fault.extent == "fraction":
         return torch.randperm(numel, generator=generator)[: max(1, int(fault.fraction * numel))]
+    if fault.extent == "page":
+        return _pages(values, 2 if fault.pattern == "swapped" else 1, generator)
     wanted = {"element": 1, "run": _RUN, "chunk": max(1, fault.chunk_bytes // values.element_size())}
     count = min(numel, wanted[fault.extent])
     start = int(torch.randint(numel - count + 1, (), generator=generator))
     return torch.arange(start, start + count)
+
+
+def _pages(values: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return the indices of the elements of `count` pages; all elements if there are not so many pages."""
+    length = _PAGE_BYTES // values.element_size()
+    pages = torch.arange(values.numel() // length * length).view(-1, length)
+    if len(pages) < count:
+        return torch.arange(values.numel())
+    return pages[torch.randperm(len(pages), generator=generator)[:count]].flatten()
 
 
 def damaged(selected: Tensor, fault: Fault, stale: Tensor, generator: torch.Generator) -> Tensor:

@@ -8,7 +8,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from stretto.faults.injector import Injector
 from stretto.faults.plan import Site
@@ -16,6 +17,8 @@ from stretto.optimizer import ShardedOptimizer
 from stretto.parallel import DataParallel
 from stretto.strategies import Strategy
 from stretto.strategies.contract import ACCUMULATIONS, Script
+
+ON_COMPUTE_LANE: tuple[Site, ...] = ("gradient", "shown parameters", "frozen parameters", "buffers")
 
 
 def strike_memory(parallel: DataParallel, injector: Injector) -> None:
@@ -29,7 +32,9 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
     | masters, optimizer state | before the lane begins a round |
     | step | after every optimizer step |
     | published values | after masters have been written into the outgoing buffer |
-    | shown parameters | after every micro-batch |
+    | values to be shown | when a round is over on the lane, and waits for its landing |
+    | shown parameters, frozen parameters, buffers that are no statistics | after every micro-batch |
+    | error memory | before the lane begins a round |
     """
     job = parallel.job
     compute, comm, sharded = job.compute, job.comm, job.sharded
@@ -37,10 +42,14 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
     def before_round(*_: Any) -> None:
         injector.offer("masters", sharded.masters)
         injector.offer("optimizer state", list(_state_tensors(sharded)))
+        injector.offer("error memory", job.exchange.owed)
 
     def before_counting(*_: Any) -> None:
         injector.offer("gradient", compute.accumulation.buffer.flats)
         injector.offer("shown parameters", [p.detach() for p in job.model.parameters])
+        model = job.model.model
+        injector.offer("frozen parameters", [p.detach() for p in model.parameters() if not p.requires_grad])
+        injector.offer("buffers", list(_constant_buffers(model)))
 
     def after_publishing(_: None, flats: Sequence[Tensor]) -> None:
         injector.offer(
@@ -52,10 +61,11 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
         )
 
     def committed(site: Site) -> int:
-        return compute.steps if site in ("gradient", "shown parameters") else comm.progress.step
+        return compute.steps if site in ON_COMPUTE_LANE else comm.progress.step
 
     injector.committed = committed
     _before(comm, "advance", before_round)
+    _after(comm, "advance", lambda landing, *_: injector.offer("values to be shown", landing.buffer.flats))
     _before(compute, "count", before_counting)
     comm.strategy = cast(Strategy, _Struck(comm.strategy, injector))
     _after(sharded, "step", lambda *_: injector.offer("step", sharded.masters))
@@ -94,6 +104,13 @@ def _state_tensors(sharded: ShardedOptimizer) -> Iterator[Tensor]:
         for value in sharded.optimizer.state.get(segment.master, {}).values():
             if isinstance(value, Tensor):
                 yield value
+
+
+def _constant_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the buffers that forward passes do not write, as far as that can be told: all but statistics."""
+    for module in model.modules():
+        if not isinstance(module, _NormBase):
+            yield from (buffer.detach() for buffer in module.buffers(recurse=False))
 
 
 def _before(holder: Any, name: str, hook: Callable[..., None]) -> None:

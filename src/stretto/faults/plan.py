@@ -26,11 +26,15 @@ MemorySite = Literal[
     "optimizer state",
     "step",
     "published values",
+    "values to be shown",
     "shown parameters",
+    "frozen parameters",
+    "buffers",
+    "error memory",
 ]
 Site = WireSite | MemorySite
 Lasts = Literal["once", "sticky", "bursts"]
-Extent = Literal["element", "run", "fraction", "chunk", "all"]
+Extent = Literal["element", "run", "fraction", "chunk", "page", "all"]
 Pattern = Literal[
     "flip",
     "word",
@@ -60,6 +64,8 @@ _WORD_PATTERNS: tuple[Pattern, ...] = ("flip", "word", "nan")
 _WORD_WEIGHTS = (80, 19, 1)
 """How often each of them is drawn, in percent: one or a few wrong bits mostly, NaN once in a hundred."""
 _CHUNK_PATTERNS: tuple[Pattern, ...] = ("zero", "stale", "shifted", "duplicated", "swapped", "misread")
+_PAGE_SHARE = 0.4
+"""Share of whole pages among them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +80,8 @@ class Fault:
     """What is damaged. On the wire, as it arrives: contributions to a sum, gathered values, all-reduced and broadcast
     values, records of the round report. In memory: the gradient between micro-batches, the owner's sum, the reduced
     gradient before the step, masters and optimizer state between updates, masters directly after an optimizer step
-    ("step"), published values before they are sent, the parameters in the model."""
+    ("step"), published values before they are sent, gathered values before they are shown, parameters, frozen
+    parameters and buffers in the model, rounding errors that the wire owes."""
     rank: int
     """The rank whose memory is damaged."""
     instant: int = 0
@@ -87,7 +94,7 @@ class Fault:
     """Length of a burst, and of the pause after it, in opportunities."""
     extent: Extent = "element"
     """How much of one tensor: one element; a run of four neighbours; a scattered `fraction`; a chunk of `chunk_bytes`;
-    all."""
+    a page, which is an aligned 4 KiB, and for "swapped" two pages; all."""
     fraction: float = 1e-3
     """Share of the elements, for the extent of that name; at least one element."""
     chunk_bytes: int = 4096
@@ -150,7 +157,8 @@ class FaultPlan:
 def draw_fault(seed: int, sites: Sequence[Site], world_size: int, opportunities: int) -> Fault:
     """Draw one fault that strikes once; the same for the same arguments.
 
-    Half are damaged words, as frequent as on faulty devices; half are chunks with the errors of faulty software.
+    Half are damaged words, as frequent as on faulty devices; half are chunks or whole pages with the errors of faulty
+    software.
 
     Args:
         seed: Of the draw, and of the fault.
@@ -174,7 +182,7 @@ def draw_fault(seed: int, sites: Sequence[Site], world_size: int, opportunities:
         site=site,
         rank=rank,
         instant=instant,
-        extent="chunk",
+        extent="page" if chance.random() < _PAGE_SHARE else "chunk",
         chunk_bytes=chance.choice((64, 512, 4096, 65536)),
         pattern=chance.choice(_CHUNK_PATTERNS),
         seed=seed,

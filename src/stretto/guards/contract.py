@@ -5,9 +5,11 @@
 | `Fingerprint()` | a digest of every part of this rank's state | `dict[Part, int]` | no |
 | `Share(record)` | every rank's record | `list[bytes]`, by rank | yes |
 | `Copy(part, source, onto)` | one rank's values of a part written over those of other ranks | None | yes |
-| `Seal(what)` | checksums of values that nobody may change until the next step | None | no |
-| `Inspect()` | sealed values compared with their checksums | `list[Difference]` | no |
+| `Seal(what)` | checksums of values that nobody may change until their next use | None | no |
+| `Inspect(*what)` | sealed values compared with their checksums | `list[Difference]` | no |
 | `Mend(part)` | a part repaired from its checksum | `bool`: did that succeed? | no |
+| `Publish(part)` | values to be shown written again from the masters | None | no |
+| `Clear(part)` | a part set to zero | None | no |
 | `Replace(parts)` | parts copied from a rank where they are healthy | `dict[Part, int]`: from which rank | yes |
 | `Recompute()` | parts computed again from healthy state | `dict[Part, bool]`: is the result the same? | no |
 | `Where()` | rank and update, for messages | `str` | no |
@@ -32,12 +34,18 @@ class Part:
     """One tensor of a rank's state; ranks of a replicated strategy have the same parts."""
 
     site: str
-    """The kind of tensor: "masters", "optimizer state", "reduced gradient", "values to be shown" or "fixed"."""
+    """The kind of tensor: "masters", "optimizer state", "reduced gradient", "error memory", "values to be shown" or
+    "fixed"."""
     name: str
     """Which tensor of this kind, such as "bucket 3"."""
 
     def __str__(self) -> str:
         return f"{self.site}, {self.name}"
+
+
+Sealable = Literal["state", "reduced gradient", "error memory", "values to be shown"]
+"""Masters and optimizer state, which change at a step; reduced gradients, from their sum to their step; rounding errors
+that a wire owes, which change at every sum; values that have been gathered or published, until they are shown."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,11 +61,12 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Digest every part of the state that this rank holds.
+    """Digest every part that all ranks hold alike.
 
-    The parts are masters, optimizer state, the values that the model will show next, and fixed tensors: frozen
-    parameters and integer buffers. Answer: 64-bit digests by part, in the same order on all ranks of a replicated
-    strategy. The digest is 0 for a fixed tensor that somebody has written; such a part is not compared.
+    The parts are the values that the model will show next; with a replicated optimizer, masters and optimizer state;
+    and with a strategy that does not overlap, fixed tensors: frozen parameters and integer buffers. Answer: 64-bit
+    digests by part, in the same order on all ranks. The digest is 0 for a fixed tensor that somebody has written; such
+    a part is not compared.
     """
 
 
@@ -80,17 +89,16 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seal:
-    """Keep checksums of masters and optimizer state, or of reduced gradients, until the next `Step` changes them.
+    """Keep checksums of values until the job changes them. A part that is sealed already keeps its checksum."""
 
-    A part that is sealed already keeps its checksum.
-    """
-
-    what: Literal["state", "reduced gradient"]
+    what: Sealable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inspect:
-    """Compare everything that is sealed with its checksum. Answer: the differences."""
+    """Compare sealed values with their checksums. Answer: the differences."""
+
+    what: tuple[Sealable, ...] = ("state", "reduced gradient")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,12 +120,30 @@ class Replace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Publish:
+    """Write damaged values to be shown again, from the masters of a replicated optimizer.
+
+    Raises `StateCorrupt` if the result is not as it was sealed, and under a sharded strategy.
+    """
+
+    part: Part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Clear:
+    """Set a sealed part to zero, and seal it anew."""
+
+    part: Part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Recompute:
     """Compute this rank's parts again, and compare.
 
-    Values to be shown are compared with what the masters publish. Masters and optimizer state are compared with a
-    rehearsal of the last step, if a guard has asked for one (`Guard.rehearses_step`). Answer: by part, whether it is
-    the same; it leaves out parts that cannot be computed again.
+    Values to be shown are compared with their seal, or with what the masters of a replicated optimizer publish. Masters
+    and optimizer state are compared with a rehearsal of the last step, if a guard has asked for one
+    (`Guard.rehearses_step`). Answer: by part, whether it is the same; it leaves out parts that cannot be computed
+    again.
     """
 
 
@@ -143,7 +169,20 @@ class Report:
     found: str | None = None
 
 
-GuardEffect = Fingerprint | Share | Copy | Seal | Inspect | Mend | Replace | Recompute | Where | Report
+GuardEffect = (
+    Fingerprint
+    | Share
+    | Copy
+    | Seal
+    | Inspect
+    | Mend
+    | Replace
+    | Publish
+    | Clear
+    | Recompute
+    | Where
+    | Report
+)
 GuardScript = Generator[GuardEffect, Any, None]
 
 
@@ -155,6 +194,9 @@ class RoundWatch:
 
     def installed(self, values: Sequence[Tensor]) -> None:
         """The model's parameters have been given `values`, in the layout's order."""
+
+    def begin_again(self) -> None:
+        """The model has been given a checkpoint's state."""
 
     def round_ends(self) -> Sequence[Incident]:
         """All micro-batches of a round are counted; called on all ranks. Return the incidents found."""
@@ -175,10 +217,14 @@ class Guard(ABC):
 
     Note [When]
         at_start        before the first update, and whenever state has been loaded from a checkpoint;
+        before_reduce   once per round, before its gradient is sent; and before state is saved;
         after_reduce    once per round, when the round's gradient has been summed;
         before_step     before every `Step` and every `Preview` reads the reduced gradient, masters and optimizer state;
+        after_gather    whenever the values that the model will show have been gathered;
         after_update    once per update, after its last values have been published or gathered and before the model
-                        shows them; also if the update had no weight and nothing was stepped.
+                        shows them; also if the update had no weight and nothing was stepped;
+        before_landing  once per round, on the compute lane, right before the model shows what it brought. Ranks come
+                        here at different times: effects that are not collective only.
 
         At each of these moments, guards run in the order in which the user gave them.
     """
@@ -189,7 +235,7 @@ class Guard(ABC):
     """Whether the guard may run while the gradients of the next update accumulate. A guard that must finish before
     values are shown says False: its time is then exposed or hidden like that of its strategy."""
     needs_replicas: ClassVar[bool] = False
-    """Whether it compares ranks with each other, and so works only with a replicated optimizer."""
+    """Whether it compares ranks with each other, so that it is not asked while their replicas may differ."""
     needs_equal_parameters: ClassVar[bool] = False
     """Whether all ranks must show the same parameters, so that it does not work with averages of replicas."""
 
@@ -217,10 +263,22 @@ class Guard(ABC):
         """
         yield from ()
 
+    def before_reduce(self) -> GuardScript:
+        """Yield the effects before a gradient is sent; none unless overridden."""
+        yield from ()
+
     def after_reduce(self) -> GuardScript:
         """Yield the effects after a gradient has been summed; none unless overridden."""
         yield from ()
 
     def before_step(self) -> GuardScript:
         """Yield the effects before gradient, masters and optimizer state are read; none unless overridden."""
+        yield from ()
+
+    def after_gather(self) -> GuardScript:
+        """Yield the effects after values have been gathered; none unless overridden."""
+        yield from ()
+
+    def before_landing(self) -> GuardScript:
+        """Yield the effects before the model shows what a round brought; none unless overridden."""
         yield from ()

@@ -3,14 +3,17 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from stretto.checksums import Checksum, digest
+from stretto.checksums import digest
+from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.replica import Flight, Performer, Replica
 from stretto.errors import StateCorrupt
 from stretto.guards.contract import (
+    Clear,
     Copy,
     Difference,
     Fingerprint,
@@ -19,13 +22,16 @@ from stretto.guards.contract import (
     Inspect,
     Mend,
     Part,
+    Publish,
     Recompute,
     Replace,
     Report,
     Seal,
+    Sealable,
     Share,
     Where,
 )
+from stretto.guards.seals import Seals
 from stretto.guards.strikes import Strikes
 from stretto.guards.weave import Arrived, Conclude, Forget, Moment
 from stretto.optimizer import MASTER, Hyperparameters, ReducedGradient, ShardedOptimizer
@@ -69,6 +75,7 @@ class GuardInterpreter:
     ) -> None:
         self.guards = tuple(guards)
         self._exchange = replica.exchange
+        self._is_replicated = replica.replicated
         self._sharded = replica.sharded
         self._progress = replica.progress
         self._replica = replica
@@ -84,26 +91,26 @@ class GuardInterpreter:
         """Incidents on this rank since the end of the last update."""
         self._gradients: list[ReducedGradient] = []
         """Reduced gradients that no step has used yet."""
-        self._checksums: dict[Part, Checksum] = {}
-        self._sealed: dict[Part, Tensor] = {}
-        """The tensors that were sealed; a part may have a new tensor since then."""
+        self._seals = Seals()
 
     @property
     def performers(self) -> Mapping[type, Performer]:
         """The performer of each kind of effect."""
         return {
             Arrived: self._arrived,
-            Forget: lambda _, __: self.forget(),
+            Forget: lambda effect, _: self.forget(effect.what),
             Conclude: self._conclude,
             Fingerprint: lambda _, flight: self._fingerprints(flight),
             Share: lambda effect, _: self._exchange.gather_bytes(effect.record),
             Copy: lambda effect, flight: self._copy(
                 effect.part, dict(self._parts(flight))[effect.part], effect.source, effect.onto
             ),
-            Seal: lambda effect, _: self._seal(effect.what),
-            Inspect: lambda _, __: list(self._differences()),
-            Mend: lambda effect, _: self._checksums[effect.part].repairs(self._sealed[effect.part]),
+            Seal: lambda effect, flight: self._seal(effect.what, flight),
+            Inspect: lambda effect, _: list(self._differences(effect.what)),
+            Mend: lambda effect, _: self._seals.mend(effect.part),
             Replace: lambda effect, _: self._replace(effect.parts),
+            Publish: lambda effect, _: self._publish(effect.part),
+            Clear: lambda effect, _: self._clear(effect.part),
             Recompute: lambda _, flight: self._recompute(flight),
             Where: lambda _, __: self._where,
             Report: lambda effect, _: self._report(effect),
@@ -128,15 +135,15 @@ class GuardInterpreter:
 
     def start(self) -> None:
         """Forget all earlier state and let guards begin with the present one."""
-        self.forget()
+        self.forget(get_args(Sealable))
         self.run("at_start")
 
-    def forget(self) -> None:
-        """Forget everything about the state, because it is about to change or came from a checkpoint."""
-        self._rehearsed.clear()
-        self._gradients.clear()
-        self._checksums.clear()
-        self._sealed.clear()
+    def forget(self, what: Sequence[Sealable]) -> None:
+        """Forget everything about these values, because they are about to change or came from a checkpoint."""
+        if "state" in what:
+            self._rehearsed.clear()
+            self._gradients.clear()
+        self._seals.drop(what)
 
     def conclude_job(self) -> tuple[Incident, ...]:
         """Return the incidents after the last update: those of all ranks, and those that this gather itself finds here.
@@ -187,13 +194,13 @@ class GuardInterpreter:
         return f"rank {self._exchange.rank}, update {self._progress.step + 1}"
 
     def _parts(self, flight: Flight | None) -> Iterator[tuple[Part, Tensor]]:
-        """Yield every part that is equal on all ranks of a replicated strategy, in the same order on all ranks.
+        """Yield every part that is equal on all ranks, in the same order on all ranks.
 
         Without a flight, the model may be running, and its forward passes may be writing its buffers.
         """
-        yield from self._state()
-        for index, flat in enumerate(flight.round.buffer.flats if flight is not None else ()):
-            yield Part(SHOWN, f"set {index}"), flat
+        if self._is_replicated:
+            yield from self._state()
+        yield from self._shown(flight)
         yield from self._fixed.items() if flight is not None else ()
 
     def _state(self) -> Iterator[tuple[Part, Tensor]]:
@@ -204,6 +211,10 @@ class GuardInterpreter:
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     yield Part("optimizer state", f"{key} of segment {index}"), value
+
+    def _shown(self, flight: Flight | None) -> Iterator[tuple[Part, Tensor]]:
+        for index, flat in enumerate(flight.round.buffer.flats if flight is not None else ()):
+            yield Part(SHOWN, f"set {index}"), flat
 
     def _sums(self) -> Iterator[tuple[Part, Tensor]]:
         for number, gradient in enumerate(self._gradients):
@@ -232,12 +243,14 @@ class GuardInterpreter:
             for key in expected.keys() | found.keys():
                 part = self._part_of(index, key)
                 right[part] = right.get(part, True) and expected.get(key) == found.get(key)
-        flats = [torch.zeros_like(flat) for flat in flight.round.buffer.flats] if flight is not None else []
+        for part, _ in self._seals.sealed(("values to be shown",)):
+            right[part] = self._seals.difference(part) is None
+        shown = dict(self._shown(flight)) if self._is_replicated else {}
+        flats = [torch.zeros_like(flat) for flat in shown.values()]
         if flats:
             self._sharded.publish(flats)
-        shown = [tensor for part, tensor in self._parts(flight) if part.site == SHOWN]
-        for index, (flat, tensor) in enumerate(zip(flats, shown, strict=True)):
-            right[Part(SHOWN, f"set {index}")] = digest(flat) == digest(tensor)
+        for flat, (part, tensor) in zip(flats, shown.items(), strict=True):
+            right[part] = digest(flat) == digest(tensor)
         return right
 
     def _part_of(self, segment: int, key: str) -> Part:
@@ -246,19 +259,29 @@ class GuardInterpreter:
             return Part("masters", f"bucket {self._sharded.segments[segment].bucket}")
         return Part("optimizer state", f"{key} of segment {segment}")
 
-    def _seal(self, what: str) -> None:
-        for part, tensor in self._state() if what == "state" else self._sums():
-            if part not in self._sealed:
-                self._sealed[part], self._checksums[part] = tensor, Checksum.of(tensor)
+    def _seal(self, what: Sealable, flight: Flight | None) -> None:
+        match what:
+            case "state":
+                self._seals.add(what, self._state())
+            case "reduced gradient":
+                self._seals.add(what, self._sums())
+            case "error memory":
+                self._seals.drop_written(what)
+                parts = [Part(what, f"set {index}") for index in range(len(self._exchange.owed))]
+                self._seals.add(what, zip(parts, self._exchange.owed, strict=True))
+            case "values to be shown":
+                self._seals.add(what, self._shown(flight))
 
-    def _differences(self) -> Iterator[Difference]:
+    def _differences(self, what: Sequence[Sealable]) -> Iterator[Difference]:
         """Yield the parts that have changed since they were sealed; parts that were cut again are not compared."""
-        present = {part: tensor for parts in (self._state(), self._sums()) for part, tensor in parts}
-        for part, tensor in self._sealed.items():
-            if present.get(part) is tensor:
-                expected, found = self._checksums[part].digest, digest(tensor)
-                if expected != found:
-                    yield Difference(part, expected, found)
+        # A checkpoint has gradients exchanged outside an update, which changes what the wire owes.
+        self._seals.drop_written("error memory")
+        state = dict(self._state()) if "state" in what else {}
+        for part, tensor in self._seals.sealed(what):
+            is_cut_again = part.site in ("masters", "optimizer state") and state.get(part) is not tensor
+            difference = None if is_cut_again else self._seals.difference(part)
+            if difference is not None:
+                yield difference
 
     def _replace(self, parts: Sequence[Part]) -> dict[Part, int]:
         """Replace this rank's damaged parts by those of other ranks, and send healthy parts to ranks that need them."""
@@ -278,9 +301,22 @@ class GuardInterpreter:
                 self._give_up([part])
             onto = tuple(rank for rank, of_rank in enumerate(damaged) if part in of_rank)
             sources[part] = healthy[0]
-            self._copy(part, self._sealed[part], healthy[0], onto)
-        self._give_up([difference.part for difference in self._differences()])
+            self._copy(part, self._seals.tensor(part), healthy[0], onto, is_as_sealed=True)
+        self._give_up([difference.part for difference in self._differences(Inspect().what)])
         return sources
+
+    def _publish(self, part: Part) -> None:
+        """Write damaged values to be shown again, from masters that this rank holds whole."""
+        if self._is_replicated:
+            buffer = GradientBuffer(self._sharded.layout)
+            self._sharded.publish(buffer.flats)
+            fresh = {Part(SHOWN, f"set {index}"): flat for index, flat in enumerate(buffer.flats)}
+            self._seals.tensor(part).copy_(fresh[part])
+        self._give_up([part] if self._seals.difference(part) is not None else [])
+
+    def _clear(self, part: Part) -> None:
+        self._seals.tensor(part).zero_()
+        self._seals.renew(part)
 
     def _give_up(self, parts: Sequence[Part]) -> None:
         if parts:
@@ -290,9 +326,13 @@ class GuardInterpreter:
                 ranks=[self._exchange.rank],
             )
 
-    def _copy(self, part: Part, own: Tensor, source: int, onto: tuple[int, ...]) -> None:
-        """Send a part from one rank to all; the ranks in `onto` keep it."""
+    def _copy(
+        self, part: Part, own: Tensor, source: int, onto: tuple[int, ...], *, is_as_sealed: bool = False
+    ) -> None:
+        """Send a part from one rank to all; the ranks in `onto` keep it, and seal it anew unless it is as sealed."""
         is_wanted = self._exchange.rank in onto
         self._exchange.broadcast(own if is_wanted else own.clone(), source, f"copy of {part}")
         if is_wanted and part in self._versions:
             self._versions[part] = own._version
+        if is_wanted and not is_as_sealed:
+            self._seals.renew(part)

@@ -106,6 +106,11 @@ class KeptRound:
                 if name in values and not same_bytes(buffer, values[name]):
                     buffer.copy_(values[name])
 
+    def correct(self, name: str, buffer: Tensor) -> None:
+        """Begin reruns of this round with another value of a buffer: the one it had at the start was damaged."""
+        if name in self._buffers:
+            self._buffers[name] = buffer.detach().clone()
+
     def to_bytes(self) -> bytes:
         """Return the round for another rank: batches, random states and buffers.
 
@@ -190,18 +195,26 @@ class GuardedRounds(Listener):
         """Drop the kept round."""
         self.kept.forget()
 
+    def landing_begins(self) -> None:
+        """Let guards look at the values before the model shows them."""
+        self._interpreter.run("before_landing")
+        self._interpreter.forget(("values to be shown",))
+
     def installed(self, values: Sequence[Tensor]) -> None:
         """Tell every guard which values were installed."""
         for watch in self._watches:
             watch.installed(values)
 
     def committed_is_read(self) -> None:
-        """Let guards look at masters and optimizer state before they are shown or saved."""
+        """Let guards look at masters, optimizer state and error memory before they are shown or saved."""
         self._interpreter.run("before_step")
+        self._interpreter.run("before_reduce")
 
     def began_again(self) -> None:
         """Let guards begin with the present state."""
         self._interpreter.start()
+        for watch in self._watches:
+            watch.begin_again()
 
     def ended(self) -> Sequence[Incident]:
         """Return the incidents found after the last update."""

@@ -31,11 +31,14 @@ _ATTEMPTS = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaGuard(Guard):
-    """Compares digests of masters, optimizer state, values to be shown and fixed tensors over ranks at every update.
+    """Compares digests of what ranks hold alike, at every update.
 
+    Compared: the values that the model will show; with a replicated optimizer, masters and optimizer state; with a
+    strategy that does not overlap, frozen parameters and whole-number buffers.
     Named: for every tensor, the ranks outside a strict majority. Their tensors are overwritten by those of a member of
-    the majority, and compared again, before anything is shown. Without a majority, as between two ranks, parts are
-    computed again to decide: values to be shown from masters that agree; with `recompute`, masters and optimizer state
+    the majority, and compared again, before anything is shown. If most ranks are damaged alike, the majority is wrong,
+    and the healthy rank is named. Without a majority, as between two ranks, parts are computed again to decide: values
+    to be shown from their seal (`AtRest`) or from masters that agree; with `recompute`, masters and optimizer state
     from a rehearsal of the step. If this does not decide, the job ends. Use `AtRest` as well: it names the rank whose
     values changed while nobody used them, and mends them before they reach other ranks.
     Traffic: eight bytes per rank and update if nothing is damaged.
@@ -75,7 +78,8 @@ class ReplicaGuard(Guard):
                 where = yield Where()
                 raise ReplicasDiverged(
                     f"{where}: replicas still differ after {attempt} copies, in {'; '.join(map(str, unequal))}; go on "
-                    "from the last checkpoint"
+                    "from the last checkpoint",
+                    ranks=sorted({rank for held in unequal.values() for rank in _outvoted(held)}),
                 )
             for part, held in unequal.items():
                 yield from self._repair(part, held)
@@ -113,6 +117,12 @@ class ReplicaGuard(Guard):
                 "rank, which can tell"
             )
         return right.pop()
+
+
+def _outvoted(held: Sequence[int]) -> list[int]:
+    """Return the ranks outside a strict majority; none if there is no majority."""
+    value, count = Counter(held).most_common(1)[0]
+    return [rank for rank, own in enumerate(held) if own != value] if 2 * count > len(held) else []
 
 
 def _packed(digests: Sequence[int]) -> bytes:

@@ -1,20 +1,41 @@
-"""Guards woven into a strategy's script: their effects come before a step, after a sum, and after an update.
+"""Guards woven into a strategy's script: their effects come between those of the strategy.
 
-    reduce  ->  Arrived, after_reduce  ->  preview or step: before_step, Forget  ->  boundary: after_update, Conclude
+    Begin, before_reduce  ->  reduce  ->  Arrived, after_reduce
+    before_step, Forget   ->  preview or step
+    Forget                ->  gather    ->  after_gather
+                              boundary  ->  after_update, Conclude
 
-An average replaces masters, so the seals are forgotten before it. An average that runs before the next gradients is
-guarded like a separate update without a step.
+What comes before a reduction needs a `Begin`: the lane then performs it when the round has been handed over, and not at
+the end of the round before. An average replaces masters, so the seals are forgotten before it. An average that runs
+before the next gradients is guarded like a separate update without a step.
 """
 
 import dataclasses
 from collections.abc import Callable, Generator
 from typing import Any, Literal
 
-from stretto.guards.contract import GuardScript
+from stretto.guards.contract import GuardScript, Sealable
 from stretto.optimizer import ReducedGradient
-from stretto.strategies.contract import ACCUMULATIONS, Average, Boundary, Preview, Script, Step
+from stretto.strategies.contract import (
+    ACCUMULATIONS,
+    Average,
+    Begin,
+    Boundary,
+    Gather,
+    Preview,
+    Script,
+    Step,
+)
 
-Moment = Literal["at_start", "after_reduce", "before_step", "after_update"]
+Moment = Literal[
+    "at_start",
+    "before_reduce",
+    "after_reduce",
+    "before_step",
+    "after_gather",
+    "after_update",
+    "before_landing",
+]
 """When guards are asked; see Note [When] in `stretto.guards.contract`."""
 
 
@@ -27,7 +48,9 @@ class Arrived:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forget:
-    """Masters and optimizer state are about to change."""
+    """Values are about to change: their seals no longer count."""
+
+    what: tuple[Sealable, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,12 +68,19 @@ def guarded(script: Script, ask: Callable[[Moment], GuardScript]) -> Generator[A
         if isinstance(effect, Step | Preview) or runs_ahead:
             yield from ask("before_step")
         if isinstance(effect, Step | Average):
-            yield Forget()
+            yield Forget(("state", "reduced gradient"))
+        if isinstance(effect, Gather):
+            yield Forget(("values to be shown",))
+        if isinstance(effect, ACCUMULATIONS):
+            yield Begin()
+            yield from ask("before_reduce")
         reply = yield effect
         if isinstance(effect, ACCUMULATIONS):
             is_ahead = False
             yield Arrived(reply)
             yield from ask("after_reduce")
+        elif isinstance(effect, Gather):
+            yield from ask("after_gather")
         elif isinstance(effect, Boundary):
             is_ahead = True
             yield from ask("after_update")

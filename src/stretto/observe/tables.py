@@ -1,6 +1,7 @@
 """Tables on the screen or in a file: the results of a comparison, and those of a campaign."""
 
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -159,7 +160,7 @@ def print_campaign(report: Mapping[str, Any]) -> None:
     print(f"{len(report['broken'])} promises broken")
     print(f"{report['false_alarms']} false alarms in {report['clean_rounds']:,} clean rounds")
     overheads = ", ".join(f"{name} {share - 1:+.0%}" for name, share in report["overheads"].items())
-    print(f"processor time of guards: {overheads}")
+    print(textwrap.fill(f"processor time of guards: {overheads}", 80))
     print(f"{report['seconds']:.0f} s")
 
 

@@ -1,0 +1,69 @@
+"""Seals: checksums of a rank's values from one use to the next, which show what has changed and repair it."""
+
+import dataclasses
+from collections.abc import Container, Iterable, Iterator
+
+from torch import Tensor
+
+from stretto.checksums import Checksum, digest
+from stretto.guards.contract import Difference, Part, Sealable
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Seal:
+    """What was sealed, and its checksum."""
+
+    what: Sealable
+    tensor: Tensor
+    """A part may have a new tensor since then."""
+    checksum: Checksum
+    version: int
+    """The tensor's version counter, which counts writes by torch and no damage."""
+
+
+class Seals:
+    """The seals of one rank."""
+
+    def __init__(self) -> None:
+        self._seals: dict[Part, _Seal] = {}
+
+    def add(self, what: Sealable, parts: Iterable[tuple[Part, Tensor]]) -> None:
+        """Seal parts as they are; a part that is sealed already keeps its seal."""
+        for part, tensor in parts:
+            if part not in self._seals:
+                self._seals[part] = _Seal(what, tensor, Checksum.of(tensor), tensor._version)
+
+    def renew(self, part: Part) -> None:
+        """Seal a part as it is now, if it is sealed."""
+        if part in self._seals:
+            seal = self._seals.pop(part)
+            self.add(seal.what, [(part, seal.tensor)])
+
+    def drop(self, what: Container[Sealable]) -> None:
+        """Drop the seals of values that are about to change."""
+        self._seals = {part: seal for part, seal in self._seals.items() if seal.what not in what}
+
+    def drop_written(self, what: Sealable) -> None:
+        """Drop the seals of values that the job itself has written since."""
+        for part, seal in list(self._seals.items()):
+            if seal.what == what and seal.tensor._version != seal.version:
+                del self._seals[part]
+
+    def sealed(self, what: Container[Sealable]) -> Iterator[tuple[Part, Tensor]]:
+        """Yield the parts of these kinds, each with the tensor that was sealed."""
+        yield from [(part, seal.tensor) for part, seal in self._seals.items() if seal.what in what]
+
+    def difference(self, part: Part) -> Difference | None:
+        """Return how a sealed part has changed; None if it has not."""
+        seal = self._seals[part]
+        expected, found = seal.checksum.digest, digest(seal.tensor)
+        return None if expected == found else Difference(part, expected, found)
+
+    def mend(self, part: Part) -> bool:
+        """Repair a sealed part in place, and return whether that succeeded."""
+        seal = self._seals[part]
+        return seal.checksum.repairs(seal.tensor)
+
+    def tensor(self, part: Part) -> Tensor:
+        """Return the tensor of a sealed part."""
+        return self._seals[part].tensor

@@ -1,0 +1,197 @@
+"""What the model holds while gradients are computed: parameters that train, frozen parameters, and buffers."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Self
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from stretto.checksums import Checksum, digest, hexadecimal
+from stretto.engine.accumulation import GradientBuffer
+from stretto.engine.agreement import untrained
+from stretto.errors import StateCorrupt
+from stretto.guards.contract import RoundWatch
+from stretto.guards.replay import GuardedRounds
+from stretto.records import Incident
+
+Mark = tuple[int, int]
+"""Address and version counter of a tensor: another one means that the job, or the user, has written it."""
+
+
+def mark_of(tensor: Tensor) -> Mark:
+    """Return a tensor's mark."""
+    return tensor.data_ptr(), tensor._version
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Constant:
+    """A tensor that does not train, and its checksum while nobody writes it.
+
+    A buffer that forward passes write costs no checksum: one is taken only after a round in which nobody wrote it.
+    """
+
+    mark: Mark
+    checksum: Checksum | None
+
+    @classmethod
+    def sealed(cls, tensor: Tensor) -> Self:
+        """Take the checksum of a tensor as it is now."""
+        return cls(mark_of(tensor), Checksum.of(tensor))
+
+    @classmethod
+    def following(cls, before: Self | None, tensor: Tensor) -> Self:
+        """Return what is known of a tensor at the end of a round, from what was known a round before."""
+        if before is None or before.mark != mark_of(tensor):
+            return cls(mark_of(tensor), None)
+        return before if before.checksum is not None else cls.sealed(tensor)
+
+
+class ShownValues(RoundWatch):
+    """Compares what the model holds with what it held before, once all micro-batches of a round are counted.
+
+    That is: trained parameters with the installed values; frozen parameters and buffers with what they were at the end
+    of the round before. Damaged ones are mended, or trained ones installed again. The round's gradients come from the
+    damaged values, so the micro-batches are run again if they were kept; otherwise this rank leaves the round out.
+
+    Note [Buffers that are written]
+        A write by a torch operation shows in the version counter. Some kernels write without it: those of batch
+        normalization, and perhaps the user's own. So a floating-point buffer is watched only if it is no statistic of
+        a normalization, and has not changed in the first round.
+
+    Args:
+        guard: Name of the guard.
+        rounds: The job's rounds.
+    """
+
+    def __init__(self, guard: str, rounds: GuardedRounds) -> None:
+        self._guard = guard
+        self._rounds = rounds
+        self._model = rounds.job.model
+        self._checksums: list[Checksum] = []
+        """Of the installed values, by parameter."""
+        self._constants: dict[str, _Constant] = {}
+        """Frozen parameters and buffers, by name."""
+        self._written: set[str] = set()
+        """Names of buffers that are not watched; see Note [Buffers that are written]."""
+        self._is_first_round = True
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Take checksums of all that the model holds now."""
+        self.installed([parameter.detach() for parameter in self._model.parameters])
+        self._constants = {name: _Constant.sealed(tensor) for name, tensor in untrained(self._model.model)}
+        self._written = set(_statistics_of(self._model.model))
+        self._is_first_round = True
+
+    def installed(self, values: Sequence[Tensor]) -> None:
+        """Keep checksums of `values`, not of the parameters, so that damage during installation is noticed too."""
+        pairs = zip(values, self._model.parameters, strict=True)
+        self._checksums = [Checksum.of(value.detach().to(parameter.dtype)) for value, parameter in pairs]
+
+    def round_ends(self) -> Sequence[Incident]:
+        """Repair damaged parameters, and compute the round's gradients again or leave them out."""
+        accumulation = self._rounds.job.compute.accumulation
+        count = accumulation.contribution.count
+        found = [*self._repair(), *self._repair_constants()] if count else []
+        if not found:
+            return found
+        outcome = "this rank's micro-batches of the round replayed"
+        if not self._replay():
+            accumulation.begin(accumulation.buffer).attach()
+            accumulation.contribution.count = count
+            accumulation.is_left_out = True
+            outcome = "this rank's gradients of the round left out"
+        return [dataclasses.replace(one, action=f"{one.action}, {outcome}") for one in found]
+
+    def _repair(self) -> list[Incident]:
+        """Mend damaged parameters where possible, and return the incidents; the rest must be installed again."""
+        incidents = []
+        for name, parameter, checksum in zip(
+            self._model.names, self._model.parameters, self._checksums, strict=True
+        ):
+            found = digest(parameter)
+            if found != checksum.digest:
+                action = "mended" if checksum.repairs(parameter) else "installed anew"
+                incidents.append(self._incident("shown parameters", name, action, checksum.digest, found))
+        if incidents:
+            self._model.remember()
+        return incidents
+
+    def _repair_constants(self) -> list[Incident]:
+        """Mend damaged frozen parameters and buffers, and return the incidents.
+
+        Raises:
+            StateCorrupt: One cannot be mended.
+        """
+        incidents = []
+        frozen = {name for name, _ in self._model.model.named_parameters()}
+        for name, tensor in untrained(self._model.model):
+            if name in self._written:
+                continue
+            constant = self._constants[name] = _Constant.following(self._constants.get(name), tensor)
+            if constant.checksum is None or (found := digest(tensor)) == constant.checksum.digest:
+                continue
+            if self._is_first_round and name not in frozen and tensor.is_floating_point():
+                self._written.add(name)
+                continue
+            site = "frozen parameters" if name in frozen else "buffers"
+            if not constant.checksum.repairs(tensor):
+                raise StateCorrupt(
+                    f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond mending: expected digest "
+                    f"{hexadecimal(constant.checksum.digest)}, found {hexadecimal(found)}, and nobody has written "
+                    "it; go on from the last checkpoint",
+                    ranks=[self._rounds.job.exchange.rank],
+                )
+            self._constants[name] = _Constant(mark_of(tensor), constant.checksum)
+            self._rounds.kept.correct(name, tensor)
+            incidents.append(self._incident(site, name, "mended", constant.checksum.digest, found))
+        self._is_first_round = False
+        return incidents
+
+    def _incident(self, site: str, part: str, action: str, expected: int, found: int) -> Incident:
+        return Incident(
+            step=self._rounds.job.compute.steps + 1,
+            guard=self._guard,
+            site=site,
+            part=part,
+            ranks=(self._rounds.job.exchange.rank,),
+            action=action,
+            expected=hexadecimal(expected),
+            found=hexadecimal(found),
+        )
+
+    def _replay(self) -> bool:
+        """Run the round's micro-batches again; return whether they ran with the installed values."""
+        rounds, accumulation = self._rounds, self._rounds.job.compute.accumulation
+        if not rounds.kept.is_whole or not self._is_installed():
+            return False
+        accumulation.begin(accumulation.buffer).attach()
+        rounds.kept.run(accumulation, rounds.charge)
+        return self._is_as_installed()
+
+    def _is_installed(self) -> bool:
+        """Return whether the parameters are as installed; if needed, install a replicated optimizer's masters."""
+        if self._is_as_installed():
+            return True
+        job = self._rounds.job
+        if not job.replica.replicated or not job.compute.is_lane_idle:  # somebody may write them
+            return False
+        values = GradientBuffer(job.layout)
+        job.sharded.publish(values.flats)
+        self._model.install(values.views)
+        return self._is_as_installed()
+
+    def _is_as_installed(self) -> bool:
+        pairs = zip(self._model.parameters, self._checksums, strict=True)
+        return all(digest(parameter) == checksum.digest for parameter, checksum in pairs)
+
+
+def _statistics_of(model: nn.Module) -> list[str]:
+    """Return the names of the statistics that normalizations keep."""
+    return [
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        if isinstance(module, _NormBase)
+        for name, _ in module.named_buffers(recurse=False)
+    ]

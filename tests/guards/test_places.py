@@ -1,0 +1,241 @@
+"""Places where values lie between two uses: each is watched, or damage there changes nothing."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stretto as st
+from stretto.errors import CorruptionError, PeerFailed, StateCorrupt
+from stretto.faults import Fault, FaultPlan, FaultyGroup, Injector, strike_memory
+from stretto.faults.injector import alias_of
+from stretto.faults.plan import Extent, Site
+from stretto.records import Incident
+from stretto.virtual import VirtualCluster, VirtualGroup
+from tests.guards.watched import Job, Network, same
+
+STRUCK = 1
+STRATEGIES: dict[str, st.Strategy] = {
+    "ddp": st.DDP(),
+    "zero1": st.ZeRO1(),
+    "dpu": st.DPU(),
+    "wp": st.WeightPrediction(),
+    "acco": st.ACCO(),
+}
+EACH = pytest.mark.parametrize("name", STRATEGIES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What became of one rank."""
+
+    final: list[Tensor]
+    buffers: list[Tensor]
+    incidents: list[Incident]
+    error: Exception | None
+    changed: list[bool]
+
+
+def train(
+    strategy: st.Strategy,
+    fault: Fault | None = None,
+    *,
+    guards: Any = "standard",
+    ranks: int = 3,
+    damage: Callable[[st.DataParallel], None] | None = None,
+    freeze: bool = False,
+    **options: Any,
+) -> list[Seen]:
+    """Train small jobs; `damage` is called on one rank after its third micro-batch."""
+
+    def program(rank: int, group: VirtualGroup) -> Seen:
+        injector = Injector(FaultPlan(() if fault is None else (fault,)), rank)
+        choices = {
+            "guards": guards,
+            "options": st.Options(bucket_bytes=1024, **options),
+            "group": FaultyGroup(group, injector),
+        }
+        job = Job(strategy, rank, width=700, frozen=("enter.weight",) * freeze, **choices)
+        strike_memory(job.parallel, injector)
+        error, incidents = None, []
+        try:
+            for micro_batch in range(8):
+                update = job.micro_batch()
+                incidents += update.incidents if update else ()
+                if micro_batch == 2 and rank == STRUCK and damage is not None:
+                    damage(job.parallel)
+            incidents += [incident for update in job.parallel.finish() for incident in update.incidents]
+            incidents += job.parallel.late_incidents
+        except (CorruptionError, PeerFailed) as raised:
+            error = raised
+        return Seen(
+            final=job.final(),
+            buffers=[buffer.clone() for buffer in job.model.buffers()],
+            incidents=incidents,
+            error=error,
+            changed=[application.changed for application in injector.applications],
+        )
+
+    return list(VirtualCluster(ranks).run(program).values)
+
+
+def fault(site: Site, extent: Extent = "page", instant: int = 2) -> Fault:
+    return Fault(site=site, rank=STRUCK, instant=instant, extent=extent, pattern="zero", seed=1)
+
+
+def assert_repaired(name: str, site: Site, instant: int = 2, **choices: Any) -> None:
+    strategy = STRATEGIES[name]
+    found, clean = train(strategy, fault(site, instant=instant), **choices), train(strategy, **choices)
+    assert found[STRUCK].changed == [True]
+    for seen, healthy in zip(found, clean, strict=True):
+        assert seen.error is None
+        assert {(one.guard, one.site, one.ranks) for one in seen.incidents} == {("rest", site, (STRUCK,))}
+        assert same(seen.final, healthy.final)
+        assert all(map(torch.equal, seen.buffers, healthy.buffers))
+
+
+@EACH
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_page_zeroed_in_values_that_wait_to_be_shown_is_mended(name: str, ranks: int) -> None:
+    assert_repaired(name, "values to be shown", ranks=ranks)
+
+
+@EACH
+def test_a_page_zeroed_in_frozen_parameters_is_mended_and_the_round_run_again(name: str) -> None:
+    assert_repaired(name, "frozen parameters", freeze=True)
+
+
+@EACH
+def test_a_buffer_that_nobody_writes_is_mended_and_the_round_run_again(name: str) -> None:
+    assert_repaired(name, "buffers", instant=5)
+
+
+@EACH
+def test_rounding_errors_that_the_wire_owes_are_mended(name: str) -> None:
+    assert_repaired(name, "error memory", wire="int8")
+
+
+def test_rounding_errors_beyond_repair_are_forgone_and_ranks_stay_equal() -> None:
+    whole = Fault(site="error memory", rank=STRUCK, instant=2, extent="all", pattern="misread")
+    found = train(st.ZeRO1(), whole, wire="int8", guards=(st.AtRest(),))
+    assert {one.action for one in found[0].incidents} <= {"mended", "set to zero"}
+    assert {one.ranks for one in found[0].incidents} == {(STRUCK,)}
+    assert all(same(seen.final, found[0].final) for seen in found)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+@EACH
+def test_standard_guards_work_everywhere_and_say_nothing_where_nothing_is_wrong(name: str, wire: str) -> None:
+    guarded, plain = (train(STRATEGIES[name], guards=guards, wire=wire) for guards in ("standard", ()))
+    assert [seen.incidents for seen in guarded] == [[]] * 3
+    assert all(same(one.final, other.final) for one, other in zip(guarded, plain, strict=True))
+
+
+@pytest.mark.parametrize("name", ["zero1", "dpu", "wp", "acco"])
+def test_replicas_compare_what_their_models_will_show_under_sharded_strategies_too(name: str) -> None:
+    one = fault("gathered values")
+    found = train(STRATEGIES[name], one, guards=(st.ReplicaGuard(),))
+    # An estimate is followed by committed values; only these are compared.
+    assert {incident.ranks for incident in found[0].incidents} <= {(STRUCK,)}
+    if name in ("zero1", "dpu"):
+        assert {incident.site for incident in found[0].incidents} == {"values to be shown"}
+        clean = train(STRATEGIES[name], guards=(st.ReplicaGuard(),))
+        assert all(same(a.final, b.final) for a, b in zip(found, clean, strict=True))
+
+
+def test_of_three_ranks_of_which_two_are_damaged_alike_the_healthy_one_is_named() -> None:
+    def program(rank: int, group: VirtualGroup) -> list[Incident]:
+        job = Job(st.DDP(), rank, group=group, guards=(st.ReplicaGuard(),))
+        owner: Any = job.parallel.job.sharded
+        step = owner.optimizer.step
+
+        def wrong_step() -> None:
+            step()
+            if rank != 0:
+                owner.masters[0][5] += 1
+
+        owner.optimizer.step = wrong_step
+        update = next(update for _ in range(8) if (update := job.micro_batch()))
+        return list(update.incidents)
+
+    for incidents in VirtualCluster(3).run(program).values:
+        assert {incident.ranks for incident in incidents} == {(0,)}
+
+
+def spare_memory(parallel: st.DataParallel) -> list[Tensor]:
+    """Return buffers and sums that the job holds for later."""
+    job: Any = parallel.job
+    idle = [] if job.compute._idle is None else job.compute._idle.flats
+    sums = [total for sums in job.replica._spare_sums for total in sums]
+    return [*idle, *sums, *job.exchange._scratch.values()]
+
+
+@EACH
+def test_damage_to_memory_that_is_overwritten_before_its_use_changes_nothing(name: str) -> None:
+    def damage(parallel: st.DataParallel) -> None:
+        struck = spare_memory(parallel)
+        assert struck
+        for tensor in struck:
+            alias_of(tensor).fill_(7)
+
+    found = train(STRATEGIES[name], guards=(), damage=damage)
+    for seen, healthy in zip(found, train(STRATEGIES[name], guards=()), strict=True):
+        assert seen.error is None
+        assert same(seen.final, healthy.final)
+
+
+class Renewing(Network):
+    """Writes its buffer in some forward passes, as a queue or a moving average does."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            with torch.no_grad():
+                self.get_buffer("shift").add_(0.1)
+                self.scale.mul_(0.99)
+        return super().forward(x)
+
+
+@EACH
+def test_buffers_and_frozen_parameters_that_the_model_writes_raise_no_alarm(name: str) -> None:
+    def program(_: int, group: VirtualGroup) -> list[Incident]:
+        torch.manual_seed(0)
+        model = Renewing(19)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        parallel = st.DataParallel(
+            model, optimizer, STRATEGIES[name], micro_batches=2, group=group, guards=(st.AtRest(),)
+        )
+        updates = [
+            parallel.micro_batch(lambda x: model(x).square().mean(), torch.ones(4, 6)) for _ in range(12)
+        ]
+        return [one for update in (*updates, *parallel.finish()) if update for one in update.incidents]
+
+    assert VirtualCluster(2).run(program).values == ([], [])
+
+
+def test_a_frozen_parameter_beyond_repair_ends_the_job_and_names_the_rank() -> None:
+    whole = Fault(site="frozen parameters", rank=STRUCK, instant=2, extent="all", pattern="misread")
+
+    def program(rank: int, group: VirtualGroup) -> Exception | None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 2))
+        model[0].weight.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallel = st.DataParallel(model, optimizer, group=group, guards=(st.AtRest(),))
+        strike_memory(parallel, Injector(FaultPlan((whole,)), rank))
+        try:
+            for _ in range(6):
+                parallel.micro_batch(lambda x: model(x).square().mean(), torch.ones(1, 64))
+        except (StateCorrupt, PeerFailed) as error:
+            return error
+        return None
+
+    errors = VirtualCluster(3).run(program).values
+    assert isinstance(errors[STRUCK], StateCorrupt)
+    assert errors[STRUCK].ranks == (STRUCK,)
+    assert all(errors)
