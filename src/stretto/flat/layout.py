@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stretto.errors import UnsupportedModel, UnsupportedOptimizer
+from stretto.flat.memory import check_memory
 
 ALIGNMENT = 64
 """Elements; a multiple of the widest vector unit times the unrolling of PyTorch's fused CPU optimizers."""
@@ -139,7 +140,7 @@ def plan_layout(
         The layout, and the parameters in the order of its slots.
 
     Raises:
-        UnsupportedModel: Nothing trains, or a parameter cannot be averaged or has no values.
+        UnsupportedModel: Nothing trains, a parameter cannot be averaged or has no values, or elements share memory.
         UnsupportedOptimizer: Model and optimizer disagree on what trains.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -149,6 +150,7 @@ def plan_layout(
         )
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
+    check_memory([*model.named_parameters(), *model.named_buffers()])
     groups = _group_of_parameter(named, optimizer)
     keys = sorted({_set_key(parameter) for _, parameter in named})
     ordered = sorted(reversed(named), key=lambda item: (keys.index(_set_key(item[1])), groups[id(item[1])]))
