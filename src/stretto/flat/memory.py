@@ -13,7 +13,7 @@ Named = tuple[str, Tensor]
 
 
 def check_memory(named: Sequence[Named]) -> None:
-    """Raise if an element of a trainable parameter shares memory with any other element, or one of a tensor with its own.
+    """Raise if elements share memory: of a trainable parameter with any others, of another tensor with its own.
 
     Every parameter has a gradient of its own, and values are copied into every tensor, so elements in one place would
     get several values. Parts of one storage that lie apart are fine.
@@ -27,7 +27,8 @@ def check_memory(named: Sequence[Named]) -> None:
     by_storage: dict[int, list[Named]] = defaultdict(list)
     for name, tensor in named:
         # Sparse tensors and those that only wrap others have no storage.
-        if tensor.layout is torch.strided and (place := tensor.untyped_storage().data_ptr()):
+        is_placed = tensor.layout is torch.strided and tensor.numel() > 0
+        if is_placed and (place := tensor.untyped_storage().data_ptr()):
             by_storage[place].append((name, tensor))
     for members in by_storage.values():
         if not _lie_apart(members):

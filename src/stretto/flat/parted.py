@@ -190,7 +190,11 @@ class Shares:
             everywhere: Whether to include the shares of all ranks, or only that of this rank.
         """
         parts = [
-            Part(box, _find(fragments, box) if box.numel else torch.empty(0, dtype=dtype), share.rank == self.rank)
+            Part(
+                box,
+                _find(fragments, box) if box.numel else torch.empty(0, dtype=dtype),
+                share.rank == self.rank,
+            )
             for share in self._of_slot[slot.index]
             if everywhere or share.rank == self.rank
             for box in _boxes(slot, share)

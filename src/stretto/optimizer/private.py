@@ -65,7 +65,7 @@ def is_elementwise(value: Any, parameter: Tensor) -> bool:
 
 
 def wrapped_optimizer(wrapper: object) -> str | None:
-    """Return the attribute in which `wrapper` holds an optimizer, as Accelerate's and Fabric's do; None if it is none."""
+    """Return the attribute in which `wrapper` holds an optimizer, as Accelerate's and Fabric's do; None without one."""
     for name in _WRAPPED:
         held = getattr(wrapper, name, None)
         if isinstance(held, torch.optim.Optimizer) and held is not wrapper:

@@ -1,7 +1,7 @@
 """Which optimizers may be sharded: found out by a trial, because names prove nothing.
 
-The optimizer trains a few small tensors twice, as a plain loop does and on owners. If every bit agrees, it works element
-by element, and all that it remembers is in `optimizer.state[parameter]`. Otherwise further trials show why.
+The optimizer trains a few small tensors twice, as a plain loop does and on owners. If every bit agrees, it works
+element by element, and all that it remembers is in `optimizer.state[parameter]`. Otherwise further trials show why.
 """
 
 import torch
@@ -71,8 +71,8 @@ def _reason_against(trial: Trial) -> str | None:
         return f"its state {odd} is neither a number nor one value per element; expected no other kinds"
     if owners.later_state != owners.state:
         return (
-            f"its state is {sorted(owners.state)} at first and {sorted(owners.later_state)} later; expected every entry "
-            "from the first step on, because checkpoints rely on it"
+            f"its state is {sorted(owners.state)} at first and {sorted(owners.later_state)} later; expected every "
+            "entry from the first step on, because checkpoints rely on it"
         )
     return None
 
@@ -93,7 +93,7 @@ def _difference(trial: Trial, plain: PlainLoop) -> str:
             "what it does to one parameter depends on others, as with a norm of all gradients; clip with "
             "Options(clip_norm=...), and take an element-wise optimizer such as AdamW or SGD"
         )
-    first, second = (trial.train(everything, half).history for half in (_first_half, _second_half))
+    first, second = (trial.train_parts(half).history for half in (_first_half, _second_half))
     whole = [[tensor.flatten() for tensor in update] for update in plain.history]
     if not _is_equal(whole, [list(map(_joined, *pair)) for pair in zip(first, second, strict=True)]):
         return (

@@ -1,7 +1,7 @@
-"""A trial: a few updates of small tensors by an optimizer of the user's, as a plain loop makes them and as owners do."""
+"""A few updates of small tensors by an optimizer of the user's class, as a plain loop makes them and as owners do."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -18,8 +18,8 @@ _UPDATES = 6
 """The warm-up of RAdam and the period of Lookahead, as these are usually set, are over at the last."""
 _REPLACED_BEFORE = 3
 _OWNERS = 2
-_NUMEL_MAX = 8192
-"""Elements of a trial tensor; 8-bit optimizers treat those above 4096 in another way."""
+_NUMEL_MIN, _NUMEL_MAX = 3 * ALIGNMENT, 8192
+"""Elements of a trial tensor: enough to be cut; 8-bit optimizers treat those above 4096 in another way."""
 _LEARNING_RATES = (0.01, 0.02, 0.005)
 """Not the user's, which may start at zero, where every optimizer looks harmless."""
 _GRADIENT_SCALES = (1.0, 1e4, 1e-4)
@@ -37,10 +37,16 @@ class Trial:
         self.starts: Values = []
         self._group_of: list[int] = []
         generator = torch.Generator().manual_seed(0)
-        for index, group in enumerate(optimizer.param_groups):
-            for like in _kinds(group["params"]):
-                self.starts.append(_small(like, generator))
-                self._group_of.append(index)
+        kinds = [
+            (i, like) for i, group in enumerate(optimizer.param_groups) for like in _kinds(group["params"])
+        ]
+        largest = max((like.numel() for _, like in kinds), default=0)
+        self.numel = min(max(largest, _NUMEL_MIN), _NUMEL_MAX)
+        """Elements of every trial tensor, but for rounding."""
+        # At least two tensors, because what couples parameters shows between two.
+        for index, like in kinds if len(kinds) > 1 else kinds * 2:
+            self.starts.append(_small(like, self.numel, generator))
+            self._group_of.append(index)
         self.gradients = [
             [torch.randn(start.shape, generator=generator).to(start).mul_(scale) for start in self.starts]
             for scale in islice(cycle(_GRADIENT_SCALES), _UPDATES)
@@ -50,24 +56,27 @@ class Trial:
             for rate in islice(cycle(_LEARNING_RATES), _UPDATES)
         ]
 
-    def rebuilt(self, stands_for: dict[int, Tensor]) -> torch.optim.Optimizer:
+    def rebuilt(self, stands_for: Mapping[int, Tensor]) -> torch.optim.Optimizer:
         """Return a fresh optimizer over tensors, each of which stands for the trial tensor of that index."""
         groups: list[Values] = [[] for _ in self.optimizer.param_groups]
         for index, tensor in stands_for.items():
             groups[self._group_of[index]].append(tensor)
         return rebuild(self.optimizer, groups)
 
-    def train(
-        self, chosen: Sequence[int], part: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    ) -> "PlainLoop":
-        """Train the `chosen` tensors, or a part of each, with one optimizer."""
-        return PlainLoop(self, {index: twin(self.starts[index], part) for index in chosen}, part)
+    def train(self, chosen: Sequence[int]) -> "PlainLoop":
+        """Train the `chosen` tensors with one optimizer."""
+        return PlainLoop(self, {index: _twin(self.starts[index]) for index in chosen}, Tensor.clone)
+
+    def train_parts(self, part: Callable[[Tensor], Tensor]) -> "PlainLoop":
+        """Train a part of every tensor, as a tensor without attributes."""
+        parts = {index: nn.Parameter(part(start.detach()).clone()) for index, start in enumerate(self.starts)}
+        return PlainLoop(self, parts, part)
 
 
 class PlainLoop:
     """What a plain loop makes of some trial tensors."""
 
-    def __init__(self, trial: Trial, tensors: dict[int, Tensor], part: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, trial: Trial, tensors: Mapping[int, Tensor], part: Callable[[Tensor], Tensor]) -> None:
         self.history: list[Values] = []
         """The values after every update."""
         self.changed: set[str] = set()
@@ -80,7 +89,7 @@ class PlainLoop:
                 group.update({key: value for key, value in one.items() if key == "lr"})
             before = read_hyperparameters(optimizer)
             for index, tensor in tensors.items():
-                tensor.grad = part(gradients[index]).clone()
+                tensor.grad = part(gradients[index])
             optimizer.step()
             for old, new in zip(before, read_hyperparameters(optimizer), strict=True):
                 self.changed |= {key for key in new if key not in old or repr(old[key]) != repr(new[key])}
@@ -105,10 +114,11 @@ class Owners:
         """Kind of every entry of the state after the first update, by name: number, moment, plain or other."""
         self.later_state: dict[str, str] = {}
         """The same after the last."""
-        model = nn.ParameterList(twin(start) for start in trial.starts)
+        model = nn.ParameterList(_twin(start) for start in trial.starts)
         self._optimizer = trial.rebuilt(dict(enumerate(model)))
+        # No slice of such a bucket holds a whole tensor, so each is cut.
         self._layout, self._parameters = plan_layout(
-            model, self._optimizer, world_size=_OWNERS, bucket_bytes=2**30, widen=True
+            model, self._optimizer, world_size=_OWNERS, bucket_bytes=trial.numel * 4, widen=True
         )
         self._owners = self._new_owners()
         for update, (gradients, settings) in enumerate(zip(trial.gradients, trial.settings, strict=True)):
@@ -167,11 +177,11 @@ class Owners:
         }
 
 
-def twin(start: Tensor, part: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> nn.Parameter:
-    """Return a parameter of its own with the values, or a part of them, and the attributes of `start`."""
-    own = nn.Parameter(part(start.detach()).clone())
-    vars(own).update(vars(start))
-    return own
+def _twin(start: Tensor) -> nn.Parameter:
+    """Return a parameter of its own with the values and the attributes of `start`."""
+    twin = nn.Parameter(start.detach().clone())
+    vars(twin).update(vars(start))
+    return twin
 
 
 def _kinds(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -183,12 +193,11 @@ def _kinds(parameters: Sequence[Tensor]) -> list[Tensor]:
     return list(found.values())
 
 
-def _small(like: Tensor, generator: torch.Generator) -> nn.Parameter:
-    """Return a parameter of the kind of `like`, large enough to be cut, with the dtype of its master.
+def _small(like: Tensor, numel: int, generator: torch.Generator) -> nn.Parameter:
+    """Return a parameter of the kind of `like` with at least `numel` elements and the dtype of its master.
 
     Its size is a multiple of `ALIGNMENT`, so that fused optimizers see the same vector lanes however it is cut.
     """
-    numel = min(max(like.numel(), _OWNERS * ALIGNMENT), _NUMEL_MAX)
     shape = [2] * (like.dim() - 1)
     row = ALIGNMENT * math.ceil(numel / (2 ** len(shape) * ALIGNMENT))
     start = nn.Parameter(torch.randn(*shape, row, generator=generator).to(like.device, _master_dtype(like)))
