@@ -115,7 +115,10 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize(("strategy", "world_size"), [("zero1", 3), ("ddp", 2), ("acco", 1)])
 @pytest.mark.parametrize("name", ELEMENT_WISE)
 def test_accepted_optimizer_equals_a_plain_loop(name: str, strategy: str, world_size: int) -> None:
-    case = ([(9, 31), (31,), (70, 3)], lambda model: ELEMENT_WISE[name](groups_of(model)))
+    case = (
+        [(9, 31), (31,), (70, 3)],
+        lambda model: ELEMENT_WISE[name](groups_of(model, 2, [{}, {"lr": 0.003}])),
+    )
     found = trained(*case, STRATEGIES[strategy](), world_size)
     assert_equal(found, plain(*case, STRATEGIES[strategy](), world_size))
 

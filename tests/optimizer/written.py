@@ -197,6 +197,13 @@ class CountsOnItself(Written):
         super().update(p, g / self.count, group, state)
 
 
+class EveryThirdStep(CountsOnItself):
+    """Its count is right again whenever a multiple of three steps is left out."""
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        Written.update(self, p, g if self.count % 3 else -g, group, state)
+
+
 class NewStorage(Written):
     def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         p.data = p.data - group["lr"] * g
@@ -288,6 +295,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "DecaysMatrices": (DecaysMatrices, "the shape, the norm"),
     "CountsInGroup": (CountsInGroup, r"parameter groups \(count\)"),
     "CountsOnItself": (CountsOnItself, "outside optimizer.state"),
+    "EveryThirdStep": (EveryThirdStep, "outside optimizer.state"),
     "NewStorage": (NewStorage, "another storage"),
     "WritesGradient": (WritesGradient, r"write into .grad.*p.grad.add\(...\)"),
     "Noisy": (Noisy, "random numbers"),
