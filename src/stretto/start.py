@@ -31,7 +31,7 @@ from stretto.guards.interpreter import GuardInterpreter, RehearsingOptimizer
 from stretto.guards.replay import GuardedRounds
 from stretto.guards.strikes import Strikes, describe_seat
 from stretto.guards.weave import guarded
-from stretto.optimizer import ShardedOptimizer, check_shardable, read_hyperparameters
+from stretto.optimizer import ShardedOptimizer, check_shardable, read_hyperparameters, wrapped_optimizer
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
 
@@ -71,9 +71,12 @@ class Parts:
                 "model: expected parameters of no other job, found some of a DataParallel that has not ended; call its "
                 "finish() first, or its fail(error) to give it up"
             )
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
+        held = wrapped_optimizer(self.optimizer)
+        if held is not None or not isinstance(self.optimizer, torch.optim.Optimizer):
+            found = f"found a {type(self.optimizer).__name__}"
+            meant = f" around another optimizer; hand over its .{held}, without what the wrapper adds"
             raise UnsupportedOptimizer(
-                f"optimizer: expected a torch.optim.Optimizer, found a {type(self.optimizer).__name__}"
+                f"optimizer: expected a torch.optim.Optimizer, {found}{meant if held else ''}"
             )
         # Adagrad has state from the start, at step 0; a momentum has no step count.
         if any(float(state.get("step", 1)) > 0 for state in self.optimizer.state.values() if state):

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.errors import ConfigError
-from stretto.groups.collectives import METHODS, Call, CollectiveGroup, Method
-from stretto.groups.private import CompletedWork, SoloGroup
+from stretto.groups.collective_group import CollectiveGroup, CompletedWork, SoloGroup
+from stretto.groups.collectives import METHODS, Call, Method
 
 NOT_COLLECTIVE = {"send", "recv", "recv_anysource", "_end_coalescing"}
 """They return works too."""

@@ -3,8 +3,9 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import ConfigError
+from stretto.groups.collective_group import SoloGroup
 from stretto.groups.link import Link
-from stretto.groups.private import SoloGroup, private_group, release
+from stretto.groups.private import private_group, release
 from stretto.groups.throttled import ThrottledGroup, register_throttled
 from tests.processes import run_ranks
 

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import CommunicationError
-from stretto.groups.private import SoloGroup
+from stretto.groups.collective_group import SoloGroup
 
 
 def values() -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-from stretto.groups.private import CompletedWork
+from stretto.groups.collective_group import CompletedWork
 from stretto.groups.throttled import LateWork
 
 MOMENT = timedelta(milliseconds=10)

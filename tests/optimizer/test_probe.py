@@ -1,6 +1,6 @@
 """Which optimizers may be sharded is found out by trying."""
 
-from collections.abc import Callable
+import copy
 
 import pytest
 import torch
@@ -9,44 +9,17 @@ from torch import Tensor, nn, optim
 from stretto import DDP, DataParallel
 from stretto.errors import UnsupportedOptimizer
 from stretto.optimizer import check_shardable
-
-ACCEPTED = [
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.NAdam,
-    optim.RAdam,
-    optim.ASGD,
-    optim.Rprop,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.RMSprop,
-    optim.Adamax,
-]
-REFUSED = [optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam]
-
-
-class LayerwiseSGD(optim.Optimizer):
-    """A trust ratio per tensor, as LARS and LAMB have it."""
-
-    def __init__(self, params: object, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter -= group["lr"] * parameter.norm() / parameter.grad.norm() * parameter.grad
-
-
-class SignSGD(LayerwiseSGD):
-    """Element-wise, by a stranger."""
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter -= group["lr"] * parameter.grad.sign()
+from tests.optimizer.written import (
+    ELEMENT_WISE,
+    REFUSED,
+    Around,
+    ClipsByNorm,
+    Lamb,
+    RatePerParameter,
+    RuleObject,
+    SignSGD,
+    Written,
+)
 
 
 class Positional(optim.SGD):
@@ -56,35 +29,139 @@ class Positional(optim.SGD):
         super().__init__(params, lr=strength)
 
 
+class FirstParameter(Written):
+    """Looks at the first parameter of every group, which a rank may not have."""
+
+    def step(self, closure: object = None) -> None:
+        self.device = str(self.param_groups[-1]["params"][0].device)
+        super().step()
+
+
+class LargeOnesByBlock(Written):
+    """Scales by block, as 8-bit optimizers do, and only what is large."""
+
+    def update(self, p: Tensor, g: Tensor, group: dict, state: dict) -> None:
+        super().update(p, g / g.abs().max() if p.numel() >= 4096 else g, group, state)
+
+
 def matrix() -> list[Tensor]:
     return [nn.Parameter(torch.ones(4, 3))]
 
 
-@pytest.mark.parametrize("kind", ACCEPTED, ids=lambda kind: kind.__name__)
+def two_groups() -> list[dict]:
+    return [{"params": matrix()}, {"params": [nn.Parameter(torch.ones(7))]}]
+
+
+@pytest.mark.parametrize("name", ELEMENT_WISE)
 @pytest.mark.parametrize("lr", [0.0, 0.01])
-def test_element_wise_optimizer_is_accepted(kind: Callable[..., optim.Optimizer], lr: float) -> None:
-    check_shardable(kind(matrix(), lr=lr))
+def test_element_wise_optimizer_is_accepted(name: str, lr: float) -> None:
+    optimizer = ELEMENT_WISE[name](two_groups())
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    check_shardable(optimizer)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"fused": True}, {"foreach": True}, {"amsgrad": True}, {"maximize": True}], ids=str
-)
-def test_implementation_of_adamw_does_not_matter(settings: dict[str, bool]) -> None:
+@pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True}, {"lr": torch.tensor(0.1)}], ids=str)
+def test_implementation_of_adamw_does_not_matter(settings: dict) -> None:
     check_shardable(optim.AdamW(matrix(), **settings))
 
 
-@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
-def test_optimizer_that_sees_shapes_or_closures_is_refused_by_name(
-    kind: Callable[..., optim.Optimizer],
-) -> None:
-    with pytest.raises(UnsupportedOptimizer, match=kind.__name__):
-        check_shardable(kind(matrix(), lr=0.01))
+@pytest.mark.parametrize("name", REFUSED)
+def test_any_other_optimizer_is_refused_by_name_with_its_reason(name: str) -> None:
+    make, reason = REFUSED[name]
+    with pytest.raises(UnsupportedOptimizer, match=f"^{name} .*{reason}"):
+        check_shardable(make(two_groups()))
 
 
-def test_strangers_are_judged_by_what_they_do() -> None:
-    check_shardable(SignSGD(matrix()))
-    with pytest.raises(UnsupportedOptimizer, match="LayerwiseSGD cannot be cut into shards"):
-        check_shardable(LayerwiseSGD(matrix()))
+def test_every_optimizer_of_torch_is_either_accepted_or_refused_here() -> None:
+    kinds = {name for name in optim.__all__ if isinstance(getattr(optim, name), type)} - {"Optimizer"}
+    assert kinds - {*ELEMENT_WISE, *REFUSED} == set()
+
+
+@pytest.mark.parametrize("decays", [(0.1, 0.0), (0.0, 0.1), (0.0, 0.0)])
+def test_every_group_is_tried_with_its_own_settings(decays: tuple[float, float]) -> None:
+    groups = [{**group, "weight_decay": decay} for group, decay in zip(two_groups(), decays, strict=True)]
+    if any(decays):
+        with pytest.raises(UnsupportedOptimizer, match="Lamb cannot be cut"):
+            check_shardable(Lamb(groups))
+    else:
+        check_shardable(Lamb(groups))
+
+
+@pytest.mark.parametrize("bound", [1e-3, 1.0, 1e3])
+def test_clip_inside_a_step_shows_whatever_its_bound(bound: float) -> None:
+    with pytest.raises(UnsupportedOptimizer, match="depends on others"):
+        check_shardable(ClipsByNorm(matrix(), bound=bound))
+
+
+def test_size_at_which_a_rule_begins_is_reached_if_the_model_reaches_it() -> None:
+    check_shardable(LargeOnesByBlock(matrix()))
+    with pytest.raises(UnsupportedOptimizer, match="the shape, the norm"):
+        check_shardable(LargeOnesByBlock([nn.Parameter(torch.ones(70, 70))]))
+
+
+def test_attribute_of_a_parameter_shows_if_the_optimizer_reads_it() -> None:
+    parameters = [nn.Parameter(torch.ones(4, 3)) for _ in range(3)]
+    check_shardable(RatePerParameter(parameters))
+    parameters[1].rate = 0.5
+    check_shardable(SignSGD(parameters))
+    with pytest.raises(UnsupportedOptimizer, match="attribute of the parameter"):
+        check_shardable(RatePerParameter(parameters))
+
+
+def test_rank_that_owns_nothing_is_tried_too() -> None:
+    with pytest.raises(UnsupportedOptimizer, match=r"FirstParameter cannot step .* by itself \(IndexError"):
+        check_shardable(FirstParameter(matrix()))
+
+
+def test_object_that_the_constructor_makes_by_itself_is_refused_only_if_it_was_given_one() -> None:
+    with pytest.raises(UnsupportedOptimizer, match="attribute 'rule'"):
+        check_shardable(RuleObject(matrix(), rule=nn.Tanh()))
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_that_would_never_be_called_are_refused(register: str) -> None:
+    optimizer = optim.SGD(matrix())
+    handle = getattr(optimizer, register)(lambda *_: None)
+    with pytest.raises(UnsupportedOptimizer, match="SGD has step hooks"):
+        check_shardable(optimizer)
+    handle.remove()
+    check_shardable(optimizer)
+
+
+def test_step_that_was_replaced_is_refused_unless_a_scheduler_did_it() -> None:
+    optimizer = optim.SGD(matrix())
+    optim.lr_scheduler.LinearLR(optimizer)
+    check_shardable(optimizer)
+    optimizer.step = lambda: None
+    with pytest.raises(UnsupportedOptimizer, match=r"SGD.step was replaced"):
+        check_shardable(optimizer)
+
+
+def test_random_state_is_left_as_it_is() -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(UnsupportedOptimizer, match="random numbers"):
+        check_shardable(REFUSED["Noisy"][0](two_groups()))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Scaled:
+    """Holds an optimizer without being one, as wrappers for mixed precision do."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+
+@pytest.mark.parametrize(("wrapper", "attribute"), [(Around, "optimizer"), (Scaled, "_optimizer")])
+def test_wrapped_optimizer_is_refused_with_the_attribute_that_holds_it(wrapper: type, attribute: str) -> None:
+    model = nn.Linear(3, 3)
+    wrapped = wrapper(optim.AdamW(model.parameters()))
+    with pytest.raises(
+        UnsupportedOptimizer, match=f"found a {wrapper.__name__} .* hand over its .{attribute},"
+    ):
+        DataParallel(model, wrapped, DDP())
+    with DataParallel(model, getattr(wrapped, attribute), DDP()):
+        pass
 
 
 def test_class_that_cannot_be_built_again_is_refused() -> None:
@@ -95,10 +172,10 @@ def test_class_that_cannot_be_built_again_is_refused() -> None:
 def test_probe_does_not_touch_the_users_optimizer() -> None:
     parameters = matrix()
     optimizer = optim.AdamW(parameters, lr=0.5)
+    before = copy.deepcopy(optimizer.state_dict())
     check_shardable(optimizer)
     assert torch.equal(parameters[0], torch.ones(4, 3))
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert not optimizer.state
+    assert optimizer.state_dict() == before
 
 
 def test_refusal_comes_with_wrapping() -> None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from stretto.groups.collectives import CollectiveGroup
-from stretto.groups.private import CompletedWork, private_group
+from stretto.groups.collective_group import CollectiveGroup, CompletedWork
+from stretto.groups.private import private_group
 
 
 class Spoiled(CollectiveGroup):

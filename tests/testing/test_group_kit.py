@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stretto.errors import ConformanceFailed
+from stretto.groups.collective_group import SoloGroup
 from stretto.groups.link import Link
-from stretto.groups.private import SoloGroup
 from stretto.groups.throttled import register_throttled
 from stretto.testing import ProcessGroupConformance
 from stretto.testing.conformance import Program

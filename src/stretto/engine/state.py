@@ -149,7 +149,9 @@ class JobState:
         for slot in self.slots:
             pieces = self.pieces[slot.index]
             own = [(piece.offset, found.get(piece, {})) for piece in pieces]
-            for key, kind in self._kind(slot).items() if pieces else ():
+            if not slot.numel:  # nobody owns a part of it, but plain PyTorch asks for its state
+                own = [(0, self._kind(slot))]
+            for key, kind in self._kind(slot).items() if own else ():
                 name = f"state.{slot.name}.{key}"
                 values = [(offset, state[key]) for offset, state in own if key in state]
                 if not isinstance(kind, Tensor):

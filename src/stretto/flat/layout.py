@@ -10,7 +10,6 @@ Note [Layout]
 
 import dataclasses
 import hashlib
-import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stretto.errors import UnsupportedModel, UnsupportedOptimizer
+from stretto.flat.memory import check_memory
 
 ALIGNMENT = 64
 """Elements; a multiple of the widest vector unit times the unrolling of PyTorch's fused CPU optimizers."""
@@ -145,7 +145,7 @@ def plan_layout(
         The layout, and the parameters in the order of its slots.
 
     Raises:
-        UnsupportedModel: Nothing trains, or a parameter cannot be averaged or has no values.
+        UnsupportedModel: Nothing trains, a parameter cannot be averaged or has no values, or elements share memory.
         UnsupportedOptimizer: Model and optimizer disagree on what trains.
     """
     every = [(original_name(name), parameter) for name, parameter in model.named_parameters()]
@@ -156,7 +156,7 @@ def plan_layout(
         )
     for name, parameter in every:
         _check_parameter(name, parameter)
-    _check_apart(named)
+    check_memory([*model.named_parameters(), *model.named_buffers()])
     groups = _group_of_parameter(named, optimizer)
     keys = sorted({_set_key(parameter) for _, parameter in named})
     ordered = sorted(reversed(named), key=lambda item: (keys.index(_set_key(item[1])), groups[id(item[1])]))
@@ -208,39 +208,6 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise UnsupportedModel(
             f"parameter {name!r} has dtype {parameter.dtype}: expected one of {_TRAINABLE_DTYPES}; {advice}"
         )
-
-
-def _check_apart(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise if an element has two places: each is stepped by itself, and the last one copied in would win.
-
-    Raises:
-        UnsupportedModel: Names the parameter, or both of them.
-    """
-    spans = []
-    for name, parameter in named:
-        strides = zip(parameter.shape, parameter.stride(), strict=True)
-        reach = 1 + sum((size - 1) * stride for size, stride in strides) if parameter.numel() else 0
-        if reach < parameter.numel():
-            raise UnsupportedModel(
-                f"parameter {name!r} holds some element more than once, as expand() makes it: expected elements of "
-                "their own; make it contiguous() before wrapping"
-            )
-        spans.append((parameter.data_ptr(), reach * parameter.element_size(), name, parameter))
-    spans.sort(key=lambda span: span[:2])
-    for (start, numel, name, one), (later, _, other_name, other) in itertools.pairwise(spans):
-        if later < start + numel and torch.isin(_addresses(one), _addresses(other)).any():
-            raise UnsupportedModel(
-                f"parameters {name!r} and {other_name!r} share memory but are two objects: expected one object under "
-                "both names; tie them by assigning the parameter, not its .data"
-            )
-
-
-def _addresses(parameter: nn.Parameter) -> torch.Tensor:
-    """Return where each element of a parameter lies, in bytes."""
-    address = torch.tensor(parameter.data_ptr())
-    for size, stride in zip(parameter.shape, parameter.stride(), strict=True):
-        address = address[..., None] + torch.arange(size) * stride * parameter.element_size()
-    return address
 
 
 def _is_dtensor(parameter: nn.Parameter) -> bool:

@@ -118,6 +118,8 @@ class PartedTensor(Tensor):
     def content(self, start: int = 0, numel: int | None = None) -> Tensor | None:
         """Return a run of elements, `(numel,)`; None if this rank does not have all of them."""
         numel = self.shape.numel() if numel is None else numel
+        if numel == 0:
+            return torch.empty(0, dtype=self.dtype)
         pieces, found = [], 0
         for part in sorted(self.parts.values(), key=lambda part: part.box.start):
             low = max(start, part.box.start) - part.box.start
@@ -202,7 +204,11 @@ class Shares:
             everywhere: Whether to include the shares of all ranks, or only that of this rank.
         """
         parts = [
-            Part(box, _find(fragments, box), share.rank == self.rank)
+            Part(
+                box,
+                _find(fragments, box) if box.numel else torch.empty(0, dtype=dtype),
+                share.rank == self.rank,
+            )
             for share in self._of_slot[slot.index]
             if everywhere or share.rank == self.rank
             for box in _boxes(slot, share)

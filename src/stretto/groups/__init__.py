@@ -1,7 +1,8 @@
 """Process groups: what every collective is, a rank alone, a slow link, the library's own."""
 
+from stretto.groups.collective_group import SoloGroup
 from stretto.groups.link import Link
-from stretto.groups.private import SoloGroup, private_group, release, retire
+from stretto.groups.private import private_group, release, retire
 from stretto.groups.throttled import ThrottledGroup, register_throttled
 
 __all__ = ["Link", "SoloGroup", "ThrottledGroup", "private_group", "register_throttled", "release", "retire"]

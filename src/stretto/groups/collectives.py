@@ -1,10 +1,9 @@
-"""The table of collectives, and the process group whose methods it makes.
+"""The table of collectives: what ranks do together, and how torch asks for it.
 
 Torch asks a process group for a collective by a method, as in `group.broadcast([tensor], options)`. A group written in
 Python needs all these methods. They differ in the order of their arguments, and torch still calls some of them by an
-older name. All that is said here, once: an `Operation` is what ranks do together and how many bytes that takes; a row
-of `METHODS` is one way in which torch asks for it. `CollectiveGroup` has every method of the table, and each of them
-hands a `Call` to `perform`, the one method that a subclass writes.
+older name. All that is said here, once: an `Operation` is what ranks do together and how many bytes that takes; a row of
+`METHODS` is one way in which torch asks for it; a `Call` is one rank's call of it.
 
 Bytes follow the algorithms that Gloo runs. N is the world size. Only payload counts, no headers; divisions round down.
 """
@@ -16,9 +15,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import GroupName
-
-from stretto.errors import ConfigError
 
 Pattern = Literal["ring", "direct"]
 """Who sends to whom: every rank to the next one, or every rank to every other."""
@@ -141,12 +137,6 @@ class Call:
         return [option for option in given if not isinstance(option, timedelta)]
 
 
-def _flat(tensors: Any) -> list[Tensor]:
-    if isinstance(tensors, Tensor):
-        return [tensors]
-    return [tensor for part in tensors for tensor in _flat(part)]
-
-
 # Bytes that one rank sends
 
 
@@ -255,80 +245,3 @@ METHODS = (
     Method("barrier", _BARRIER, ()),
 )
 """Every collective of `torch.distributed.ProcessGroup`."""
-
-
-class CollectiveGroup(dist.ProcessGroup):
-    """A process group written in Python: all its collectives lead to `perform`.
-
-    Args:
-        rank: This rank.
-        world_size: How many ranks there are.
-        name: The name in messages; torch gives its own where it makes the group.
-        description: What the group is for.
-    """
-
-    def __init__(self, rank: int, world_size: int, name: str = "", description: str = "") -> None:
-        super().__init__(rank, world_size)  # type: ignore[call-arg]  # missing in torch's stub
-        self._name = GroupName(name)
-        self._description = description
-
-    def perform(self, call: Call) -> dist.Work:
-        """Start a collective and return its handle."""
-        raise NotImplementedError(f"{type(self).__name__} has collectives, but no perform(call)")
-
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work:
-        """Refused: groups that are written in Python perform collectives only.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            f"a {self.name()} group performs collectives, not send and recv; use a plain Gloo group for those"
-        )
-
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> dist.Work:
-        """Refused, as `send`."""
-        return self.send(tensors, srcRank, tag)
-
-    @property
-    def group_name(self) -> GroupName:
-        """The name by which torch's registry and messages know this group."""
-        return self._name
-
-    def _set_group_name(self, name: GroupName) -> None:
-        self._name = name
-
-    @property
-    def group_desc(self) -> str:
-        """What the group is for."""
-        return self._description
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-
-def _collective(method: Method) -> Callable[..., dist.Work]:
-    def collective(self: CollectiveGroup, *arguments: Any, **named: Any) -> dist.Work:
-        given = dict(zip(method.arguments, arguments, strict=False))  # options follow
-        tensors = given.pop("tensors", [])
-        inputs, outputs = _flat(given.pop("inputs", tensors)), _flat(given.pop("outputs", tensors))
-        return self.perform(
-            Call(method, arguments, named, self.rank(), self.size(), inputs, outputs, **given)
-        )
-
-    return collective
-
-
-def _alias(name: str) -> Callable[..., dist.Work]:
-    def alias(self: CollectiveGroup, *arguments: Any, **named: Any) -> dist.Work:
-        work: dist.Work = getattr(self, name)(*arguments, **named)  # of a subclass, where it has another
-        return work
-
-    return alias
-
-
-# Torch looks these names up on the class, also from C++.
-for _method in METHODS:
-    setattr(CollectiveGroup, _method.name, _collective(_method))
-    for _older in _method.aliases:
-        setattr(CollectiveGroup, _older, _alias(_method.name))

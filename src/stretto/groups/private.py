@@ -1,19 +1,13 @@
-"""The library's own groups: nobody else issues collectives on them, so results cannot be mixed up.
-
-A process alone gets a `SoloGroup`, a group of one rank: no network, no launcher, the same code path as many ranks.
-"""
+"""The library's own groups: nobody else issues collectives on them, so results cannot be mixed up."""
 
 import gc
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
-from torch.futures import Future
 
 from stretto.errors import CommunicationError, ConfigError
-from stretto.groups.collectives import Call, CollectiveGroup
+from stretto.groups.collective_group import SoloGroup
 from stretto.groups.wrapped import WrappedGroup
 
 
@@ -141,84 +135,3 @@ def _check(ranks: Sequence[int], world_size: int, rank: int) -> None:
         )
     if rank not in ranks:
         raise ConfigError(f"rank {rank} is not among ranks {list(ranks)}; only these may take part")
-
-
-class SoloGroup(CollectiveGroup):
-    """A group of one rank: every collective copies its input to its output.
-
-    Shapes are checked as real groups check them, so that a mistake shows on one rank already.
-
-    Raises:
-        CommunicationError: by a collective whose output does not fit its input.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-        self._store = HashStore()
-
-    def private(self) -> "SoloGroup":
-        """Return a group of the same rank that shares nothing with this one."""
-        return SoloGroup()
-
-    def perform(self, call: Call) -> dist.Work:
-        """Copy; splits, where given, are the whole first dimension."""
-        for splits, tensors in ((call.output_splits, call.outputs), (call.input_splits, call.inputs)):
-            if splits and list(splits) != [tensors[0].shape[0]]:
-                raise CommunicationError(
-                    f"rank 0 of 1: splits {list(splits)} for a tensor of {tensors[0].shape[0]} rows; "
-                    f"on one rank they must be [{tensors[0].shape[0]}] or empty"
-                )
-        for output, input in zip(call.outputs, call.inputs, strict=True):
-            if output.numel() != input.numel() or output.dtype != input.dtype:
-                raise CommunicationError(
-                    f"rank 0 of 1: the output has {output.numel()} elements of {output.dtype}, "
-                    f"the input {input.numel()} of {input.dtype}; on one rank they must be the same"
-                )
-            if output.data_ptr() != input.data_ptr():
-                output.view(-1).copy_(input.reshape(-1))
-        return CompletedWork(call.outputs)
-
-    def getBackendName(self) -> str:
-        """The name shown in messages."""
-        return "solo"
-
-    def get_group_store(self) -> Store:
-        """A store in this process's memory."""
-        return self._store
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing ever waits."""
-
-
-class CompletedWork(dist.Work):
-    """A collective that was over when it was issued."""
-
-    def __init__(self, result: list[Any]) -> None:
-        super().__init__()
-        self._result = result
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """True."""
-        return True
-
-    def is_success(self) -> bool:
-        """True."""
-        return True
-
-    def exception(self) -> Exception | None:
-        """None."""
-        return None
-
-    def result(self) -> list[Any]:
-        """The output tensors."""
-        return self._result
-
-    def get_future(self) -> Future[list[Any]]:
-        """A completed future of the output tensors."""
-        future: Future[list[Any]] = Future()
-        future.set_result(self._result)
-        return future

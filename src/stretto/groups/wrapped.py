@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.errors import ConfigError
-from stretto.groups.collectives import Call, CollectiveGroup
+from stretto.groups.collective_group import CollectiveGroup
+from stretto.groups.collectives import Call
 
 
 class WrappedGroup(CollectiveGroup):

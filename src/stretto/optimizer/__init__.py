@@ -1,6 +1,7 @@
 """An owner's fp32 masters and its private optimizer, which can commit a step or preview one."""
 
-from stretto.optimizer.probe import Hyperparameters, check_shardable, read_hyperparameters
+from stretto.optimizer.private import Hyperparameters, read_hyperparameters, wrapped_optimizer
+from stretto.optimizer.probe import check_shardable
 from stretto.optimizer.segments import Piece, Segment
 from stretto.optimizer.sharded import MASTER, ReducedGradient, ShardedOptimizer
 from stretto.optimizer.state import PieceState, adopt_states, average_states, piece_states, state_like
@@ -19,4 +20,5 @@ __all__ = [
     "piece_states",
     "read_hyperparameters",
     "state_like",
+    "wrapped_optimizer",
 ]

@@ -1,113 +1,130 @@
-"""Optimizers of the user's class over other tensors, and a trial that shows whether an optimizer may be sharded."""
+"""Which optimizers may be sharded: found out by a trial, because names prove nothing.
 
-import inspect
-from collections.abc import Sequence
-from typing import Any
+The optimizer trains a few small tensors twice, as a plain loop does and on owners. If every bit agrees, it works
+element by element, and all that it remembers is in `optimizer.state[parameter]`. Otherwise further trials show why.
+"""
 
 import torch
 from torch import Tensor
 
 from stretto.errors import UnsupportedOptimizer
-from stretto.flat import ALIGNMENT
-
-Hyperparameters = list[dict[str, Any]]
-"""Per parameter group, every entry but the parameters."""
-
-
-def read_hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
-    """Return what schedulers and users may turn, by value, at this moment."""
-    return [
-        {key: _by_value(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
-    ]
-
-
-def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
-    """Return a fresh optimizer of the same class, defaults and group settings over other tensors.
-
-    Args:
-        optimizer: The user's.
-        groups: Tensors for each of its groups, in order; a group may be empty.
-
-    Raises:
-        UnsupportedOptimizer: Its class cannot be built from its own defaults.
-    """
-    kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    defaults = {key: value for key, value in optimizer.defaults.items() if open_ended or key in accepted}
-    param_groups = [
-        {**settings, "params": list(tensors)}
-        for settings, tensors in zip(read_hyperparameters(optimizer), groups, strict=True)
-    ]
-    try:
-        return kind(param_groups, **defaults)
-    except (TypeError, ValueError) as error:
-        raise UnsupportedOptimizer(
-            f"{kind.__name__} cannot be built over flat slices of parameters ({error}): expected an element-wise "
-            "optimizer such as AdamW or SGD, whose constructor takes (params, **defaults)"
-        ) from error
-
-
-def is_elementwise(value: Any, parameter: Tensor) -> bool:
-    """Return whether an entry of the state of a flat `parameter` has one value per element, as a moment has."""
-    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == parameter.numel()
-
-
-def _by_value(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-_ROWS, _COLUMNS = 4, ALIGNMENT
-_STEPS = 3
-_LEARNING_RATE = 0.01
+from stretto.optimizer.trial import Owners, PlainLoop, Trial, Values
 
 
 def check_shardable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless stepping a matrix whole equals stepping it cut into flat pieces, to the bit.
-
-    Names prove nothing: what an optimizer does with the shape of a tensor, or across its elements, shows when
-    the same gradients go through it whole and cut.
+    """Raise unless stepping parameters whole equals stepping flat pieces of them on owners, to the bit.
 
     Args:
-        optimizer: The user's; it is rebuilt over probe tensors, never stepped.
+        optimizer: The user's. Its class and settings are tried on other tensors; it is never stepped.
 
     Raises:
         UnsupportedOptimizer: The results differ, or the optimizer cannot step flat tensors by itself.
     """
     name = type(optimizer).__name__
-    try:
-        whole = _run(optimizer, [(0, _ROWS * _COLUMNS)], (_ROWS, _COLUMNS))
-        cut = _run(optimizer, [(0, ALIGNMENT), (ALIGNMENT, _ROWS * _COLUMNS)], (-1,))
-    except UnsupportedOptimizer:
-        raise
-    except Exception as error:
+    _check_calls(optimizer, name)
+    devices = {p.device for group in optimizer.param_groups for p in group["params"] if p.is_cuda}
+    with torch.random.fork_rng(devices):
+        try:
+            reason = _reason_against(Trial(optimizer))
+        except UnsupportedOptimizer:
+            raise
+        except Exception as error:
+            raise UnsupportedOptimizer(
+                f"{name} cannot step a flat tensor by itself ({type(error).__name__}: {error}): expected an "
+                "element-wise optimizer such as AdamW or SGD"
+            ) from error
+    if reason:
+        raise UnsupportedOptimizer(f"{name} cannot be cut into shards: {reason}")
+
+
+def _check_calls(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Raise if something is to happen at the `step` of the user's own optimizer, which no job calls."""
+    given = vars(optimizer)
+    if any(given.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
         raise UnsupportedOptimizer(
-            f"{name} cannot step a flat tensor by itself ({type(error).__name__}: {error}): expected an "
-            "element-wise optimizer such as AdamW or SGD"
-        ) from error
-    if not torch.equal(whole, cut):
+            f"{name} has step hooks, which would never be called, because a private optimizer is stepped: remove them; "
+            "clip with Options(clip_norm=...), and do what follows a step when an Update is returned"
+        )
+    if "step" in given and not hasattr(given["step"], "_wrapped_by_lr_sched"):
         raise UnsupportedOptimizer(
-            f"{name} cannot be cut into shards: stepping a {_ROWS}x{_COLUMNS} tensor whole and in two flat "
-            f"pieces differs by up to {float((whole - cut).abs().max()):.3g}; expected an element-wise optimizer "
-            "such as AdamW or SGD"
+            f"{name}.step was replaced on the instance, and would never be called, because a private optimizer is "
+            "stepped: override step in a subclass"
         )
 
 
-def _run(
-    optimizer: torch.optim.Optimizer, ranges: Sequence[tuple[int, int]], shape: tuple[int, ...]
-) -> Tensor:
-    """Step the probe in the given pieces and return it flat."""
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_ROWS * _COLUMNS, generator=generator)
-    pieces = [start[a:b].clone().view(shape).requires_grad_() for a, b in ranges]
-    probe = rebuild(optimizer, [pieces, *([] for _ in optimizer.param_groups[1:])])
-    # A warm-up may start at zero, where every optimizer looks harmless.
-    for group in probe.param_groups:
-        group["lr"] = _LEARNING_RATE
-    for _ in range(_STEPS):
-        gradient = torch.randn(_ROWS * _COLUMNS, generator=generator)
-        for (a, b), piece in zip(ranges, pieces, strict=True):
-            piece.grad = gradient[a:b].clone().view(shape)
-        probe.step()
-    return torch.cat([piece.detach().flatten() for piece in pieces])
+def _reason_against(trial: Trial) -> str | None:
+    """Return why the optimizer may not be sharded; None if it may."""
+    trial.rebuilt({}).step()  # a rank may own nothing
+    plain = trial.train(range(len(trial.starts)))
+    if plain.is_random:
+        return "its steps draw random numbers, so that no two runs are equal; expected steps without them"
+    owners = Owners(trial)
+    if not _is_equal(plain.history, owners.history):
+        return _difference(trial, plain)
+    if owners.wrote_gradients:
+        return (
+            "its steps write into .grad, which some strategies use twice; expected p.grad.add(...) in the place of "
+            "p.grad.add_(...)"
+        )
+    odd = [key for key, kind in owners.later_state.items() if kind == "other"]
+    if odd:
+        return f"its state {odd} is neither a number nor one value per element; expected no other kinds"
+    if owners.later_state != owners.state:
+        return (
+            f"its state is {sorted(owners.state)} at first and {sorted(owners.later_state)} later; expected every "
+            "entry from the first step on, because checkpoints rely on it"
+        )
+    return None
+
+
+def _difference(trial: Trial, plain: PlainLoop) -> str:
+    """Return what makes owners differ from the plain loop."""
+    if plain.moved:
+        return "it gives parameters another storage; expected steps in place, such as p.data.add_(...)"
+    if plain.changed:
+        return (
+            f"it keeps state in its parameter groups ({', '.join(sorted(plain.changed))}), which are set from yours "
+            "before every step; expected all state in optimizer.state[parameter]"
+        )
+    everything = range(len(trial.starts))
+    alone = [trial.train([index]).history for index in everything]
+    if not _is_equal(plain.history, _side_by_side(alone)):
+        return (
+            "what it does to one parameter depends on others, as with a norm of all gradients; clip with "
+            "Options(clip_norm=...), and take an element-wise optimizer such as AdamW or SGD"
+        )
+    first, second = (trial.train_parts(half).history for half in (_first_half, _second_half))
+    whole = [[tensor.flatten() for tensor in update] for update in plain.history]
+    if not _is_equal(whole, [list(map(_joined, *pair)) for pair in zip(first, second, strict=True)]):
+        return (
+            "what it does to an element depends on the shape, the norm or an attribute of the parameter, and shards "
+            "are flat pieces; expected an element-wise optimizer such as AdamW or SGD"
+        )
+    return (
+        "it remembers something outside optimizer.state[parameter], in an attribute of its own, for example, which "
+        "previews and checkpoints do not see; expected all state there"
+    )
+
+
+def _is_equal(one: list[Values], other: list[Values]) -> bool:
+    return all(
+        torch.equal(left, right)
+        for ones, others in zip(one, other, strict=True)
+        for left, right in zip(ones, others, strict=True)
+    )
+
+
+def _side_by_side(histories: list[list[Values]]) -> list[Values]:
+    return [[tensor for values in update for tensor in values] for update in zip(*histories, strict=True)]
+
+
+def _first_half(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[: tensor.numel() // 2]
+
+
+def _second_half(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[tensor.numel() // 2 :]
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat([first, second])

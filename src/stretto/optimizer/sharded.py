@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stretto.checksums import digest
 from stretto.errors import ConfigError
 from stretto.flat import Layout
-from stretto.optimizer.probe import Hyperparameters, is_elementwise, rebuild
+from stretto.optimizer.private import Hyperparameters, is_elementwise, rebuild
 from stretto.optimizer.segments import Piece, Segment, cut_segments, owned_pieces, segment_of
 
 MASTER = ""
@@ -240,7 +240,10 @@ class ShardedOptimizer:
         """Step `ghost`, a copy of one segment's master, with a copy of its state, and return the latter."""
         ghost.grad = mean
         state = self.optimizer.state.get(segment.master, {})
-        self._ghost.param_groups = [{**self.optimizer.param_groups[segment.group], "params": [ghost]}]
+        self._ghost.param_groups = [
+            {**group, "params": [ghost] if index == segment.group else []}
+            for index, group in enumerate(self.optimizer.param_groups)
+        ]
         self._ghost.state = defaultdict(dict, {ghost: {key: _copied(value) for key, value in state.items()}})
         self._ghost.step()
         stepped: Mapping[str, Any] = self._ghost.state[ghost]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.flat import ALIGNMENT
-from stretto.optimizer.probe import is_elementwise, rebuild
+from stretto.optimizer.private import is_elementwise, rebuild
 from stretto.optimizer.segments import Piece, Segment, segment_of
 from stretto.optimizer.sharded import ShardedOptimizer
 

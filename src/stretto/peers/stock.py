@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from stretto.optimizer.probe import read_hyperparameters, rebuild
+from stretto.optimizer.private import read_hyperparameters, rebuild
 from stretto.peers.peer import Peer, Tally, Totals
 
 

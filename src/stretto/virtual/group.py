@@ -9,7 +9,8 @@ from torch.futures import Future
 
 from stretto.engine.runtime import Runtime, Work
 from stretto.errors import CommunicationError, OutOfTurn
-from stretto.groups.collectives import Call, CollectiveGroup
+from stretto.groups.collective_group import CollectiveGroup
+from stretto.groups.collectives import Call
 from stretto.virtual.collectives import CollectiveMatcher, Rendezvous
 from stretto.virtual.runtime import RankTime, VirtualRuntime
 

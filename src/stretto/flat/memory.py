@@ -1,0 +1,78 @@
+"""Whether the elements of a model's tensors lie apart in memory, so that each can be written by itself."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from stretto.errors import UnsupportedModel
+
+Named = tuple[str, Tensor]
+
+
+def check_memory(named: Sequence[Named]) -> None:
+    """Raise if elements share memory: of a trainable parameter with any others, of another tensor with its own.
+
+    Every parameter has a gradient of its own, and values are copied into every tensor, so elements in one place would
+    get several values. Parts of one storage that lie apart are fine.
+
+    Args:
+        named: Parameters and buffers by name; a tensor that is registered twice is listed once.
+
+    Raises:
+        UnsupportedModel: Names the tensors.
+    """
+    by_storage: dict[int, list[Named]] = defaultdict(list)
+    for name, tensor in named:
+        # Sparse tensors and those that only wrap others have no storage.
+        is_placed = tensor.layout is torch.strided and tensor.numel() > 0
+        if is_placed and (place := tensor.untyped_storage().data_ptr()):
+            by_storage[place].append((name, tensor))
+    for members in by_storage.values():
+        if not _lie_apart(members):
+            _check_elements(members)
+
+
+def _lie_apart(members: Sequence[Named]) -> bool:
+    """Return whether the tensors of one storage are blocks that do not touch, as nearly always."""
+    blocks = sorted((t.storage_offset() * t.itemsize, t.numel() * t.itemsize) for _, t in members)
+    is_dense = all(tensor.is_contiguous() for _, tensor in members)
+    trains = any(tensor.requires_grad for _, tensor in members)
+    return is_dense and (not trains or all(a + size <= b for (a, size), (b, _) in pairwise(blocks)))
+
+
+def _check_elements(members: Sequence[Named]) -> None:
+    unit = min(tensor.itemsize for _, tensor in members)
+    taken = torch.zeros(members[0][1].untyped_storage().nbytes() // unit, dtype=torch.int32)
+    """Per `unit` bytes of the storage: zero, or the number of the tensor that lies there."""
+    members = sorted(members, key=_trains)
+    for number, (name, tensor) in enumerate(members, start=1):
+        places = _places(tensor) * (tensor.itemsize // unit)
+        if len(places.unique()) < tensor.numel():
+            raise UnsupportedModel(
+                f"elements of {name!r} (shape {tuple(tensor.shape)}, strides {tensor.stride()}) share memory, as after "
+                "expand(): expected memory for every element; use clone()"
+            )
+        for start in range(tensor.itemsize // unit):
+            found = int(taken[places + start].max())
+            if found and tensor.requires_grad:
+                other = members[found - 1][0]
+                raise UnsupportedModel(
+                    f"{other!r} and {name!r} share memory without being one parameter: expected every trainable "
+                    "parameter in memory of its own; register one nn.Parameter in both places, or clone() one"
+                )
+            taken[places + start] = number
+
+
+def _trains(member: Named) -> bool:
+    return member[1].requires_grad
+
+
+def _places(tensor: Tensor) -> Tensor:
+    """Return where each element lies in the storage, in elements, `(numel,)`."""
+    places = torch.tensor([tensor.storage_offset()])
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = (places[:, None] + torch.arange(size) * stride).flatten()
+    return places

@@ -1,0 +1,113 @@
+"""Private optimizers: optimizers of the user's class, with the user's settings, over other tensors."""
+
+import copy
+import inspect
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.errors import UnsupportedOptimizer
+
+Hyperparameters = list[dict[str, Any]]
+"""Per parameter group, every entry but the parameters."""
+
+_OF_TORCH = {"state", "param_groups", "defaults", "step"}
+_WRAPPED = ("optimizer", "_optimizer", "optim", "base_optimizer")
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device),
+    *(type, types.FunctionType, types.BuiltinFunctionType),
+)
+
+
+def read_hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
+    """Return what schedulers and users may turn, by value, at this moment."""
+    return [
+        {key: _by_value(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+
+
+def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
+    """Return a fresh optimizer of the same class, settings and plain attributes over other tensors.
+
+    Args:
+        optimizer: The user's.
+        groups: Tensors for each of its groups, in order; a group may be empty.
+
+    Raises:
+        UnsupportedOptimizer: Its class cannot be built from its own defaults.
+    """
+    kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    defaults = {key: value for key, value in optimizer.defaults.items() if open_ended or key in accepted}
+    param_groups = [
+        {**settings, "params": list(tensors)}
+        for settings, tensors in zip(read_hyperparameters(optimizer), groups, strict=True)
+    ]
+    try:
+        rebuilt = kind(param_groups, **defaults)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedOptimizer(
+            f"{kind.__name__} cannot be built over flat slices of parameters ({error}): expected an element-wise "
+            "optimizer such as AdamW or SGD, whose constructor takes (params, **defaults)"
+        ) from error
+    _take_attributes(rebuilt, optimizer, [name for name in list(accepted)[1:] if name not in defaults])
+    return rebuilt
+
+
+def is_elementwise(value: Any, parameter: Tensor) -> bool:
+    """Return whether an entry of the state of a flat `parameter` has one value per element, as a moment has."""
+    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == parameter.numel()
+
+
+def wrapped_optimizer(wrapper: object) -> str | None:
+    """Return the attribute in which `wrapper` holds an optimizer, as Accelerate's and Fabric's do; None without one."""
+    for name in _WRAPPED:
+        held = getattr(wrapper, name, None)
+        if isinstance(held, torch.optim.Optimizer) and held is not wrapper:
+            return name
+    return None
+
+
+def _by_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
+
+
+def _take_attributes(
+    rebuilt: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, arguments: Sequence[str]
+) -> None:
+    """Give `rebuilt` the settings that the user's optimizer keeps on itself and not in its groups.
+
+    What is not plain data may depend on `arguments`, which the constructor takes and which were not passed again.
+    """
+    for name, value in vars(optimizer).items():
+        if name in _OF_TORCH or name.startswith("_optimizer_"):
+            continue
+        if _is_plain(value):
+            setattr(rebuilt, name, copy.deepcopy(value))
+        elif arguments and not _is_same(value, vars(rebuilt).get(name)):
+            raise UnsupportedOptimizer(
+                f"{type(optimizer).__name__} cannot be built again: its attribute {name!r} (a {type(value).__name__}) "
+                f"may depend on the constructor's arguments {list(arguments)}, which are not among its defaults; pass "
+                "them to Optimizer.__init__ as defaults, or keep numbers and functions only"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(one) for key, one in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor):
+        return isinstance(other, Tensor) and value.shape == other.shape and bool((value == other).all())
+    return value is other

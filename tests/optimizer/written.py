@@ -1,0 +1,307 @@
+"""Optimizers as their users and papers write them, short; each is right in a plain loop."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, optim
+
+
+class Written(optim.Optimizer):
+    """Steps one tensor after the other."""
+
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.1}
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, {**self.settings, **settings})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, group, self.state[parameter])
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.add_(g, alpha=-group["lr"])
+
+
+class SignSGD(Written):
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.sub_(group["lr"] * g.sign())
+
+
+class Lion(Written):
+    """Chen et al., 2023."""
+
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        average = state.setdefault("exp_avg", torch.zeros_like(p))
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(group["lr"] * average.lerp(g, 1 - group["betas"][0]).sign())
+        average.lerp_(g, 1 - group["betas"][1])
+
+
+class Lookahead(Written):
+    """Zhang et al., 2019, over SGD; the slow values are state, made in the first step."""
+
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.1, "period": 3}
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        slow = state.setdefault("slow", p.clone())
+        state["step"] = state.get("step", 0) + 1
+        super().update(p, g, group, state)
+        if state["step"] % group["period"] == 0:
+            p.copy_(slow.lerp_(p, 0.5))
+
+
+class RulePerGroup(Written):
+    """A rule and a decay that are named in the group."""
+
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.1, "rule": "plain"}
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(p, g.sign() if group["rule"] == "sign" else g, group, state)
+
+
+class BoundOnItself(Written):
+    """Clips by value; the bound is no default but an attribute."""
+
+    def __init__(self, params: Any, lr: float = 0.1, bound: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        self.bound = bound
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(p, g.clamp(-self.bound, self.bound), group, state)
+
+
+class WarmsUp(Written):
+    """A rate that grows with a count in the state of each tensor, and momentum from the fourth step on."""
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        average = state.setdefault("average", torch.zeros_like(p))
+        state["step"] = state.get("step", 0) + 1
+        average.lerp_(g, 0.5)
+        p.sub_(group["lr"] * min(1.0, state["step"] / 4) * (average if state["step"] > 3 else g))
+
+
+# What follows sees more than one element, or remembers in another place.
+
+
+class Lamb(Written):
+    """You et al., 2019; the trust ratio acts where there is decay."""
+
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.01, "weight_decay": 0.0}
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        first = state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(g, 0.1)
+        second = state.setdefault("exp_avg_sq", torch.zeros_like(p)).lerp_(g * g, 0.01)
+        direction = first / (second.sqrt() + 1e-6) + group["weight_decay"] * p
+        ratio = p.norm() / direction.norm() if group["weight_decay"] else 1.0
+        p.sub_(group["lr"] * ratio * direction)
+
+
+class ScheduleFree(Written):
+    """Defazio et al., 2024, over SGD; as published, counts and sums of weights are in the group."""
+
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.1, "k": 0, "weight_sum": 0.0}
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += group["lr"] ** 2
+        super().step()
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        z = state.setdefault("z", p.clone())
+        weight = group["lr"] ** 2 / group["weight_sum"]
+        p.lerp_(z, weight).sub_(g, alpha=group["lr"] * (1 - weight) * min(1.0, group["k"] / 4))
+        z.sub_(g, alpha=group["lr"])
+
+
+class Prodigy(Written):
+    """Mishchenko and Defazio, 2023, over SGD; the estimate d is one for all parameters, in the group."""
+
+    settings: ClassVar[dict[str, Any]] = {"lr": 1.0, "d": 1e-3, "numerator": 0.0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        first = self.param_groups[0]
+        members = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.zeros(())
+        for p in members:
+            start = self.state[p].setdefault("start", p.clone())
+            grown = self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad, alpha=first["d"])
+            first["numerator"] += first["d"] * float((p.grad * (start - p)).sum())
+            total += grown.abs().sum()
+        d = max(first["d"], first["numerator"] / max(float(total), 1e-12))
+        for group in self.param_groups:
+            group["d"] = d
+        super().step()
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.sub_(g, alpha=group["lr"] * group["d"])
+
+
+class ClipsByNorm(Written):
+    """Clips by the norm of all gradients, which is seldom reached."""
+
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.1, "bound": 100.0}
+
+    def step(self, closure: Any = None) -> None:
+        members = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.cat([torch.zeros(1), *(p.grad.flatten() for p in members)]).norm()
+        self.factor = float((self.param_groups[0]["bound"] / norm).clamp(max=1.0))
+        super().step()
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(p, g * self.factor, group, state)
+
+
+class LayerwiseSGD(Written):
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.sub_(group["lr"] * p.norm() / g.norm() * g)
+
+
+class DecaysMatrices(Written):
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(p, g + 0.1 * p if p.dim() > 1 else g, group, state)
+
+
+class RatePerParameter(Written):
+    """Reads an attribute that users set on parameters."""
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(p, g * getattr(p, "rate", 1.0), group, state)
+
+
+class CountsInGroup(Written):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(p, g / group["count"], group, state)
+
+
+class CountsOnItself(Written):
+    count = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        super().step()
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(p, g / self.count, group, state)
+
+
+class EveryThirdStep(CountsOnItself):
+    """Its count is right again whenever a multiple of three steps is left out."""
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        Written.update(self, p, g if self.count % 3 else -g, group, state)
+
+
+class NewStorage(Written):
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.data = p.data - group["lr"] * g
+
+
+class WritesGradient(Written):
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(p, g.add_(p, alpha=0.1), group, state)
+
+
+class Noisy(Written):
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(p, g + torch.randn_like(g), group, state)
+
+
+class LateState(Written):
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] > 2:
+            g = state.setdefault("average", torch.zeros_like(p)).lerp_(g, 0.5)
+        super().update(p, g, group, state)
+
+
+class ListState(Written):
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state.setdefault("norms", []).append(1.0)
+        super().update(p, g, group, state)
+
+
+class RuleObject(Written):
+    """Its rule is an object, given to the constructor and kept on itself."""
+
+    def __init__(self, params: Any, rule: Any = None) -> None:
+        super().__init__(params)
+        self.rule = rule or torch.nn.Identity()
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(p, self.rule(g), group, state)
+
+
+class SAM(Written):
+    """Foret et al., 2020: two gradients per step, so it needs a closure."""
+
+    def step(self, closure: Any = None) -> None:
+        if closure is None:
+            raise RuntimeError("SAM needs a closure")
+        closure()
+
+
+class Around(optim.Optimizer):
+    """Around another optimizer, as Accelerate's and Fabric's classes are."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+        self.defaults = optimizer.defaults
+
+
+Make = Callable[[list[dict[str, Any]]], optim.Optimizer]
+
+ELEMENT_WISE: dict[str, Make] = {
+    **{
+        kind.__name__: lambda groups, kind=kind: kind(groups, lr=0.01)
+        for kind in (
+            *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop),
+            *(optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Adamax),
+            *(SignSGD, Lion, Lookahead, RulePerGroup, WarmsUp),
+        )
+    },
+    "SGD with momentum": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "AdamW amsgrad foreach": lambda groups: optim.AdamW(groups, lr=0.1, amsgrad=True, foreach=True),
+    "AdamW maximize": lambda groups: optim.AdamW(groups, lr=0.1, maximize=True),
+    "RMSprop centered": lambda groups: optim.RMSprop(groups, lr=0.01, centered=True, momentum=0.5),
+    "BoundOnItself": lambda groups: BoundOnItself(groups, 0.1, bound=0.01),
+}
+"""By name, from groups; a plain loop equals a sharded one."""
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "Adafactor": (optim.Adafactor, "cannot be cut"),
+    "LBFGS": (lambda groups: optim.LBFGS(groups[0]["params"]), "by itself .*closure"),
+    "Muon": (lambda groups: optim.Muon([{**groups[0]}]), "built over flat slices"),
+    "SparseAdam": (optim.SparseAdam, "by itself .*dense gradients"),
+    "Lamb": (lambda groups: Lamb([groups[0], {**groups[1], "weight_decay": 0.1}]), "the shape, the norm"),
+    "ScheduleFree": (ScheduleFree, r"parameter groups \(k, weight_sum\)"),
+    "Prodigy": (Prodigy, r"parameter groups \(numerator\)"),
+    "ClipsByNorm": (ClipsByNorm, r"depends on others.*Options\(clip_norm=...\)"),
+    "LayerwiseSGD": (LayerwiseSGD, "the shape, the norm"),
+    "DecaysMatrices": (DecaysMatrices, "the shape, the norm"),
+    "CountsInGroup": (CountsInGroup, r"parameter groups \(count\)"),
+    "CountsOnItself": (CountsOnItself, "outside optimizer.state"),
+    "EveryThirdStep": (EveryThirdStep, "outside optimizer.state"),
+    "NewStorage": (NewStorage, "another storage"),
+    "WritesGradient": (WritesGradient, r"write into .grad.*p.grad.add\(...\)"),
+    "Noisy": (Noisy, "random numbers"),
+    "LateState": (LateState, r"state is \['step'\] at first and \['average', 'step'\] later"),
+    "ListState": (ListState, r"state \['norms'\] is neither"),
+    "RuleObject": (lambda groups: RuleObject(groups, torch.nn.Tanh()), r"'rule' \(a Tanh\).*\['rule'\]"),
+    "SAM": (SAM, "SAM needs a closure"),
+}
+"""By name, from two groups, matrices first; and what the refusal says."""
