@@ -2,8 +2,8 @@
 
 Torch asks a process group for a collective by a method, as in `group.broadcast([tensor], options)`. A group written in
 Python needs all these methods. They differ in the order of their arguments, and torch still calls some of them by an
-older name. All that is said here, once: an `Operation` is what ranks do together and how many bytes that takes; a row of
-`METHODS` is one way in which torch asks for it; a `Call` is one rank's call of it.
+older name. All that is said here, once: an `Operation` is what ranks do together and how many bytes that takes; a row
+of `METHODS` is one way in which torch asks for it; a `Call` is one rank's call of it.
 
 Bytes follow the algorithms that Gloo runs. N is the world size. Only payload counts, no headers; divisions round down.
 """
