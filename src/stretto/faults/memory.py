@@ -18,7 +18,14 @@ from stretto.parallel import DataParallel
 from stretto.strategies import Strategy
 from stretto.strategies.contract import ACCUMULATIONS, Script
 
-ON_COMPUTE_LANE: tuple[Site, ...] = ("gradient", "shown parameters", "frozen parameters", "buffers")
+ON_COMPUTE_LANE: tuple[Site, ...] = (
+    "gradient",
+    "values to be shown",
+    "shown parameters",
+    "frozen parameters",
+    "buffers",
+)
+"""Sites that are struck, or at least looked at, where the compute lane stands: an update counts there once it landed."""
 
 
 def strike_memory(parallel: DataParallel, injector: Injector) -> None:
