@@ -25,7 +25,7 @@ ON_COMPUTE_LANE: tuple[Site, ...] = (
     "frozen parameters",
     "buffers",
 )
-"""Sites that are struck, or at least looked at, where the compute lane stands: an update counts there once it landed."""
+"""Sites that the compute lane looks at: there an update counts once it has landed."""
 
 
 def strike_memory(parallel: DataParallel, injector: Injector) -> None:
