@@ -18,7 +18,14 @@ from stretto.parallel import DataParallel
 from stretto.strategies import Strategy
 from stretto.strategies.contract import ACCUMULATIONS, Script
 
-ON_COMPUTE_LANE: tuple[Site, ...] = ("gradient", "shown parameters", "frozen parameters", "buffers")
+ON_COMPUTE_LANE: tuple[Site, ...] = (
+    "gradient",
+    "values to be shown",
+    "shown parameters",
+    "frozen parameters",
+    "buffers",
+)
+"""Sites that the compute lane looks at: there an update counts once it has landed."""
 
 
 def strike_memory(parallel: DataParallel, injector: Injector) -> None:

@@ -1,0 +1,79 @@
+"""A judge as strict as a user: wrong names, ranks that end apart and a lost loss are broken promises."""
+
+import dataclasses
+import math
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from stretto.campaign.drawing import draw_faults
+from stretto.campaign.judgement import Judgement, judge
+from stretto.campaign.trial import GoldenRun, RankResult, Trial
+from stretto.faults import Application
+from stretto.records import Incident
+from tests.train.tiny import Tiny
+
+DRAWN = next(
+    one
+    for one in islice(draw_faults(0), 2000)
+    if (one.fault.site, one.row.extent, one.job.strategy, one.job.ranks) == ("masters", "chunk", "zero1", 3)
+    and not one.lasts
+)
+STRUCK = DRAWN.fault.rank
+OTHER = (STRUCK + 1) % 3
+HEALTHY = tuple(RankResult(parameters=7, loss=1.0) for _ in range(3))
+GOLDEN = GoldenRun(trial=Trial(task=Tiny(), job=DRAWN.job, is_guarded=True, seed=0), results=HEALTHY)
+
+
+def judged(**changed: Any) -> Judgement:
+    """Judge a job with damaged masters; `changed` is what its ranks report differently from a repaired one."""
+    applied = Application(
+        fault=DRAWN.fault, opportunity=1, step=0, elements=9, span=(0.0, 1.0), before="a", after="b"
+    )
+    mended = Incident(step=1, guard="rest", site="masters", part="bucket 0", ranks=(STRUCK,), action="mended")
+    results = [dataclasses.replace(result, **{"incidents": (mended,), **changed}) for result in HEALTHY]
+    results[STRUCK].applications = (applied,)
+    return judge(DRAWN, results, HEALTHY, GOLDEN, is_real=False)
+
+
+def failed(ranks: tuple[int, ...]) -> Judgement:
+    """Judge a job that ended with an error that names `ranks`."""
+    error = "StateCorrupt: ..."
+    return judged(
+        incidents=(),
+        error=error,
+        is_corruption_error=True,
+        ended_at=1,
+        ranks=ranks,
+        parameters=None,
+        loss=None,
+    )
+
+
+def test_a_repaired_job_and_an_error_with_the_right_name_have_kept_the_promise() -> None:
+    assert judged().violation is None
+    assert failed((STRUCK,)).violation is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why"),
+    [((OTHER,), "to somebody else"), ((STRUCK, OTHER), "to somebody else"), ((), "to nobody")],
+)
+def test_an_error_with_another_name_or_none_has_broken_it(ranks: tuple[int, ...], why: str) -> None:
+    violation = failed(ranks).violation
+    assert violation is not None
+    assert why in violation
+
+
+def test_a_loss_that_is_not_finite_has_broken_it() -> None:
+    assert judged(loss=math.nan).violation == "ended with a loss that is not finite"
+
+
+def test_ranks_that_end_apart_are_wrong_whatever_is_promised() -> None:
+    unpromised = next(one for one in draw_faults(0) if one.row.seen_by is None and one.job.ranks == 3)
+    apart = [dataclasses.replace(result, parameters=number) for number, result in enumerate(HEALTHY)]
+    assert (
+        judge(unpromised, apart, apart, GOLDEN, is_real=False).violation
+        == "left ranks with different parameters"
+    )
