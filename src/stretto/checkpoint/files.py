@@ -62,7 +62,7 @@ def begin(directory: Path, step: int) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in (_WRITING, _REMOVING):
         for leftover in directory.glob(f"{pattern}*"):
-            shutil.rmtree(leftover)
+            _remove(leftover)
     serial = 1 + max(map(_serial, newest_first(directory)), default=0)
     name = f"{serial:06d}-step-{step}"
     writing(directory, name).mkdir()
