@@ -23,6 +23,7 @@ _ARRAYS: list[Any] = [
     np._core.multiarray.scalar,  # type: ignore[attr-defined]  # and a number
     *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDSU"},
 ]
+_EXPECTED = "expected numbers, text, lists, dictionaries, tensors and arrays"
 _REFUSED = re.compile(r"GLOBAL (\S+)|Unsupported (?:class|global|operand)[^\n]*")
 
 
@@ -40,7 +41,7 @@ def pack(value: Any, what: str) -> bytes:
     try:
         torch.save(value, stream)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise UnsafeValue(f"{what} cannot be written: {error}") from error
+        raise UnsafeValue(f"{what} cannot be written ({error}): {_EXPECTED}") from error
     packed = stream.getvalue()
     if not isinstance(value, bytes):
         unpack(packed, what)
@@ -63,8 +64,8 @@ def unpack(packed: bytes, what: str, place: str | Callable[[Any, str], Any] = "c
             return torch.load(io.BytesIO(packed), map_location=place, weights_only=True)
     except Exception as error:  # damaged bytes can raise anything
         raise UnsafeValue(
-            f"{what} is refused ({_reason(error)}): expected numbers, text, lists, dictionaries, tensors and arrays; "
-            "other classes have to be named with torch.serialization.add_safe_globals"
+            f"{what} is refused ({_reason(error)}): {_EXPECTED}; other classes have to be named with "
+            "torch.serialization.add_safe_globals"
         ) from error
 
 

@@ -78,6 +78,7 @@ def test_a_crash_before_the_rename_leaves_the_former_checkpoint_and_is_cleared_a
     (tmp_path / ".writing-000003-step-2").mkdir()
     (tmp_path / ".writing-000003-step-2" / "__0_0.distcp").write_bytes(b"half")
     shutil.copytree(good, tmp_path / ".removing-000000-step-0")
+    (tmp_path / ".writing-000004-step-3").write_bytes(b"a stray file")
     assert checkpoint.latest(tmp_path) == good
     assert Job(Case()).load(tmp_path).step == 1
     new = job.save(tmp_path)

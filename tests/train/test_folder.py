@@ -28,7 +28,6 @@ def contents(folder: Path) -> dict[str, bytes | None]:
         lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
         lambda folder: (folder / "config.json").write_text("[" * 100_000),
         lambda folder: (folder / "config.json").mkdir(),
-        lambda folder: (folder / "model.pt").symlink_to("/etc/hostname"),
         lambda folder: (folder / "thesis.tex").write_text("years of work"),
         lambda folder: (folder / "thesis.tex").mkdir(),
     ],

@@ -2,15 +2,20 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+import torch
+from torch import distributed as dist
 
 from stretto.errors import CommunicationError, ConfigError, WorkerFailed
-from stretto.train.workers import RankInfo, run_workers
+from stretto.groups import Link
+from stretto.train.launch import LocalRanks
+from stretto.train.workers import RankInfo, joined_group, run_workers
 
 
 def infos(count: int) -> list[RankInfo]:
@@ -82,6 +87,29 @@ def test_a_rank_that_notices_nothing_is_ended_after_the_grace(monkeypatch: pytes
     monkeypatch.setattr("stretto.train.workers.GRACE_SECONDS", 0.1)
     with pytest.raises(WorkerFailed, match="rank 1 of 2"):
         run_workers(fail_on_rank_1, infos(2), "unnoticed")
+
+
+def listens_at(info: RankInfo) -> list[str]:
+    """Return the addresses at which this rank listens, as /proc writes them, while it is joined with the others."""
+    with joined_group(info, Link.parse("none"), torch.device("cpu"), 60.0):
+        links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+        fields = [line.split() for table in tables for line in table]
+        found = [f[1].partition(":")[0] for f in fields if f[3] == "0A" and f"socket:[{f[9]}]" in links]
+        dist.barrier()
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are looked up in /proc")
+def test_local_ranks_and_their_store_listen_at_the_loopback_address_alone() -> None:
+    ranks = LocalRanks(2)
+    store = ranks._store.port
+    with pytest.raises(ConnectionRefusedError):  # which a store that listens at all addresses would accept
+        socket.create_connection(("127.0.0.2", store), timeout=5)
+    socket.create_connection(("127.0.0.1", store), timeout=5).close()
+    for addresses in ranks.call(listens_at):
+        assert addresses
+        assert set(addresses) == {"0100007F"}
 
 
 def test_no_worker_outlives_its_launcher() -> None:

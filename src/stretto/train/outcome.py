@@ -213,7 +213,7 @@ def _check_folder(folder: Path, *, resume: bool) -> None:
     if not found:
         return
     # A configuration that is gone can be written anew, among nothing but what runs write.
-    is_lost = resume and _CONFIG not in found and set(found) <= {*_OURS, *_OUR_FOLDERS}
+    is_lost = _CONFIG not in found and set(found) <= {*_OURS, *_OUR_FOLDERS}
     if not is_lost and not _is_configuration(folder / _CONFIG):
         raise ConfigError(
             f"{folder} holds {', '.join(found[:3])}{' and more' if len(found) > 3 else ''}, and not the {_CONFIG} of "
