@@ -146,9 +146,9 @@ def with_other_shapes(model: nn.Module) -> nn.Module:
 def test_another_model_is_foreign(
     change: Callable[[nn.Module], nn.Module], words: list[str], path: Path
 ) -> None:
-    model = change(Job(Case()).model)
-    for parameter in model.parameters():
-        parameter.grad = None
+    job = Job(Case())
+    job.parallel.finish()
+    model = change(job.model)
     parallel = DataParallel(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(ForeignCheckpoint) as caught:
         checkpoint.load(parallel, path)

@@ -76,7 +76,6 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
         ("--to-loss 1.0 --evaluate-every None", "set --evaluate-every"),
         ("--strategy acco --micro-batches 1", "raise --micro-batches"),
         ("--clock 1,4 --strategy acco:first=1", "leave out one of the two"),
-        ("--guards replica", "guard replica compares replicas"),
         ("--wire int8 --exchange native", "a backend cannot sum packed contributions"),
         ("--faults masters:rank=2", "--faults name rank 2; the run has ranks 0 to 1"),
         ("--strategy wp:lr=-1", "lr must be at least 0"),
@@ -93,7 +92,7 @@ def test_a_value_that_cannot_be_is_named_with_exit_code_2(
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run").mkdir()
-    Path("run", "updates.jsonl").write_text("")
+    Path("run", "config.json").write_text('{"task": {}, "strategy": "zero1", "environment": {}}')
     assert main(["train", "digits-resnet", "--run-dir", "run"]) == 2
     assert "run holds a run already: continue it with --resume" in capsys.readouterr().err
 

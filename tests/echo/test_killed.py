@@ -17,13 +17,6 @@ USES = 3
 BATCHES = 24
 
 
-class Points(NamedTuple):
-    """Samples, and which they are."""
-
-    places: Tensor
-    numbers: Tensor
-
-
 class Line:
     """Points of the real line, augmented as they are read: alike at every reading if `seeded`, else at random."""
 
@@ -33,10 +26,10 @@ class Line:
     def __len__(self) -> int:
         return 64
 
-    def batch(self, indices: Tensor) -> Points:
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
         places = torch.stack([indices / len(self), torch.ones(len(indices))], dim=1)
         draws = torch.Generator().manual_seed(int(indices[0])) if self.seeded else None
-        return Points(places + 0.1 * torch.randn(places.shape, generator=draws), indices)
+        return {"places": places + 0.1 * torch.randn(places.shape, generator=draws), "numbers": indices}
 
 
 class Run(NamedTuple):
@@ -65,10 +58,10 @@ def train(
         if checkpoint.latest(folder) is not None:
             checkpoint.load(parallel, folder, loader=loader)
         for batch in parallel.feed(loader):
-            used.append((loader.steps, loader.use_index, batch.numbers.tolist()))
+            used.append((loader.steps, loader.use_index, batch["numbers"].tolist()))
             if rank == 1 and loader.steps == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if parallel.backward(model(batch.places).square().mean()):
+            if parallel.backward(model(batch["places"]).square().mean()):
                 checkpoint.save(parallel, folder, loader=loader)
             if loader.steps == BATCHES:
                 break

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.engine.report import RoundReport
+from stretto.engine.report import record_dtype
 from stretto.exchange import WIRES, PackedWire
 from stretto.flat import ALIGNMENT, Layout
 from stretto.strategies import STRATEGIES, Strategy
@@ -66,7 +66,7 @@ def test_an_update_sends_what_the_ledger_says(wire: str, monkeypatch: pytest.Mon
             .run(lambda rank, group, strategy=strategy: observed(strategy, wire, rank, group))
             .values
         ):
-            record = RoundReport.record_dtype(len(layout.slots), 0).itemsize
+            record = record_dtype(len(layout.slots), 0).itemsize
             norm = 8 if ledger.rounds > 1 else 0  # of the sum of two reductions, for the record of the update
             volume = ledger.wire_bytes(gradient, value) * layout.numel / world_size
             assert sent == [(world_size - 1) * (volume + ledger.rounds * record + norm)] * 2, (

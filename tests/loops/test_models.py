@@ -137,7 +137,7 @@ REFUSED = {
     "lazy": (lazy, "has no values yet"),
     "meta": (on_meta, "has no values yet"),
     "complex": (lambda: nn.Linear(4, 4, dtype=torch.complex64), "pairs of real ones"),
-    "expanded": (expanded, "'bias' holds some element more than once"),
+    "expanded": (expanded, r"elements of 'bias' .* share memory, as after expand"),
     "tied by data": (tied_by_data, "'0.weight' and '1.weight' share memory"),
     "nn.DataParallel": (lambda: nn.DataParallel(network()), "found a DataParallel"),
     "wrapped inside": (lambda: nn.Sequential(nn.DataParallel(network())), "found a DataParallel"),

@@ -19,7 +19,9 @@ def is_door(node: ast.AST, file: Path) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     name, owner = node.func.attr, node.func.value
-    if name.endswith(("_object", "_object_list")) or name == "read_metadata":
+    if (
+        name.endswith(("_object", "_object_list")) and name != "parse_from_object"
+    ) or name == "read_metadata":
         return True
     if not isinstance(owner, ast.Name) or (owner.id, name) not in UNPICKLERS:
         return False

@@ -69,7 +69,11 @@ def test_times_are_virtual() -> None:
 
 
 def test_the_clock_lets_a_slow_rank_contribute_less() -> None:
-    simulate(simulation("run", clock=Clock(minimum=1, maximum=32), slow={1: 4.0}, jitter=0.0, updates=8))
+    simulate(
+        simulation(
+            "run", strategy="acco", clock=Clock(minimum=1, maximum=32), slow={1: 4.0}, jitter=0.0, updates=8
+        )
+    )
     counts = [record["micro_batches"] for record in records("run")[1:-1]]
     assert sum(count[1] for count in counts) < sum(count[0] for count in counts) / 2
 

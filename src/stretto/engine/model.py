@@ -186,7 +186,8 @@ class UserModel:
         self._handles.clear()
         for parameter in self.parameters:
             parameter.grad = None
-            parameter.grad_dtype = parameter.dtype
+            if parameter.grad_dtype != parameter.dtype:  # once set, it stays when the model changes its dtype
+                parameter.grad_dtype = parameter.dtype
 
     # What the model shows
 

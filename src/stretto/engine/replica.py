@@ -128,8 +128,6 @@ class Replica:
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
         if feedback is not None and not skipped:
             feedback.settle()
-        if feedback is not None and not skipped:
-            feedback.settle()
         statistics = {}
         if any(report.changed) and not skipped:
             statistics = average_statistics(

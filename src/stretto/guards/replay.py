@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.serialization import default_restore_location
+from torch.utils._pytree import tree_map_only
 
 from stretto.checksums import same_bytes
-from stretto.echo.buffer import rebuilt
 from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction, Weighed, weighed
@@ -118,7 +118,10 @@ class KeptRound:
             UsageError: A batch holds something that only pickle could read again.
         """
         # A view would be saved with its whole storage: one batch with the whole dataset.
-        batches = [(rebuilt(m.batch, _compact), m.weight, m.samples, m.random) for m in self.micro_batches]
+        batches = [
+            (tree_map_only(Tensor, _compact, m.batch), m.weight, m.samples, m.random)
+            for m in self.micro_batches
+        ]
         try:
             return pack((batches, self._buffers or self.buffers()), "the batch")
         except UnsafeValue as error:

@@ -28,7 +28,7 @@ class StdlibGPT:
     """Of which family; GPT-2 has learned positions, LayerNorm and GELU, Llama rotary positions, RMSNorm and SwiGLU."""
 
     size: Size = "2m"
-    """Millions of parameters, about, with bytes as tokens. 2 million learn visibly within a minute on two
+    """Millions of parameters, if tokens are bytes. 2 million learn visibly within a minute on two
     cores."""
 
     layers: int | None = None
