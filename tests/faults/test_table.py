@@ -15,7 +15,6 @@ from stretto.campaign.promises import (
     Promise,
 )
 from stretto.campaign.trial import RankResult, Trial, run_virtual
-from stretto.exchange.exchange import WireFormat
 from stretto.faults import Fault
 from stretto.faults.plan import SITES, Pattern, Site
 from stretto.guards import Audit
@@ -66,7 +65,7 @@ class Row:
     @property
     def job(self) -> JobKind:
         """What is struck; only one wire owes rounding errors."""
-        wire: WireFormat = "int8" if self.promise.site == "error memory" else "fp32"
+        wire = "int8" if self.promise.site == "error memory" else "fp32"
         return JobKind(strategy=self.strategy, ranks=RANKS, wire=wire)
 
 

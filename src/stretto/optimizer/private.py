@@ -73,6 +73,15 @@ def wrapped_optimizer(wrapper: object) -> str | None:
     return None
 
 
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer's class keeps on it, beside what every optimizer has."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _OF_TORCH and not name.startswith("_optimizer_")
+    }
+
+
 def _by_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
@@ -86,9 +95,7 @@ def _take_attributes(
 
     What is not plain data may depend on `arguments`, which the constructor takes and which were not passed again.
     """
-    for name, value in vars(optimizer).items():
-        if name in _OF_TORCH or name.startswith("_optimizer_"):
-            continue
+    for name, value in own_attributes(optimizer).items():
         if _is_plain(value):
             setattr(rebuilt, name, copy.deepcopy(value))
         elif arguments and not _is_same(value, vars(rebuilt).get(name)):

@@ -4,6 +4,8 @@ The optimizer trains a few small tensors twice, as a plain loop does and on owne
 element by element, and all that it remembers is in `optimizer.state[parameter]`. Otherwise further trials show why.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -22,17 +24,17 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
     """
     name = type(optimizer).__name__
     _check_calls(optimizer, name)
-    devices = {p.device for group in optimizer.param_groups for p in group["params"] if p.is_cuda}
-    with torch.random.fork_rng(devices):
-        try:
-            reason = _reason_against(Trial(optimizer))
-        except UnsupportedOptimizer:
-            raise
-        except Exception as error:
-            raise UnsupportedOptimizer(
-                f"{name} cannot step a flat tensor by itself ({type(error).__name__}: {error}): expected an "
-                "element-wise optimizer such as AdamW or SGD"
-            ) from error
+    try:
+        trial = Trial(optimizer)
+        with torch.random.fork_rng({start.device for start in trial.starts if start.is_cuda}):
+            reason = _reason_against(trial) if trial.description is None else _reason_once(_Described(trial))
+    except UnsupportedOptimizer:
+        raise
+    except Exception as error:
+        raise UnsupportedOptimizer(
+            f"{name} cannot step a flat tensor by itself ({type(error).__name__}: {error}): expected an "
+            "element-wise optimizer such as AdamW or SGD"
+        ) from error
     if reason:
         raise UnsupportedOptimizer(f"{name} cannot be cut into shards: {reason}")
 
@@ -50,6 +52,24 @@ def _check_calls(optimizer: torch.optim.Optimizer, name: str) -> None:
             f"{name}.step was replaced on the instance, and would never be called, because a private optimizer is "
             "stepped: override step in a subclass"
         )
+
+
+class _Described:
+    """A trial that is equal to every other with the same description."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Described) and self.trial.description == other.trial.description
+
+    def __hash__(self) -> int:
+        return hash(self.trial.description)
+
+
+@functools.lru_cache(maxsize=8)  # a process with many ranks or jobs asks for the same one again and again
+def _reason_once(described: _Described) -> str | None:
+    return _reason_against(described.trial)
 
 
 def _reason_against(trial: Trial) -> str | None:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from stretto.flat import ALIGNMENT, plan_layout
-from stretto.optimizer.private import Hyperparameters, is_elementwise, read_hyperparameters, rebuild
+from stretto.optimizer.private import (
+    Hyperparameters,
+    is_elementwise,
+    own_attributes,
+    read_hyperparameters,
+    rebuild,
+)
 from stretto.optimizer.sharded import ReducedGradient, ShardedOptimizer
 from stretto.optimizer.state import adopt_states, piece_states
 
@@ -32,7 +38,8 @@ class Trial:
     """Small tensors in the user's groups, one for every kind of parameter there, and gradients for them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+        self.optimizer = rebuild(optimizer, [[] for _ in optimizer.param_groups])
+        """Without the user's parameters, which a trial that is kept must not hold."""
         self.starts: Values = []
         self._group_of: list[int] = []
         generator = torch.Generator().manual_seed(0)
@@ -54,6 +61,12 @@ class Trial:
             [_with_rate(one, rate) for one in read_hyperparameters(optimizer)]
             for rate in islice(cycle(_LEARNING_RATES), _UPDATES)
         ]
+
+        attributes = [vars(start) for start in self.starts]
+        kinds_tried = [(start.shape, start.dtype, start.device) for start in self.starts]
+        told = [*map(_described, (self.settings, own_attributes(optimizer), attributes)), repr(kinds_tried)]
+        self.description = None if None in told else (type(optimizer), *told, tuple(self._group_of))
+        """Equal for trials with the same outcome; None where it cannot be said."""
 
     def rebuilt(self, stands_for: Mapping[int, Tensor]) -> torch.optim.Optimizer:
         """Return a fresh optimizer over tensors, each of which stands for the trial tensor of that index."""
@@ -174,6 +187,19 @@ class Owners:
             for segment in owner.segments
             for key, value in owner.optimizer.state.get(segment.master, {}).items()
         }
+
+
+def _described(value: Any) -> str | None:
+    """Return text that is equal for equal values; None for what is more than numbers, words and their containers."""
+    if isinstance(value, dict):
+        value = [item for pair in value.items() for item in pair]
+    if isinstance(value, list | tuple):
+        parts = [_described(one) for one in value]
+        return None if None in parts else f"[{', '.join(map(str, parts))}]"
+    is_told = value is None or isinstance(
+        value, bool | int | float | complex | str | torch.dtype | torch.device
+    )
+    return repr(value) if is_told else None
 
 
 def _twin(start: Tensor) -> nn.Parameter:
