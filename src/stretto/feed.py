@@ -8,10 +8,9 @@ Note [The end of the data]
     updates is given, nothing is accumulated behind the last one: its rounds are landed at once.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
-
-from torch import Tensor
 
 from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
@@ -203,11 +202,14 @@ def _length_of(loader: Iterable[Any]) -> int | None:
 
 
 def num_samples(batch: object) -> int:
-    """Return the length of the first tensor found in a batch, or 1."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 1
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)) and batch:
-        return num_samples(batch[0])
-    return 1
+    """Return the length of the first tensor or array found in a batch, or 1."""
+    shape = getattr(batch, "shape", None)
+    if isinstance(shape, tuple):
+        return int(shape[0]) if shape else 1
+    if dataclasses.is_dataclass(batch):
+        batch = vars(batch) if hasattr(batch, "__dict__") else {}
+    parts = (
+        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    )
+    found = (num_samples(part) for part in parts if not isinstance(part, (str, bytes, int, float)))
+    return next(found, 1)

@@ -1,13 +1,18 @@
 """Values as bytes, and back without running anything that the bytes bring.
 
 Pickle lets bytes call any function. What is read here may hold numbers, text, bytes, lists, dictionaries, tensors and
-NumPy arrays. Other classes are refused when they are written, unless the program has named them to PyTorch with
-`torch.serialization.add_safe_globals`.
+NumPy arrays, and named tuples of the program's own modules. Other classes are refused when they are written, unless the
+program has named them to PyTorch with `torch.serialization.add_safe_globals`.
+
+Note [Named tuples]
+    A named tuple travels as a dictionary of its class's name and its values. Where it is read, the class is looked up
+    among the modules that the program has imported, must be a named tuple, and none of its methods is called.
 """
 
 import io
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +28,8 @@ _ARRAYS: list[Any] = [
     np._core.multiarray.scalar,  # type: ignore[attr-defined]  # and a number
     *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDSU"},
 ]
+_NAMED_TUPLE = "stretto: named tuple"
+"""Key of the dictionary that stands for a named tuple; see Note [Named tuples]."""
 _EXPECTED = "expected numbers, text, lists, dictionaries, tensors and arrays"
 _REFUSED = re.compile(r"GLOBAL (\S+)|Unsupported (?:class|global|operand)[^\n]*")
 
@@ -39,7 +46,7 @@ def pack(value: Any, what: str) -> bytes:
     """
     stream = io.BytesIO()
     try:
-        torch.save(value, stream)
+        torch.save(_without_named_tuples(value), stream)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UnsafeValue(f"{what} cannot be written ({error}): {_EXPECTED}") from error
     packed = stream.getvalue()
@@ -61,12 +68,47 @@ def unpack(packed: bytes, what: str, place: str | Callable[[Any, str], Any] = "c
     """
     try:
         with torch.serialization.safe_globals(_ARRAYS):
-            return torch.load(io.BytesIO(packed), map_location=place, weights_only=True)
+            return _with_named_tuples(torch.load(io.BytesIO(packed), map_location=place, weights_only=True))
     except Exception as error:  # damaged bytes can raise anything
         raise UnsafeValue(
             f"{what} is refused ({_reason(error)}): {_EXPECTED}; other classes have to be named with "
             "torch.serialization.add_safe_globals"
         ) from error
+
+
+def _without_named_tuples(value: Any) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        values = [_without_named_tuples(one) for one in value]
+        return {_NAMED_TUPLE: [type(value).__module__, type(value).__qualname__], "values": values}
+    if type(value) is dict:
+        return {key: _without_named_tuples(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_named_tuples, value))
+    return value
+
+
+def _with_named_tuples(value: Any) -> Any:
+    if type(value) is dict and _NAMED_TUPLE in value:
+        kind = _named_tuple(*value[_NAMED_TUPLE])
+        values = [_with_named_tuples(one) for one in value["values"]]
+        if len(values) != len(kind._fields):  # type: ignore[attr-defined]  # a named tuple has it
+            raise ValueError(f"{len(values)} values for {kind.__qualname__}")
+        return tuple.__new__(kind, values)
+    if type(value) is dict:
+        return {key: _with_named_tuples(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_named_tuples, value))
+    return value
+
+
+def _named_tuple(module: str, name: str) -> type[tuple[Any, ...]]:
+    """Return a class that the program has already; importing one would run its module."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part)
+    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+        raise ValueError(f"Unsupported class {module}.{name}")
+    return found
 
 
 def _reason(error: Exception) -> str:

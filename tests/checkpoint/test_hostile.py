@@ -7,10 +7,11 @@ import os
 import pickle
 import random
 import shutil
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -214,6 +215,34 @@ def test_what_only_pickle_could_read_again_is_refused_when_it_is_saved(tmp_path:
     with pytest.raises(UsageError, match="cannot be sent there: the batch is refused"):
         kept.to_bytes()
     assert not trace.exists()
+
+
+class Pair(NamedTuple):
+    """Two values."""
+
+    one: Any
+    two: Any
+
+
+class Armed(Pair):
+    """A named tuple that does something when it is made."""
+
+    def __new__(cls, *values: Any) -> "Armed":
+        raise AssertionError("made by calling the class")
+
+
+def test_named_tuples_of_the_program_come_back_and_no_other_class_is_looked_up() -> None:
+    value = {"batches": [Pair(torch.ones(2), Pair(1, "a"))], "armed": tuple.__new__(Armed, (1, 2))}
+    back = unpack(pack(value, "value"), "value")
+    assert type(back["batches"][0]) is Pair
+    assert back["batches"][0].two == Pair(1, "a")
+    assert type(back["armed"]) is Armed
+    for module, name in (("os", "mkdir"), ("builtins", "list"), ("antigravity", "x"), (__name__, "Path")):
+        planted = io.BytesIO()
+        torch.save({"stretto: named tuple": [module, name], "values": ["x"]}, planted)
+        with pytest.raises(UnsafeValue, match="value is refused"):
+            unpack(planted.getvalue(), "value")
+    assert "antigravity" not in sys.modules
 
 
 def test_what_programs_usually_keep_comes_back() -> None:

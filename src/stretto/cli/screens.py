@@ -3,18 +3,21 @@
 import shlex
 import textwrap
 
+import torch
+
 from stretto.cli.help import COLUMNS
 from stretto.cli.run_folder import resume_command
 from stretto.doctor import Finding, Report
 from stretto.echo import Diagnosis
+from stretto.exchange import WIRES
 from stretto.recipes import TaskConfig
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig
 from stretto.train.outcome import Outcome
 from stretto.train.simulation import SimulateConfig
 
-_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 3.0}
-"""Bytes that a parameter costs per exchange on each wire, gradient and parameter together."""
+_BLOCK = 4096
+"""Parameters to compare wires by; a multiple of every format's own block."""
 _BOTTLENECK = 0.2
 """Share of the time in waiting for communication from which the link counts as the bottleneck."""
 
@@ -72,12 +75,10 @@ def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
     waiting = exposed / seconds
 
     def gain(wire: str) -> float:
-        return 1 / max(1 - waiting, 2 * waiting * _BYTES[wire] / _BYTES[run.wire])
+        return 1 / max(1 - waiting, 2 * waiting * _bytes_of(wire) / _bytes_of(run.wire))
 
-    wires = [
-        wire for wire in _BYTES if _BYTES[wire] <= _BYTES[run.wire] and (wire != "int8" or not run.verified)
-    ]
-    best = max(wires, key=lambda wire: (round(gain(wire), 2), _BYTES[wire]))
+    wires = [wire for wire in WIRES if _bytes_of(wire) <= _bytes_of(run.wire)]
+    best = max(wires, key=lambda wire: (round(gain(wire), 2), _bytes_of(wire)))
     if gain(best) < 1.1:
         return ""
     options = "--strategy acco" + ("" if best == run.wire else f" --wire {best}")
@@ -85,6 +86,12 @@ def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
         f"The link was the bottleneck: {waiting:.0%} of the time waited for communication. With {options} up to "
         f"{gain(best):.1f} times as many samples per second are possible (docs/time-model.md)."
     )
+
+
+def _bytes_of(wire: str) -> int:
+    """Return the bytes of a block of parameters per exchange, gradients and parameters together."""
+    gradients = WIRES[wire].of(torch.float32)
+    return gradients.num_bytes(_BLOCK) + gradients.values.of(torch.float32).num_bytes(_BLOCK)
 
 
 def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -> None:
