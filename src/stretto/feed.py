@@ -203,13 +203,18 @@ def _length_of(loader: Iterable[Any]) -> int | None:
 
 def num_samples(batch: object) -> int:
     """Return the length of the first tensor or array found in a batch, or 1."""
+    return next(_lengths(batch), 1)
+
+
+def _lengths(batch: object) -> Iterator[int]:
+    """Yield the length of every tensor and array in the containers of a batch; 1 for one without dimensions."""
     shape = getattr(batch, "shape", None)
     if isinstance(shape, tuple):
-        return int(shape[0]) if shape else 1
-    if dataclasses.is_dataclass(batch):
-        batch = vars(batch) if hasattr(batch, "__dict__") else {}
-    parts = (
-        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    )
-    found = (num_samples(part) for part in parts if not isinstance(part, (str, bytes, int, float)))
-    return next(found, 1)
+        yield shape[0] if shape else 1
+    elif isinstance(batch, Mapping):
+        yield from _lengths(list(batch.values()))
+    elif isinstance(batch, (list, tuple)):
+        for part in batch:
+            yield from _lengths(part)
+    elif dataclasses.is_dataclass(batch):
+        yield from _lengths([getattr(batch, field.name) for field in dataclasses.fields(batch)])

@@ -105,7 +105,9 @@ def _named_tuple(module: str, name: str) -> type[tuple[Any, ...]]:
     """Return a class that the program has already; importing one would run its module."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = vars(found).get(part)
+        found = getattr(found, "__dict__", {}).get(
+            part
+        )  # getattr of the name itself may run code of a module
     if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
         raise ValueError(f"Unsupported class {module}.{name}")
     return found

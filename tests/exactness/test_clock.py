@@ -5,8 +5,12 @@ import functools
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
 
-from stretto import Clock
+from stretto import ACCO, Clock, DataParallel
+from stretto.virtual import Network, VirtualCluster
+from stretto.virtual.network import Link
 from tests.exactness import jobs
 from tests.exactness.checks import check, recorded_counts
 from tests.exactness.jobs import STRATEGIES, Case, Observed, describe, train
@@ -53,6 +57,25 @@ def test_quick_rank_contributes_more(index: int) -> None:
     assert totals[1] > totals[0] > 0
     per_round = [count for u in observed()[0][index].updates for by_rank in u.rounds for count in by_rank]
     assert max(per_round) <= 6
+
+
+def test_a_round_ends_with_the_lane_free_at_the_minimum_and_with_the_lane_busy_at_the_maximum() -> None:
+    def program(rank: int, group: ProcessGroup) -> list[tuple[tuple[int, ...], ...]]:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallel = DataParallel(
+            model, optimizer, ACCO(), micro_batches=Clock(minimum=2, maximum=4), group=group
+        )
+        updates = [parallel.backward(model(torch.ones(1, 8)).sum()) for _ in range(40)]
+        parallel.finish()
+        return [count for update in updates if update is not None for count in update.rounds]
+
+    busy = Network(link=Link(bits_per_second=1e3))  # an exchange takes longer than four micro-batches
+    for network, expected in ((Network(), 2), (busy, 4)):
+        first, *rounds = VirtualCluster(2, network=network).run(program).values[0]
+        assert first == (2, 2)  # nothing is under way before
+        assert rounds
+        assert set(rounds) == {(expected, expected)}
 
 
 @pytest.mark.parametrize("name", ["minimum", "maximum"])

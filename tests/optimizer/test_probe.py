@@ -1,6 +1,7 @@
 """Which optimizers may be sharded is found out by trying."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn, optim
 from stretto import DDP, DataParallel
 from stretto.errors import UnsupportedOptimizer
 from stretto.optimizer import check_shardable
+from stretto.optimizer.probe import _Described, _reason_against, _reason_once
+from stretto.optimizer.trial import Trial
 from tests.optimizer.written import (
     ELEMENT_WISE,
     REFUSED,
@@ -117,6 +120,21 @@ def test_rank_that_owns_nothing_is_tried_too() -> None:
 def test_object_that_the_constructor_makes_by_itself_is_refused_only_if_it_was_given_one() -> None:
     with pytest.raises(UnsupportedOptimizer, match="attribute 'rule'"):
         check_shardable(RuleObject(matrix(), rule=nn.Tanh()))
+
+
+def test_a_verdict_that_is_remembered_is_that_of_a_fresh_trial() -> None:
+    draw = random.Random(0)
+    fresh: dict[tuple, str | None] = {}
+    for _ in range(200):
+        kind, decay = draw.choice([(optim.SGD, 0.1), (Lamb, 0.0), (Lamb, 0.1), (LargeOnesByBlock, None)])
+        shape = draw.choice([(4,), (4, 3), (65, 128)])
+        settings = {} if decay is None else {"weight_decay": decay}
+        trial = Trial(kind([nn.Parameter(torch.ones(shape))], lr=0.1, **settings))
+        assert trial.description is not None
+        if (kind, decay, shape) not in fresh:
+            fresh[kind, decay, shape] = _reason_against(trial)
+        assert _reason_once(_Described(trial)) == fresh[kind, decay, shape]
+    assert {reason is None for reason in fresh.values()} == {True, False}
 
 
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])

@@ -10,14 +10,13 @@ from stretto.cli.run_folder import resume_command
 from stretto.doctor import Finding, Report
 from stretto.echo import Diagnosis
 from stretto.exchange import WIRES
+from stretto.flat import ALIGNMENT
 from stretto.recipes import TaskConfig
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig
 from stretto.train.outcome import Outcome
 from stretto.train.simulation import SimulateConfig
 
-_BLOCK = 4096
-"""Parameters to compare wires by; a multiple of every format's own block."""
 _BOTTLENECK = 0.2
 """Share of the time in waiting for communication from which the link counts as the bottleneck."""
 
@@ -89,9 +88,9 @@ def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
 
 
 def _bytes_of(wire: str) -> int:
-    """Return the bytes of a block of parameters per exchange, gradients and parameters together."""
-    gradients = WIRES[wire].of(torch.float32)
-    return gradients.num_bytes(_BLOCK) + gradients.values.of(torch.float32).num_bytes(_BLOCK)
+    """Return the bytes of `ALIGNMENT` parameters per exchange, gradients and parameters together."""
+    gradients = WIRES[wire].of(torch.float32)  # the block of every format divides `ALIGNMENT`
+    return gradients.num_bytes(ALIGNMENT) + gradients.values.of(torch.float32).num_bytes(ALIGNMENT)
 
 
 def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -> None:

@@ -64,7 +64,8 @@ class Trial:
 
         attributes = [vars(start) for start in self.starts]
         kinds_tried = [(start.shape, start.dtype, start.device) for start in self.starts]
-        told = [*map(_described, (self.settings, own_attributes(optimizer), attributes)), repr(kinds_tried)]
+        chosen = (self.settings, optimizer.defaults, own_attributes(optimizer), attributes)
+        told = [*map(_described, chosen), repr(kinds_tried)]
         self.description = None if None in told else (type(optimizer), *told, tuple(self._group_of))
         """Equal for trials with the same outcome; None where it cannot be said."""
 
