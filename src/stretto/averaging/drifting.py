@@ -19,8 +19,8 @@ Note [Gain]
         x ← x - η·u
 
     E u², E u·x and E x² follow from one step to the next. An average takes x away, and u where it takes the state too.
-    Without momentum E x² is Σ η². Adam, which divides by what it has seen, is not described; its β counts as none. Nor is
-    an optimizer without a learning rate; its η counts as 1.
+    Without momentum E x² is Σ η². Adam, which divides by what it has seen, is not described; its β counts as none. Nor
+    is an optimizer without a learning rate; its η counts as 1.
 """
 
 import dataclasses

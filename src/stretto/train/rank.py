@@ -83,8 +83,9 @@ def train_at(
         rehearsal.begin(handle)
         _seed(run.seed, context.rank)
         start = TrainState.restore(run, task, handle)
-        for note in start.notes if progress is not None else ():
-            progress.doing(f"note: {note}")
+        if progress is not None:
+            for note in start.notes:
+                progress.doing(f"note: {note}")
         totals.evaluations.extend(start.evaluations)
         stopwatch = Stopwatch(start.training_seconds, context.now)
         observers = _observers(run, start, context, progress)
