@@ -3,8 +3,8 @@
 A run is killed ten times and then goes on to its end, always by `stretto resume`. A kill is drawn from a seed: whom
 it hits (a worker, the launcher, or all processes at once, as a terminal or a batch system does), by which signal, and
 when (while the run starts, a share of an update after an update, or inside a save). Records, evaluations and model must
-equal those of an undisturbed run to the bit. Only what a rank measured (times, bytes sent) may differ. No process may stay
-behind, no checkpoint may come out damaged, and nothing but the library's own lines may be printed.
+equal those of an undisturbed run to the bit. Only what a rank measured (times, bytes sent) may differ. No process may
+stay behind, no checkpoint may come out damaged, and nothing but the library's own lines may be printed.
 
     python experiments/kill_and_resume.py --kills 100 --out benchmarks/results/DATE-kill-and-resume
 

@@ -1,5 +1,6 @@
 """One run at a time is in a folder; a run that was killed keeps nobody out."""
 
+import json
 import os
 import signal
 import subprocess
@@ -45,7 +46,8 @@ def test_a_second_run_is_refused_until_the_first_has_died() -> None:
 def test_the_command_refuses_a_folder_that_is_in_use_and_changes_nothing_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = '{"task": {}, "strategy": "zero1", "environment": {}, "command": {"recipe": "x", "digest": null, "options": []}}'
+    command = {"recipe": "digits-resnet", "digest": None, "options": []}
+    config = json.dumps({"task": {}, "strategy": "zero1", "environment": {}, "command": command})
     Path("run").mkdir()
     Path("run", "config.json").write_text(config)
     with held(Path("run")):

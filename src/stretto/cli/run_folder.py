@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto import checkpoint
+from stretto.disk import read_whole
 from stretto.errors import ConfigError
 from stretto.fields import did_you_mean
 from stretto.recipes import TaskConfig, absolute, digest, names_own
@@ -68,10 +69,10 @@ def command_of(folder: Path) -> dict[str, Any]:
         ConfigError: There is no such run.
     """
     if not (folder / CONFIG).is_file():
-        beside = [path.parent.name for path in folder.parent.glob(f"*/{CONFIG}")]
+        beside = [path.parent.name for path in folder.parent.glob(f"*/{CONFIG}") if path.is_file()]
         raise ConfigError(f"{folder} holds no run that could be resumed{did_you_mean(folder.name, beside)}")
     try:
-        found = _checked(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["command"])
+        found = _checked(json.loads(read_whole(folder / CONFIG))["command"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{folder / CONFIG} does not say which command made the run: repeat it with "

@@ -53,5 +53,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def _holder(descriptor: int) -> str:
-    found = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+    found = ""
+    with contextlib.suppress(OSError):
+        found = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
     return f"another run ({found})" if found else "another run"

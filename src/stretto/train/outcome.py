@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stretto.disk import UNFINISHED, replace_file
+from stretto.disk import UNFINISHED, read_whole, replace_file
 from stretto.errors import ConfigError
 from stretto.records import Update
 from stretto.train.configuration import RunConfig, TaskT
@@ -246,7 +246,7 @@ def _has_kind(path: Path, is_folder: bool) -> bool:
 
 def _is_configuration(path: Path) -> bool:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_whole(path))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and {"task", "strategy", "environment"} <= content.keys()
