@@ -86,8 +86,8 @@ def duplicate(draw: random.Random, file: Path, run: Path) -> None:
 
 def stale(draw: random.Random, file: Path, run: Path) -> None:
     """Put the piece of another checkpoint there."""
-    others = [other for other in run.glob(f"checkpoints/*/{file.name}") if other != file]
-    shutil.copy(draw.choice(sorted(others) or files(run)[1:]), file)
+    others = sorted(run.glob(f"checkpoints/*/{file.name}")) if file.parent != run else files(run)
+    shutil.copy(draw.choice([other for other in others if other != file]), file)
 
 
 def nest(draw: random.Random, file: Path, run: Path) -> None:
@@ -174,15 +174,25 @@ class DamagedRuns:
         run = self._folder / f"copy-{seed}"
         shutil.copytree(self._whole, run)
         damage = DAMAGES[seed % len(DAMAGES)]
-        targets = draw.sample([file for file in files(run) if file.stat().st_size], draw.randint(1, 2))
+        newest = max(path.name for path in (run / "checkpoints").iterdir())
+        whole = [file for file in files(run) if draw.random() < 0.5 or file.parent.name == newest]
+        targets = draw.sample([file for file in whole if file.stat().st_size], draw.randint(1, 2))
         for file in targets if damage not in (link, strange) else targets[:1]:
             if file.exists():
                 damage(draw, file, run)
-        whole = {path.relative_to(self._whole): digest(path) for path in files(self._whole)}
-        changed = {path for path in whole if digest(run / path) != whole[path]}
+        names = [path.relative_to(self._whole) for path in files(self._whole)]
+        changed = {name for name in names if digest(run / name) != digest(self._whole / name)}
         outcome, said = self._resume(run)
         assert "\n" not in said, f"seed {seed}: {said}"
         assert not Path("was-run").exists(), f"seed {seed}: a planted pickle was run"
+        hit = {name.parts[1] for name in changed if name.parts[0] == "checkpoints"}
+        is_sound = len(hit) < len(list((self._whole / "checkpoints").iterdir()))
+        if (
+            is_sound
+            and damage not in (link, strange)
+            and all(name.parts[0] == "checkpoints" for name in changed)
+        ):
+            assert outcome == "ended", f"seed {seed}: {outcome}, although a checkpoint is sound: {said}"
         if outcome == "ended":
             self._check(seed, run, changed)
         for copy in self._folder.glob(f"copy-{seed}*"):
