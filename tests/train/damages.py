@@ -182,6 +182,7 @@ class DamagedRuns:
                 damage(draw, file, run)
         names = [path.relative_to(self._whole) for path in files(self._whole)]
         changed = {name for name in names if digest(run / name) != digest(self._whole / name)}
+        is_there = (run / "checkpoints" / newest).is_dir()
         outcome, said = self._resume(run)
         assert "\n" not in said, f"seed {seed}: {said}"
         assert not Path("was-run").exists(), f"seed {seed}: a planted pickle was run"
@@ -194,7 +195,7 @@ class DamagedRuns:
         ):
             assert outcome == "ended", f"seed {seed}: {outcome}, although a checkpoint is sound: {said}"
         if outcome == "ended":
-            self._check(seed, run, changed)
+            self._check(seed, run, changed, is_hit=is_there and newest in hit)
         for copy in self._folder.glob(f"copy-{seed}*"):
             copy.unlink() if copy.is_symlink() else shutil.rmtree(copy)
         return f"{damage.__name__}: {outcome}"
@@ -214,7 +215,7 @@ class DamagedRuns:
         perform(words)
         return "ended"
 
-    def _check(self, seed: int, run: Path, changed: set[Path]) -> None:
+    def _check(self, seed: int, run: Path, changed: set[Path], *, is_hit: bool) -> None:
         for name, of in (
             ("records", "updates.jsonl"),
             ("evaluations", "evaluations.jsonl"),
@@ -223,11 +224,7 @@ class DamagedRuns:
             if name == "model" or Path(of) not in changed:  # a digit of a record can be hit and nobody knows
                 assert written(run, name) == self._before[name], f"seed {seed}: other {name}"
         told = [incident["part"] for incident in read_json_lines(run / "incidents.jsonl")]
-        used = {
-            path.parent.name for path in changed if len(path.parts) == 3 and path.parts[0] == "checkpoints"
-        }
-        newest = max(p.name for p in (self._whole / "checkpoints").iterdir())
-        assert newest not in used or told, f"seed {seed}: {newest} was passed over and nobody was told"
+        assert not is_hit or told, f"seed {seed}: the newest checkpoint was passed over and nobody was told"
         latest = checkpoint.latest(run / "checkpoints")
         assert latest is not None, f"seed {seed}: no checkpoint is left"
 

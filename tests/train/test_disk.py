@@ -12,7 +12,7 @@ from stretto.errors import StrettoError
 from stretto.observe import read_json_lines
 from tests.train.damages import OPTIONS, RECIPE, perform, written
 
-LONGER = [*OPTIONS, "--updates", "30", "--checkpoints-kept", "99"]
+LONGER = [*OPTIONS, "--updates", "14", "--checkpoints-kept", "99"]
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", str(disk)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)], capture_output=True, text=True
     )
     if mounted.returncode:
         pytest.skip(f"a disk cannot be mounted here: {mounted.stderr.strip()}")
