@@ -185,10 +185,12 @@ class LocalReplica(Replica):
         """Take over where the others are, on a rank that came early."""
         progress = self.progress
         progress.round_index = int(report.records["round_index"].max())
-        progress.step = int(report.records["step"].max())
+        before, progress.step = progress.step, int(report.records["step"].max())
         # What the others have done is news, and reported; at the very end a step that nobody took is none.
         is_over = all(vote in WITHOUT_DATA for vote in report.votes)
         progress.stepped = report.stepped or (report.weight > 0 and not is_over)
+        if not progress.stepped and progress.step > before:
+            progress.step, progress.stepped = progress.step - 1, True  # the last of their steps tells it
 
     def _meet(self, own: RankReport) -> RoundReport:
         """Gather the reports of an average.
