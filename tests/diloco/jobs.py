@@ -50,7 +50,9 @@ def loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return (output - 1).square().mean()
 
 
-def start(rank: int, group: dist.ProcessGroup | None, strategy: st.Strategy, **others: Any) -> st.DataParallel:
+def start(
+    rank: int, group: dist.ProcessGroup | None, strategy: st.Strategy, **others: Any
+) -> st.DataParallel:
     model = matrix()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     options = st.Options(bucket_bytes=4 * BUCKET, **others.pop("options", {}))

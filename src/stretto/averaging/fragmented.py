@@ -62,7 +62,9 @@ class FragmentedReplica(LocalReplica):
         fragments: Into how many the parameters are cut.
     """
 
-    def __init__(self, exchange: Exchange, sharded: ShardedOptimizer, *, fragments: int, **others: Any) -> None:
+    def __init__(
+        self, exchange: Exchange, sharded: ShardedOptimizer, *, fragments: int, **others: Any
+    ) -> None:
         super().__init__(exchange, sharded, **others)
         exchange.feedback = None  # gradients never travel: what is owed, each fragment owes
         buckets = range(len(sharded.masters))
@@ -238,9 +240,7 @@ class FragmentedReplica(LocalReplica):
             total = _in_order(weights)
             has_left = total > 0
             if has_left:
-                fragment.travel(
-                    float(weights[exchange.rank]) / total, launch.learning_rate, launch.momentum
-                )
+                fragment.travel(float(weights[exchange.rank]) / total, launch.learning_rate, launch.momentum)
         return _Trip(
             fragment=launch.fragment,
             has_left=has_left,
@@ -310,7 +310,9 @@ class FragmentedReplica(LocalReplica):
         for weights in self._weights + report.records["weight"]:
             total = _in_order(weights)
             # A fragment to which nobody has contributed is the same on all ranks: one of them sends it.
-            shares.append(float(weights[self.exchange.rank]) / total if total else float(self.exchange.rank == 0))
+            shares.append(
+                float(weights[self.exchange.rank]) / total if total else float(self.exchange.rank == 0)
+            )
         return [shares[index % len(shares)] for index in range(len(self.sharded.masters))]
 
     def _at_rest(self) -> list[int]:

@@ -150,7 +150,7 @@ class LocalReplica(Replica):
         """Bring the replicas together; the round ends as if all ranks had taken part in it."""
         if flight is None:
             raise TypeError("a strategy must step with AllReduce to average ahead of its gradients")
-        progress, rank = self.progress, self.exchange.rank
+        rank = self.exchange.rank
         report = self._meet(self._own_report(flight.round))
         self._check_settings(report, flight.round)
         flight.reduction.statistics = average_statistics(

@@ -29,7 +29,7 @@ from stretto.optimizer import ShardedOptimizer
 
 
 class Fragment:
-    """A part of the parameters that leaves and lands as one. It is made of whole buckets, and has an exchange of its own.
+    """A part of the parameters that leaves and lands as one: whole buckets, with an exchange of their own.
 
     Memory: the anchor; the owner's share of the velocity; while it is under way, what it carries.
 

@@ -113,7 +113,10 @@ class Replica:
         return f"rank {self.exchange.rank}, after step {self.progress.step}"
 
     def anchors(self, *, waits: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield, by name, what all ranks hold alike beside masters; what is changing now, after a wait or not at all."""
+        """Yield, by name, what all ranks hold alike beside masters.
+
+        What is changing now is left out, or waited for.
+        """
         yield from ()
 
     def velocities(self) -> Iterator[tuple[str, Tensor]]:

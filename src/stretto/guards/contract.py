@@ -64,9 +64,9 @@ class Fingerprint:
     """Digest every part that all ranks hold alike.
 
     The parts are the values that the model will show next; with a replicated optimizer, masters and optimizer state;
-    with outer steps, anchors, and these alone while replicas differ; and with a strategy that does not overlap, fixed tensors: frozen parameters and integer buffers. Answer: 64-bit
-    digests by part, in the same order on all ranks. The digest is 0 for a fixed tensor that somebody has written; such
-    a part is not compared.
+    with outer steps, anchors, and these alone while replicas differ; and with a strategy that does not overlap, fixed
+    tensors: frozen parameters and integer buffers. Answer: 64-bit digests by part, in the same order on all ranks. The
+    digest is 0 for a fixed tensor that somebody has written; such a part is not compared.
     """
 
 

@@ -70,19 +70,7 @@ def guarded(script: Script, ask: Callable[[Moment], GuardScript]) -> Generator[A
     while True:
         effect = script.send(reply)
         runs_ahead = is_ahead and isinstance(effect, Average)
-        if isinstance(effect, Step | Preview) or runs_ahead:
-            yield from ask("before_step")
-        if isinstance(effect, Launch):
-            yield Conclude()  # behind a landing, as on ranks that have more data
-        if isinstance(effect, Land):
-            yield from ask("before_land")
-        if isinstance(effect, Step | Average | Launch | Land):
-            yield Forget(("state", "reduced gradient"))
-        if isinstance(effect, Gather):
-            yield Forget(("values to be shown",))
-        if isinstance(effect, ACCUMULATIONS):
-            yield Begin()
-            yield from ask("before_reduce")
+        yield from _before(effect, ask, runs_ahead=runs_ahead)
         reply = yield effect
         if isinstance(effect, ACCUMULATIONS):
             is_ahead = False
@@ -96,3 +84,22 @@ def guarded(script: Script, ask: Callable[[Moment], GuardScript]) -> Generator[A
             yield Conclude()
         elif runs_ahead:
             yield from ask("after_update")
+
+
+def _before(
+    effect: Any, ask: Callable[[Moment], GuardScript], *, runs_ahead: bool
+) -> Generator[Any, Any, None]:
+    """Yield what comes before an effect of the script."""
+    if isinstance(effect, Step | Preview) or runs_ahead:
+        yield from ask("before_step")
+    if isinstance(effect, Launch):
+        yield Conclude()  # behind a landing, as on ranks that have more data
+    if isinstance(effect, Land):
+        yield from ask("before_land")
+    if isinstance(effect, Step | Average | Launch | Land):
+        yield Forget(("state", "reduced gradient"))
+    if isinstance(effect, Gather):
+        yield Forget(("values to be shown",))
+    if isinstance(effect, ACCUMULATIONS):
+        yield Begin()
+        yield from ask("before_reduce")

@@ -44,7 +44,8 @@ class DiLoCo(Strategy):
     """Updates between a fragment's departure and its landing, which hide its transfer; 0 waits. One fragment is under
     way at a time, so it is below interval / fragments."""
     mix: float = 0.0
-    """What stays of a rank's own values at a landing, from 0 to below 1; only with a delay. 0.5 is Streaming DiLoCo's."""
+    """What stays of a rank's own values at a landing, from 0 to below 1; only with a delay. Streaming DiLoCo takes
+    0.5."""
 
     name = "diloco"
     overlaps = False

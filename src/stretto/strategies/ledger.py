@@ -173,19 +173,7 @@ def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[
     count = Counter(kinds)
     if sum(count[kind] > 0 for kind in ACCUMULATIONS) > 1:
         raise ConfigError(f"strategy {strategy.name}: Reduce, AllReduce and Local cannot be mixed")
-    if not count[Local] and any(isinstance(effect, Launch | Land) for run in runs for effect in run):
-        raise ConfigError(f"strategy {strategy.name}: Launch and Land need replicas that step alone, with Local")
-    if count[Reduce] and any(isinstance(effect, Average) for run in runs for effect in run):
-        raise ConfigError(
-            f"strategy {strategy.name}: Average needs replicas, after Local or AllReduce; after Reduce every rank "
-            "holds another shard"
-        )
-    asks_ahead = any(isinstance(run[0], _ASIDES) for run in runs)
-    if asks_ahead and (strategy.overlaps or not count[AllReduce]):
-        raise ConfigError(
-            f"strategy {strategy.name}: only an update with AllReduce and without overlaps may look and average ahead "
-            "of its gradients; with Local ranks agree on their end at averages, so these come behind the step"
-        )
+    _check_asides(strategy, runs, count)
     for number, kind in enumerate(kinds):
         ends_round = number + 1 == len(kinds) or kinds[number + 1] in ACCUMULATIONS
         if ends_round and kind not in ((Gather,) if count[Reduce] else (Step, Preview)):
@@ -204,6 +192,25 @@ def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[
             "micro_batches instead"
         )
     return kinds
+
+
+def _check_asides(strategy: Strategy, runs: Sequence[Sequence[Effect]], count: Counter[type[Effect]]) -> None:
+    """Check that averages and outer steps have replicas, and come where they may."""
+    if not count[Local] and any(isinstance(effect, Launch | Land) for run in runs for effect in run):
+        raise ConfigError(
+            f"strategy {strategy.name}: Launch and Land need replicas that step alone, with Local"
+        )
+    if count[Reduce] and any(isinstance(effect, Average) for run in runs for effect in run):
+        raise ConfigError(
+            f"strategy {strategy.name}: Average needs replicas, after Local or AllReduce; after Reduce every rank "
+            "holds another shard"
+        )
+    asks_ahead = any(isinstance(run[0], _ASIDES) for run in runs)
+    if asks_ahead and (strategy.overlaps or not count[AllReduce]):
+        raise ConfigError(
+            f"strategy {strategy.name}: only an update with AllReduce and without overlaps may look and average ahead "
+            "of its gradients; with Local ranks agree on their end at averages, so these come behind the step"
+        )
 
 
 def _dry_run(strategy: Strategy, moment: Moment) -> list[Effect]:
