@@ -18,12 +18,17 @@ STRATEGY = st.DiLoCo(interval=4, delay=2, mix=0.25)
 SPLIT = st.DiLoCo(interval=4, fragments=2, delay=1)
 
 
-@pytest.mark.parametrize(("saved_at", "wire"), [(3, "fp32"), (4, "fp32"), (5, "int4"), (6, "bf16")])
-def test_a_resumed_run_goes_on_to_the_bit(saved_at: int, wire: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "saved_at", "wire"),
+    [(STRATEGY, 4, "fp32"), (STRATEGY, 5, "int4"), (STRATEGY, 6, "bf16"), (SPLIT, 5, "fp32")],
+)
+def test_a_resumed_run_goes_on_to_the_bit(
+    strategy: st.DiLoCo, saved_at: int, wire: str, tmp_path: Path
+) -> None:
     """The fragment leaves behind update 4 and lands at update 6: what it has brought is saved in between."""
 
     def straight(rank: int, group: dist.ProcessGroup, steps: range, *, resumes: bool) -> list[torch.Tensor]:
-        parallel = start(rank, group, STRATEGY, options={"wire": wire})
+        parallel = start(rank, group, strategy, options={"wire": wire})
         course = Course([], [], [], 0, parallel)
         if resumes:
             checkpoint.load(parallel, tmp_path)
