@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.averaging import DriftingReplica, LocalReplica
-from stretto.engine.accumulation import GradientBuffer
+from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.failures import FailureDetector
+from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.job import Job
 from stretto.engine.model import UserModel, is_in_a_job
 from stretto.engine.options import Clock, Options, Quota, plan_quota
@@ -180,8 +181,20 @@ def _put_together(
     weave = None if interpreter is None else functools.partial(guarded, ask=interpreter.ask)
     comm = CommLane(parts.strategy, replica, performers, asks_ahead=ledger.asks_ahead, weave=weave)
     model = UserModel(parts.model, parameters, parts.optimizer, layout)
+    accumulate: Any = Accumulation
+    if _hides(parts, ledger, exchange, quota):
+        replica.hides = True
+        accumulate = functools.partial(
+            HiddenAccumulation, model=parts.model, replica=replica, micro_batches=quota.minima[0]
+        )
     compute = ComputeLane(
-        model, comm, quota, failures=failures, scheduler=parts.scheduler, allow_unused=options.allow_unused
+        model,
+        comm,
+        quota,
+        failures=failures,
+        scheduler=parts.scheduler,
+        allow_unused=options.allow_unused,
+        accumulate=accumulate,
     )
     job = Job(
         model=model,
@@ -196,6 +209,25 @@ def _put_together(
         compute.model.listeners.append(GuardedRounds(job, interpreter))
         interpreter.start()
     return job
+
+
+def _hides(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bool:
+    """Return whether gradients may leave during the last backward pass of a round; the same on all ranks.
+
+    The round's end must be known ahead; nothing else may be sent beside the gradients; and nobody may have to look at
+    them before.
+    """
+    layout = exchange.layout
+    return (
+        parts.options.hide_reductions
+        and exchange.world_size > 1
+        and quota.is_fixed
+        and ledger.rounds == 1
+        and not (parts.strategy.overlaps or ledger.local or ledger.asks_ahead)
+        and not any(guard.looks_before_departure for guard in parts.guards)
+        # Autograd has a thread for every device, and calls hooks on them side by side.
+        and len({flat.device for flat in layout.sets}) == 1
+    )
 
 
 def check_strategy(strategy: object) -> Strategy:
