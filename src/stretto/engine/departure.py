@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from stretto.exchange.exchange import Started, Transfers, Wait
+from stretto.exchange.exchange import Prepare, Started, Transfers, Wait
 
 
 class Departure:
@@ -17,7 +17,7 @@ class Departure:
         transfers: Sums gradients into `sums`.
         sums: One tensor per bucket.
         wait: Waits for a collective.
-        prepare: Called with the index of a bucket whose gradients have come, before it leaves.
+        prepare: Prepares a bucket whose gradients have come, before it leaves; or None.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Departure:
         sums: list[Tensor],
         *,
         wait: Wait,
-        prepare: Callable[[int], None],
+        prepare: Prepare | None,
     ) -> None:
         self.sums = sums
         """Defined after `finish`."""
@@ -55,17 +55,17 @@ class Departure:
                 self._left += [(view, view._version) for view in views]
             elif not self._awaited[0].is_completed():
                 return
-            self._step()
+            self._step(self._awaited)
 
     def finish(self) -> list[Tensor]:
         """Go on to the end, with all gradients there, and return the sums."""
         while self._awaited is not None:
-            self._step()
+            self._step(self._awaited)
         return self.sums
 
-    def _step(self) -> None:
-        if isinstance(self._awaited, int):
-            self._prepare(self._awaited)
-        elif self._awaited is not None:
-            self._wait(*self._awaited)
+    def _step(self, awaited: int | Started) -> None:
+        if not isinstance(awaited, int):
+            self._wait(*awaited)
+        elif self._prepare is not None:
+            self._prepare(awaited)
         self._awaited = next(self._transfers, None)

@@ -23,6 +23,7 @@ from stretto.engine.runtime import Runtime
 from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import NonFinite
 from stretto.exchange import Exchange
+from stretto.exchange.exchange import Prepare, Transfers
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
 from stretto.strategies.contract import Boundary, Gather, Preview, Step
 
@@ -117,13 +118,20 @@ class Replica:
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
         finite = round.is_finite
-        departure = round.departure or self.depart(round.buffer, round.contribution)
-        sums, report = self._sum_up(round, departure, finite=finite)
+        departure, round.departure = round.departure, None
+        if departure is None:
+            transfers, sums, prepare = self._begin_sum(round.buffer, round.contribution)
+            self.exchange.run(transfers, prepare)
+        else:
+            sums = departure.finish()
+        norm_squared = ReducedGradient(sums, 0.0, 0.0, b"").measure()
+        is_torn = departure is not None and departure.is_torn
+        own = round.report(finite=finite, norm_squared=norm_squared, torn=is_torn)
+        records = self.exchange.gather_bytes(RoundReport.pack(own))
+        report = RoundReport.unpack(records, len(own.used), len(own.changed))
         if report.torn:
             self._stop_hiding(report.torn)
-            self._spare_sums.append(self._lent_sums.pop())
-            departure = self.depart(round.buffer, round.contribution)
-            sums, report = self._sum_up(round, departure, finite=finite)
+            return Replica.reduce(self, round)  # whole, now that all gradients are there
         if not report.settings_agree:
             self.refuse_settings(round)
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
@@ -143,31 +151,25 @@ class Replica:
             buffer: The gradients; as long as they may leave early, they stay as they are.
             contribution: Says which parameters are used, once the round is whole.
         """
+        transfers, sums, prepare = self._begin_sum(buffer, contribution)
+        return Departure(transfers, sums, wait=self.exchange.wait, prepare=prepare)
+
+    def _begin_sum(
+        self, buffer: GradientBuffer, contribution: Contribution
+    ) -> tuple[Transfers, list[Tensor], Prepare | None]:
+        """Return transfers, the sums that they make, and what prepares a bucket."""
         sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
         self._lent_sums.append(sums)
-        exchange, feedback, flats = self.exchange, self.exchange.feedback, buffer.flats
+        flats, feedback = buffer.flats, self.exchange.feedback
         if feedback is not None:
             flats = feedback.begin(flats, contribution.used, keeps=self.hides)
-        return Departure(
-            exchange.summing(flats, sums, whole=self.replicated),
-            sums,
-            wait=exchange.wait,
-            prepare=_do_nothing if feedback is None else feedback.add,
-        )
-
-    def _sum_up(
-        self, round: Round, departure: Departure, *, finite: bool
-    ) -> tuple[list[Tensor], RoundReport]:
-        """Finish a departure, and gather the reports on the round."""
-        sums = departure.finish()
-        norm_squared = ReducedGradient(sums, 0.0, 0.0, b"").measure()
-        own = round.report(finite=finite, norm_squared=norm_squared, torn=departure.is_torn)
-        records = self.exchange.gather_bytes(RoundReport.pack(own))
-        return sums, RoundReport.unpack(records, len(own.used), len(own.changed))
+        transfers = self.exchange.summing(flats, sums, whole=self.replicated)
+        return transfers, sums, None if feedback is None else feedback.add
 
     def _stop_hiding(self, ranks: list[int]) -> None:
         """Let nothing leave early any more: gradients of some rank changed behind their departure."""
         self.hides = False
+        self._spare_sums.append(self._lent_sums.pop())
         _log.info(
             "%s: gradients changed on ranks %s after they had left (a parameter with several gradients in one backward "
             "pass, or a hook that writes gradients): the round is summed again, and reductions of this job are hidden "
@@ -291,10 +293,6 @@ def _reduced(gradient: object) -> ReducedGradient:
     if not isinstance(gradient, ReducedGradient):
         raise TypeError(f"a strategy must pass on the gradient it was given, not {type(gradient).__name__}")
     return gradient
-
-
-def _do_nothing(_: int) -> None:
-    """Prepare no bucket: gradients leave as they are."""
 
 
 def _in_flight(effect: object, flight: Flight | None) -> Flight:

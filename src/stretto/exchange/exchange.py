@@ -30,6 +30,9 @@ Transfers = Generator[int | Started, None, None]
 """The transfers of many buckets: also yields the index of each before it starts, and goes on when its values are
 there. Whoever runs it decides only when: what it starts, and in which order, is the same on every rank."""
 
+Prepare = Callable[[int], None]
+"""Makes the values of a bucket, by its index, what is to be sent."""
+
 _LENGTH_BYTES = 8
 """Bytes of the length of a record, where lengths differ between ranks."""
 IN_FLIGHT = 4
@@ -153,10 +156,10 @@ class Exchange:
     ) -> Transfers:
         """Sum `flats` over ranks, bucket by bucket, as their values come; see `reduce_scatter` and `all_reduce`."""
         sum_up = self.sum_bucket if whole else self.sum_slice
-        yield from in_flight(
-            sum_up(index, flats[bucket.set_index], total, wire)
-            for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True))
-        )
+        transfers = []
+        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
+            transfers.append(sum_up(index, flats[bucket.set_index], total, wire))
+        yield from in_flight(transfers)
 
     def sum_slice(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Send the slices of the `index`-th bucket of `flat` to their owners, and add those of this rank to `total`.
@@ -233,11 +236,13 @@ class Exchange:
         """Run transfers of values that are there, at most `IN_FLIGHT` at a time."""
         self.run(in_flight(transfers))
 
-    def run(self, transfers: Transfers) -> None:
-        """Run transfers of values that are there."""
+    def run(self, transfers: Transfers, prepare: Prepare | None = None) -> None:
+        """Run transfers of values that are there, each bucket prepared right before it leaves."""
         for awaited in transfers:
             if not isinstance(awaited, int):
                 self.wait(*awaited)
+            elif prepare is not None:
+                prepare(awaited)
 
     # Small records, and single tensors
 

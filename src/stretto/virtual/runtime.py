@@ -91,7 +91,7 @@ class RankTime:
         self._seed = seed
         self._streams: dict[Work, np.random.Generator] = {}
         self._begun: tuple[int, int] | None = None
-        """What the micro-batch under way costs, and how much of that is charged already."""
+        """When the micro-batch under way began, and what it costs, if its backward pass is followed closely."""
 
     def charge(self, work: Work, elements: int) -> None:
         """Let a piece of work take the time that the compute model says.
@@ -101,23 +101,24 @@ class RankTime:
             elements: How many of them a step or a preview goes over.
         """
         if work == "micro-batch" and self._begun is not None:
-            (cost_ns, charged_ns), self._begun = self._begun, None
-            self.charge_ns(work, cost_ns - charged_ns)
+            (start_ns, cost_ns), self._begun = self._begun, None
         else:
-            self.charge_ns(work, self._cost_ns(work, elements))
+            start_ns, cost_ns = self.schedule.now_ns, self._cost_ns(work, elements)
+        self._be_busy(work, start_ns, start_ns + cost_ns)
 
     def pass_backward(self, share: float) -> None:
-        """Charge a micro-batch up to where `share` of its backward pass is over; `charge` then takes the rest."""
-        cost_ns, charged_ns = self._begun or (self._cost_ns("micro-batch", 0), 0)
+        """Let a micro-batch go on to where `share` of its backward pass is over; `charge` lets it end."""
+        if self._begun is None:
+            self._begun = self.schedule.now_ns, self._cost_ns("micro-batch", 0)
+        start_ns, cost_ns = self._begun
         backward = self._compute.backward_share
-        until_ns = round(cost_ns * (1 - backward + backward * share))
-        self._begun = cost_ns, until_ns
-        self.charge_ns("micro-batch", until_ns - charged_ns)
+        self.schedule.sleep_until(start_ns + round(cost_ns * (1 - backward + backward * share)))
 
     def charge_ns(self, work: str, duration_ns: int) -> None:
         """Let the current task be busy for `duration_ns`."""
-        start_ns = self.schedule.now_ns
-        stop_ns = start_ns + duration_ns
+        self._be_busy(work, self.schedule.now_ns, self.schedule.now_ns + duration_ns)
+
+    def _be_busy(self, work: str, start_ns: int, stop_ns: int) -> None:
         self._trace.records.append(Span(self.rank, work, start_ns, stop_ns))
         self.schedule.sleep_until(stop_ns)
 
