@@ -1,5 +1,6 @@
 """The ground every test stands on: fixed threads and seeds, a clean environment, a folder of its own."""
 
+import gc
 import multiprocessing.forkserver
 import os
 import random
@@ -37,6 +38,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # Also fills fresh memory with NaN, which makes every read of an unwritten element visible.
 torch.use_deterministic_algorithms(True)
+
+
+def pytest_collection_finish() -> None:
+    """Tell the garbage collector that modules and collected tests stay: it would walk through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -110,16 +110,16 @@ class Accumulation:
         """Remember the versions of the views, so that a write outside backward passes is noticed."""
         self._versions = list(map(_version, self.buffer.views))
 
-    def before_gradient(self, index: int, gradient: Tensor) -> Tensor | None:
+    def before_gradient(self, index: int, gradient: Tensor) -> tuple[Tensor] | None:
         """Handle a gradient that is about to be added to a slot's `.grad`; see Note [Gradients of others].
 
         Returns:
-            What is to be added instead; None to leave it as it is.
+            What is to be added instead, alone in a tuple; None to leave it as it is.
         """
         if self._is_own_backward:
             self.has_arrived = True
             self.contribution.used[index] = 1
-            return None if self._factor == 1.0 else gradient * self._factor
+            return None if self._factor == 1.0 else (gradient * self._factor,)
         if self.parameters[index].grad is self.buffer.views[index]:
             self.parameters[index].grad = None
             self.apart.add(index)

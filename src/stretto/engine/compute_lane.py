@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.failures import FailureDetector, Lifetime
-from stretto.engine.model import UserModel
+from stretto.engine.model import Gradients, UserModel
 from stretto.engine.options import Quota
 from stretto.engine.report import Vote
 from stretto.engine.round import Accounts, Landing, Reduction, Round
@@ -383,7 +383,8 @@ class ComputeLane:
         (self.runtime.join if waits else self.runtime.leave)()
         self.model.unhook()
 
-    def _before_gradient(self, index: int, gradient: Tensor | None) -> Tensor | None:
+    def _before_gradient(self, index: int, gradients: Gradients) -> Gradients | None:
+        (gradient,) = gradients
         return None if gradient is None else self.accumulation.before_gradient(index, gradient)
 
     def _before_forward(self) -> None:

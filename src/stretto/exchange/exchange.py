@@ -177,7 +177,9 @@ class Exchange:
             packed = self.scratch("outgoing", index, sent.num_bytes(bucket.numel), torch.uint8, flat.device)
             sent.write(outgoing, packed)
             outgoing = packed
-        received = self.scratch("received", index, outgoing.numel(), outgoing.dtype, flat.device)
+        received = outgoing  # a lone rank's contributions lie where they arrive
+        if self.world_size > 1:
+            received = self.scratch("received", index, outgoing.numel(), outgoing.dtype, flat.device)
         self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
         yield self.group.all_to_all_single(received, outgoing, [], []), f"reduction of bucket {index}"
         if not isinstance(sent, PlainWire):
@@ -219,8 +221,9 @@ class Exchange:
             what: What is waited for, in messages.
         """
         own = whole.view(self.world_size, -1)[self.rank]
-        own = self.scratch("own", index, own.numel(), dtype, whole.device).copy_(own)
         same = whole.dtype == dtype
+        if self.world_size > 1 or not same:
+            own = self.scratch("own", index, own.numel(), dtype, whole.device).copy_(own)
         arrived = whole if same else self.scratch("whole", index, whole.numel(), dtype, whole.device)
         self.sent_bytes += (self.world_size - 1) * own.nbytes
         yield self.group.all_gather_single(arrived, own), what

@@ -53,11 +53,16 @@ def release(group: dist.ProcessGroup) -> None:
     A group over a part of the job stays until the process ends: torch would give its name to the next one, whose
     ranks would then find the addresses of the old one in the store. Groups unknown to torch have nothing to release.
     """
+    group = _innermost(group)
     ranks = _registered_ranks(group)
     if ranks is not None and len(ranks) == dist.get_world_size():
         dist.destroy_process_group(group)
-    elif ranks is None and isinstance(group, WrappedGroup):
-        release(group.inner)
+
+
+def _innermost(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    while isinstance(group, WrappedGroup):
+        group = group.inner
+    return group
 
 
 _MOST_RETIRED = 8
@@ -69,9 +74,12 @@ _retired: list[dist.ProcessGroup] = []
 def retire(group: dist.ProcessGroup) -> None:
     """Release the group of a job that has ended, but not at once: a job can be saved after its end.
 
-    All ranks release their groups in the same order, after the same job.
+    All ranks release their groups in the same order, after the same job. Groups unknown to torch have nothing to
+    release.
     """
-    _retired.append(group)
+    group = _innermost(group)
+    if _registered_ranks(group) is not None:
+        _retired.append(group)
 
 
 def _release_retired() -> None:

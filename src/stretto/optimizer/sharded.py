@@ -20,6 +20,8 @@ from stretto.optimizer.segments import Piece, Segment, cut_segments, owned_piece
 
 MASTER = ""
 """Name of a segment's master among the digests of its state."""
+_BLOCK = 2**16
+"""Elements."""
 
 
 class ReducedGradient:
@@ -98,8 +100,15 @@ class ReducedGradient:
 
         In float64, where squares of all float32 values are neither too large nor too small.
         """
-        norms = [float(torch.linalg.vector_norm(total, dtype=torch.float64)) for total in self.sums]
-        return sum(norm * norm for norm in norms)
+        return sum(map(_norm_squared, self.sums))
+
+
+def _norm_squared(total: Tensor) -> float:
+    if total.device.type != "cpu":
+        return float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
+    # A block in float64 stays in the processor's cache; the norm of the whole takes twice the time.
+    blocks = (block.to(torch.float64) for block in total.split(_BLOCK))
+    return float(sum(torch.dot(block, block) for block in blocks))
 
 
 def _scaled(mean: Tensor, clip: float) -> Tensor:
