@@ -83,7 +83,7 @@ class HiddenAccumulation(Accumulation):
         finally:
             self._leaves = False
 
-    def before_gradient(self, index: int, gradient: Tensor) -> Tensor | None:
+    def before_gradient(self, index: int, gradient: Tensor) -> tuple[Tensor] | None:
         """Let those leave that have come, before another gradient is added."""
         if self._leaves:
             if self._announced is not None:
