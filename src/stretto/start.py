@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -168,25 +168,12 @@ def _put_together(
         progress=progress,
     )
     performers = dict(replica.performers)
-    interpreter = None
-    if parts.guards or exchange.is_verified:
-        interpreter = GuardInterpreter(
-            parts.guards,
-            replica,
-            fixed=_fixed(parts),
-            strikes=_strikes(options, exchange),
-            has_copies=ledger.replicated and not ledger.local,
-        )
+    interpreter = _interpreter(parts, ledger, replica)
+    if interpreter is not None:
         performers |= interpreter.performers
     weave = None if interpreter is None else functools.partial(guarded, ask=interpreter.ask)
     comm = CommLane(parts.strategy, replica, performers, asks_ahead=ledger.asks_ahead, weave=weave)
     model = UserModel(parts.model, parameters, parts.optimizer, layout)
-    accumulate: Any = Accumulation
-    if _hides(parts, ledger, exchange, quota):
-        replica.hides = True
-        accumulate = functools.partial(
-            HiddenAccumulation, model=parts.model, replica=replica, micro_batches=quota.minima[0]
-        )
     compute = ComputeLane(
         model,
         comm,
@@ -194,7 +181,7 @@ def _put_together(
         failures=failures,
         scheduler=parts.scheduler,
         allow_unused=options.allow_unused,
-        accumulate=accumulate,
+        accumulate=_accumulation(parts, ledger, replica, quota),
     )
     job = Job(
         model=model,
@@ -211,22 +198,41 @@ def _put_together(
     return job
 
 
-def _hides(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bool:
-    """Return whether gradients may leave during the last backward pass of a round; the same on all ranks.
+def _interpreter(parts: Parts, ledger: Ledger, replica: Replica) -> GuardInterpreter | None:
+    if not (parts.guards or replica.exchange.is_verified):
+        return None
+    return GuardInterpreter(
+        parts.guards,
+        replica,
+        fixed=_fixed(parts),
+        strikes=_strikes(parts.options, replica.exchange),
+        has_copies=ledger.replicated and not ledger.local,
+    )
+
+
+def _accumulation(
+    parts: Parts, ledger: Ledger, replica: Replica, quota: Quota
+) -> Callable[[Sequence[nn.Parameter], GradientBuffer], Accumulation]:
+    """Return what makes the job's accumulation: one from which gradients leave early, where they may.
 
     The round's end must be known ahead; nothing else may be sent beside the gradients; and nobody may have to look at
-    them before.
+    them before. All this is the same on all ranks.
     """
-    layout = exchange.layout
-    return (
+    layout = replica.exchange.layout
+    replica.hides = (
         parts.options.hide_reductions
-        and exchange.world_size > 1
+        and layout.world_size > 1
         and quota.is_fixed
         and ledger.rounds == 1
         and not (parts.strategy.overlaps or ledger.local or ledger.asks_ahead)
         and not any(guard.looks_before_departure for guard in parts.guards)
         # Autograd has a thread for every device, and calls hooks on them side by side.
         and len({flat.device for flat in layout.sets}) == 1
+    )
+    if not replica.hides:
+        return Accumulation
+    return functools.partial(
+        HiddenAccumulation, model=parts.model, replica=replica, micro_batches=quota.minima[0]
     )
 
 

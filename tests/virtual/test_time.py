@@ -3,14 +3,16 @@
 With t a micro-batch, n of them per update, R and G the reduction and the gather, O the optimizer step (and the
 preview), C = R + O + G:
 
-    ddp, zero1    n t + C                                        where nothing leaves before the last gradient
-    zero1         n t + max(R_1 + L - t_b (K - 1) / K, R_1 / K + L) + O + G and the report, for K buckets that come evenly
+    ddp, zero1    n t + C
     dpu           max(n t, C)
     wp            max(n t, C + O)
     acco          max(n_B t, C) + max(n_A t, C + M)
 
 M is the one small exchange that ACCO's commit adds to the time model's C: its gradient is the sum of two reductions,
-whose norm no round report has told. R_1 is the reduction's time on the wire without the latency L.
+whose norm no round report has told. A model of one bucket hides nothing under `zero1` and `ddp`; one of K buckets that
+come evenly during the last backward pass t_b has, for the transfer in R,
+
+  zero1           max(R - t_b (K - 1) / K, R / K)
 """
 
 import itertools

@@ -69,7 +69,7 @@ class HiddenAccumulation(Accumulation):
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add the gradient of `weight` times the loss, which may leave at once if the round is complete with it."""
         is_last = self.contribution.count == self._micro_batches - 1
-        if not (is_last and weight > 0 and self._replica.hides and not _has_backward_hooks(self._model)):
+        if not (is_last and self._replica.hides and not _has_backward_hooks(self._model)):
             super().backward(loss, weight)
             return
         self.departure = self._replica.depart(self.buffer, self.contribution)
