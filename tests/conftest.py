@@ -16,11 +16,14 @@ LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_
 
 FORKED_WITH = (
     "stretto.train.rank",
+    "stretto.campaign.campaign",
     "stretto.testing",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
     "sklearn.datasets",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.gpt2.modeling_gpt2",
     "pytest",
 )
 """What ranks in processes of their own would each take seconds to import."""

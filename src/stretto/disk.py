@@ -1,6 +1,10 @@
-"""Files that are replaced whole: a reader sees the old one or the new one, never half of one."""
+"""Files that are replaced whole: a reader sees the old one or the new one, never half of one.
+
+And read only where they are files: a pipe or a device in their place may never end.
+"""
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +42,17 @@ def replace_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` in one step; the errors are those of `replace_file`."""
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     replace_file(path, lambda unfinished: unfinished.write_text(text))
+
+
+def read_whole(path: Path) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        OSError: It cannot be read, or is no file.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file")
+    return path.read_bytes()
 
 
 @contextmanager

@@ -36,6 +36,7 @@
         ForeignCheckpoint                   of another model, layout or format version
       UnsafeValue (ValueError)              bytes that only pickle could read, which may run anything
       DiskError (OSError)                   a file cannot be written
+      OutputClosed (OSError)                nobody reads any more what a command prints
       WorkerFailed (RuntimeError)           a local worker process ended with an error
       ConformanceFailed (AssertionError)    something did not pass a check of `stretto.testing`
 
@@ -230,6 +231,16 @@ class UnsafeValue(StrettoError, ValueError):
 
 class DiskError(StrettoError, OSError):
     """A file cannot be written; names it and the cause."""
+
+
+class OutputClosed(StrettoError, OSError):
+    """Nobody reads any more what a command prints: the reader of a pipe has ended, or a terminal was closed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "nobody reads the output any more, because its pipe or terminal is closed, so the command ends here; "
+            "write to a file instead to let it run on: > output.log"
+        )
 
 
 class WorkerFailed(StrettoError, RuntimeError):

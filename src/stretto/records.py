@@ -83,7 +83,7 @@ class Update:
     sent_bytes: int
     """Bytes this rank handed to collectives for other ranks, for this update."""
     learning_rates: tuple[float, ...]
-    """Learning rate of each parameter group, as this update used it."""
+    """Learning rate of each parameter group, as this update used it; nan where the optimizer has none."""
     skipped_rounds: int
     """Rounds left out since the previous update because a loss or gradient was not finite."""
     gap: int = 0
@@ -109,8 +109,9 @@ class Update:
         """Return the fields as plain JSON values; a number that is not finite becomes None."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         fields["incidents"] = [incident.as_json() for incident in self.incidents]
-        return {name: None if _is_lost(value) else value for name, value in fields.items()}
+        fields["learning_rates"] = tuple(map(_finite, self.learning_rates))
+        return {name: _finite(value) for name, value in fields.items()}
 
 
-def _is_lost(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

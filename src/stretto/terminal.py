@@ -1,5 +1,11 @@
-"""Text that cannot steer a terminal, whatever a model, another rank or a file name has put into it."""
+"""What is printed: text that cannot steer a terminal, whatever a model, another rank or a file name has put into it.
 
+And whether anybody reads it.
+"""
+
+import os
+import select
+import sys
 import unicodedata
 
 _STEERING = {"Cc", "Cf", "Cs"}
@@ -16,3 +22,21 @@ def printable(text: str) -> str:
 
 def _escape(letter: str) -> str:
     return letter.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def is_unread() -> bool:
+    """Return whether nobody reads the standard output any more: a pipe's reader has ended, a terminal was closed."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # no file: it was captured, or there is none
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return bool(poll.poll(0))  # errors and hang-ups alone are reported, as nothing was asked for
+
+
+def print_to_nobody() -> None:
+    """Let what is still in the standard output's buffer, and all that follows, vanish without an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

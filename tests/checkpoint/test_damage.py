@@ -98,6 +98,25 @@ def test_the_last_ones_are_kept_in_the_order_of_writing(tmp_path: Path) -> None:
         job.save(tmp_path, keep=0)
 
 
+@pytest.mark.parametrize("put", [Path.touch, lambda path: path.symlink_to("nowhere"), Path.mkdir])
+def test_whatever_has_the_name_of_the_next_checkpoint_does_not_stop_a_save(
+    put: Callable[[Path], object], tmp_path: Path
+) -> None:
+    job = Job(Case()).train(1)
+    put(tmp_path / "000001-step-1")
+    assert job.save(tmp_path).name == "000002-step-1"
+
+
+def test_a_checkpoint_that_was_moved_behind_a_link_is_read_and_pruned_as_a_link(tmp_path: Path) -> None:
+    job = Job(Case()).train(1)
+    moved = job.save(tmp_path / "here").rename(tmp_path / "moved")
+    (tmp_path / "here" / "000001-step-1").symlink_to(moved)
+    assert job.load(tmp_path / "here").step == 1
+    newer = job.save(tmp_path / "here", keep=1)
+    assert sorted((tmp_path / "here").iterdir()) == [newer]
+    assert job.load(moved).step == 1
+
+
 def test_a_folder_without_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", CheckpointError, "nowhere does not exist")
     refused(tmp_path, CheckpointError, "holds no checkpoint")

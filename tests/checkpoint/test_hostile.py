@@ -149,6 +149,19 @@ def test_a_manifest_that_cannot_be_read_is_damaged(text: str, path: Path) -> Non
     refused(path, FILE, "damaged")
 
 
+@pytest.mark.parametrize("name", [FILE, METADATA, "__0_0.distcp"])
+@pytest.mark.parametrize(
+    "put",
+    [os.mkfifo, Path.mkdir, lambda file: file.symlink_to("/dev/zero"), lambda file: file.symlink_to(file)],
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(
+    name: str, put: Callable[[Path], object], path: Path
+) -> None:
+    (path / name).unlink()
+    put(path / name)
+    refused(path, str(path / name))
+
+
 def test_the_number_of_ranks_that_a_manifest_claims_costs_nothing(path: Path) -> None:
     signed(path, lambda content: content.update(world_size=2 * 10**7))
     # Every loop over the ranks would be a list of that length.

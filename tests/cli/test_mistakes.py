@@ -1,5 +1,6 @@
 """What cannot be is said in one line, with exit code 2, before any worker starts."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -95,6 +96,20 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(capsys: pytest.CaptureFixt
     Path("run", "config.json").write_text('{"task": {}, "strategy": "zero1", "environment": {}}')
     assert main(["train", "digits-resnet", "--run-dir", "run"]) == 2
     assert "run holds a run already: continue it with --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [None, [], "train", {}, {"recipe": "x"}, {"recipe": 1, "digest": None, "options": []},
+    {"recipe": "digits-resnet", "digest": None, "options": "--updates"}, {"recipe": "x", "digest": 1, "options": [2]}],
+)  # fmt: skip
+def test_a_configuration_that_does_not_say_what_made_the_run_is_refused(
+    command: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run").mkdir()
+    Path("run", "config.json").write_text(json.dumps({"command": command}))
+    assert main(["resume", "run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("stretto: run/config.json does not say which command made the run")
 
 
 def test_a_missing_package_is_an_install_command(

@@ -1,5 +1,7 @@
 """What cannot be trained is refused when it is wrapped, with one clear error and nothing left behind."""
 
+import json
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,6 +116,33 @@ def test_an_elementwise_optimizer_is_accepted(name: str) -> None:
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
     parallel = st.DataParallel(model, optimizer, st.ZeRO1(), micro_batches=1)
     assert parallel.backward(model(torch.ones(1, 4)).sum()) is not None
+
+
+class Steps(torch.optim.Optimizer):
+    """Descends in steps of one length, which is called otherwise than a learning rate."""
+
+    def __init__(self, parameters: Any, length: float = 0.1) -> None:
+        super().__init__(parameters, {"length": length})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad.sign(), alpha=group["length"])
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES.values(), st.LocalSGD(), st.PAFTDyn(first=1)])
+def test_an_optimizer_without_a_learning_rate_trains_and_reports_none(strategy: st.Strategy) -> None:
+    model = tiny_model()
+    updates: list[st.Update] = []
+    with st.DataParallel(model, Steps(model.parameters()), strategy, micro_batches=2) as parallel:
+        for inputs in parallel.feed([torch.ones(1, 4)] * 12, on_update=updates.append):
+            parallel.backward(model(inputs).sum())
+        parallel.finish()
+    assert len(updates) >= 3
+    assert all(math.isnan(rate) for update in updates for rate in update.learning_rates)
+    assert json.loads(json.dumps(updates[0].as_json(), allow_nan=False))["learning_rates"] == [None]
 
 
 def test_an_optimizer_over_other_parameters_than_the_models_is_refused() -> None:

@@ -19,7 +19,8 @@ Note [Gain]
         x ← x - η·u
 
     E u², E u·x and E x² follow from one step to the next. An average takes x away, and u where it takes the state too.
-    Without momentum E x² is Σ η². Adam, which divides by what it has seen, is not described; its β counts as none.
+    Without momentum E x² is Σ η². Adam, which divides by what it has seen, is not described; its β counts as none. Nor
+    is an optimizer without a learning rate; its η counts as 1.
 """
 
 import dataclasses
@@ -184,7 +185,7 @@ class DriftingReplica(Replica):
         if self.progress.stepped and isinstance(effect.gradient, ReducedGradient):
             self._gradient_norm = self._norm(effect.gradient)
             for gain, group in zip(self._gains, self.progress.hyperparameters, strict=True):
-                gain.step(float(group["lr"]), float(group.get("momentum", 0.0)))
+                gain.step(float(group.get("lr", 1.0)), float(group.get("momentum", 0.0)))
 
     def _average(self, effect: Average, flight: Flight | None) -> Divergence | None:
         """Average the replicas; without a flight, while the model goes on showing what they were.

@@ -63,14 +63,16 @@ def begin(directory: Path, step: int) -> str:
     for pattern in (_WRITING, _REMOVING):
         for leftover in directory.glob(f"{pattern}*"):
             _remove(leftover)
-    serial = 1 + max(map(_serial, newest_first(directory)), default=0)
+    # Whatever has the name of a checkpoint counts, also a file or a link to nowhere: the new name must be free.
+    taken = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+    serial = 1 + max(map(_serial, taken), default=0)
     name = f"{serial:06d}-step-{step}"
     writing(directory, name).mkdir()
     return name
 
 
 def _remove(leftover: Path) -> None:
-    """Remove what a dead job has left; it may be a folder, a file, or a link to what is not ours."""
+    """Remove what nobody needs any more; it may be a folder, a file, or a link to what is not ours."""
     if leftover.is_dir() and not leftover.is_symlink():
         shutil.rmtree(leftover)
     else:
@@ -99,7 +101,7 @@ def prune(directory: Path, keep: int) -> None:
     for old in list(complete(directory))[keep:]:
         removing = directory / f"{_REMOVING}{old.name}"
         old.rename(removing)  # first, so that no half of it is ever taken for a checkpoint
-        shutil.rmtree(removing)
+        _remove(removing)
 
 
 def newest_first(directory: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 import xxhash
 
+from stretto.disk import read_whole
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
 
 FORMAT = 2
@@ -153,7 +154,7 @@ class Manifest:
         """
         path = folder / FILE
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_whole(path))
             if content.pop("digest") != _digest(content):  # in every format, so that damage is told from age
                 raise TornCheckpoint(f"{path} is damaged: it does not have the digest that it names")
             version = content.pop("format")

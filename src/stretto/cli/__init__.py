@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from stretto.cli.help import COMMANDS, HELP, HELP_ALL, overview
-from stretto.errors import ConfigError, CorruptionError, StrettoError, WorkerFailed
+from stretto.errors import ConfigError, CorruptionError, OutputClosed, StrettoError, WorkerFailed
 from stretto.fields import unknown_name
-from stretto.terminal import printable
+from stretto.terminal import is_unread, print_to_nobody, printable
 
 FAILED, MISUSED, DAMAGED, INTERRUPTED = 1, 2, 3, 130
 """Exit codes beside 0; see `main`."""
@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"stretto {_version()}")
         return 0
     try:
-        return _run(words[0], words[1:])
+        code = _run(words[0], words[1:])
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         return _complain(error, MISUSED)
     except StrettoError as error:
@@ -45,6 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except OSError:
+        if not is_unread():
+            raise
+        print_to_nobody()
+        return _complain(OutputClosed(), FAILED)
 
 
 def _run(name: str, words: Sequence[str]) -> int:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from stretto import checkpoint
-from stretto.errors import ConfigError, StrettoError
+from stretto.disk import read_whole
+from stretto.errors import ConfigError
 from stretto.fields import did_you_mean
 from stretto.recipes import TaskConfig, absolute, digest, names_own
 from stretto.train.configuration import RunConfig
-from stretto.train.outcome import prepare_run_folder
+from stretto.train.hold import LOCK, held
+from stretto.train.outcome import check_folder, prepare_run_folder
 from stretto.train.state import checkpoints_of
 
 CONFIG = "config.json"
@@ -28,7 +30,8 @@ def run_folder(run: RunConfig[TaskConfig], recipe: str, words: Sequence[str]) ->
         words: The options as the user wrote them.
 
     Raises:
-        ConfigError: The folder holds a run already, and this run does not resume it.
+        ConfigError: The folder holds a run already, and this run does not resume it; or another run is in it.
+        DiskError: It cannot be written.
     """
     folder = Path(str(run.run_dir))
     is_new = not folder.exists()
@@ -40,20 +43,23 @@ def run_folder(run: RunConfig[TaskConfig], recipe: str, words: Sequence[str]) ->
     before = command_of(folder) if run.resume and (folder / CONFIG).exists() else None
     if before is not None and before["digest"] not in (None, command["digest"]):
         print(f"note: {recipe} has changed since this run began", flush=True)
-    prepare_run_folder(run, command)
-    try:
-        yield
-    except StrettoError:
-        if is_new and [path.name for path in folder.iterdir()] == [CONFIG]:
-            (folder / CONFIG).unlink()
-            folder.rmdir()
-            with suppress(OSError):  # other runs are in it
-                Path("runs").rmdir()
-        raise
-    except KeyboardInterrupt:
-        if checkpoint.latest(checkpoints_of(run)) is not None:
-            print(f"go on with it: {resume_command(run)}")
-        raise
+    check_folder(folder, resume=run.resume)  # before anything is written there
+    with held(folder):
+        prepare_run_folder(run, command)
+        try:
+            yield
+        except Exception:
+            if is_new and {path.name for path in folder.iterdir()} == {CONFIG, LOCK}:
+                for name in (CONFIG, LOCK):
+                    (folder / name).unlink()
+                folder.rmdir()
+                with suppress(OSError):  # other runs are in it
+                    Path("runs").rmdir()
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            if checkpoint.latest(checkpoints_of(run)) is not None:
+                print(f"go on with it: {resume_command(run)}", flush=True)
+            raise
 
 
 def command_of(folder: Path) -> dict[str, Any]:
@@ -63,16 +69,28 @@ def command_of(folder: Path) -> dict[str, Any]:
         ConfigError: There is no such run.
     """
     if not (folder / CONFIG).is_file():
-        beside = [path.parent.name for path in folder.parent.glob(f"*/{CONFIG}")]
+        beside = [path.parent.name for path in folder.parent.glob(f"*/{CONFIG}") if path.is_file()]
         raise ConfigError(f"{folder} holds no run that could be resumed{did_you_mean(folder.name, beside)}")
     try:
-        found: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["command"]
-    except (ValueError, KeyError) as error:
+        found = _checked(json.loads(read_whole(folder / CONFIG))["command"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{folder / CONFIG} does not say which command made the run: repeat it with "
             f"--run-dir {shlex.quote(str(folder))} --resume"
         ) from error
     return found
+
+
+def _checked(command: Any) -> dict[str, Any]:
+    """Return what `run_folder` has written; what others have written raises."""
+    texts = [
+        command["recipe"],
+        *command["options"],
+        *([] if command["digest"] is None else [command["digest"]]),
+    ]
+    if type(command) is not dict or type(command["options"]) is not list or set(map(type, texts)) != {str}:
+        raise ValueError("expected a recipe, its digest and options")
+    return command
 
 
 def resume_command(run: RunConfig[TaskConfig], *options: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.round import Commit, Landing, Round
 from stretto.engine.runtime import Pending
+from stretto.optimizer import learning_rate
 from stretto.strategies import Strategy
 from stretto.strategies.contract import ACCUMULATIONS, Begin, Boundary, Script
 
@@ -106,7 +107,7 @@ class CommLane:
             commit = Commit(
                 reductions=tuple(progress.reductions),
                 gradient_norm=progress.gradient_norm,
-                learning_rates=tuple(float(group["lr"]) for group in progress.hyperparameters),
+                learning_rates=tuple(map(learning_rate, progress.hyperparameters)),
                 round_index=progress.round_index - 1,
                 lane_seconds=progress.lane_seconds,
                 sent_bytes=sent_bytes - progress.bytes_before,

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from stretto.disk import writing_to
+from stretto.disk import read_whole, writing_to
 from stretto.errors import ConfigError
 from stretto.records import Incident, Update
 
@@ -154,7 +154,7 @@ def _append(file: FileIO, record: Mapping[str, Any]) -> None:
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield the complete lines of a file with their records."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = read_whole(path).splitlines(keepends=True)
     except FileNotFoundError:
         return
     except OSError as error:

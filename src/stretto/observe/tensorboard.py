@@ -32,13 +32,14 @@ class TensorBoard(Observer):
         curves = {
             "train/loss": update.loss,
             "train/gradient_norm": update.gradient_norm,
-            "train/learning_rate": update.learning_rates[0],
             "speed/samples_per_second": update.samples / update.seconds,
             "speed/exposed_share": update.exposed_seconds / update.seconds,
             "speed/lane_share": update.lane_seconds / update.seconds,
             "speed/sent_bytes": update.sent_bytes,
             "data/wait_share": update.wait_seconds / update.seconds,
         }
+        if math.isfinite(update.learning_rates[0]):
+            curves["train/learning_rate"] = update.learning_rates[0]
         if update.fresh + update.echoed:
             curves["data/fresh_share"] = update.fresh / (update.fresh + update.echoed)
         if math.isfinite(update.first_use_loss):

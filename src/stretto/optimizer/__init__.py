@@ -1,6 +1,6 @@
 """An owner's fp32 masters and its private optimizer, which can commit a step or preview one."""
 
-from stretto.optimizer.private import Hyperparameters, read_hyperparameters, wrapped_optimizer
+from stretto.optimizer.private import Hyperparameters, learning_rate, read_hyperparameters, wrapped_optimizer
 from stretto.optimizer.probe import check_shardable
 from stretto.optimizer.segments import Piece, Segment
 from stretto.optimizer.sharded import MASTER, ReducedGradient, ShardedOptimizer
@@ -17,6 +17,7 @@ __all__ = [
     "adopt_states",
     "average_states",
     "check_shardable",
+    "learning_rate",
     "piece_states",
     "read_hyperparameters",
     "state_like",

@@ -2,8 +2,9 @@
 
 import copy
 import inspect
+import math
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ def read_hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
         {key: _by_value(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
+
+
+def learning_rate(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a parameter group; nan where its optimizer has none."""
+    return float(group.get("lr", math.nan))
 
 
 def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:

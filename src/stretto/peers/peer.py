@@ -16,6 +16,7 @@ from stretto.echo.statistics import InputStatistics
 from stretto.engine.round import Weighed, weighed
 from stretto.errors import ConfigError
 from stretto.groups import SoloGroup, ThrottledGroup, private_group, release
+from stretto.optimizer import learning_rate
 from stretto.records import Incident, Update
 
 Batch = TypeVar("Batch")
@@ -203,7 +204,7 @@ class Peer:
 
     def _update(self, totals: "Totals") -> Update | None:
         """Step and report, unless all weights were zero."""
-        rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        rates = tuple(map(learning_rate, self.optimizer.param_groups))
         self.rounds += 1
         self._tally = Tally()
         self._ended = totals.ends(self._until)

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from stretto.disk import UNFINISHED, replace_file
+from stretto.disk import UNFINISHED, read_whole, replace_file
 from stretto.errors import ConfigError
 from stretto.records import Update
 from stretto.train.configuration import RunConfig, TaskT
+from stretto.train.hold import LOCK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +188,7 @@ def prepare_run_folder(run: RunConfig[TaskT], command: Mapping[str, Any] | None 
     if run.run_dir is None:
         return
     folder = Path(run.run_dir)
-    _check_folder(folder, resume=run.resume)
+    check_folder(folder, resume=run.resume)
     described = {**dataclasses.asdict(run), "environment": describe_environment()}
     if command is not None:
         described["command"] = command
@@ -201,11 +202,16 @@ _OURS = (_CONFIG, "updates.jsonl", "evaluations.jsonl", "incidents.jsonl", "quar
 _OUR_FOLDERS = ("checkpoints", "tensorboard")
 
 
-def _check_folder(folder: Path, *, resume: bool) -> None:
-    """Raise unless the folder is new, empty, or that of a run to be resumed."""
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Raise unless the folder is new, empty, or that of a run to be resumed.
+
+    Raises:
+        ConfigError: It is something else.
+    """
     try:
         # A run that was killed while it wrote its first file has left that one.
-        found = sorted(entry.name for entry in folder.iterdir() if not entry.name.endswith(UNFINISHED))
+        names = (entry.name for entry in folder.iterdir())
+        found = sorted(name for name in names if name != LOCK and not name.endswith(UNFINISHED))
     except FileNotFoundError:
         return
     except OSError as error:
@@ -240,7 +246,7 @@ def _has_kind(path: Path, is_folder: bool) -> bool:
 
 def _is_configuration(path: Path) -> bool:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_whole(path))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and {"task", "strategy", "environment"} <= content.keys()

@@ -10,9 +10,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -26,6 +26,10 @@ from stretto.errors import WorkerFailed
 PRELOAD = ("stretto.train.rank", "torch._dynamo")
 """Modules that are imported once, before processes are forked. Making an optimizer imports the second, which takes
 seconds."""
+FIRST = ("stretto.train.orphan",)
+"""What the server imports before all that, so that it does not outlive a command that is killed meanwhile."""
+STOPS = (signal.SIGTERM, signal.SIGHUP)
+"""What asks a command to end, beside Ctrl-C."""
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -54,7 +58,7 @@ class Worker:
 class Workers:
     """Starts processes, and ends them with its block.
 
-    Inside the block SIGTERM raises SystemExit, as Ctrl-C raises KeyboardInterrupt, so that the block is left.
+    Inside the block SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that the block is left.
 
     Args:
         preload: Modules that are imported once for all processes, beside `PRELOAD`.
@@ -66,6 +70,7 @@ class Workers:
 
     def start(self, body: Callable[..., None], *args: Any) -> Worker:
         """Start a process that calls `body(pipe, *args)`; `body` must be importable, and `args` picklable."""
+        _start_server()
         pipe, theirs = self._context.Pipe()
         process = self._context.Process(target=_run, args=(body, theirs, args), daemon=False)
         process.start()
@@ -85,7 +90,7 @@ class Workers:
 @contextmanager
 def supervised(*preload: str) -> Iterator[Workers]:
     """Yield `Workers`, and end all of them with the block; `preload` is theirs."""
-    with _stopped_by_sigterm():
+    with _stopped_by_signals():
         workers = Workers(*preload)
         try:
             yield workers
@@ -133,7 +138,8 @@ def _hand_over(worker: Worker, waiting: Iterator[tuple[int, Any]]) -> bool:
     """Give a worker the next job; return whether there was one."""
     job = next(waiting, None)
     if job is not None:
-        worker.pipe.send(job)
+        with suppress(BrokenPipeError):  # it has died; who receives from it is told
+            worker.pipe.send(job)
     return job is not None
 
 
@@ -153,13 +159,30 @@ def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
 def _context(preload: Sequence[str]) -> ForkServerContext:
     """Return how processes are started: forked from a server that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *preload])
+    first = (
+        FIRST if threading.current_thread() is threading.main_thread() else ()
+    )  # the server ends with its thread
+    context.set_forkserver_preload([*first, *PRELOAD, *preload])
     return context
+
+
+def _start_server() -> None:
+    """Start the server, unless it runs.
+
+    Ctrl-C reaches all processes of a terminal. The server and what it forks are born with it blocked, because each
+    of them would otherwise answer with a traceback until it has come so far as to ignore it.
+    """
+    resource_tracker.ensure_running()  # the server would start it, and lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run(body: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> None:
     """Run one process."""
-    # Ctrl-C reaches all processes of a terminal; the one that started us decides.
+    # The process that started us decides; see `_start_server`.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_launcher()
     body(pipe, *args)
@@ -181,21 +204,24 @@ def _end_with_launcher() -> None:
 
 
 @contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit in the block, unless the program handles it or this is not its main thread."""
+def _stopped_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit in the block.
+
+    Not where the program handles them itself, as nohup does by ignoring SIGHUP, or this is not its main thread.
+    """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
+    ours = [number for number in STOPS if is_main and signal.getsignal(number) is signal.SIG_DFL]
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in ours:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _end_fork_server() -> None:

@@ -83,6 +83,9 @@ def train_at(
         rehearsal.begin(handle)
         _seed(run.seed, context.rank)
         start = TrainState.restore(run, task, handle)
+        if progress is not None:
+            for note in start.notes:
+                progress.doing(f"note: {note}")
         totals.evaluations.extend(start.evaluations)
         stopwatch = Stopwatch(start.training_seconds, context.now)
         observers = _observers(run, start, context, progress)

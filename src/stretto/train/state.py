@@ -90,11 +90,13 @@ class TrainState:
     """All evaluations, with the one before the first update."""
     incidents: tuple[Incident, ...] = ()
     """One for every damaged checkpoint that this process did not use; not saved."""
+    notes: tuple[str, ...] = ()
+    """What could not be continued exactly; not saved."""
 
     def save(self, run: RunConfig[TaskT], task: Task, parallel: Handle) -> None:
         """Write a checkpoint; all ranks must call, right after an update."""
         extra = dataclasses.asdict(self)
-        del extra["incidents"]
+        del extra["incidents"], extra["notes"]
         checkpoint.save(
             _savable(parallel),
             checkpoints_of(run),
@@ -130,7 +132,8 @@ class TrainState:
             )
             for path in paths[: paths.index(restored.path)]
         )
-        return cls(**{**extra, "step": restored.step, "evaluations": evaluations, "incidents": incidents})
+        found = {"evaluations": evaluations, "incidents": incidents, "notes": restored.notes}
+        return cls(**{**extra, **found, "step": restored.step})
 
 
 def _load_first_sound(paths: Sequence[Path], task: Task, parallel: Handle) -> checkpoint.Restored:

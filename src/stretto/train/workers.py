@@ -17,8 +17,16 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from stretto.errors import CommunicationError, CorruptionError, PeerSilent, StrettoError, WorkerFailed
+from stretto.errors import (
+    CommunicationError,
+    CorruptionError,
+    OutputClosed,
+    PeerSilent,
+    StrettoError,
+    WorkerFailed,
+)
 from stretto.groups import Link, register_throttled
+from stretto.terminal import is_unread, print_to_nobody
 from stretto.train.processes import Worker, supervised
 
 
@@ -196,6 +204,9 @@ def _work(pipe: Connection, function: Callable[..., Any], info: RankInfo, args: 
     try:
         result = function(info, *args)
     except BaseException as error:
+        if isinstance(error, OSError) and is_unread():
+            print_to_nobody()
+            error = OutputClosed()
         failure = _Failure(
             text=_text(error),
             is_consequence=isinstance(error, CommunicationError),

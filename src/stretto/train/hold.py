@@ -1,0 +1,59 @@
+"""One run at a time in a folder: two that wrote the same records and checkpoints would spoil both.
+
+The lock belongs to the process. The system takes it back when the process ends, however it ends, so none is left behind
+by a run that was killed.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stretto.disk import writing_to
+from stretto.errors import ConfigError
+
+LOCK = ".lock"
+"""The file that is locked; it stays in the folder, and says which process had the lock last."""
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep all other runs out of `folder` for the length of the block; makes the folder where there is none.
+
+    A file system that knows no locks keeps nobody out.
+
+    Raises:
+        ConfigError: Another run holds it.
+        DiskError: Nothing can be written there.
+    """
+    path = folder / LOCK
+    with writing_to(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                raise ConfigError(
+                    f"{folder} is in use by {_holder(descriptor)}: expected no run there; wait for its "
+                    "end or stop it, or name another --run-dir"
+                ) from error
+        with contextlib.suppress(OSError):  # the lock counts, and not what the file says
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    found = ""
+    with contextlib.suppress(OSError):
+        found = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+    return f"another run ({found})" if found else "another run"

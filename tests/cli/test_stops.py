@@ -1,0 +1,60 @@
+"""A command that is stopped leaves no process behind and no traceback; experiments/stop_signals.py stops all."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
+LONG = ["--updates", "1000000", "--no-tensorboard", "--run-dir", "run"]
+TRAIN = ["train", TINY, *LONG]
+COMPARE = ["compare", TINY, "--updates", "1000000", "--strategies", "ddp,acco"]
+SIMULATE = ["simulate", TINY, "--updates", "1000000"]
+
+
+def started(words: list[str]) -> "subprocess.Popen[str]":
+    """Start a command in a session of its own, as a terminal does."""
+    command = [sys.executable, "-m", "stretto", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, start_new_session=True, **pipes)
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "number", "code", "last"),
+    [
+        (SIMULATE, "loading PyTorch", signal.SIGINT, 130, "interrupted\n"),
+        (COMPARE, "repeat 1 of ", signal.SIGINT, 130, "interrupted\n"),
+        (TRAIN, "starting the workers", signal.SIGHUP, 129, ""),
+        (TRAIN, "update 1/", signal.SIGTERM, 143, ""),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_stop_signal_to_all_processes_ends_them_without_a_traceback(
+    words: list[str], line: str, number: int, code: int, last: str
+) -> None:
+    with started(words) as command:
+        try:
+            assert any(shown.startswith(line) for shown in command.stdout)
+            os.killpg(command.pid, number)
+            # All processes write to the same pipes, so they end when the last of them has.
+            _, complaint = command.communicate()
+        finally:
+            command.kill()
+    assert (command.returncode, complaint) == (code, last)
+
+
+@pytest.mark.parametrize("line", ["loading PyTorch", "update 1/"])
+def test_a_command_whose_output_nobody_reads_ends_in_one_line(line: str) -> None:
+    with started(TRAIN) as command:
+        try:
+            assert any(shown.startswith(line) for shown in command.stdout)
+            command.stdout.close()
+            (complaint,) = command.stderr.read().splitlines()
+        finally:
+            command.kill()
+    assert command.returncode == 1
+    assert complaint.startswith("stretto: ")
+    assert "nobody reads the output any more" in complaint

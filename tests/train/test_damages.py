@@ -1,0 +1,16 @@
+"""However the folder of a run is damaged: the resumed run ends with the same bits, or is refused in one line."""
+
+from pathlib import Path
+
+from tests.train.damages import DAMAGES, DamagedRuns
+
+CASES = 2 * len(DAMAGES)
+"""Each kind of damage twice; experiments/damaged_checkpoints.py draws hundreds."""
+
+
+def test_a_damaged_run_ends_with_the_same_bits_or_is_refused_in_one_line(tmp_path: Path) -> None:
+    runs = DamagedRuns(tmp_path)
+    outcomes = [runs.outcome(seed) for seed in range(CASES)]
+    assert {outcome.partition(":")[0] for outcome in outcomes} == {damage.__name__ for damage in DAMAGES}
+    assert sum(outcome.endswith("ended") for outcome in outcomes) > CASES / 4
+    assert any("refused" in outcome for outcome in outcomes)

@@ -1,0 +1,74 @@
+"""One run at a time is in a folder; a run that was killed keeps nobody out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.cli import main
+from stretto.errors import ConfigError, DiskError
+from stretto.train.hold import LOCK, held
+from stretto.train.outcome import check_folder
+
+HOLD = """
+import sys
+from pathlib import Path
+from stretto.train.hold import held
+with held(Path("run")):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_has_died() -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLD], **pipes) as other:
+        assert other.stdout.readline() == "held\n"
+        with (
+            pytest.raises(
+                ConfigError, match=rf"run is in use by another run \(process {other.pid} on "
+            ) as caught,
+            held(Path("run")),
+        ):
+            pass
+        assert len(str(caught.value).splitlines()) == 1
+        with held(Path("another")):
+            pass
+        other.send_signal(signal.SIGKILL)
+    with held(Path("run")):
+        assert Path("run", LOCK).read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_the_command_refuses_a_folder_that_is_in_use_and_changes_nothing_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = {"recipe": "digits-resnet", "digest": None, "options": []}
+    config = json.dumps({"task": {}, "strategy": "zero1", "environment": {}, "command": command})
+    Path("run").mkdir()
+    Path("run", "config.json").write_text(config)
+    with held(Path("run")):
+        assert main(["train", "digits-resnet", "--run-dir", "run", "--resume"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("stretto: run is in use by another run (process ")
+    assert Path("run", "config.json").read_text() == config
+
+
+def test_a_lock_that_is_left_over_is_no_content(tmp_path: Path) -> None:
+    with held(tmp_path):
+        pass
+    check_folder(tmp_path, resume=False)
+
+
+def test_a_lock_that_is_a_link_or_a_folder_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / LOCK).symlink_to(tmp_path / "precious")
+    (tmp_path / "taken" / LOCK).mkdir(parents=True)
+    for name in ("linked", "taken"):
+        with pytest.raises(DiskError, match=rf"{name}/\.lock cannot be written: "), held(tmp_path / name):
+            pass
+    assert (tmp_path / "precious").read_text() == "mine"
