@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.averaging import DriftingReplica, FragmentedReplica, LocalReplica
-from stretto.engine.accumulation import GradientBuffer
+from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.failures import FailureDetector
+from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.job import Job
 from stretto.engine.model import UserModel, is_in_a_job
 from stretto.engine.options import Clock, Options, Quota, plan_quota
@@ -167,21 +168,20 @@ def _put_together(
         progress=progress,
     )
     performers = dict(replica.performers)
-    interpreter = None
-    if parts.guards or exchange.is_verified:
-        interpreter = GuardInterpreter(
-            parts.guards,
-            replica,
-            fixed=_fixed(parts),
-            strikes=_strikes(options, exchange),
-            has_copies=ledger.replicated and not ledger.local,
-        )
+    interpreter = _interpreter(parts, ledger, replica)
+    if interpreter is not None:
         performers |= interpreter.performers
     weave = None if interpreter is None else functools.partial(guarded, ask=interpreter.ask)
     comm = CommLane(parts.strategy, replica, performers, asks_ahead=ledger.asks_ahead, weave=weave)
     model = UserModel(parts.model, parameters, parts.optimizer, layout)
     compute = ComputeLane(
-        model, comm, quota, failures=failures, scheduler=parts.scheduler, allow_unused=options.allow_unused
+        model,
+        comm,
+        quota,
+        failures=failures,
+        scheduler=parts.scheduler,
+        allow_unused=options.allow_unused,
+        accumulate=_accumulation(parts, ledger, replica, quota),
     )
     job = Job(
         model=model,
@@ -204,6 +204,44 @@ def _kind_of_replica(ledger: Ledger) -> Callable[..., Replica]:
     if ledger.local:
         return LocalReplica
     return DriftingReplica if ledger.averages else Replica
+
+
+def _interpreter(parts: Parts, ledger: Ledger, replica: Replica) -> GuardInterpreter | None:
+    if not (parts.guards or replica.exchange.is_verified):
+        return None
+    return GuardInterpreter(
+        parts.guards,
+        replica,
+        fixed=_fixed(parts),
+        strikes=_strikes(parts.options, replica.exchange),
+        has_copies=ledger.replicated and not ledger.local,
+    )
+
+
+def _accumulation(
+    parts: Parts, ledger: Ledger, replica: Replica, quota: Quota
+) -> Callable[[Sequence[nn.Parameter], GradientBuffer], Accumulation]:
+    """Return what makes the job's accumulation: one from which gradients leave early, where they may.
+
+    The round's end must be known ahead; nothing else may be sent beside the gradients; and nobody may have to look at
+    them before. All this is the same on all ranks.
+    """
+    layout = replica.exchange.layout
+    replica.hides = (
+        parts.options.hide_reductions
+        and layout.world_size > 1
+        and quota.is_fixed
+        and ledger.rounds == 1
+        and not (parts.strategy.overlaps or ledger.local or ledger.asks_ahead)
+        and not any(guard.looks_before_departure for guard in parts.guards)
+        # Autograd has a thread for every device, and calls hooks on them side by side.
+        and len({flat.device for flat in layout.sets}) == 1
+    )
+    if not replica.hides:
+        return Accumulation
+    return functools.partial(
+        HiddenAccumulation, model=parts.model, replica=replica, micro_batches=quota.minima[0]
+    )
 
 
 def check_strategy(strategy: object) -> Strategy:

@@ -108,7 +108,7 @@ def test_debts_survive_every_sequence_of_rounds_resumes_and_world_sizes(wire: st
                 ranks = [ErrorFeedback(layout, format) for _ in range(layout.world_size)]
                 for number, rank in enumerate(ranks):
                     rank.load_state_dicts(states[number :: len(ranks)])
-            counts = draws.random() < 0.7
+            counts, keeps = draws.random() < 0.7, draws.random() < 0.5
             for rank in ranks:
                 used = [draws.random() < 0.6 for _ in layout.slots]
                 flat = torch.zeros(layout.sets[0].numel, dtype=dtype)
@@ -117,7 +117,10 @@ def test_debts_survive_every_sequence_of_rounds_resumes_and_world_sizes(wire: st
                         values = of_every_size(slot.numel, generator, largest=3e37)
                         flat[slot.start : slot.stop] = values.to(dtype)
                 own = by_parameter(layout, flat)
-                (sent,) = rank.add_to([flat], used)
+                (sent,) = rank.begin([flat], used, keeps=keeps)
+                for index in range(len(layout.buckets)):
+                    rank.add(index)
+                assert not keeps or torch.equal(by_parameter(layout, flat), own)
                 content = torch.empty(format.num_bytes(sent.numel()), dtype=torch.uint8)
                 format.write(sent, content)
                 if counts:

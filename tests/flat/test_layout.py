@@ -69,7 +69,7 @@ def test_owned_ranges_cover_every_set_once_in_equal_aligned_slices(
 ) -> None:
     layout, _ = plan(name, mixed, world_size, bucket_bytes)
     for index, flat in enumerate(layout.sets):
-        buckets = [bucket for bucket in layout.buckets if bucket.set_index == index]
+        buckets = sorted((b for b in layout.buckets if b.set_index == index), key=lambda bucket: bucket.start)
         ranges = [bucket.owned_range(rank, world_size) for bucket in buckets for rank in range(world_size)]
         assert ranges[0][0] == 0
         assert ranges[-1][1] == flat.numel

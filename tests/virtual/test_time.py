@@ -9,18 +9,23 @@ preview), C = R + O + G:
     acco          max(n_B t, C) + max(n_A t, C + M)
 
 M is the one small exchange that ACCO's commit adds to the time model's C: its gradient is the sum of two reductions,
-whose norm no round report has told.
+whose norm no round report has told. A model of one bucket hides nothing under `zero1` and `ddp`; one of K buckets that
+come evenly during the last backward pass t_b has, for the transfer in R,
+
+  zero1           max(R - t_b (K - 1) / K, R / K)
 """
 
 import itertools
 
 import pytest
+import torch
+from torch import nn
 
-from stretto import ACCO, DDP, DPU, WeightPrediction, ZeRO1
+from stretto import ACCO, DDP, DPU, DataParallel, Options, WeightPrediction, ZeRO1
 from stretto.engine.report import record_dtype
 from stretto.groups import Link
 from stretto.strategies import Strategy
-from stretto.virtual import Compute, Network, Span, VirtualCluster
+from stretto.virtual import Compute, Network, Span, VirtualCluster, VirtualGroup
 from tests.virtual.programs import program
 
 WORLD_SIZE = 2
@@ -76,6 +81,54 @@ class TestUpdateTime:
         strategy = ACCO(first=first)
         a, b = strategy.quotas(n, 2)
         assert update_ns(strategy, t, n) == max(b * t, EXCHANGE_NS) + max(a * t, EXCHANGE_NS + NORM_NS)
+
+
+BUCKETS = 6
+BUCKET_NS = NS_PER_BYTE * 256 * 4 // 2  # a weight of 16 x 16, half of which goes to the other rank
+REPORT_NS = LATENCY_NS + NS_PER_BYTE * record_dtype(num_slots=BUCKETS, num_buffers=0).itemsize
+
+
+def deep_update_ns(strategy: Strategy, micro_batch_ns: int, *, hide: bool) -> int:
+    """The time of an update of two micro-batches of `BUCKETS` equal layers, each of which fills a bucket."""
+
+    def run(rank: int, group: VirtualGroup) -> list[int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(BUCKETS)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        options, times = Options(bucket_bytes=1024, hide_reductions=hide), []
+        with DataParallel(
+            model, optimizer, strategy, micro_batches=2, group=group, options=options
+        ) as parallel:
+            for _ in range(UPDATES * 2):
+                if parallel.backward(model(torch.ones(2, 16)).square().mean()) is not None:
+                    times.append(group.now_ns)
+            parallel.finish()
+        return times
+
+    compute = Compute(micro_batch_ns=micro_batch_ns, backward_share=0.5, step_ns=STEP_NS)
+    times = VirtualCluster(WORLD_SIZE, network=NETWORK, compute=compute).run(run).values[0]
+    differences = {later - earlier for earlier, later in itertools.pairwise(times[1:])}
+    assert len(differences) == 1
+    return differences.pop()
+
+
+@pytest.mark.parametrize("backward_ns", [BUCKET_NS, 3 * BUCKET_NS, 6 * BUCKET_NS, 60 * BUCKET_NS])
+def test_zero1_hides_all_but_the_last_bucket_behind_the_last_backward_pass(backward_ns: int) -> None:
+    exchange_ns = REPORT_NS + STEP_NS + BUCKETS * BUCKET_NS + LATENCY_NS
+    compute_ns = 4 * backward_ns
+    hidden_ns = max(BUCKETS * BUCKET_NS - backward_ns * (BUCKETS - 1) // BUCKETS, BUCKET_NS) + LATENCY_NS
+    assert deep_update_ns(ZeRO1(), 2 * backward_ns, hide=True) == compute_ns + hidden_ns + exchange_ns
+    shown_ns = BUCKETS * BUCKET_NS + LATENCY_NS
+    # Four buckets at a time: with a latency below a bucket's time on the wire, the link never rests.
+    assert deep_update_ns(ZeRO1(), 2 * backward_ns, hide=False) == compute_ns + shown_ns + exchange_ns
+
+
+@pytest.mark.parametrize("backward_ns", [3 * BUCKET_NS, 60 * BUCKET_NS])
+def test_ddp_hides_a_part_of_both_halves_of_its_reduction(backward_ns: int) -> None:
+    hidden, unhidden = (deep_update_ns(DDP(), 2 * backward_ns, hide=hide) for hide in (True, False))
+    wire_ns = 2 * BUCKETS * BUCKET_NS
+    most = max(wire_ns - backward_ns * (BUCKETS - 1) // BUCKETS, 2 * BUCKET_NS)
+    assert 4 * backward_ns + most + REPORT_NS + STEP_NS <= hidden < unhidden
 
 
 def test_records_tell_virtual_seconds() -> None:

@@ -92,11 +92,12 @@ class Fragment:
         """
         feedback = self.exchange.feedback
         flats = [flat.mul_(share) if share else flat.zero_() for flat in self._carried]
-        if feedback is not None:
-            flats = feedback.add_to(flats, ())
         sums = [torch.empty_like(velocity) for velocity in self.velocity]
-        self.exchange.reduce_scatter(flats, sums)
-        if feedback is not None:
+        if feedback is None:
+            self.exchange.reduce_scatter(flats, sums)
+        else:
+            flats = feedback.begin(flats, ())
+            self.exchange.run(self.exchange.summing(flats, sums, whole=False), feedback.add)
             feedback.settle()
         carried = self._views(self._carried)
         for index, total in enumerate(sums):

@@ -16,6 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.departure import Departure
 from stretto.engine.report import Totals
 from stretto.errors import GradientsTouched
 from stretto.flat import Layout
@@ -91,6 +92,8 @@ class Accumulation:
         """Whether gradients of a micro-batch have arrived that has not been counted yet."""
         self.is_left_out = False
         """Whether the round's gradients were dropped because the parameters were damaged."""
+        self.departure: Departure | None = None
+        """The sum over ranks, if it has begun before the round is closed (`stretto.engine.hidden`)."""
         return self
 
     def attach(self, *, zero: bool = True) -> None:

@@ -10,11 +10,11 @@ Note [Landing and take-off]
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.comm_lane import CommLane
@@ -39,6 +39,7 @@ class ComputeLane:
         failures: Tells the other ranks that this one ends with an error.
         scheduler: Any object with `step()`, called at every committed update; or None.
         allow_unused: Accept parameters that no rank used in the first update.
+        accumulate: Makes the accumulation, from parameters and a buffer.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ComputeLane:
         failures: FailureDetector,
         scheduler: Any,
         allow_unused: bool,
+        accumulate: Callable[[Sequence[nn.Parameter], GradientBuffer], Accumulation] = Accumulation,
     ) -> None:
         self.model = model
         self.comm = comm
@@ -57,7 +59,7 @@ class ComputeLane:
         self.runtime = comm.runtime
         self.layout = self.replica.exchange.layout
         self.statistics = model.statistics
-        self.accumulation = Accumulation(model.parameters, GradientBuffer(self.layout))
+        self.accumulation = accumulate(model.parameters, GradientBuffer(self.layout))
         """The round that accumulates."""
         self.vote = Vote.GO_ON
         self.votes: list[Vote] = []
@@ -215,6 +217,7 @@ class ComputeLane:
                 self.vote,
                 [],
                 incidents=self._incidents,
+                departure=self.accumulation.departure,
             )
             self._incidents = []
             for listener in self.model.listeners:

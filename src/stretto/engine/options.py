@@ -44,6 +44,10 @@ class Options:
     """Largest collective, in bytes of the gradient buffer. Four buckets travel at a time, and a rank holds scratch
     memory for these. Larger buckets need fewer calls, but a single large one fills the queue of a slow link and then
     waits for itself."""
+    hide_reductions: bool = True
+    """Let gradients leave during the last backward pass of an update, bucket by bucket, under `ddp`, `zero1`,
+    `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; docs/architecture.md says when
+    it does not apply."""
     timeout_seconds: float = 600.0
     """How long a collective may wait for a rank that neither answers nor dies."""
 

@@ -5,6 +5,7 @@ that may differ have more of them (`stretto.averaging`), and so have guards (`st
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -12,7 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from stretto.engine.accumulation import Contribution, GradientBuffer
 from stretto.engine.agreement import agree
+from stretto.engine.departure import Departure
 from stretto.engine.options import Options
 from stretto.engine.report import RoundReport, settings_text
 from stretto.engine.round import Progress, Reduction, Round, Shown
@@ -20,8 +23,11 @@ from stretto.engine.runtime import Runtime
 from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import NonFinite
 from stretto.exchange import Exchange
+from stretto.exchange.exchange import Prepare, Transfers
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
 from stretto.strategies.contract import Boundary, Gather, Preview, Step
+
+_log = logging.getLogger("stretto")
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as in `torch.nn.utils.clip_grad_norm_`."""
@@ -77,6 +83,8 @@ class Replica:
         self.replicated = replicated
         self.progress = progress
         self.runtime = runtime
+        self.hides = False
+        """Whether gradients may leave before their round is closed (`stretto.engine.hidden`)."""
         self._options = options
         # Sums of finished updates are used again: fresh memory pages would cost more than the arithmetic.
         self._spare_sums: list[list[Tensor]] = []
@@ -126,30 +134,65 @@ class Replica:
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
         finite = round.is_finite
-        sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
-        self._lent_sums.append(sums)
-        flats, feedback = round.buffer.flats, self.exchange.feedback
-        if feedback is not None:
-            flats = feedback.add_to(flats, round.contribution.used)
-        if self.replicated:
-            self.exchange.all_reduce(flats, sums)
+        departure, round.departure = round.departure, None
+        if departure is None:
+            transfers, sums, prepare = self._begin_sum(round.buffer, round.contribution)
+            self.exchange.run(transfers, prepare)
         else:
-            self.exchange.reduce_scatter(flats, sums)
-        gradient = ReducedGradient(sums, 0.0, 0.0, b"")
-        own = round.report(finite=finite, norm_squared=gradient.measure())
+            sums = departure.finish()
+        norm_squared = ReducedGradient(sums, 0.0, 0.0, b"").measure()
+        is_torn = departure is not None and departure.is_torn
+        own = round.report(finite=finite, norm_squared=norm_squared, torn=is_torn)
         records = self.exchange.gather_bytes(RoundReport.pack(own))
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
+        if report.torn:
+            self._stop_hiding(report.torn)
+            return Replica.reduce(self, round)  # whole, now that all gradients are there
         if not report.settings_agree:
             self.refuse_settings(round)
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
-        if feedback is not None and not skipped:
-            feedback.settle()
+        if self.exchange.feedback is not None and not skipped:
+            self.exchange.feedback.settle()
         statistics = {}
         if any(report.changed) and not skipped:
             statistics = average_statistics(
                 self.exchange, round.statistics, report.changed, report.micro_batches
             )
         return self.reduction(sums, report, statistics, skipped=skipped)
+
+    def depart(self, buffer: GradientBuffer, contribution: Contribution) -> Departure:
+        """Begin to sum a round's gradients over ranks; nothing is sent before the departure is asked to go on.
+
+        Args:
+            buffer: The gradients; as long as they may leave early, they stay as they are.
+            contribution: Says which parameters are used, once the round is whole.
+        """
+        transfers, sums, prepare = self._begin_sum(buffer, contribution)
+        return Departure(transfers, sums, wait=self.exchange.wait, prepare=prepare)
+
+    def _begin_sum(
+        self, buffer: GradientBuffer, contribution: Contribution
+    ) -> tuple[Transfers, list[Tensor], Prepare | None]:
+        """Return transfers, the sums that they make, and what prepares a bucket."""
+        sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
+        self._lent_sums.append(sums)
+        flats, feedback = buffer.flats, self.exchange.feedback
+        if feedback is not None:
+            flats = feedback.begin(flats, contribution.used, keeps=self.hides)
+        transfers = self.exchange.summing(flats, sums, whole=self.replicated)
+        return transfers, sums, None if feedback is None else feedback.add
+
+    def _stop_hiding(self, ranks: list[int]) -> None:
+        """Let nothing leave early any more: gradients of some rank changed behind their departure."""
+        self.hides = False
+        self._spare_sums.append(self._lent_sums.pop())
+        _log.info(
+            "%s: gradients changed on ranks %s after they had left (a parameter with several gradients in one backward "
+            "pass, or a hook that writes gradients): the round is summed again, and reductions of this job are hidden "
+            "no longer",
+            self.where,
+            ranks,
+        )
 
     def reduction(
         self, sums: list[Tensor], report: RoundReport, statistics: dict[int, Tensor], *, skipped: bool

@@ -77,6 +77,8 @@ class RankReport:
     """Updates that this rank has committed before that round; unused in the same case."""
     stepped: bool = False
     """Whether this rank has stepped in that round; unused in the same case."""
+    torn: bool = False
+    """Whether gradients of this rank changed behind their departure, so that all ranks sum them again."""
 
 
 def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
@@ -112,6 +114,7 @@ def record_dtype(num_slots: int, num_buffers: int) -> np.dtype[np.void]:
             ("round_index", "<i8"),
             ("step", "<i8"),
             ("stepped", "?"),
+            ("torn", "?"),
         ]
     )
 
@@ -145,6 +148,8 @@ class RoundReport:
         """Whether any rank stepped in the round of this average."""
         self.settings_agree = bool((records["settings"] == records["settings"][0]).all())
         """Whether all ranks have the same hyperparameters."""
+        self.torn: list[int] = np.flatnonzero(records["torn"]).tolist()
+        """Ranks whose gradients changed behind their departure."""
 
     @classmethod
     def pack(cls, report: RankReport) -> bytes:

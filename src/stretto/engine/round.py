@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from stretto.engine.accumulation import Contribution, GradientBuffer
+from stretto.engine.departure import Departure
 from stretto.engine.report import RankReport, RoundReport, Vote, settings_text
 from stretto.errors import UnusedParameters
 from stretto.flat import Layout
@@ -92,6 +93,8 @@ class Round:
     """The result, if a checkpoint had the gradients exchanged before take-off."""
     incidents: Sequence[Incident] = ()
     """What was found on the compute lane since the last round was closed."""
+    departure: Departure | None = None
+    """The sum of its gradients, if it began during the last backward pass."""
 
     @property
     def is_finite(self) -> bool:
@@ -99,12 +102,13 @@ class Round:
         # A sum takes one pass and no memory; finite values may have one that is not.
         return all(bool(flat.sum().isfinite()) or bool(flat.isfinite().all()) for flat in self.buffer.flats)
 
-    def report(self, *, finite: bool, norm_squared: float) -> RankReport:
+    def report(self, *, finite: bool, norm_squared: float, torn: bool = False) -> RankReport:
         """Return this rank's part of the round report.
 
         Args:
             finite: Whether the gradients were finite when the round was handed over.
             norm_squared: Squared 2-norm of their sum, on the slices that this rank owns.
+            torn: Whether some of them changed behind their departure.
         """
         return RankReport(
             totals=dataclasses.replace(
@@ -117,6 +121,7 @@ class Round:
             settings=zlib.crc32(settings_text(self.hyperparameters).encode()),
             used=bytes(self.contribution.used),
             changed=self.changed,
+            torn=torn,
         )
 
 

@@ -44,6 +44,10 @@ class Runtime(Protocol):
         """Advance a virtual clock by the time of `work` on that many `elements`; a real clock needs no help."""
         ...
 
+    def pass_backward(self, share: float) -> None:
+        """Advance a virtual clock to where `share` of a micro-batch's backward pass is over, before it is charged."""
+        ...
+
     def join(self) -> None:
         """Wait for everything that was spawned, then end."""
         ...
@@ -102,6 +106,9 @@ class InlineRuntime:
     def charge(self, work: Work, elements: int = 0) -> None:
         """Do nothing: real work takes real time."""
 
+    def pass_backward(self, share: float) -> None:
+        """Do nothing: real work takes real time."""
+
     def join(self) -> None:
         """Do nothing: no work is ever under way."""
 
@@ -153,6 +160,9 @@ class ThreadRuntime:
         return time.perf_counter()
 
     def charge(self, work: Work, elements: int = 0) -> None:
+        """Do nothing: real work takes real time."""
+
+    def pass_backward(self, share: float) -> None:
         """Do nothing: real work takes real time."""
 
     def join(self) -> None:

@@ -22,8 +22,16 @@ Wait = Callable[[dist.Work, str], None]
 """Waits for a collective, which the text names in messages. Raises the job's error if it cannot complete."""
 
 
-Transfer = Generator[tuple[dist.Work, str], None, None]
-"""The transfer of one bucket: yields each collective it starts, with its name, and goes on when that is complete."""
+Started = tuple[dist.Work, str]
+"""A collective that has been started, and its name."""
+Transfer = Generator[Started, None, None]
+"""The transfer of one bucket: yields each collective it starts, and goes on when that is complete."""
+Transfers = Generator[int | Started, None, None]
+"""The transfers of many buckets: also yields the index of each before it starts, and goes on when its values are
+there. Whoever runs it decides only when: what it starts, and in which order, is the same on every rank."""
+
+Prepare = Callable[[int], None]
+"""Makes the values of a bucket, by its index, what is to be sent."""
 
 _LENGTH_BYTES = 8
 """Bytes of the length of a record, where lengths differ between ranks."""
@@ -124,14 +132,11 @@ class Exchange:
         """Sum `flats` over ranks.
 
         Args:
-            flats: One gradient tensor per flat set, `(flat.numel,)`; left undefined, unless the wire packs them.
+            flats: One gradient tensor per flat set, `(flat.numel,)`; they stay as they are.
             sums: One tensor per bucket, `(bucket.numel / world_size,)`, at least float32; overwritten with this rank's
                 slice.
         """
-        transfers = []
-        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
-            transfers.append(self.sum_slice(index, flats[bucket.set_index], total))
-        self.perform(transfers)
+        self.run(self.summing(flats, sums, whole=False))
 
     def all_reduce(
         self, flats: Sequence[Tensor], sums: Sequence[Tensor], wire: PlainWire | None = None
@@ -139,15 +144,22 @@ class Exchange:
         """Sum `flats` over ranks.
 
         Args:
-            flats: One tensor per flat set, `(flat.numel,)`; left undefined, unless the wire packs them.
+            flats: One tensor per flat set, `(flat.numel,)`; they stay as they are.
             sums: One tensor per bucket, `(bucket.numel,)`, at least float32; overwritten with the whole sum, equal on
                 all ranks.
             wire: The format of values that are not gradients; None sends gradients in their format.
         """
+        self.run(self.summing(flats, sums, whole=True, wire=wire))
+
+    def summing(
+        self, flats: Sequence[Tensor], sums: Sequence[Tensor], *, whole: bool, wire: PlainWire | None = None
+    ) -> Transfers:
+        """Sum `flats` over ranks, bucket by bucket, as their values come; see `reduce_scatter` and `all_reduce`."""
+        sum_up = self.sum_bucket if whole else self.sum_slice
         transfers = []
         for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
-            transfers.append(self.sum_bucket(index, flats[bucket.set_index], total, wire))
-        self.perform(transfers)
+            transfers.append(sum_up(index, flats[bucket.set_index], total, wire))
+        yield from in_flight(transfers)
 
     def sum_slice(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Send the slices of the `index`-th bucket of `flat` to their owners, and add those of this rank to `total`.
@@ -224,20 +236,16 @@ class Exchange:
         self.perform([self.gather(whole, 0, whole.dtype, what)])
 
     def perform(self, transfers: Iterable[Transfer]) -> None:
-        """Run transfers, at most `IN_FLIGHT` at a time, as Note [In flight] explains."""
-        waiting = iter(transfers)
-        under_way: deque[tuple[Transfer, tuple[dist.Work, str]]] = deque()
-        while True:
-            while len(under_way) < IN_FLIGHT and (transfer := next(waiting, None)) is not None:
-                under_way.append((transfer, next(transfer)))
-            if not under_way:
-                return
-            transfer, started = under_way.popleft()
-            self.wait(*started)
-            # A transfer that starts another collective goes to the end of the queue.
-            following = next(transfer, None)
-            if following is not None:
-                under_way.append((transfer, following))
+        """Run transfers of values that are there, at most `IN_FLIGHT` at a time."""
+        self.run(in_flight(transfers))
+
+    def run(self, transfers: Transfers, prepare: Prepare | None = None) -> None:
+        """Run transfers of values that are there, each bucket prepared right before it leaves."""
+        for awaited in transfers:
+            if not isinstance(awaited, int):
+                self.wait(*awaited)
+            elif prepare is not None:
+                prepare(awaited)
 
     # Small records, and single tensors
 
@@ -291,3 +299,22 @@ class Exchange:
         if held is None or held.numel() < numel:
             held = self._scratch[key] = torch.empty(numel, dtype=dtype, device=device)
         return held[:numel]
+
+
+def in_flight(transfers: Iterable[Transfer]) -> Transfers:
+    """Run transfers, at most `IN_FLIGHT` at a time, as Note [In flight] explains."""
+    waiting = enumerate(transfers)
+    under_way: deque[tuple[Transfer, Started]] = deque()
+    while True:
+        while len(under_way) < IN_FLIGHT and (following := next(waiting, None)) is not None:
+            index, transfer = following
+            yield index
+            under_way.append((transfer, next(transfer)))
+        if not under_way:
+            return
+        transfer, started = under_way.popleft()
+        yield started
+        # A transfer that starts another collective goes to the end of the queue.
+        again = next(transfer, None)
+        if again is not None:
+            under_way.append((transfer, again))

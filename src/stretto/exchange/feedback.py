@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stretto.exchange.wire import PackedWire
-from stretto.flat import Layout, Slot
+from stretto.flat import Layout
 
 
 class ErrorFeedback:
@@ -42,21 +42,36 @@ class ErrorFeedback:
             for flat in layout.sets
         ]
         """One tensor per flat set; where nothing has been sent, and in the padding, zero."""
+        self._inside = layout.slots_by_bucket()
         self._sent: list[Tensor] = []
-        self._unused: list[Slot] = []
+        self._own: Sequence[Tensor] = []
+        self._used: Sequence[int] = []
 
-    def add_to(self, flats: Sequence[Tensor], used: Sequence[int]) -> list[Tensor]:
-        """Return what this rank sends: its contribution and the errors of the parameters that it used.
+    def begin(self, flats: Sequence[Tensor], used: Sequence[int], *, keeps: bool = False) -> list[Tensor]:
+        """Begin a round; return what this rank will send: each bucket is there once `add` was called for it.
 
         Args:
-            flats: The contribution, one tensor per flat set; overwritten where it is wide enough to hold the sum.
+            flats: The contribution, one tensor per flat set.
             used: One number per parameter slot; above zero where this rank has used it.
+            keeps: Leave `flats` as they are, for 4 more bytes per parameter; otherwise they are overwritten, where they
+                are wide enough to hold the sum.
         """
-        self._sent = [flat.to(owed.dtype).add_(owed) for flat, owed in zip(flats, self.owed, strict=True)]
-        self._unused = [slot for slot in self._layout.slots if not used[slot.index]]
-        for slot in self._unused:
-            self._sent[slot.set_index][slot.start : slot.stop].zero_()
+        self._own, self._used = flats, used
+        if not keeps:
+            self._sent = [flat.to(owed.dtype) for flat, owed in zip(flats, self.owed, strict=True)]
+        elif not self._sent:
+            self._sent = [torch.empty_like(owed) for owed in self.owed]
         return self._sent
+
+    def add(self, index: int) -> None:
+        """Add this rank's errors to its contribution to a bucket, and leave out parameters that it has not used."""
+        bucket = self._layout.buckets[index]
+        inside = slice(bucket.start, bucket.stop)
+        sent = self._sent[bucket.set_index]
+        torch.add(self._own[bucket.set_index][inside], self.owed[bucket.set_index][inside], out=sent[inside])
+        for slot in self._inside[index]:
+            if not self._used[slot.index]:
+                sent[max(slot.start, bucket.start) : min(slot.stop, bucket.stop)].zero_()
 
     def settle(self) -> None:
         """Remember what the last round has lost; called once the round counts, before its buffers are written again."""
@@ -65,12 +80,12 @@ class ErrorFeedback:
             packed = torch.empty(self._wire.num_bytes(bucket.numel), dtype=torch.uint8, device=sent.device)
             self._wire.write(sent, packed)  # once more: the receivers' bytes are gone
             sent.sub_(self._wire.read(packed))
-        for slot in self._unused:
-            owed = self.owed[slot.set_index][slot.start : slot.stop]
-            self._sent[slot.set_index][slot.start : slot.stop].copy_(owed)
+        for slot in self._layout.slots:
+            if not self._used[slot.index]:
+                owed = self.owed[slot.set_index][slot.start : slot.stop]
+                self._sent[slot.set_index][slot.start : slot.stop].copy_(owed)
         for owed, lost in zip(self.owed, self._sent, strict=True):
             owed.copy_(lost)
-        self._sent = []
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what this rank owes, by parameter; views of its own tensors."""

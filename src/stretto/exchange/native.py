@@ -29,9 +29,12 @@ class NativeExchange(Exchange):
     def sum_bucket(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum a whole bucket with the backend's all-reduce."""
         outgoing = self._outgoing(index, flat, total, wire)
-        self.sent_bytes += 2 * (outgoing.nbytes // self.world_size) * (self.world_size - 1)
-        yield self.group.allreduce([outgoing]), f"reduction of bucket {index}"
-        total.copy_(outgoing)
+        same = total.dtype == outgoing.dtype
+        summed = total.copy_(outgoing) if same else outgoing  # the backend sums in place, and `flat` stays
+        self.sent_bytes += 2 * (summed.nbytes // self.world_size) * (self.world_size - 1)
+        yield self.group.allreduce([summed]), f"reduction of bucket {index}"
+        if not same:
+            total.copy_(summed)
 
     def _outgoing(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None) -> Tensor:
         """Return a bucket in the dtype in which it is summed: the buffer itself where it already has it."""

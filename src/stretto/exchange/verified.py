@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from stretto.checksums import digest, hexadecimal, same_bytes
 from stretto.errors import CorruptionError, TransferCorrupt
-from stretto.exchange.exchange import Exchange, Transfer, Wait
+from stretto.exchange.exchange import Exchange, Transfer, Transfers, Wait
 from stretto.exchange.repeats import REPEATS, Delivery, Missing, complete
 from stretto.exchange.wire import PlainWire, Wire
 from stretto.flat import Layout
@@ -52,10 +52,16 @@ class VerifiedExchange(Exchange):
         self._held: dict[int, Tensor] = {}
         """Rows of buckets of which some are missing, by bucket."""
 
-    def reduce_scatter(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        """Sum `flats` over ranks into this rank's slices, and repeat damaged rows; `flats` stay as they are."""
+    def summing(
+        self, flats: Sequence[Tensor], sums: Sequence[Tensor], *, whole: bool, wire: PlainWire | None = None
+    ) -> Transfers:
+        """Sum `flats` over ranks and repeat damaged rows: a reduce-scatter, then a gather of the owners' sums."""
+        # Each owner's slice lies where the gather writes it, so the gather overwrites it with the same values.
+        slices = [total.view(self.world_size, -1)[self.rank] for total in sums] if whole else sums
+        back = [(wire or self.wire.values).of(flat.dtype) for flat in flats]
+        sent = self._contributed if wire is None else back
         self._begin_phase()
-        super().reduce_scatter(flats, sums)
+        self._sent = sent
 
         def row(index: int, receiver: int) -> Tensor:
             flat = flats[self.layout.buckets[index].set_index]
@@ -67,28 +73,17 @@ class VerifiedExchange(Exchange):
             for missing, content in arrived.items():
                 self._held[missing.index].view(self.world_size, -1)[missing.sender].copy_(content)
             for index in dict.fromkeys(missing.index for missing in arrived):
-                self._settle(index, self._held.pop(index), sums[index])
+                self._settle(index, self._held.pop(index), slices[index])
             return self._missing
 
         sizes = [
-            self._row_bytes(bucket.numel // self.world_size, self._sent[bucket.set_index])
+            self._row_bytes(bucket.numel // self.world_size, sent[bucket.set_index])
             for bucket in self.layout.buckets
         ]
+        yield from super().summing(flats, slices, whole=False)
         complete(self, self._missing, Delivery(site="contribution", row_bytes=sizes, row=row, accept=accept))
-
-    def all_reduce(
-        self, flats: Sequence[Tensor], sums: Sequence[Tensor], wire: PlainWire | None = None
-    ) -> None:
-        """Sum `flats` over ranks: a verified reduce-scatter, then a verified gather of the owners' sums."""
-        # Each owner's slice lies where the gather writes it, so the gather overwrites it with the same values.
-        slices = [total.view(self.world_size, -1)[self.rank] for total in sums]
-        back = [(wire or self.wire.values).of(flat.dtype) for flat in flats]
-        self._sent = self._contributed if wire is None else back
-        try:
-            self.reduce_scatter(flats, slices)
-        finally:
-            self._sent = self._contributed
-        self._gather(slices, sums, [back[bucket.set_index] for bucket in self.layout.buckets])
+        if whole:
+            self._gather(slices, sums, [back[bucket.set_index] for bucket in self.layout.buckets])
 
     def all_gather(self, flats: Sequence[Tensor]) -> None:
         """Replace every bucket of `flats` by the owners' slices, and repeat damaged rows."""

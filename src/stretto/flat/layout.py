@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import math
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -88,6 +89,7 @@ class Layout:
     sets: tuple[FlatSet, ...]
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
+    """In the order in which they travel: that in which a backward pass is expected to fill them."""
 
     @property
     def numel(self) -> int:
@@ -112,6 +114,10 @@ class Layout:
         """Return the slots of one flat set in flat order."""
         return [slot for slot in self.slots if slot.set_index == set_index]
 
+    def slots_by_bucket(self) -> list[list[Slot]]:
+        """Return the slots that have elements in each bucket."""
+        return _slots_by_bucket(self.slots, self.buckets)
+
 
 def original_name(name: str) -> str:
     """Return the name that a parameter or buffer has in the model before `torch.compile` wraps any part of it."""
@@ -133,7 +139,7 @@ def plan_layout(
     """Plan the flat layout of the parameters that `optimizer` trains.
 
     Parameters are in the order in which their gradients become ready, approximately: the reverse of registration.
-    Groups of the optimizer stay together, so that an owner has few segments.
+    Groups of the optimizer stay together, so that an owner has few segments. Buckets are sorted by what is ready last.
 
     Args:
         model: Holds the parameters; tied ones count once, frozen ones are left out.
@@ -187,8 +193,44 @@ def plan_layout(
         cuts = _cut(max(stop, 1), bucket_bytes // accumulation_dtype.itemsize, world_size * ALIGNMENT, parts)
         buckets.extend(Bucket(set_index, start, numel) for start, numel in cuts)
         sets.append(FlatSet(first.dtype, accumulation_dtype, first.device, buckets[-1].stop))
-    layout = Layout(world_size, tuple(sets), tuple(slots), tuple(buckets))
+    registered = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+    arrival = [-registered[id(parameter)] for _, parameter in ordered]
+    layout = Layout(world_size, tuple(sets), tuple(slots), tuple(_by_arrival(slots, buckets, arrival)))
     return layout, [parameter for _, parameter in ordered]
+
+
+def _by_arrival(slots: Sequence[Slot], buckets: Sequence[Bucket], arrival: Sequence[int]) -> list[Bucket]:
+    """Sort buckets by the last arrival of a gradient in them.
+
+    A group of the optimizer may hold a few parameters of every layer: its bucket, first in flat order, is full last.
+
+    Args:
+        slots: All of them.
+        buckets: In flat order.
+        arrival: A number for each slot: larger ones arrive later.
+    """
+    last = {
+        bucket: max((arrival[slot.index] for slot in inside), default=-len(arrival))
+        for bucket, inside in zip(buckets, _slots_by_bucket(slots, buckets), strict=True)
+    }
+    return sorted(buckets, key=lambda bucket: last[bucket])
+
+
+def _slots_by_bucket(slots: Sequence[Slot], buckets: Sequence[Bucket]) -> list[list[Slot]]:
+    starts = [(slot.set_index, slot.start) for slot in slots]  # slots are in flat order, set after set
+    stops = [(slot.set_index, slot.stop) for slot in slots]
+    return [
+        [
+            slot
+            for slot in slots[
+                bisect_right(stops, (bucket.set_index, bucket.start)) : bisect_left(
+                    starts, (bucket.set_index, bucket.stop)
+                )
+            ]
+            if slot.numel
+        ]
+        for bucket in buckets
+    ]
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

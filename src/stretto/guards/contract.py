@@ -241,6 +241,12 @@ class Guard(ABC):
     """Whether all ranks must show the same parameters, so that it does not work with averages of replicas."""
 
     @property
+    def looks_before_departure(self) -> bool:
+        """Whether it looks at a round, or at what the wire owes, before anything of the round may leave."""
+        kind = type(self)
+        return kind.before_reduce is not Guard.before_reduce or kind.watch_rounds is not Guard.watch_rounds
+
+    @property
     def rehearses_step(self) -> bool:
         """Whether every step is first computed on copies, segment by segment, so that `Recompute` knows the result."""
         return False

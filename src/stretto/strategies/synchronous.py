@@ -15,7 +15,7 @@ class DDP(Strategy):
     """Every rank reduces the whole gradient and steps the whole optimizer.
 
     Staleness: 0.
-    Traffic per update: one all-reduce of the gradient, exposed.
+    Traffic per update: one all-reduce of the gradient; a part is hidden behind the last backward pass.
     Memory: one gradient buffer; masters, state and reduced gradient whole on every rank.
     Equals synchronous when: always.
     """
@@ -35,7 +35,8 @@ class ZeRO1(Strategy):
     """Every rank steps the shard it owns, then all gather the result.
 
     Staleness: 0.
-    Traffic per update: one reduce-scatter of gradients and one all-gather of parameters, exposed.
+    Traffic per update: one reduce-scatter of gradients, of which a part is hidden behind the last backward pass, and
+    one all-gather of parameters, exposed.
     Memory: one gradient buffer; masters, state and reduced gradient cut by the number of ranks.
     Equals synchronous when: always.
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".

@@ -1,0 +1,117 @@
+"""Hidden reductions: gradients leave while the last backward pass of a round still computes others.
+
+Note [Hidden reductions]
+    In the last micro-batch of a round, a bucket leaves as soon as all its gradients have come. There is no other
+    thread: hooks, which autograd calls for every gradient, start the next collectives and take up those that are
+    complete. None of them waits. What is still under way behind the backward pass is finished when the round takes off.
+
+    Order. What is started, and in which order, is fixed by the layout, for every round of the job. Only the moments
+    differ. So a rank may leave early or not, as it likes: one without data, one whose gradients come in another order
+    or not at all, one with weight zero. It is late, and nothing else.
+
+    When a gradient has come. A hook runs before its gradient is added, and hooks of the user may run behind that. So
+    a gradient has come when the next one is announced; the last one comes at the end.
+
+    Torn rounds. A parameter may get a second gradient after its first one has left: under reentrant checkpoints, or
+    from a hook that writes other gradients. Versions of the views show it. The rank says so in its report of the round,
+    and all ranks sum again, from gradients that are whole. From then on nothing leaves early in this job. So the result
+    is always that of a job that hides nothing. Writes through `.data` have no versions: a model with backward hooks on
+    its modules, which may do that, does not hide.
+
+    Errors. One that leaves the backward pass ends the job as elsewhere. No thread waits for gradients that never come.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.engine.replica import Replica
+
+
+class HiddenAccumulation(Accumulation):
+    """Accumulates gradients, and lets them leave during the last backward pass of a round.
+
+    See Note [Hidden reductions].
+
+    Args:
+        parameters: In the layout's order.
+        buffer: The buffer of the first round.
+        model: Asked for hooks.
+        replica: Begins a departure.
+        micro_batches: Of a round.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        buffer: GradientBuffer,
+        *,
+        model: nn.Module,
+        replica: Replica,
+        micro_batches: int,
+    ) -> None:
+        self._model = model
+        self._replica = replica
+        self._micro_batches = micro_batches
+        self._slots_by_bucket = buffer.layout.slots_by_bucket()
+        self._buckets_by_slot: list[list[int]] = [[] for _ in buffer.layout.slots]
+        for bucket, slots in enumerate(self._slots_by_bucket):
+            for slot in slots:
+                self._buckets_by_slot[slot.index].append(bucket)
+        self._numel = sum(slot.numel for slot in buffer.layout.slots)
+        self._leaves = False
+        """Whether gradients leave during the backward pass under way."""
+        super().__init__(parameters, buffer)
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Add the gradient of `weight` times the loss, which may leave at once if the round is complete with it."""
+        is_last = self.contribution.count == self._micro_batches - 1
+        if not (is_last and self._replica.hides and not _has_backward_hooks(self._model)):
+            super().backward(loss, weight)
+            return
+        self.departure = self._replica.depart(self.buffer, self.contribution)
+        self._missing = [len(slots) for slots in self._slots_by_bucket]
+        self._has_come = bytearray(len(self.parameters))
+        self._announced: int | None = None
+        self._numel_come = 0
+        self._leaves = True
+        try:
+            super().backward(loss, weight)
+        finally:
+            self._leaves = False
+
+    def before_gradient(self, index: int, gradient: Tensor) -> tuple[Tensor] | None:
+        """Let those leave that have come, before another gradient is added."""
+        if self._leaves:
+            if self._announced is not None:
+                self._come(self._announced)
+            self._announced = index
+        return super().before_gradient(index, gradient)
+
+    def _come(self, index: int) -> None:
+        """Note that a gradient has been added, and go on with the departure."""
+        if not self._has_come[index]:
+            self._has_come[index] = 1
+            for bucket in self._buckets_by_slot[index]:
+                self._missing[bucket] -= 1
+            self._numel_come += self.buffer.layout.slots[index].numel
+            self._replica.runtime.pass_backward(self._numel_come / self._numel)
+        if self.departure is not None:
+            self.departure.go_on(self._views)
+
+    def _views(self, bucket: int) -> list[Tensor] | None:
+        if self._missing[bucket]:
+            return None
+        return [self.buffer.views[slot.index] for slot in self._slots_by_bucket[bucket]]
+
+
+def _has_backward_hooks(model: nn.Module) -> bool:
+    """Return whether the user has put hooks on modules, or on all of them, that run in a backward pass."""
+    everywhere: tuple[Any, ...] = (
+        nn_module._global_backward_hooks,
+        nn_module._global_backward_pre_hooks,
+    )
+    return any(everywhere) or any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())

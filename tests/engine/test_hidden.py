@@ -1,0 +1,280 @@
+"""Gradients that leave early: what may happen during a backward pass changes no result, and blocks nobody."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+from stretto import ACCO, DDP, AtRest, Clock, DataParallel, Options, PAFTSync, ReplicaGuard, ZeRO1
+from stretto.engine.hidden import HiddenAccumulation
+from stretto.errors import PeerFailed
+from stretto.virtual import Compute, Span, Trace, Transfer, VirtualCluster
+from tests.processes import rank_outcomes
+
+WIDTH, LAYERS, UPDATES, MICRO_BATCHES = 24, 4, 4, 2
+Step = Callable[["Net", DataParallel, int, int], object]
+"""What a rank does in a micro-batch, given its model, the job, its rank and the micro-batch's index."""
+
+
+class Net(nn.Module):
+    """Layers that a test may run in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2, 3), again: bool = False) -> Tensor:
+        for index in order:
+            x = torch.tanh(self.layers[index](x))
+        return checkpoint(self.layers[order[-1]], x, use_reentrant=True) if again else x
+
+
+def data(rank: int, index: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * rank + index))
+
+
+def plain(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+    parallel.backward(net(data(rank, index)).square().mean())
+
+
+def train(
+    step: Step,
+    prepare: Callable[[Net], object] = lambda net: None,
+    *,
+    world_size: int = 2,
+    hide: bool = True,
+    torn: bool = False,
+    wire: str = "fp32",
+    **settings: Any,
+) -> tuple[list[list[Tensor]], Trace]:
+    """Train on a virtual cluster; return every rank's parameters after every micro-batch, and the trace.
+
+    The job must end as it is said to: hiding, or no longer, because some round was `torn`.
+    """
+
+    def program(rank: int, group: ProcessGroup) -> list[Tensor]:
+        torch.manual_seed(0)
+        net, seen = Net(), []
+        prepare(net)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=True)
+        options = Options(bucket_bytes=1024, wire=wire, hide_reductions=hide, allow_unused=True)
+        given = {"strategy": ZeRO1(), "micro_batches": MICRO_BATCHES, "options": options, **settings}
+        with DataParallel(net, optimizer, group=group, **given) as parallel:
+            for index in range(UPDATES * MICRO_BATCHES):
+                step(net, parallel, rank, index)
+                seen += [parameter.detach().clone() for parameter in net.parameters()]
+            parallel.finish()
+        assert not hide or parallel.job.replica.hides is not torn
+        return seen
+
+    results = VirtualCluster(world_size, compute=Compute(micro_batch_ns=10**6)).run(program)
+    return list(results.values), results.trace
+
+
+def begun_inside(trace: Trace) -> list[int]:
+    """Return when those collectives began that began while rank 0 was inside a micro-batch."""
+    busy = [r for r in trace.records if isinstance(r, Span) and r.work == "micro-batch" and r.rank == 0]
+    started = [r.start_ns for r in trace.records if isinstance(r, Transfer)]
+    return [start for start in started if any(span.start_ns < start < span.stop_ns for span in busy)]
+
+
+def check_same(step: Step, prepare: Callable[[Net], object] = lambda net: None, **settings: Any) -> Trace:
+    """Compare a job with the one that hides nothing, on all wires; return the trace of the former."""
+    for wire in ("int8", "fp32"):
+        hidden, trace = train(step, prepare, wire=wire, **settings)
+        unhidden, _ = train(step, prepare, wire=wire, hide=False, **settings)
+        for ours, theirs in zip(hidden, unhidden, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+    return trace
+
+
+def test_gradients_leave_early_in_an_ordinary_job() -> None:
+    assert len(begun_inside(check_same(plain))) >= UPDATES
+
+
+def test_layers_may_run_in_an_order_of_their_own_on_every_rank_and_step() -> None:
+    def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+        order = tuple(
+            torch.randperm(LAYERS, generator=torch.Generator().manual_seed(7 * rank + index)).tolist()
+        )
+        parallel.backward(net(data(rank, index), order).square().mean())
+
+    check_same(step)
+
+
+def test_ranks_may_leave_out_layers_of_their_own() -> None:
+    def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+        order = tuple(layer for layer in range(LAYERS) if (layer + rank + index) % 3)
+        parallel.backward(net(data(rank, index), order).square().mean())
+
+    check_same(step)
+
+
+def test_second_gradient_behind_a_departure_has_all_ranks_sum_again(caplog: pytest.LogCaptureFixture) -> None:
+    def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+        late = rank == 1 and index >= MICRO_BATCHES  # not from the start, and not on all ranks
+        x = data(rank, index).requires_grad_()
+        if late:  # the first layer, whose gradient comes last, makes the last layer's come once more
+            x = checkpoint(net.layers[-1], x, use_reentrant=True)
+        parallel.backward(net(x).square().mean())
+
+    with caplog.at_level(logging.INFO, "stretto"):
+        trace = check_same(step, torn=True)
+    told = [record.getMessage() for record in caplog.records if "summed again" in record.getMessage()]
+    assert told
+    assert all("on ranks [1]" in message for message in told)
+    # The first update hides, the second is torn, and nothing leaves early from then on.
+    stops = [
+        r.stop_ns for r in trace.records if isinstance(r, Span) and (r.rank, r.work) == (0, "micro-batch")
+    ]
+    starts = begun_inside(trace)
+    assert min(starts) < stops[MICRO_BATCHES - 1]
+    assert max(starts) < stops[2 * MICRO_BATCHES - 1]
+
+
+def test_late_write_of_a_hook_has_all_ranks_sum_again(caplog: pytest.LogCaptureFixture) -> None:
+    def prepare(net: Net) -> None:
+        def hook(_: Tensor) -> None:
+            net.layers[-1].weight.grad.mul_(0.5)
+
+        net.layers[0].weight.register_hook(hook)
+
+    with caplog.at_level(logging.INFO, "stretto"):
+        check_same(plain, prepare, torn=True)
+    assert "summed again" in caplog.text
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_hook_that_rewrites_its_own_gradient_counts(through_data: bool) -> None:
+    def rewrite(parameter: Tensor) -> None:
+        gradient = parameter.grad.data if through_data else parameter.grad
+        gradient.clamp_(-1e-3, 1e-3)
+
+    def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+        if index == 0:  # behind the job's own hooks
+            for parameter in net.parameters():
+                parameter.register_post_accumulate_grad_hook(rewrite)
+        plain(net, parallel, rank, index)
+
+    assert begun_inside(check_same(step))
+
+
+def test_model_with_backward_hooks_on_modules_does_not_hide() -> None:
+    def prepare(net: Net) -> None:
+        def hook(*_: object) -> None:
+            net.layers[-1].weight.grad.data.mul_(0.5)
+
+        net.layers[1].register_full_backward_hook(hook)
+
+    assert begun_inside(check_same(plain, prepare)) == []
+
+
+def test_gradients_of_others_stay_apart() -> None:
+    def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+        loss = net(data(rank, index)).square().mean()
+        torch.autograd.grad(net(data(rank, index + 50)).sum(), list(net.parameters()))
+        net(data(rank, index + 60)).sum().backward()
+        parallel.discard()
+        parallel.backward(loss)
+
+    assert begun_inside(check_same(step))
+
+
+def test_zero_weights_and_counted_micro_batches_wait_for_the_end_of_the_round() -> None:
+    def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+        if (index + rank) % 4 == 1:
+            parallel.backward(net(data(rank, index)).square().mean(), weight=0.0)
+        elif (index + rank) % 4 == 2:
+            for part in (0, 50):  # several backward passes
+                net(data(rank, index + part)).square().mean().backward()
+            parallel.count_micro_batch(2.0)
+        else:
+            parallel.backward(net(data(rank, index)).square().mean(), weight=0.5)
+
+    check_same(step)
+
+
+@pytest.mark.parametrize(
+    ("settings", "hides"),
+    [
+        ({}, True),
+        ({"strategy": DDP()}, True),
+        ({"strategy": PAFTSync()}, True),
+        ({"guards": (ReplicaGuard(),), "strategy": DDP()}, True),
+        ({"strategy": PAFTSync(overlap=True)}, False),
+        ({"strategy": ACCO()}, False),
+        ({"micro_batches": Clock()}, False),
+        ({"guards": (AtRest(),)}, False),
+        ({"world_size": 1}, False),
+        ({"hide": False}, False),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_job_that_cannot_hide_accumulates_as_ever(settings: dict[str, Any], hides: bool) -> None:
+    kinds = []
+
+    def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+        kinds.append(type(parallel.job.compute.accumulation) is HiddenAccumulation)
+        plain(net, parallel, rank, index)
+
+    train(step, torn=not hides, **settings)
+    assert set(kinds) == {hides}
+
+
+class Breaks(torch.autograd.Function):
+    """Raises in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ZeroDivisionError("planted")
+
+
+def broken(rank: int, index: int, net: Net) -> Tensor:
+    """Return a loss; that of rank 1 breaks when half of the gradients have left, in the last update."""
+    x = torch.tanh(net.layers[0](data(rank, index)))
+    if rank == 1 and index == UPDATES * MICRO_BATCHES - 1:
+        x = Breaks.apply(x)
+    return net(x, (1, 2, 3)).square().mean()
+
+
+def test_error_in_the_middle_of_a_backward_pass_ends_all_ranks() -> None:
+    seen: dict[int, BaseException] = {}
+
+    def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+        try:
+            parallel.backward(broken(rank, index, net))
+        except BaseException as error:
+            seen[rank] = error
+            raise
+
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        train(step)
+    assert isinstance(seen[1], ZeroDivisionError)
+    assert isinstance(seen[0], PeerFailed)
+
+
+def break_on_a_process(rank: int) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    options = Options(bucket_bytes=1024, timeout_seconds=60.0)
+    with DataParallel(net, optimizer, DDP(), micro_batches=MICRO_BATCHES, options=options) as parallel:
+        for index in range(UPDATES * MICRO_BATCHES):
+            parallel.backward(broken(rank, index, net))
+
+
+def test_error_in_the_middle_of_a_backward_pass_ends_all_processes_with_its_cause() -> None:
+    first, second = rank_outcomes(2, break_on_a_process, timeout_seconds=60)
+    assert "ZeroDivisionError: planted" in (second.error or "")
+    assert "PeerFailed" in (first.error or "")
+    assert "rank 1" in (first.error or "")
+    assert "planted" in (first.error or "")
