@@ -43,7 +43,9 @@ def test_a_stop_signal_to_all_processes_ends_them_without_a_traceback(
             _, complaint = command.communicate()
         finally:
             command.kill()
-    assert (command.returncode, complaint) == (code, last)
+    assert complaint == last
+    # Where the signal comes before the first worker is started, there is nothing to clear away: the system ends it.
+    assert command.returncode in ((code,) if number == signal.SIGINT else (code, -number))
 
 
 @pytest.mark.parametrize("line", ["loading PyTorch", "update 1/"])
