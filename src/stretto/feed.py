@@ -88,7 +88,7 @@ class Feed:
     def drain(self) -> None:
         """Land everything, and have replicas averaged; all ranks must call."""
         self._compute.vote = Vote.DRAIN
-        while not (self._is_drained() and self._job.replica.gap == 0):
+        while not (self._is_drained() and self._job.replica.is_united):
             self._pass_round()
 
     def tell(self, update: Update) -> Update:

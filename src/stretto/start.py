@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.averaging import DriftingReplica, LocalReplica
+from stretto.averaging import DriftingReplica, FragmentedReplica, LocalReplica
 from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.comm_lane import CommLane
@@ -127,6 +127,7 @@ def _start(parts: Parts, progress: Progress, failures: FailureDetector) -> Job:
         world_size=group.size(),
         bucket_bytes=options.bucket_bytes,
         widen=options.accumulate == "fp32",
+        parts=max(1, ledger.fragments),
     )
     # A replicated optimizer, too, sees flat slices and not the parameters' shapes.
     check_shardable(parts.optimizer)
@@ -158,8 +159,7 @@ def _put_together(
     runtime = choose_runtime(
         exchange.group, layout.sets[0].device, overlaps=parts.strategy.overlaps or ledger.asks_ahead
     )
-    kind = LocalReplica if ledger.local else DriftingReplica if ledger.averages else Replica
-    replica = kind(
+    replica = _kind_of_replica(ledger)(
         exchange,
         sharded,
         replicated=ledger.replicated,
@@ -236,6 +236,14 @@ def _accumulation(
     )
 
 
+def _kind_of_replica(ledger: Ledger) -> Callable[..., Replica]:
+    if ledger.fragments:
+        return functools.partial(FragmentedReplica, fragments=ledger.fragments)
+    if ledger.local:
+        return LocalReplica
+    return DriftingReplica if ledger.averages else Replica
+
+
 def check_strategy(strategy: object) -> Strategy:
     """Return `strategy`, if it is one.
 
@@ -309,7 +317,7 @@ def _check_guards(guards: Sequence[Guard], strategy: Strategy, ledger: Ledger) -
 
 def unfit(guard: Guard, strategy: Strategy, ledger: Ledger) -> str | None:
     """Return why a guard cannot watch over a job under `strategy`; None if it can."""
-    if guard.needs_equal_parameters and ledger.averages:
+    if guard.needs_equal_parameters and (ledger.local or ledger.averages):
         return (
             f"runs a rank's micro-batches again on another, and strategy {strategy.name} lets parameters differ "
             "between ranks"

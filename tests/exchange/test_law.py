@@ -16,7 +16,9 @@ from stretto.strategies import STRATEGIES
 from tests.exchange.accounts import SHAPES, Account, Course, error, settled
 from tests.exchange.values import of_every_size
 
-SUMMING = [name for name in STRATEGIES if name != "local"]  # whose ranks step with their own gradients
+SUMMING = [
+    name for name in STRATEGIES if name not in ("local", "diloco")
+]  # whose ranks step with their own gradients
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 PACKED = [name for name, wire in WIRES.items() if isinstance(wire, PackedWire)]
 

@@ -46,12 +46,22 @@ def test_a_clock_has_the_same_range_in_every_round() -> None:
 
 
 def test_every_strategy_has_one_name() -> None:
-    assert list(STRATEGIES) == ["ddp", "zero1", "dpu", "wp", "acco", "local", "paft-sync", "paft-dyn"]
+    assert list(STRATEGIES) == [
+        "ddp",
+        "zero1",
+        "dpu",
+        "wp",
+        "acco",
+        "local",
+        "diloco",
+        "paft-sync",
+        "paft-dyn",
+    ]
     assert [strategy_by_name(name).name for name in STRATEGIES] == list(STRATEGIES)
 
 
 def test_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(
-        UnknownName, match="'zero3'; there are ddp, zero1, dpu, wp, acco, local, paft-sync, paft-dyn"
+        UnknownName, match="'zero3'; there are ddp, zero1, dpu, wp, acco, local, diloco, paft-sync, paft-dyn"
     ):
         strategy_by_name("zero3")

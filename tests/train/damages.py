@@ -79,7 +79,7 @@ def swap(draw: random.Random, file: Path, run: Path) -> None:
 def duplicate(draw: random.Random, file: Path, run: Path) -> None:
     """Put it into the place of another, or a whole checkpoint under a newer name."""
     if file.parent != run and draw.random() < 0.5:
-        shutil.copytree(file.parent, file.parent.with_name("000009-step-9"))
+        shutil.copytree(file.parent, file.parent.with_name("000009-step-9"), dirs_exist_ok=True)
     else:
         shutil.copy(file, draw.choice([other for other in files(run) if other != file]))
 
@@ -182,7 +182,13 @@ class DamagedRuns:
                 damage(draw, file, run)
         names = [path.relative_to(self._whole) for path in files(self._whole)]
         changed = {name for name in names if digest(run / name) != digest(self._whole / name)}
-        is_there = (run / "checkpoints" / newest).is_dir()
+        # Beside the checkpoints a link is refused, wherever it leads.
+        changed |= {name for name in names if len(name.parts) == 1 and (run / name).is_symlink()}
+        is_torn = any(
+            size(run / name) != size(self._whole / name)  # all else may be in a piece that nobody reads
+            for name in changed
+            if name.parts[1:2] == (newest,) and (run / "checkpoints" / newest).is_dir()
+        )
         outcome, said = self._resume(run)
         assert "\n" not in said, f"seed {seed}: {said}"
         assert not Path("was-run").exists(), f"seed {seed}: a planted pickle was run"
@@ -195,7 +201,7 @@ class DamagedRuns:
         ):
             assert outcome == "ended", f"seed {seed}: {outcome}, although a checkpoint is sound: {said}"
         if outcome == "ended":
-            self._check(seed, run, changed, is_hit=is_there and newest in hit)
+            self._check(seed, run, changed, is_torn=is_torn)
         for copy in self._folder.glob(f"copy-{seed}*"):
             copy.unlink() if copy.is_symlink() else shutil.rmtree(copy)
         return f"{damage.__name__}: {outcome}"
@@ -215,7 +221,7 @@ class DamagedRuns:
         perform(words)
         return "ended"
 
-    def _check(self, seed: int, run: Path, changed: set[Path], *, is_hit: bool) -> None:
+    def _check(self, seed: int, run: Path, changed: set[Path], *, is_torn: bool) -> None:
         for name, of in (
             ("records", "updates.jsonl"),
             ("evaluations", "evaluations.jsonl"),
@@ -224,7 +230,7 @@ class DamagedRuns:
             if name == "model" or Path(of) not in changed:  # a digit of a record can be hit and nobody knows
                 assert written(run, name) == self._before[name], f"seed {seed}: other {name}"
         told = [incident["part"] for incident in read_json_lines(run / "incidents.jsonl")]
-        assert not is_hit or told, f"seed {seed}: the newest checkpoint was passed over and nobody was told"
+        assert not is_torn or told, f"seed {seed}: the newest checkpoint was passed over and nobody was told"
         latest = checkpoint.latest(run / "checkpoints")
         assert latest is not None, f"seed {seed}: no checkpoint is left"
 
@@ -245,3 +251,8 @@ def written(run: Path, name: str) -> Any:
 def digest(path: Path) -> int | None:
     """Return something that changes with the content of a file."""
     return hash(path.read_bytes()) if path.is_file() else None
+
+
+def size(path: Path) -> int | None:
+    """Return the length of a file."""
+    return path.stat().st_size if path.is_file() else None

@@ -42,7 +42,18 @@ def test_a_run_that_is_killed_between_two_uses_of_a_batch_resumes_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "zero1", "dpu", "wp", "acco", "local:rate=0.5", "paft-sync:interval=2", "torch-ddp"]
+    "strategy",
+    [
+        "ddp",
+        "zero1",
+        "dpu",
+        "wp",
+        "acco",
+        "local:rate=0.5",
+        "diloco:interval=2",
+        "paft-sync:interval=2",
+        "torch-ddp",
+    ],
 )
 def test_every_method_records_the_uses_of_its_batches(strategy: str) -> None:
     run = tiny_run("run", strategy=strategy, echo="even:uses=2", updates=6, checkpoint_every=None)

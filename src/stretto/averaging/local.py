@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stretto.averaging.mean import ReplicaMean
+from stretto.averaging.mean import ReplicaMean, Share
 from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.report import RankReport, RoundReport, Totals, Vote, empty_report
 from stretto.engine.round import Reduction, Round
@@ -19,6 +19,9 @@ from stretto.errors import RanksDisagree, ReplicaNonFinite
 from stretto.exchange import Exchange
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
 from stretto.strategies.contract import Average, Look, Moment
+
+WITHOUT_DATA = (Vote.EXHAUSTED, Vote.DRAIN)
+"""Votes of ranks that average whenever the others do: only averages let ranks agree on an end."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,7 +100,7 @@ class LocalReplica(Replica):
             return super().gather_committed(flats, statistics)
         own, changed = statistics.snapshot()
         report = self._look_around(changed)
-        self._mean.show(report.share(self.exchange.rank), flats)
+        self._mean.show(self._share(report), flats)
         means = average_statistics(self.exchange, own, report.changed, report.micro_batches)
         return [means.get(index, value) for index, value in enumerate(statistics.agreed)]
 
@@ -105,7 +108,7 @@ class LocalReplica(Replica):
         """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
         if self.are_equal:
             return self.sharded
-        return self._mean.consensus(self._look_around(changed).share(self.exchange.rank))
+        return self._mean.consensus(self._share(self._look_around(changed)))
 
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for an average."""
@@ -140,24 +143,16 @@ class LocalReplica(Replica):
 
     def _look(self, _: Look, flight: Flight | None) -> Moment:
         # A rank whose data have ended averages at once and waits there: only averages let ranks agree on an end.
-        drains = flight is not None and flight.round.vote in (Vote.EXHAUSTED, Vote.DRAIN)
+        drains = flight is not None and flight.round.vote in WITHOUT_DATA
         return Moment(self.progress.round_index, self.gap, drains)
 
     def _average(self, effect: Average, flight: Flight | None) -> None:
         """Bring the replicas together; the round ends as if all ranks had taken part in it."""
         if flight is None:
             raise TypeError("a strategy must step with AllReduce to average ahead of its gradients")
-        progress, rank = self.progress, self.exchange.rank
-        own = flight.round.report(finite=True, norm_squared=0.0)
-        report = self._meet(
-            dataclasses.replace(
-                own, round_index=progress.round_index, step=progress.step, stepped=progress.stepped
-            )
-        )
-        rounds = report.records["round_index"]
-        # A rank that came early has a schedule that is yet to be turned.
-        if (rounds == rounds.max()).all() and not report.settings_agree:
-            self.refuse_settings(flight.round)
+        rank = self.exchange.rank
+        report = self._meet(self._own_report(flight.round))
+        self._check_settings(report, flight.round)
         flight.reduction.statistics = average_statistics(
             self.exchange, flight.round.statistics, report.changed, report.micro_batches
         )
@@ -169,12 +164,33 @@ class LocalReplica(Replica):
         self._states_are_equal = states_are_equal
         self.sharded.publish(flight.round.buffer.flats)
         flight.reduction.report, flight.reduction.met = report.news(flight.reduction.report, rank), True
-        # A rank that came early takes over where the others are.
+        self._catch_up(report)
+
+    def _own_report(self, round: Round) -> RankReport:
+        """Return what this rank reports of its last round at an average."""
+        return dataclasses.replace(
+            round.report(finite=True, norm_squared=0.0),
+            round_index=self.progress.round_index,
+            step=self.progress.step,
+            stepped=self.progress.stepped,
+        )
+
+    def _check_settings(self, report: RoundReport, round: Round) -> None:
+        rounds = report.records["round_index"]
+        # A rank that came early has a schedule that is yet to be turned.
+        if (rounds == rounds.max()).all() and not report.settings_agree:
+            self.refuse_settings(round)
+
+    def _catch_up(self, report: RoundReport) -> None:
+        """Take over where the others are, on a rank that came early."""
+        progress = self.progress
         progress.round_index = int(report.records["round_index"].max())
-        progress.step = int(report.records["step"].max())
+        before, progress.step = progress.step, int(report.records["step"].max())
         # What the others have done is news, and reported; at the very end a step that nobody took is none.
-        is_over = all(vote in (Vote.EXHAUSTED, Vote.DRAIN) for vote in report.votes)
+        is_over = all(vote in WITHOUT_DATA for vote in report.votes)
         progress.stepped = report.stepped or (report.weight > 0 and not is_over)
+        if not progress.stepped and progress.step > before:
+            progress.step, progress.stepped = progress.step - 1, True  # the last of their steps tells it
 
     def _meet(self, own: RankReport) -> RoundReport:
         """Gather the reports of an average.
@@ -186,21 +202,32 @@ class LocalReplica(Replica):
         Raises:
             RanksDisagree: Ranks average in different rounds, so their coins fall differently.
         """
-        own = dataclasses.replace(own, totals=self._since.totals, used=bytes(self._since.used))
+        own = self._since_average(own)
         records = self.exchange.gather_bytes(RoundReport.pack(own))
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
+        self._check_rounds(report, [vote not in WITHOUT_DATA for vote in report.votes], own.step)
+        return report
+
+    def _since_average(self, own: RankReport) -> RankReport:
+        """Return a report of all rounds since the last average."""
+        return dataclasses.replace(own, totals=self._since.totals, used=bytes(self._since.used))
+
+    def _check_rounds(self, report: RoundReport, is_due: Sequence[bool], step: int) -> None:
+        """Check that all ranks that average as planned do so in the same round."""
         rounds = report.records["round_index"].tolist()
-        is_early = [vote in (Vote.EXHAUSTED, Vote.DRAIN) for vote in report.votes]
-        planned = {index for index, early in zip(rounds, is_early, strict=True) if not early}
+        planned = {index for index, due in zip(rounds, is_due, strict=True) if due}
         # A rank without data comes early and waits; one that comes late has passed an average by.
         if len(planned) > 1 or (planned and max(rounds) > max(planned)):
             raise RanksDisagree(
-                f"rank {self.exchange.rank}, after step {own.step}: ranks average in different rounds, "
+                f"rank {self.exchange.rank}, after step {step}: ranks average in different rounds, "
                 f"{rounds} by rank (below zero: settles or saves instead): a rate that is a function must give the "
                 "same on all ranks and depend on nothing but the round's index, and all ranks must settle and save at "
                 "the same updates"
             )
-        return report
+
+    def _share(self, report: RoundReport) -> Share | None:
+        """Return this rank's share of the mean of all replicas; None where they are equal."""
+        return report.share(self.exchange.rank)
 
     def _look_around(self, changed: bytes) -> RoundReport:
         """Gather the reports of an average that leaves no trace; all ranks must call."""

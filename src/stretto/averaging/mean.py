@@ -12,7 +12,7 @@ Note [The mean]
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from stretto.engine.accumulation import GradientBuffer
 from stretto.exchange import FP32, Exchange, PlainWire
 from stretto.flat import Layout
 from stretto.optimizer import ShardedOptimizer, adopt_states, average_states, piece_states
+
+Share: TypeAlias = float | Sequence[float]
+"""This rank's part of the weight; where it differs between buckets, one number for each."""
 
 
 class ReplicaMean:
@@ -45,7 +48,7 @@ class ReplicaMean:
         if self.last is not None:
             _copy(self._sharded.masters, self.last)
 
-    def unite(self, share: float, flats: Sequence[Tensor], *, state: bool) -> None:
+    def unite(self, share: Share, flats: Sequence[Tensor], *, state: bool) -> None:
         """Replace this rank's replica by the mean of all.
 
         Args:
@@ -57,7 +60,7 @@ class ReplicaMean:
         if state:
             self._average_state(self._sharded, share)
 
-    def show(self, share: float | None, flats: Sequence[Tensor]) -> None:
+    def show(self, share: Share | None, flats: Sequence[Tensor]) -> None:
         """Fill `flats` with the mean of all replicas, which stay as they are; a share of None has them equal."""
         means = [master.clone() for master in self._sharded.masters]
         if share is not None:
@@ -65,7 +68,7 @@ class ReplicaMean:
         for bucket, mean in zip(self._layout.buckets, means, strict=True):
             flats[bucket.set_index][bucket.start : bucket.stop].copy_(mean)
 
-    def consensus(self, share: float | None) -> ShardedOptimizer:
+    def consensus(self, share: Share | None) -> ShardedOptimizer:
         """Return a copy of the optimizer that holds the mean of all masters and states."""
         sharded = copy.deepcopy(self._sharded, {id(self._layout): self._layout})
         if share is not None:
@@ -96,14 +99,14 @@ class ReplicaMean:
             },
         )
 
-    def _average_masters(self, masters: Sequence[Tensor], share: float, flats: Sequence[Tensor]) -> None:
+    def _average_masters(self, masters: Sequence[Tensor], share: Share, flats: Sequence[Tensor]) -> None:
         if self.last is not None:
             torch._foreach_sub_(list(masters), self.last)
         self._mean(masters, share, flats, self._exchange.wire.values)
         if self.last is not None:
             torch._foreach_add_(list(masters), self.last)
 
-    def _average_state(self, sharded: ShardedOptimizer, share: float) -> None:
+    def _average_state(self, sharded: ShardedOptimizer, share: Share) -> None:
         """In full width whatever the wire: a second moment changes by less, per update, than 16 bits resolve."""
         flats = [
             torch.zeros(f.numel, dtype=torch.promote_types(f.dtype, torch.float32), device=f.device)
@@ -115,10 +118,11 @@ class ReplicaMean:
             lambda values: self._mean(values, share, flats, FP32),
         )
 
-    def _mean(self, values: Sequence[Tensor], share: float, flats: Sequence[Tensor], wire: PlainWire) -> None:
-        for bucket, value in zip(self._layout.buckets, values, strict=True):
+    def _mean(self, values: Sequence[Tensor], share: Share, flats: Sequence[Tensor], wire: PlainWire) -> None:
+        shares = [share] * len(values) if isinstance(share, float) else share
+        for bucket, value, part in zip(self._layout.buckets, values, shares, strict=True):
             flats[bucket.set_index][bucket.start : bucket.stop].copy_(
-                value.mul_(share) if share else value.zero_()  # what is left out need not be finite
+                value.mul_(part) if part else value.zero_()  # what is left out need not be finite
             )
         self._exchange.all_reduce(flats, values, wire)
 

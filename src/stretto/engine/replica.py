@@ -7,7 +7,7 @@ that may differ have more of them (`stretto.averaging`), and so have guards (`st
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -101,6 +101,11 @@ class Replica:
         return 0
 
     @property
+    def is_united(self) -> bool:
+        """Whether all ranks hold the same masters, or should: in most jobs always, otherwise behind an average."""
+        return self.gap == 0
+
+    @property
     def has_drifted(self) -> bool:
         """Whether this rank's model may differ from other ranks' models."""
         return False
@@ -114,6 +119,17 @@ class Replica:
     def where(self) -> str:
         """Rank and step, for messages."""
         return f"rank {self.exchange.rank}, after step {self.progress.step}"
+
+    def anchors(self, *, waits: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield, by name, what all ranks hold alike beside masters.
+
+        What is changing now is left out, or waited for.
+        """
+        yield from ()
+
+    def velocities(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield, by name, what this rank keeps for steps with these, unless it is changing now."""
+        yield from ()
 
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""

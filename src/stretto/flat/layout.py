@@ -134,6 +134,7 @@ def plan_layout(
     world_size: int,
     bucket_bytes: int,
     widen: bool,
+    parts: int = 1,
 ) -> tuple[Layout, list[nn.Parameter]]:
     """Plan the flat layout of the parameters that `optimizer` trains.
 
@@ -146,6 +147,7 @@ def plan_layout(
         world_size: Number of ranks.
         bucket_bytes: Upper bound of a bucket in the gradient buffer, in bytes.
         widen: Accumulate 16-bit parameters' gradients in float32.
+        parts: Cut every set into a multiple of so many buckets, as far as its elements go.
 
     Returns:
         The layout, and the parameters in the order of its slots.
@@ -188,7 +190,7 @@ def plan_layout(
             )
             stop = _round_up(stop + parameter.numel(), ALIGNMENT)
         # At least one element, so that there is something to send even if all parameters are empty.
-        cuts = _cut(max(stop, 1), bucket_bytes // accumulation_dtype.itemsize, world_size * ALIGNMENT)
+        cuts = _cut(max(stop, 1), bucket_bytes // accumulation_dtype.itemsize, world_size * ALIGNMENT, parts)
         buckets.extend(Bucket(set_index, start, numel) for start, numel in cuts)
         sets.append(FlatSet(first.dtype, accumulation_dtype, first.device, buckets[-1].stop))
     registered = {id(parameter): index for index, (_, parameter) in enumerate(named)}
@@ -288,9 +290,12 @@ def _set_key(parameter: nn.Parameter) -> tuple[str, str]:
     return str(parameter.device), str(parameter.dtype)
 
 
-def _cut(numel: int, numel_max: int, multiple: int) -> list[tuple[int, int]]:
-    """Cut `numel` elements into equal ranges of at most about `numel_max`, each a multiple of `multiple`."""
-    count = max(1, math.ceil(numel / max(numel_max, multiple)))
+def _cut(numel: int, numel_max: int, multiple: int, parts: int) -> list[tuple[int, int]]:
+    """Cut `numel` elements into equal ranges of at most about `numel_max`, each a multiple of `multiple`.
+
+    Their number is a multiple of `parts` where there are enough elements.
+    """
+    count = _round_up(max(1, math.ceil(numel / max(numel_max, multiple))), parts)
     each = _round_up(math.ceil(numel / count), multiple)
     starts = range(0, numel, each)
     return [(start, min(each, _round_up(numel - start, multiple))) for start in starts]

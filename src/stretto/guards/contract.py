@@ -34,8 +34,8 @@ class Part:
     """One tensor of a rank's state; ranks of a replicated strategy have the same parts."""
 
     site: str
-    """The kind of tensor: "masters", "optimizer state", "reduced gradient", "error memory", "values to be shown" or
-    "fixed"."""
+    """The kind of tensor: "masters", "optimizer state", "anchor", "velocity", "reduced gradient", "error memory",
+    "values to be shown" or "fixed"."""
     name: str
     """Which tensor of this kind, such as "bucket 3"."""
 
@@ -64,9 +64,9 @@ class Fingerprint:
     """Digest every part that all ranks hold alike.
 
     The parts are the values that the model will show next; with a replicated optimizer, masters and optimizer state;
-    and with a strategy that does not overlap, fixed tensors: frozen parameters and integer buffers. Answer: 64-bit
-    digests by part, in the same order on all ranks. The digest is 0 for a fixed tensor that somebody has written; such
-    a part is not compared.
+    with outer steps, anchors, and these alone while replicas differ; and with a strategy that does not overlap, fixed
+    tensors: frozen parameters and integer buffers. Answer: 64-bit digests by part, in the same order on all ranks. The
+    digest is 0 for a fixed tensor that somebody has written; such a part is not compared.
     """
 
 
@@ -221,6 +221,7 @@ class Guard(ABC):
         after_reduce    once per round, when the round's gradient has been summed;
         before_step     before every `Step` and every `Preview` reads the reduced gradient, masters and optimizer state;
         after_gather    whenever the values that the model will show have been gathered;
+        before_land     before a fragment lands that ranks have stepped with together; what it brings is an anchor;
         after_update    once per update, after its last values have been published or gathered and before the model
                         shows them; also if the update had no weight and nothing was stepped;
         before_landing  once per round, on the compute lane, right before the model shows what it brought. Ranks come
@@ -283,6 +284,10 @@ class Guard(ABC):
 
     def after_gather(self) -> GuardScript:
         """Yield the effects after values have been gathered; none unless overridden."""
+        yield from ()
+
+    def before_land(self) -> GuardScript:
+        """Yield the effects before a fragment lands; none unless overridden."""
         yield from ()
 
     def before_landing(self) -> GuardScript:

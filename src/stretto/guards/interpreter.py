@@ -118,9 +118,9 @@ class GuardInterpreter:
 
     def ask(self, moment: Moment) -> GuardScript:
         """Yield the effects of all guards at a moment."""
-        is_apart = self._replica.gap > 0
+        has_alike = self._replica.is_united or moment == "before_land"
         for guard in self.guards:
-            if not (guard.needs_replicas and is_apart):
+            if has_alike or not guard.needs_replicas:
                 yield from getattr(guard, moment)()
 
     def run(self, moment: Moment) -> None:
@@ -198,12 +198,23 @@ class GuardInterpreter:
 
         Without a flight, the model may be running, and its forward passes may be writing its buffers.
         """
-        if self._is_replicated:
-            yield from self._state()
-        yield from self._shown(flight)
+        if self._is_replicated and self._replica.is_united:
+            yield from self._masters()
+        for name, anchor in self._replica.anchors(waits=True):
+            yield Part("anchor", name), anchor
+        if self._replica.is_united:
+            yield from self._shown(flight)
         yield from self._fixed.items() if flight is not None else ()
 
     def _state(self) -> Iterator[tuple[Part, Tensor]]:
+        """Yield what changes at a step, and is sealed until then."""
+        yield from self._masters()
+        for name, anchor in self._replica.anchors(waits=False):
+            yield Part("anchor", name), anchor
+        for name, velocity in self._replica.velocities():
+            yield Part("velocity", name), velocity
+
+    def _masters(self) -> Iterator[tuple[Part, Tensor]]:
         for index, master in enumerate(self._sharded.masters):
             yield Part("masters", f"bucket {index}"), master
         for index, segment in enumerate(self._sharded.segments):

@@ -33,8 +33,9 @@ _ATTEMPTS = 2
 class ReplicaGuard(Guard):
     """Compares digests of what ranks hold alike, at every update.
 
-    Compared: the values that the model will show; with a replicated optimizer, masters and optimizer state; with a
-    strategy that does not overlap, frozen parameters and whole-number buffers.
+    Compared: the values that the model will show; with a replicated optimizer, masters and optimizer state; with outer
+    steps, the anchor, before a fragment lands; with a strategy that does not overlap, frozen parameters and
+    whole-number buffers.
     Named: for every tensor, the ranks outside a strict majority. Their tensors are overwritten by those of a member of
     the majority, and compared again, before anything is shown. If most ranks are damaged alike, the majority is wrong,
     and the healthy rank is named. Without a majority, as between two ranks, parts are computed again to decide: values
@@ -59,6 +60,10 @@ class ReplicaGuard(Guard):
     def rehearses_step(self) -> bool:
         """Whether every step is first computed on copies: as the option `recompute` says."""
         return self.recompute
+
+    def before_land(self) -> GuardScript:
+        """Compare anchors, before replicas take over what they hold."""
+        yield from self.after_update()
 
     def after_update(self) -> GuardScript:
         """Compare digests over ranks, name and repair parts that differ, and compare again."""

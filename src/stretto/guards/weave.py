@@ -3,6 +3,8 @@
     Begin, before_reduce  ->  reduce  ->  Arrived, after_reduce
     before_step, Forget   ->  preview or step
     Forget                ->  gather    ->  after_gather
+    Conclude, Forget      ->  launch
+    before_land, Forget   ->  land
                               boundary  ->  after_update, Conclude
 
 What comes before a reduction needs a `Begin`: the lane then performs it when the round has been handed over, and not at
@@ -22,6 +24,8 @@ from stretto.strategies.contract import (
     Begin,
     Boundary,
     Gather,
+    Land,
+    Launch,
     Preview,
     Script,
     Step,
@@ -33,6 +37,7 @@ Moment = Literal[
     "after_reduce",
     "before_step",
     "after_gather",
+    "before_land",
     "after_update",
     "before_landing",
 ]
@@ -65,15 +70,7 @@ def guarded(script: Script, ask: Callable[[Moment], GuardScript]) -> Generator[A
     while True:
         effect = script.send(reply)
         runs_ahead = is_ahead and isinstance(effect, Average)
-        if isinstance(effect, Step | Preview) or runs_ahead:
-            yield from ask("before_step")
-        if isinstance(effect, Step | Average):
-            yield Forget(("state", "reduced gradient"))
-        if isinstance(effect, Gather):
-            yield Forget(("values to be shown",))
-        if isinstance(effect, ACCUMULATIONS):
-            yield Begin()
-            yield from ask("before_reduce")
+        yield from _before(effect, ask, runs_ahead=runs_ahead)
         reply = yield effect
         if isinstance(effect, ACCUMULATIONS):
             is_ahead = False
@@ -87,3 +84,22 @@ def guarded(script: Script, ask: Callable[[Moment], GuardScript]) -> Generator[A
             yield Conclude()
         elif runs_ahead:
             yield from ask("after_update")
+
+
+def _before(
+    effect: Any, ask: Callable[[Moment], GuardScript], *, runs_ahead: bool
+) -> Generator[Any, Any, None]:
+    """Yield what comes before an effect of the script."""
+    if isinstance(effect, Step | Preview) or runs_ahead:
+        yield from ask("before_step")
+    if isinstance(effect, Launch):
+        yield Conclude()  # behind a landing, as on ranks that have more data
+    if isinstance(effect, Land):
+        yield from ask("before_land")
+    if isinstance(effect, Step | Average | Launch | Land):
+        yield Forget(("state", "reduced gradient"))
+    if isinstance(effect, Gather):
+        yield Forget(("values to be shown",))
+    if isinstance(effect, ACCUMULATIONS):
+        yield Begin()
+        yield from ask("before_reduce")

@@ -4,12 +4,13 @@ from stretto.fields import unknown_name
 from stretto.strategies.acco import ACCO
 from stretto.strategies.contract import Strategy
 from stretto.strategies.delayed import DPU, WeightPrediction
+from stretto.strategies.diloco import DiLoCo
 from stretto.strategies.local import LocalSGD
 from stretto.strategies.paft import PAFTDyn, PAFTSync
 from stretto.strategies.synchronous import DDP, ZeRO1
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (DDP, ZeRO1, DPU, WeightPrediction, ACCO, LocalSGD, PAFTSync, PAFTDyn)
+    kind.name: kind for kind in (DDP, ZeRO1, DPU, WeightPrediction, ACCO, LocalSGD, DiLoCo, PAFTSync, PAFTDyn)
 }
 
 
@@ -29,6 +30,7 @@ __all__ = [
     "DDP",
     "DPU",
     "STRATEGIES",
+    "DiLoCo",
     "LocalSGD",
     "PAFTDyn",
     "PAFTSync",

@@ -3,7 +3,8 @@
 All that a strategy may ask for.
 
 A strategy is a generator that yields effects; whoever runs it answers each. `Reduce`, `AllReduce` and `Local`
-answer with a `Gradient`, `Look` with a `Moment`, an `Average` with a probe with a `Divergence`, the others with None.
+answer with a `Gradient`, `Look` with a `Moment`, an `Average` with a probe with a `Divergence`, `Launch` with a
+boolean, the others with None.
 See `docs/adding-a-strategy.md`.
 
 The contract of an update strategy: a coroutine over effects, and its options.
@@ -76,6 +77,8 @@ class Moment:
     ranks."""
     interval: int | None = None
     """What the script has last asked for by `Postpone`."""
+    aloft: int | None = None
+    """Rounds since the fragment left that has not landed yet; None where none is under way."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,6 +126,37 @@ class Postpone:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """Let a fragment of the parameters leave for an outer step; it travels beside the next rounds, until its `Land`.
+
+    Only after `Local`, and one fragment at a time. Ranks agree here on their end. So a rank that drains asks for the
+    next launch, due or not, and waits for the others. If no rank is due, nothing leaves, and all replicas are replaced
+    by their mean. Answer: whether the fragment left.
+    """
+
+    fragment: int
+    """Which one, from 0."""
+    fragments: int
+    """Into how many the parameters are cut."""
+    learning_rate: float
+    """Of the outer step."""
+    momentum: float
+    """Of the outer step, Nesterov's."""
+    is_due: bool = True
+    """Whether the plan asks for it in this round; otherwise only because this rank drains."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Land:
+    """Wait for the fragment that has left, and mix the outer step's result into this rank's replica."""
+
+    mix: float
+    """What stays of the replica; the rest is the new anchor."""
+    delay: int
+    """Rounds for which the fragment has travelled on a rank that has data."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Begin:
     """The beginning of an update that may ask for more than gradients; the lane yields it, strategies do not."""
 
@@ -132,7 +166,21 @@ class Boundary:
     """The end of one committed update; the lane yields it, strategies do not."""
 
 
-Effect = Reduce | AllReduce | Local | Step | Preview | Gather | Look | Average | Postpone | Begin | Boundary
+Effect = (
+    Reduce
+    | AllReduce
+    | Local
+    | Step
+    | Preview
+    | Gather
+    | Look
+    | Average
+    | Postpone
+    | Launch
+    | Land
+    | Begin
+    | Boundary
+)
 ACCUMULATIONS = (Reduce, AllReduce, Local)
 """Effects that wait for the compute lane's gradients: each begins a round."""
 Script = Generator[Effect, Any, None]

@@ -14,6 +14,8 @@ from stretto.strategies.contract import (
     Divergence,
     Effect,
     Gather,
+    Land,
+    Launch,
     Local,
     Look,
     Moment,
@@ -26,7 +28,7 @@ from stretto.strategies.contract import (
 _DRY_UPDATES = 3
 _DRY_UPDATES_THAT_LOOK = 1000
 """Where averages come and go: over so many they are counted."""
-_ASIDES = (Look, Average, Postpone)
+_ASIDES = (Look, Average, Postpone, Launch, Land)
 """Effects that an update may ask for or not."""
 
 
@@ -60,6 +62,10 @@ class Ledger:
     replicas that are the same are not sent."""
     state_averages: float
     """Averages of the optimizer's state; likewise."""
+    fragments: int
+    """Parts into which the parameters are cut for outer steps; 0 without any."""
+    outer_steps: float
+    """Outer steps of all parameters: a sum that travels like a gradient, and a gather. A mean over many updates."""
 
     def wire_bytes(self, gradient: float, value: float | None = None, *, moments: int = 2) -> float:
         """Return bytes per parameter and update that cross the wire, before the factor (N - 1) / N.
@@ -70,8 +76,9 @@ class Ledger:
             moments: What the optimizer keeps per element; averaged in float32, if at all.
         """
         value = gradient if value is None else value
-        values = self.parameter_transfers + 2 * self.averages
-        return self.gradient_transfers * gradient + values * value + 2 * self.state_averages * moments * 4
+        gradients = self.gradient_transfers + self.outer_steps
+        values = self.parameter_transfers + 2 * self.averages + self.outer_steps
+        return gradients * gradient + values * value + 2 * self.state_averages * moments * 4
 
     def memory_bytes(
         self, strategy: Strategy, *, parameter: int, accumulation: int, world_size: int
@@ -91,8 +98,10 @@ class Ledger:
         sums = 0 if self.local and accumulation >= 4 else 4 * self.rounds
         # Narrower replicas are averaged by what they have changed, which takes the last average to tell.
         last_average = 4 if self.averages and parameter < 4 else 0
+        # The anchor, a fragment on its way, and the owner's share of the velocity.
+        outer = 4 + 4 / self.fragments + 4 / world_size if self.fragments else 0
         master, moments = 4, 8
-        return parameter + buffers * accumulation + (master + moments + sums) / owners + last_average
+        return parameter + buffers * accumulation + (master + moments + sums) / owners + last_average + outer
 
 
 def ledger_of(strategy: Strategy) -> Ledger:
@@ -103,21 +112,26 @@ def ledger_of(strategy: Strategy) -> Ledger:
             replicated reductions, so that quotas and ownership would be undefined.
     """
     runs = [_dry_run(strategy, Moment(0, 1, drains=True))]
-    if Average not in map(type, runs[0]) and Local in map(type, runs[0]):
+    if not {Average, Launch} & set(map(type, runs[0])) and Local in map(type, runs[0]):
         raise ConfigError(
-            f"strategy {strategy.name}: an update of a rank that drains must end with an Average, so that ranks "
-            "that step alone can agree on an end"
+            f"strategy {strategy.name}: an update of a rank that drains must end with an Average or a Launch, so that "
+            "ranks that step alone can agree on an end"
         )
     num_updates = _DRY_UPDATES_THAT_LOOK if Look in map(type, runs[0]) else _DRY_UPDATES
     averages: list[Average] = []
-    gap, interval = 0, None
+    launches: list[Launch] = []
+    gap, interval, aloft = 0, None, None
     for index in range(num_updates):
         gap += 1
-        runs.append(_dry_run(strategy, Moment(index, gap, drains=False, interval=interval)))
+        aloft = None if aloft is None else aloft + 1
+        runs.append(_dry_run(strategy, Moment(index, gap, drains=False, interval=interval, aloft=aloft)))
+        for effect in runs[-1]:
+            launches += [effect] if isinstance(effect, Launch) else []
+            aloft = _aloft_after(strategy, effect, aloft)
         interval = next((e.updates for e in runs[-1] if isinstance(e, Postpone)), interval)
         found = [effect for effect in runs[-1] if isinstance(effect, Average)]
         averages += found
-        gap = 0 if found else gap
+        gap = 0 if found or any(isinstance(effect, Land) for effect in runs[-1]) else gap
     kinds = _check_rounds(strategy, runs)
     count = Counter(kinds)
     return Ledger(
@@ -131,7 +145,19 @@ def ledger_of(strategy: Strategy) -> Ledger:
         parameter_transfers=count[Gather] + count[AllReduce],
         averages=len(averages) / num_updates,
         state_averages=sum(effect.state for effect in averages) / num_updates,
+        fragments=max((effect.fragments for effect in launches), default=0),
+        outer_steps=sum(1 / effect.fragments for effect in launches) / num_updates,
     )
+
+
+def _aloft_after(strategy: Strategy, effect: Effect, aloft: int | None) -> int | None:
+    """Return for how many rounds a fragment has been under way behind `effect`, if one is."""
+    if isinstance(effect, Launch | Land) and (aloft is None) != isinstance(effect, Launch):
+        raise ConfigError(
+            f"strategy {strategy.name}: one fragment is under way at a time: expected Launch and Land in turn, found "
+            f"{effect} while {'none' if aloft is None else 'one'} was under way"
+        )
+    return 0 if isinstance(effect, Launch) else None if isinstance(effect, Land) else aloft
 
 
 def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[type[Effect]]:
@@ -147,17 +173,7 @@ def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[
     count = Counter(kinds)
     if sum(count[kind] > 0 for kind in ACCUMULATIONS) > 1:
         raise ConfigError(f"strategy {strategy.name}: Reduce, AllReduce and Local cannot be mixed")
-    if count[Reduce] and any(isinstance(effect, Average) for run in runs for effect in run):
-        raise ConfigError(
-            f"strategy {strategy.name}: Average needs replicas, after Local or AllReduce; after Reduce every rank "
-            "holds another shard"
-        )
-    asks_ahead = any(isinstance(run[0], _ASIDES) for run in runs)
-    if asks_ahead and (strategy.overlaps or not count[AllReduce]):
-        raise ConfigError(
-            f"strategy {strategy.name}: only an update with AllReduce and without overlaps may look and average ahead "
-            "of its gradients; with Local ranks agree on their end at averages, so these come behind the step"
-        )
+    _check_asides(strategy, runs, count)
     for number, kind in enumerate(kinds):
         ends_round = number + 1 == len(kinds) or kinds[number + 1] in ACCUMULATIONS
         if ends_round and kind not in ((Gather,) if count[Reduce] else (Step, Preview)):
@@ -178,6 +194,25 @@ def _check_rounds(strategy: Strategy, runs: Sequence[Sequence[Effect]]) -> list[
     return kinds
 
 
+def _check_asides(strategy: Strategy, runs: Sequence[Sequence[Effect]], count: Counter[type[Effect]]) -> None:
+    """Check that averages and outer steps have replicas, and come where they may."""
+    if not count[Local] and any(isinstance(effect, Launch | Land) for run in runs for effect in run):
+        raise ConfigError(
+            f"strategy {strategy.name}: Launch and Land need replicas that step alone, with Local"
+        )
+    if count[Reduce] and any(isinstance(effect, Average) for run in runs for effect in run):
+        raise ConfigError(
+            f"strategy {strategy.name}: Average needs replicas, after Local or AllReduce; after Reduce every rank "
+            "holds another shard"
+        )
+    asks_ahead = any(isinstance(run[0], _ASIDES) for run in runs)
+    if asks_ahead and (strategy.overlaps or not count[AllReduce]):
+        raise ConfigError(
+            f"strategy {strategy.name}: only an update with AllReduce and without overlaps may look and average ahead "
+            "of its gradients; with Local ranks agree on their end at averages, so these come behind the step"
+        )
+
+
 def _dry_run(strategy: Strategy, moment: Moment) -> list[Effect]:
     effects: list[Effect] = []
     script = strategy.update()
@@ -195,4 +230,6 @@ def _answer(effect: Effect, moment: Moment) -> Any:
         return moment
     if isinstance(effect, Average) and effect.probe:
         return Divergence.none()
+    if isinstance(effect, Launch):
+        return True
     return _StandIn() if isinstance(effect, ACCUMULATIONS) else None

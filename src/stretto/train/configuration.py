@@ -164,8 +164,8 @@ class RunConfig(Job[TaskT]):
     """One training run, with its files."""
 
     strategy: str = "zero1"
-    """ddp, zero1, dpu, wp, acco, local, paft-sync or paft-dyn; what is set for it alone follows after colons, as in
-    acco:first=1 or local:rate=0.1:state=on."""
+    """ddp, zero1, dpu, wp, acco, local, diloco, paft-sync or paft-dyn; what is set for it alone follows after colons,
+    as in acco:first=1 or local:rate=0.1:state=on."""
     run_dir: str | None = None
     """Folder for all files of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
     checkpoints."""
@@ -201,7 +201,8 @@ class DiagnoseConfig(Job[TaskT]):
     """Whether a job waits for its data, and what an echo would gain: a few real steps, nothing is kept."""
 
     strategy: str = "zero1"
-    """ddp, zero1, dpu, wp, acco, local, paft-sync or paft-dyn; what the steps communicate, and whether it is hidden."""
+    """ddp, zero1, dpu, wp, acco, local, diloco, paft-sync or paft-dyn; what the steps communicate, and whether it is
+    hidden."""
     batches: int = 32
     """Micro-batches to measure each time; the loader alone, the step alone, both."""
 

@@ -1,0 +1,367 @@
+"""Replicas that step alone, and whose fragments leave in turn for an outer step and land some updates later.
+
+Note [One fragment under way]
+    A fragment leaves at the end of one update and lands at the end of a later one, before the next one leaves. What it
+    carries is copied when it leaves. On a lane beside the user's thread ranks gather the reports of the round in which
+    it left, average the model's buffers and take the outer step. The landing makes all of that known here: so at a
+    landing, and not at a departure, ranks learn of each other. Nobody else uses the group in between: whatever needs
+    it waits until the fragment has arrived (`_arrive`), which changes nothing that the model shows.
+
+Note [The end]
+    A rank without data lands what is under way and waits for the others at their next departure. If none of them has
+    a departure to make, all have come to the end, and all replicas are replaced by their mean. Anchor and velocity
+    stay as they are: should training go on, the next outer step finds the whole way from the anchor.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from stretto.averaging.beside import WithLaneBeside
+from stretto.averaging.local import WITHOUT_DATA, LocalReplica
+from stretto.averaging.outer import Fragment
+from stretto.engine.replica import Flight, Performer
+from stretto.engine.report import RankReport, RoundReport
+from stretto.engine.round import Reduction, Round
+from stretto.engine.runtime import Pending, choose_runtime
+from stretto.engine.statistics import average_statistics
+from stretto.exchange import Exchange
+from stretto.optimizer import ShardedOptimizer
+from stretto.strategies.contract import Land, Launch, Look, Moment
+
+_COUNTS = ("weight", "samples", "micro_batches")
+_LOSSES = ("loss_sum", "loss_weight")
+
+
+@dataclasses.dataclass(slots=True)
+class _Trip:
+    """What one departure has brought."""
+
+    fragment: int
+    has_left: bool
+    """Whether an outer step was taken: not where nobody has contributed anything since the fragment left last."""
+    is_end: bool
+    """Whether no rank had a departure to make."""
+    round_index: int
+    """The round in which it left."""
+    report: RoundReport
+    """Of all rounds from the departure before to this one."""
+    snapshot: list[Tensor]
+    """The model's buffers on this rank when it left."""
+    averages: dict[int, Tensor]
+    """Their averages over ranks, by index."""
+
+
+class FragmentedReplica(LocalReplica):
+    """One rank's replica, with an anchor that all ranks hold alike.
+
+    Args are those of `Replica`, and:
+        fragments: Into how many the parameters are cut.
+    """
+
+    def __init__(
+        self, exchange: Exchange, sharded: ShardedOptimizer, *, fragments: int, **others: Any
+    ) -> None:
+        super().__init__(exchange, sharded, **others)
+        exchange.feedback = None  # gradients never travel: what is owed, each fragment owes
+        buckets = range(len(sharded.masters))
+        self.fragments = [
+            Fragment(exchange, sharded, buckets[first::fragments]) for first in range(fragments)
+        ]
+        if self._mean.last is not None:
+            self._mean.last = self._anchor_by_bucket()  # as good as the last mean: equal on all ranks
+        beside = choose_runtime(exchange.group, sharded.masters[0].device, overlaps=True)
+        self.runtime = WithLaneBeside(self.runtime, beside)
+        self._beside = beside
+        self._under_way: Pending[_Trip] | None = None
+        self._arrived: _Trip | None = None
+        self._last_left = self._left_at = 0  # which fragment has left last, and in which round
+        self._rounds = 0
+        self._is_apart = False
+        self._weights = np.zeros((fragments, exchange.world_size))
+        """What each rank has contributed since each fragment left last, up to the last departure of any."""
+
+    @property
+    def performers(self) -> Mapping[type, Performer]:
+        """Performers by effect."""
+        return {**super().performers, Launch: self._launch, Land: self._land}
+
+    @property
+    def gap(self) -> int:
+        """Rounds since the last landing."""
+        return self._rounds
+
+    @property
+    def is_united(self) -> bool:
+        """Whether all ranks hold the same masters."""
+        return not self._is_apart
+
+    @property
+    def has_drifted(self) -> bool:
+        """Whether the model may show something else than other ranks' models."""
+        return self._is_apart
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether nothing has happened yet that ranks could differ by."""
+        return self._states_are_equal and not self._is_apart
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a fragment has left that has not landed."""
+        return self._under_way is not None or self._arrived is not None
+
+    def anchors(self, *, waits: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the anchors by name, equal on all ranks: without waiting, only of fragments that are at rest."""
+        if waits:
+            self._arrive()
+        for index in self._at_rest():
+            for number, anchor in enumerate(self.fragments[index].anchor):
+                yield f"fragment {index}, set {number}", anchor
+
+    def velocities(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's share of the velocity of fragments that are at rest, by name."""
+        for index in self._at_rest():
+            for number, velocity in enumerate(self.fragments[index].velocity):
+                yield f"fragment {index}, bucket {number}", velocity
+
+    def reduce(self, round: Round) -> Reduction:
+        """Take this rank's own gradients; nobody is asked."""
+        self._rounds += 1
+        self._is_apart = True
+        return super().reduce(round)
+
+    def gather_committed(self, flats: list[Tensor], statistics: Any) -> list[Tensor]:
+        """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
+        self._arrive()
+        return super().gather_committed(flats, statistics)
+
+    def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
+        """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
+        self._arrive()
+        return super().agreed_optimizer(changed)
+
+    def begin_again(self) -> None:
+        """Take the present masters, alike on all ranks, for the anchor; nothing is under way."""
+        self._arrive()
+        self._arrived = None
+        self._rounds, self._is_apart = 0, False
+        self._since = self._nothing_yet()
+        self._states_are_equal = True
+        self._weights[:] = 0
+        for fragment in self.fragments:
+            fragment.begin_again()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's replica and its part of the outer optimizer, once anything has happened."""
+        self._arrive()
+        state = super().state_dict()
+        if state:
+            state["replica"]["last_mean"] = None  # the anchor
+            state["replica"]["outer"] = {
+                "fragments": [fragment.state_dict() for fragment in self.fragments],
+                "weights": self._weights.tolist(),
+                "rounds": self._rounds,
+                "is_apart": self._is_apart,
+                "trip": None if self._arrived is None else _packed(self._arrived),
+            }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put a replica in the place of this rank's."""
+        super().load_state_dict(state)
+        outer = state["replica"]["outer"]
+        for fragment, saved in zip(self.fragments, outer["fragments"], strict=True):
+            fragment.load_state_dict(saved)
+        self._weights[:] = outer["weights"]
+        self._rounds, self._is_apart = outer["rounds"], outer["is_apart"]
+        self._arrived = None if outer["trip"] is None else self._unpacked(outer["trip"])
+        self._left_at = 0 if self._arrived is None else self._arrived.round_index
+
+    # Performers
+
+    def _look(self, effect: Look, flight: Flight | None) -> Moment:
+        moment = super()._look(effect, flight)
+        aloft = self.progress.round_index - self._left_at if self.is_under_way else None
+        return dataclasses.replace(moment, aloft=aloft)
+
+    def _launch(self, effect: Launch, flight: Flight | None) -> bool:
+        """Let a fragment leave; on a rank without data, wait for the others and take over where they are."""
+        round = _in_flight(flight).round
+        drains = round.vote in WITHOUT_DATA
+        # In a round of its own that holds nothing, a rank without data has nothing to decide.
+        is_due = effect.is_due and not (drains and round.contribution.count == 0)
+        own = self._since_average(self._own_report(round))
+        self._since = self._nothing_yet()
+        self._last_left, self._left_at = effect.fragment, self.progress.round_index
+        self.fragments[effect.fragment].load()
+        self._under_way = self._beside.spawn(lambda: self._travel(effect, own, round, is_due=is_due))
+        if not is_due:
+            trip = self._arrive()
+            self._left_at = trip.round_index
+            self.progress.round_index = trip.round_index
+            if trip.is_end:
+                self._unite(trip, _in_flight(flight))
+                return False
+        return True
+
+    def _land(self, effect: Land, flight: Flight | None) -> None:
+        """Mix in the outer step, and learn of the other ranks."""
+        flight = _in_flight(flight)
+        trip, self._arrived = self._arrive(), None
+        fragment = self.fragments[trip.fragment]
+        has_waited = trip.round_index == self.progress.round_index
+        if trip.has_left:
+            fragment.land(effect.mix)
+        self.sharded.publish(flight.round.buffer.flats)
+        self._is_apart = effect.delay > 0 or effect.mix > 0 or len(self.fragments) > 1
+        if has_waited:
+            self._catch_up(trip.report)
+        elif flight.round.vote not in WITHOUT_DATA:
+            self.progress.stepped = True  # like every step of a rank that does not ask the others
+        self._tell(trip, flight)
+
+    # On the lane beside
+
+    def _travel(self, launch: Launch, own: RankReport, round: Round, *, is_due: bool) -> _Trip:
+        fragment = self.fragments[launch.fragment]
+        exchange = fragment.exchange
+        report, due = self._gather(exchange, own, is_due=is_due)
+        self._check_settings(report, round)
+        averages = average_statistics(exchange, round.statistics, report.changed, report.micro_batches)
+        has_left = False
+        if any(due):
+            self._weights += report.records["weight"]
+            weights = self._weights[launch.fragment].copy()
+            self._weights[launch.fragment] = 0
+            total = _in_order(weights)
+            has_left = total > 0
+            if has_left:
+                fragment.travel(float(weights[exchange.rank]) / total, launch.learning_rate, launch.momentum)
+        return _Trip(
+            fragment=launch.fragment,
+            has_left=has_left,
+            is_end=not any(due),
+            round_index=int(report.records["round_index"].max()),
+            report=report,
+            snapshot=round.statistics,
+            averages=averages,
+        )
+
+    def _gather(
+        self, exchange: Exchange, own: RankReport, *, is_due: bool
+    ) -> tuple[RoundReport, Sequence[bool]]:
+        """Gather reports of all rounds since the last departure, and whether each rank has a departure to make."""
+        records = exchange.gather_bytes(RoundReport.pack(own) + bytes([is_due]))
+        report = RoundReport.unpack([record[:-1] for record in records], len(own.used), len(own.changed))
+        due = [bool(record[-1]) for record in records]
+        self._check_rounds(report, due, own.step)
+        return report, due
+
+    # What ranks know of each other
+
+    def _arrive(self) -> _Trip:
+        """Wait for the fragment that is under way, if one is, and return what the last one has brought."""
+        if self._under_way is not None:
+            pending, self._under_way = self._under_way, None
+            self._arrived = pending.result()
+            for fragment in self.fragments:
+                self.exchange.sent_bytes += fragment.exchange.sent_bytes
+                fragment.exchange.sent_bytes = 0
+                self.exchange.incidents += fragment.exchange.incidents
+                fragment.exchange.incidents = []
+        return self._arrived  # type: ignore[return-value]  # who looks at it knows that there is one
+
+    def _unite(self, trip: _Trip, flight: Flight) -> None:
+        """Replace all replicas by their mean."""
+        self._arrived = None
+        if self._is_apart:
+            self._mean.unite(self._share(trip.report), flight.round.buffer.flats, state=False)
+        self._weights[:] = 0
+        self._is_apart = False
+        self.sharded.publish(flight.round.buffer.flats)
+        self._catch_up(trip.report)
+        self._tell(trip, flight)
+
+    def _tell(self, trip: _Trip, flight: Flight) -> None:
+        """Let the round end with what a departure has made known."""
+        reduction, rank = flight.reduction, self.exchange.rank
+        earlier, was_met = reduction.report, reduction.met
+        reduction.report, reduction.met = trip.report.news(earlier, rank), True
+        if was_met:
+            reduction.report = _both(earlier, reduction.report, rank)
+        reduction.statistics = trip.averages
+        if not reduction.skipped:
+            flight.round.statistics = trip.snapshot
+        self._rounds = 0
+        self._states_are_equal = False
+
+    def _meet(self, own: RankReport) -> RoundReport:
+        """Gather the reports of a mean that leaves no trace."""
+        report, _ = self._gather(self.exchange, self._since_average(own), is_due=True)
+        return report
+
+    def _share(self, report: RoundReport) -> list[float]:
+        """Return this rank's share of the mean of all replicas, by bucket: what it has contributed since each left."""
+        shares = []
+        for weights in self._weights + report.records["weight"]:
+            total = _in_order(weights)
+            # A fragment to which nobody has contributed is the same on all ranks: one of them sends it.
+            shares.append(
+                float(weights[self.exchange.rank]) / total if total else float(self.exchange.rank == 0)
+            )
+        return [shares[index % len(shares)] for index in range(len(self.sharded.masters))]
+
+    def _at_rest(self) -> list[int]:
+        is_away = self._under_way is not None
+        return [index for index in range(len(self.fragments)) if not (is_away and index == self._last_left)]
+
+    def _anchor_by_bucket(self) -> list[Tensor]:
+        found = {
+            member: anchor
+            for fragment in self.fragments
+            for member, anchor in zip(fragment.members, fragment.anchor_by_bucket, strict=True)
+        }
+        return [found[index] for index in range(len(found))]
+
+    def _unpacked(self, saved: Mapping[str, Any]) -> _Trip:
+        device = self.sharded.masters[0].device
+        slots, buffers = len(self.sharded.layout.slots), len(saved["snapshot"])
+        return _Trip(
+            **{
+                **saved,
+                "report": RoundReport.unpack(saved["report"], slots, buffers),
+                "snapshot": [value.to(device) for value in saved["snapshot"]],
+                "averages": {index: value.to(device) for index, value in saved["averages"].items()},
+            }
+        )
+
+
+def _packed(trip: _Trip) -> dict[str, Any]:
+    fields = {field.name: getattr(trip, field.name) for field in dataclasses.fields(trip)}
+    return {**fields, "report": [record.tobytes() for record in trip.report.records]}
+
+
+def _both(earlier: RoundReport, later: RoundReport, rank: int) -> RoundReport:
+    """Return a report of everything in two reports that end with the same round of `rank`."""
+    records = later.records.copy()
+    for field in (*_COUNTS, *_LOSSES):
+        added = earlier.records[field].copy()
+        if field in _COUNTS:
+            added[rank] = 0
+        records[field] += added
+    return RoundReport(records)
+
+
+def _in_order(values: Any) -> float:
+    """Add in rank order, as reports do."""
+    return float(np.add.accumulate(values)[-1])
+
+
+def _in_flight(flight: Flight | None) -> Flight:
+    if flight is None:
+        raise TypeError("a strategy asked for an outer step before its update's first gradient")
+    return flight

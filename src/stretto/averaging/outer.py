@@ -1,0 +1,169 @@
+"""The outer optimizer, for one fragment of the parameters.
+
+Note [The outer step]
+    Rank r has the share s_r of the weight, Σ s_r = 1. All ranks hold the anchor a, and its owner the velocity u:
+
+        d ← Σ_r wire((θ_r - a) · s_r)                       in rank order
+        u ← μ u + d
+        a ← a + wire(η (d + μ u))                           what the owner gathers, on all ranks
+
+    On a wire as wide as the masters values travel, and not their changes, so that nothing is rounded twice:
+
+        d ← θ̄ - a,  θ̄ = Σ_r fl(θ_r · s_r),   a ← θ̄ + (η (d + μ u) - d)
+
+    With η = 1 and μ = 0 both are `stretto.averaging.mean`, to the bit. A packed wire packs changes as it packs
+    gradients: with error feedback, and with a gather in 16 bits. What the gather rounds away is a part of the next d.
+
+This is `torch.optim.SGD(nesterov=True)` with the gradient -d.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.exchange import Exchange
+from stretto.flat import Bucket, FlatSet, Layout
+from stretto.optimizer import ShardedOptimizer
+
+
+class Fragment:
+    """A part of the parameters that leaves and lands as one: whole buckets, with an exchange of their own.
+
+    Memory: the anchor; the owner's share of the velocity; while it is under way, what it carries.
+
+    Args:
+        exchange: Of the job; nobody else uses its group while the fragment travels.
+        sharded: The job's masters, all of them on every rank.
+        members: Which buckets it is made of.
+    """
+
+    def __init__(self, exchange: Exchange, sharded: ShardedOptimizer, members: Sequence[int]) -> None:
+        self.members = members
+        self._masters = [sharded.masters[index] for index in members]
+        self._layout = _layout_of(sharded, members)
+        self.exchange = type(exchange)(exchange.group, self._layout, exchange.wire, exchange.wait)
+        self._carried: list[Tensor] = []
+        """What travels, one tensor per flat set; empty at rest."""
+        self.anchor = self._new()
+        """One tensor per flat set, equal on all ranks."""
+        self.velocity = [
+            torch.zeros(bucket.numel // exchange.world_size, dtype=master.dtype, device=master.device)
+            for bucket, master in zip(self._layout.buckets, self._masters, strict=True)
+        ]
+        """One tensor per bucket, for the slice that this rank owns."""
+        self.begin_again()
+
+    @property
+    def anchor_by_bucket(self) -> list[Tensor]:
+        """Views of the anchor, one per member."""
+        return self._views(self.anchor)
+
+    @property
+    def numel(self) -> int:
+        """Elements with padding."""
+        return self._layout.numel
+
+    def begin_again(self) -> None:
+        """Take the present masters, alike on all ranks, for the anchor, and forget the velocity."""
+        for view, master in zip(self.anchor_by_bucket, self._masters, strict=True):
+            view.copy_(master)
+        for velocity in self.velocity:
+            velocity.zero_()
+        if self.exchange.feedback is not None:
+            self.exchange.feedback.load_state_dicts([])
+
+    def load(self) -> None:
+        """Copy what is about to leave: the masters go on changing."""
+        self._carried = self._new()
+        for index, view in enumerate(self._views(self._carried)):
+            view.copy_(self._masters[index])
+            if self._is_narrow(index):
+                view.sub_(self.anchor_by_bucket[index])
+
+    def travel(self, share: float, learning_rate: float, momentum: float) -> None:
+        """Take the outer step with what was loaded; all ranks must call, in the same order.
+
+        Args:
+            share: This rank's part of the weight.
+            learning_rate: Of the step.
+            momentum: Of the step.
+        """
+        feedback = self.exchange.feedback
+        flats = [flat.mul_(share) if share else flat.zero_() for flat in self._carried]
+        if feedback is not None:
+            flats = feedback.add_to(flats, ())
+        sums = [torch.empty_like(velocity) for velocity in self.velocity]
+        self.exchange.reduce_scatter(flats, sums)
+        if feedback is not None:
+            feedback.settle()
+        carried = self._views(self._carried)
+        for index, total in enumerate(sums):
+            self._own(carried[index]).copy_(self._outer_step(index, total, learning_rate, momentum))
+        self.exchange.all_gather(self._carried)
+        for index, (anchor, arrived) in enumerate(zip(self.anchor_by_bucket, carried, strict=True)):
+            if self._is_narrow(index):
+                anchor.add_(arrived)
+            else:
+                anchor.copy_(arrived)
+        self._carried = []
+
+    def land(self, mix: float) -> None:
+        """Mix the anchor into this rank's masters, of which `mix` stays."""
+        for master, anchor in zip(self._masters, self.anchor_by_bucket, strict=True):
+            if mix:
+                master.mul_(mix).add_(anchor, alpha=1 - mix)
+            else:
+                master.copy_(anchor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return anchor, velocity and rounding errors; it refers to the fragment's own tensors."""
+        return {"anchor": self.anchor, "velocity": self.velocity, "owed": self.exchange.owed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on the same rank."""
+        own = self.state_dict()
+        for name, tensors in own.items():
+            for tensor, saved in zip(tensors, state[name], strict=True):
+                tensor.copy_(saved)
+
+    def _outer_step(self, index: int, total: Tensor, learning_rate: float, momentum: float) -> Tensor:
+        """Return what this rank's slice of a bucket gathers: its change, or its new values."""
+        is_narrow = self._is_narrow(index)
+        changed = total if is_narrow else total - self._own(self.anchor_by_bucket[index])
+        velocity = self.velocity[index].mul_(momentum).add_(changed)
+        step = (velocity * momentum).add_(changed).mul_(learning_rate)
+        return step if is_narrow else step.sub_(changed).add_(total)
+
+    def _is_narrow(self, index: int) -> bool:
+        """Return whether a bucket travels in fewer bits than its masters have."""
+        dtype = self._masters[index].dtype
+        return self.exchange.wire.values.of(dtype).dtype.itemsize < dtype.itemsize
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """Return this rank's slice of a bucket."""
+        return whole.view(self.exchange.world_size, -1)[self.exchange.rank]
+
+    def _new(self) -> list[Tensor]:
+        return [torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device) for flat in self._layout.sets]
+
+    def _views(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        return [flats[bucket.set_index][bucket.start : bucket.stop] for bucket in self._layout.buckets]
+
+
+def _layout_of(sharded: ShardedOptimizer, members: Sequence[int]) -> Layout:
+    """Return the layout of masters in some of the buckets: the same slices, side by side."""
+    whole = sharded.layout
+    places = sorted({0, *(whole.buckets[index].set_index for index in members)})  # an exchange needs a device
+    ends = [0] * len(places)
+    buckets = []
+    for index in members:
+        bucket, place = whole.buckets[index], places.index(whole.buckets[index].set_index)
+        buckets.append(Bucket(place, ends[place], bucket.numel))
+        ends[place] += bucket.numel
+    sets = []
+    for place, numel in zip(places, ends, strict=True):
+        dtype = torch.promote_types(whole.sets[place].dtype, torch.float32)
+        sets.append(FlatSet(dtype, dtype, whole.sets[place].device, numel))
+    return Layout(whole.world_size, tuple(sets), (), tuple(buckets))

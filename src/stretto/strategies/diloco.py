@@ -1,0 +1,106 @@
+"""DiLoCo: ranks step alone, and an outer optimizer steps with what they have changed, one fragment after the other."""
+
+import dataclasses
+
+from stretto.errors import ConfigError
+from stretto.fields import check_fields
+from stretto.strategies.contract import Land, Launch, Local, Look, Moment, Script, Step, Strategy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiLoCo(Strategy):
+    """Every rank steps its own replica; every `interval` updates each fragment takes an outer step.
+
+    With the anchor a, which is the same on all ranks, its velocity u, and fragment p of every tensor:
+
+        θ_r ← Opt_r(θ_r, g(θ_r; B_r) / w_r)                      every update, on every rank alone
+        d   = Σ_q ω_q (θ_q - a) / Σ_q ω_q                        p leaves: what the ranks have changed
+        u   ← μ u + d,   a ← a + η (d + μ u)                     the outer step, with Nesterov's momentum
+        θ_r ← α θ_r + (1 - α) a                                  p lands, `delay` updates after it left
+
+    `ω_q` is the weight that rank q has contributed since p left the last time. The fragments leave in turn, evenly
+    spread over the interval. -d is the outer gradient of the papers.
+
+    With one fragment, `outer_lr` 1 and no momentum, delay or mix this is `LocalSGD(rate=1 / interval)`.
+
+    Staleness: 0; replicas drift apart. What a rank has changed while a fragment is under way is lost but for α of it.
+    Traffic per update: one all-reduce of the parameters over the interval, a fragment at a time, beside the next
+    updates if there is a delay.
+    Memory: masters, state and anchor whole on every rank; the velocity is divided among them.
+    Equals synchronous when: the interval is 1, `outer_lr` 1, without momentum, delay and mix, and the optimizer is SGD.
+    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2311.08105);
+    Douillard et al., "Streaming DiLoCo with overlapping communication" (2501.18512).
+    """
+
+    interval: int = 10
+    """Updates from one outer step of a fragment to its next. The papers take 30 to 500 on large models."""
+    fragments: int = 1
+    """Parts of the parameters that leave one after the other: the link carries as much in all, and less at a time."""
+    outer_lr: float = 0.7
+    """Learning rate of the outer step."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer step, from 0 to below 1; short runs take about 0.6."""
+    delay: int = 0
+    """Updates between a fragment's departure and its landing, which hide its transfer; 0 waits. One fragment is under
+    way at a time, so it is below interval / fragments."""
+    mix: float = 0.0
+    """What stays of a rank's own values at a landing, from 0 to below 1; only with a delay. Streaming DiLoCo takes
+    0.5."""
+
+    name = "diloco"
+    overlaps = False
+    staleness = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.interval < 1:
+            raise ConfigError(f"DiLoCo(interval={self.interval}): expected at least 1 update")
+        if not 1 <= self.fragments <= self.interval:
+            raise ConfigError(
+                f"DiLoCo(fragments={self.fragments}, interval={self.interval}): expected at least 1 fragment, and at "
+                "most one per update of the interval"
+            )
+        if not 0 <= self.delay < self.interval // self.fragments:
+            raise ConfigError(
+                f"DiLoCo(delay={self.delay}, interval={self.interval}, fragments={self.fragments}): expected from 0 to "
+                f"{self.interval // self.fragments - 1}, because a fragment lands before the next one leaves; raise "
+                "interval or lower fragments"
+            )
+        if not 0 < self.outer_lr < float("inf"):
+            raise ConfigError(f"DiLoCo(outer_lr={self.outer_lr}): expected a positive, finite number")
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigError(f"DiLoCo(outer_momentum={self.outer_momentum}): expected from 0 to below 1")
+        if not 0 <= self.mix < 1:
+            raise ConfigError(f"DiLoCo(mix={self.mix}): expected from 0 to below 1")
+        if self.mix and not self.delay:
+            raise ConfigError(
+                f"DiLoCo(mix={self.mix}, delay=0): without a delay there are no steps to keep a part of; expected "
+                "mix=0, or a delay"
+            )
+
+    def update(self) -> Script:
+        """One step alone, and perhaps a landing and a departure."""
+        gradient = yield Local()
+        yield Step(gradient)
+        moment = yield Look()
+        if moment.aloft is not None and (moment.drains or moment.aloft == self.delay):
+            yield Land(self.mix, self.delay)
+        launch = self.launch(moment)
+        if launch.is_due or moment.drains:
+            has_left = yield launch
+            # A rank without data has nothing to compute meanwhile.
+            if has_left and (moment.drains or not self.delay):
+                yield Land(self.mix, self.delay)
+
+    def launch(self, moment: Moment) -> Launch:
+        """Return the launch of this round, or the next one."""
+        position = moment.round_index % self.interval + 1
+        departures = [(index + 1) * self.interval // self.fragments for index in range(self.fragments)]
+        fragment = next(index for index, departure in enumerate(departures) if departure >= position)
+        return Launch(
+            fragment,
+            self.fragments,
+            self.outer_lr,
+            self.outer_momentum,
+            is_due=departures[fragment] == position,
+        )

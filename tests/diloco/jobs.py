@@ -1,0 +1,164 @@
+"""A small job of one matrix on virtual ranks, and the same written down a second time, naively."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import stretto as st
+from stretto.groups import Link
+from stretto.virtual import Compute, Network, VirtualCluster
+
+WIDTH, HEIGHT, RATE = 64, 12, 0.05
+RANKS, UPDATES = 2, 11
+BUCKET = 128
+"""Elements; the least that two ranks can share. The matrix has six buckets."""
+
+
+@dataclasses.dataclass
+class Course:
+    """What one rank saw."""
+
+    shown: list[Tensor]
+    """The matrix after every update, and after `finish`."""
+    updates: list[st.Update]
+    times: list[int]
+    """Virtual nanoseconds at every update."""
+    sent_bytes: int
+    """From the first update to the end."""
+    parallel: st.DataParallel
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def weight(rank: int, step: int) -> float:
+    """A power of two, by which gradients can be multiplied and divided without rounding."""
+    return float(2 ** (rank * step % 3))
+
+
+def matrix() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(WIDTH, HEIGHT, bias=False)
+
+
+def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    output: Tensor = model(batch(rank, step))
+    return (output - 1).square().mean()
+
+
+def start(
+    rank: int, group: dist.ProcessGroup | None, strategy: st.Strategy, **others: Any
+) -> st.DataParallel:
+    model = matrix()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    options = st.Options(bucket_bytes=4 * BUCKET, **others.pop("options", {}))
+    return st.DataParallel(
+        model, optimizer, strategy, micro_batches=1, group=group, options=options, **others
+    )
+
+
+def go_on(parallel: st.DataParallel, steps: range, course: Course) -> None:
+    for step in steps:
+        update = parallel.backward(
+            loss(parallel.model, parallel.rank, step), weight=weight(parallel.rank, step)
+        )
+        assert update is not None
+        course.updates.append(update)
+        course.shown.append(parallel.model.weight.detach().clone())
+        course.times.append(getattr(parallel.job.exchange.group, "now_ns", 0))
+
+
+def train(rank: int, group: dist.ProcessGroup | None, strategy: st.Strategy, **others: Any) -> Course:
+    parallel = start(rank, group, strategy, **others)
+    course, before = Course([], [], [], 0, parallel), parallel.sent_bytes
+    go_on(parallel, range(UPDATES), course)
+    course.sent_bytes = parallel.sent_bytes - before
+    course.updates += parallel.finish()
+    course.shown.append(parallel.model.weight.detach().clone())
+    return course
+
+
+def on_cluster(strategy: st.Strategy, ranks: int = RANKS, link: str = "", **others: Any) -> list[Course]:
+    network = Network(link=Link(bits_per_second=1e7, latency_seconds=1e-4)) if link else Network()
+    cluster = VirtualCluster(ranks, network=network, compute=Compute(micro_batch_ns=1_000_000))
+    return list(cluster.run(lambda rank, group: train(rank, group, strategy, **others)).values)
+
+
+@dataclasses.dataclass
+class Naive:
+    """DiLoCo of all ranks in one place, element by element."""
+
+    strategy: st.DiLoCo
+
+    def __post_init__(self) -> None:
+        self.models = [matrix() for _ in range(RANKS)]
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=RATE) for model in self.models]
+        self.anchor = self.values()[0].clone()
+        self.velocity = torch.zeros_like(self.anchor)
+        self.since = torch.zeros(self.strategy.fragments, RANKS, dtype=torch.float64)
+        numbers = torch.arange(self.anchor.numel()) // BUCKET % self.strategy.fragments
+        self.fragment_of = numbers.view_as(self.anchor)
+        self.departed: dict[int, int] = {}
+        """The fragment that left behind an update and has not landed, by the number of the update."""
+
+    def values(self) -> list[Tensor]:
+        return [model.weight.detach() for model in self.models]
+
+    def run(self) -> list[list[Tensor]]:
+        """What every rank shows after each update and at the end."""
+        seen = []
+        for step in range(UPDATES):
+            self.step_alone(step)
+            self.land(step - self.strategy.delay)
+            self.leave(step)
+            if not self.strategy.delay:
+                self.land(step)
+            seen.append([value.clone() for value in self.values()])
+        for step in list(self.departed):
+            self.land(step)
+        self.unite()
+        return [*seen, [value.clone() for value in self.values()]]
+
+    def step_alone(self, step: int) -> None:
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            optimizer.step()
+            self.since[:, rank] += weight(rank, step)
+
+    def leave(self, step: int) -> None:
+        interval, count = self.strategy.interval, self.strategy.fragments
+        for fragment in range(count):
+            if (step + 1) % interval == (fragment + 1) * interval // count % interval:
+                self.departed[step] = fragment
+                here = self.fragment_of == fragment
+                mean = self.mean(fragment)
+                changed = mean - self.anchor
+                velocity = self.strategy.outer_momentum * self.velocity + changed
+                moved = self.strategy.outer_lr * (velocity * self.strategy.outer_momentum + changed)
+                self.velocity = torch.where(here, velocity, self.velocity)
+                self.anchor = torch.where(here, (moved - changed) + mean, self.anchor)
+                self.since[fragment] = 0
+
+    def land(self, step: int) -> None:
+        if step in self.departed:
+            here, mix = self.fragment_of == self.departed.pop(step), self.strategy.mix
+            for value in self.values():
+                mixed = (value * mix).add(self.anchor, alpha=1 - mix) if mix else self.anchor
+                value.copy_(torch.where(here, mixed, value))
+
+    def mean(self, fragment: int) -> Tensor:
+        shares = (self.since[fragment] / self.since[fragment].sum()).tolist()
+        first, second = (value * share for value, share in zip(self.values(), shares, strict=True))
+        return first + second
+
+    def unite(self) -> None:
+        for fragment in range(self.strategy.fragments):
+            if self.since[fragment].sum():
+                mean = self.mean(fragment)
+                for value in self.values():
+                    value.copy_(torch.where(self.fragment_of == fragment, mean, value))

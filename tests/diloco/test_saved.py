@@ -1,0 +1,140 @@
+"""A job is saved and resumed to the bit, also between a departure and its landing; and watched by guards."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import stretto as st
+from stretto import checkpoint
+from stretto.records import Incident
+from stretto.testing.jobs import Job, saved_and_resumed
+from stretto.virtual import VirtualCluster
+from tests.diloco.jobs import Course, go_on, on_cluster, start
+
+STRATEGY = st.DiLoCo(interval=4, delay=2, mix=0.25)
+SPLIT = st.DiLoCo(interval=4, fragments=2, delay=1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "saved_at", "wire"),
+    [(STRATEGY, 4, "fp32"), (STRATEGY, 5, "int4"), (STRATEGY, 6, "bf16"), (SPLIT, 5, "fp32")],
+)
+def test_a_resumed_run_goes_on_to_the_bit(
+    strategy: st.DiLoCo, saved_at: int, wire: str, tmp_path: Path
+) -> None:
+    """The fragment leaves behind update 4 and lands at update 6: what it has brought is saved in between."""
+
+    def straight(rank: int, group: dist.ProcessGroup, steps: range, *, resumes: bool) -> list[torch.Tensor]:
+        parallel = start(rank, group, strategy, options={"wire": wire})
+        course = Course([], [], [], 0, parallel)
+        if resumes:
+            checkpoint.load(parallel, tmp_path)
+        go_on(parallel, steps, course)
+        if steps.stop == saved_at:
+            checkpoint.save(parallel, tmp_path)
+            go_on(parallel, range(saved_at, 11), course)
+        updates = [torch.tensor([u.step, u.gap, u.samples, u.weight]) for u in course.updates]
+        parallel.finish()
+        return [*course.shown, *updates[-1:], parallel.model.weight.detach().clone()]
+
+    def run(steps: range, *, resumes: bool) -> list[list[torch.Tensor]]:
+        return list(VirtualCluster(2).run(lambda r, g: straight(r, g, steps, resumes=resumes)).values)
+
+    unsaved = run(range(11), resumes=False)
+    saving = run(range(saved_at), resumes=False)
+    resumed = run(range(saved_at, 11), resumes=True)
+    for expected, other, rest in zip(unsaved, saving, resumed, strict=True):
+        assert all(map(torch.equal, expected, other))
+        assert all(map(torch.equal, expected[saved_at:], rest))
+
+
+def test_dropout_buffers_and_a_schedule_go_on_to_the_bit_too(tmp_path: Path) -> None:
+    job = Job(strategy=SPLIT, micro_batches=1, updates=3, options=st.Options(bucket_bytes=512))
+    program = functools.partial(saved_and_resumed, job, str(tmp_path))
+    assert VirtualCluster(2).run(program).values == ([], [])
+
+
+def test_other_ranks_begin_with_the_mean_and_a_new_velocity(tmp_path: Path) -> None:
+    def save(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        parallel = start(rank, group, STRATEGY)
+        go_on(parallel, range(5), Course([], [], [], 0, parallel))
+        checkpoint.save(parallel, tmp_path)
+        with parallel.settled():
+            return parallel.model.weight.detach().clone()
+
+    def load(rank: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        parallel = start(rank, group, STRATEGY)
+        checkpoint.load(parallel, tmp_path)
+        (fragment,) = parallel.job.replica.fragments
+        anchor = torch.cat([view.clone() for view in fragment.anchor_by_bucket])
+        shown = parallel.model.weight.detach().clone()
+        return shown, [anchor[: shown.numel()].view_as(shown), *fragment.velocity]
+
+    means = VirtualCluster(2).run(save).values
+    for shown, (anchor, *velocity) in VirtualCluster(3).run(load).values:
+        assert torch.equal(shown, means[0])
+        assert torch.equal(anchor, shown)
+        assert not any(part.any() for part in velocity)
+
+
+@pytest.mark.parametrize("strategy", [STRATEGY, SPLIT, st.DiLoCo(interval=3)], ids=repr)
+def test_standard_guards_change_nothing_and_report_nothing(strategy: st.DiLoCo) -> None:
+    bare, guarded = on_cluster(strategy, ranks=3), on_cluster(strategy, ranks=3, guards="standard")
+    for expected, found in zip(bare, guarded, strict=True):
+        assert all(map(torch.equal, expected.shown, found.shown))
+        assert not any(update.incidents for update in found.updates)
+
+
+GUARDS = (st.ReplicaGuard(), st.AtRest())
+
+
+def damaged(
+    strategy: st.DiLoCo, behind: int, what: str, guards: tuple[st.Guard, ...] = GUARDS
+) -> list[tuple[list[torch.Tensor], list[Incident]]]:
+    """Flip a bit on rank 1, behind an update: of its anchor, its share of the velocity, or its masters."""
+
+    def program(rank: int, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[Incident]]:
+        parallel = start(rank, group, strategy, guards=guards)
+        course = Course([], [], [], 0, parallel)
+        for step in range(11):
+            go_on(parallel, range(step, step + 1), course)
+            if step + 1 == behind and rank == 1:
+                fragment = parallel.job.replica.fragments[0]
+                parallel.job.replica._arrive()
+                targets = {
+                    "anchor": fragment.anchor[0],
+                    "velocity": fragment.velocity[0],
+                    "masters": parallel.job.sharded.masters[0],
+                }
+                targets[what].view(torch.int32).data[5] ^= 1 << 29
+        course.updates += parallel.finish()
+        found = [incident for update in course.updates for incident in update.incidents]
+        return course.shown, [*found, *parallel.late_incidents]
+
+    return list(VirtualCluster(3).run(program).values)
+
+
+@pytest.mark.parametrize("what", ["anchor", "velocity", "masters"])
+def test_what_changes_at_rest_is_named_and_mended(what: str) -> None:
+    clean = on_cluster(STRATEGY, ranks=3)
+    for expected, (shown, incidents) in zip(clean, damaged(STRATEGY, 7, what), strict=True):
+        assert [(found.guard, found.site, found.ranks) for found in incidents] == [("rest", what, (1,))]
+        assert all(map(torch.equal, expected.shown, shown))
+
+
+def test_an_anchor_that_changes_on_its_way_is_copied_from_other_ranks_before_it_lands() -> None:
+    """Behind update 5 the fragment is under way: nothing is sealed then."""
+    clean = on_cluster(STRATEGY, ranks=3)
+    for expected, (shown, incidents) in zip(clean, damaged(STRATEGY, 5, "anchor"), strict=True):
+        found = {(incident.guard, incident.site, incident.ranks, incident.action) for incident in incidents}
+        assert found == {("replica", "anchor", (1,), "copied from rank 0")}
+        assert all(map(torch.equal, expected.shown, shown))
+
+
+@pytest.mark.parametrize("what", ["anchor", "masters"])
+def test_the_same_damage_does_harm_without_guards(what: str) -> None:
+    clean, harmed = on_cluster(STRATEGY, ranks=3)[1], damaged(STRATEGY, 5, what, guards=())[1]
+    assert not all(map(torch.equal, clean.shown, harmed[0]))

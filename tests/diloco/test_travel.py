@@ -1,0 +1,254 @@
+"""Fragments travel beside the next updates, cost what the ledger says, and land before everybody ends alike."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import stretto as st
+from stretto.engine.report import RoundReport, empty_report
+from stretto.errors import ConfigError, PeerFailed, RanksDisagree
+from stretto.strategies.contract import Gather, Land, Launch, Local, Look, Reduce, Script, Step
+from stretto.strategies.ledger import ledger_of
+from stretto.virtual import VirtualCluster
+from tests.diloco.jobs import BUCKET, HEIGHT, RANKS, UPDATES, WIDTH, go_on, on_cluster, start
+from tests.diloco.jobs import Course as Run
+from tests.exactness.jobs import Case, same
+from tests.exactness.jobs import train as train_case
+
+UPDATE_NS = 1_000_000
+NUMEL = WIDTH * HEIGHT
+
+
+def update_ns(strategy: st.Strategy) -> list[int]:
+    times = [0, *on_cluster(strategy, link="slow")[0].times]
+    return [later - earlier for earlier, later in itertools.pairwise(times[2:])]
+
+
+def test_a_transfer_shorter_than_its_delay_costs_no_time() -> None:
+    waits = update_ns(st.DiLoCo(interval=5))
+    assert max(waits) > 2 * UPDATE_NS
+    assert update_ns(st.DiLoCo(interval=5, delay=4)) == [UPDATE_NS] * (UPDATES - 2)
+
+
+def test_a_transfer_longer_than_its_delay_is_waited_for_at_the_landing() -> None:
+    """A landing one update later hides one update's time of the same transfer."""
+    waited, hidden = (update_ns(st.DiLoCo(interval=5, delay=delay)) for delay in (0, 1))
+    assert [max(waited), max(hidden)] == [max(waited), max(waited) - UPDATE_NS]
+    assert sum(waited) - sum(hidden) == 2 * UPDATE_NS
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize(
+    ("wire", "gradient", "value"), [("fp32", 4, 4), ("bf16", 2, 2), ("int4", 34 / 64, 2)]
+)
+def test_bytes_are_those_of_the_ledger(fragments: int, wire: str, gradient: float, value: float) -> None:
+    """Ten updates hold two outer steps; records come on top, the same for every wire."""
+    strategy = st.DiLoCo(interval=5, fragments=fragments)
+    per_update = ledger_of(strategy).wire_bytes(gradient, value)
+    records = []
+    for course in on_cluster(strategy, options={"wire": wire}):
+        before = sum(update.sent_bytes for update in course.updates[:10])
+        records.append(before - 10 * per_update * NUMEL * (RANKS - 1) / RANKS)
+    record = RoundReport.pack(empty_report(num_slots=1, changed=b"", step=0)) + bytes([True])
+    assert records == pytest.approx([2 * fragments * len(record)] * RANKS)
+
+
+def test_a_packed_wire_sends_later_what_it_has_lost() -> None:
+    """The sums of what ranks have sent and still owe is what they have changed: int4 ends near fp32."""
+    strategy = st.DiLoCo(interval=1, outer_lr=1.0, outer_momentum=0.0)
+    exact, packed = (on_cluster(strategy, options={"wire": wire})[0] for wire in ("fp32", "int4"))
+    start_at = exact.shown[0] - exact.shown[-1]
+    error = (packed.shown[-1] - exact.shown[-1]).abs().max()
+    assert 0 < error < 0.05 * start_at.abs().max()
+    owed = [fragment.exchange.owed for fragment in packed.parallel.job.replica.fragments]
+    assert any(tensor.any() for tensors in owed for tensor in tensors)
+
+
+STRATEGIES = [
+    st.DiLoCo(interval=4, fragments=2, delay=1, mix=0.5),
+    st.DiLoCo(interval=5, delay=4),
+    st.DiLoCo(interval=3, fragments=3),
+]
+ENDS = {
+    "together": Case(lengths=(31,), tokens=True, batch_norm=True),
+    "one ends first": Case(lengths=(13, 40), batch_norm=True, settle=False),
+    "all batches of all": Case(lengths=(13, 40), until="all", batch_norm=True, settle=False),
+    "some contribute nothing finite": Case(
+        lengths=(31,), poisoned=(6,), batch_norm=True, options=st.Options(nonfinite="skip")
+    ),
+    "bf16 model": Case(lengths=(31,), dtype=torch.bfloat16, options=st.Options(wire="int8", clip_norm=0.5)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("together", STRATEGIES[1]),
+        ("together", STRATEGIES[2]),
+        ("one ends first", STRATEGIES[1]),
+        ("one ends first", STRATEGIES[2]),
+        ("all batches of all", STRATEGIES[0]),
+        ("all batches of all", STRATEGIES[1]),
+        ("some contribute nothing finite", STRATEGIES[1]),
+        ("bf16 model", STRATEGIES[0]),
+    ],
+)
+def test_everything_lands_and_all_ranks_end_alike(strategy: st.DiLoCo, name: str) -> None:
+    case = dataclasses.replace(ENDS[name], strategy=strategy)
+    first, *others = VirtualCluster(3).run(lambda rank, group: train_case(rank, case, group)).values
+    for other in others:
+        assert same(first.final, other.final)
+        assert same(first.final_statistics, other.final_statistics)
+        assert all(map(same, first.committed, other.committed))
+        assert all(map(same, first.statistics, other.statistics))
+        assert first.updates[-1].step == other.updates[-1].step
+    assert all(value.isfinite().all() for value in first.final)
+    fed = case.lengths[0] + 2 * case.lengths[-1]
+    if case.until == "all" or name == "together":
+        for one in (first, *others):
+            assert sum(sum(update.micro_batches) for update in one.updates) == fed
+
+
+def test_a_number_of_updates_is_exact_although_a_fragment_is_under_way() -> None:
+    def program(rank: int, group: dist.ProcessGroup) -> tuple[list[int], torch.Tensor]:
+        parallel = start(rank, group, st.DiLoCo(interval=4, delay=3))
+        steps: list[int] = []
+        for step in parallel.feed(range(100), updates=6, on_update=lambda update: steps.append(update.step)):
+            parallel.backward((parallel.model.weight * (step + rank)).square().mean())
+        steps += [update.step for update in parallel.finish()]
+        return steps, parallel.model.weight.detach()
+
+    first, second = VirtualCluster(2).run(program).values
+    assert first[0] == second[0] == [1, 2, 3, 4, 5, 6]
+    assert torch.equal(first[1], second[1])
+
+
+def test_data_may_end_again_and_again() -> None:
+    """Epochs of other lengths on every rank: behind each, all count the same updates."""
+
+    def program(rank: int, group: dist.ProcessGroup) -> list[int]:
+        parallel = start(rank, group, st.DiLoCo(interval=4, fragments=2, delay=1))
+        steps = []
+        for _ in range(3):
+            for step in parallel.feed(range(3 + 2 * rank)):
+                parallel.backward((parallel.model.weight * (step + rank)).square().mean())
+            steps.append(parallel.steps)
+        parallel.finish()
+        return [*steps, int(parallel.model.weight.detach().view(torch.int32).sum())]
+
+    first, *others = VirtualCluster(3).run(program).values
+    assert others == [first, first]
+
+
+def test_settling_while_a_fragment_is_under_way_changes_nothing() -> None:
+    def program(
+        rank: int, group: dist.ProcessGroup, *, looks: bool
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        parallel = start(rank, group, st.DiLoCo(interval=4, delay=2))
+        course = Run([], [], [], 0, parallel)
+        settled = torch.zeros(())
+        for step in range(UPDATES):
+            go_on(parallel, range(step, step + 1), course)
+            if looks:
+                with parallel.settled():
+                    settled = parallel.model.weight.detach().clone()
+        parallel.finish()
+        return course.shown, settled
+
+    unwatched = VirtualCluster(2).run(lambda rank, group: program(rank, group, looks=False)).values
+    watched = VirtualCluster(2).run(lambda rank, group: program(rank, group, looks=True)).values
+    for (shown, _), (expected, _) in zip(watched, unwatched, strict=True):
+        assert all(map(torch.equal, shown, expected))
+    assert torch.equal(watched[0][1], watched[1][1])
+
+
+def test_an_error_of_one_rank_reaches_the_ranks_that_wait_for_a_fragment() -> None:
+    def program(rank: int, group: dist.ProcessGroup) -> str:
+        parallel = start(rank, group, st.DiLoCo(interval=4, delay=2))
+        try:
+            with parallel:
+                for step in range(UPDATES):
+                    if (rank, step) == (1, 3):
+                        raise ValueError("a bad batch")
+                    parallel.backward((parallel.model.weight * (step + rank)).square().mean())
+        except (ValueError, PeerFailed) as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    first, second = VirtualCluster(2).run(program).values
+    assert second == "ValueError: a bad batch"
+    assert "PeerFailed: rank 0: rank 1 has given up" in first
+
+
+def test_settings_that_differ_are_noticed_at_the_start() -> None:
+    with pytest.raises(RanksDisagree, match=r"outer_lr=0\.7"):
+        VirtualCluster(2).run(lambda rank, group: start(rank, group, st.DiLoCo(outer_lr=0.7 + 0.1 * rank)))
+
+
+def test_a_model_has_enough_buckets_for_its_fragments() -> None:
+    course = on_cluster(st.DiLoCo(interval=4, fragments=4))[0]
+    layout = course.parallel.job.layout
+    assert len(layout.buckets) == 6  # as many as two ranks can share; the next multiple of 4 cannot be had
+    assert [list(fragment.members) for fragment in course.parallel.job.replica.fragments] == [
+        [0, 4],
+        [1, 5],
+        [2],
+        [3],
+    ]
+    assert {bucket.numel for bucket in layout.buckets} == {BUCKET}
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"interval": 0}, "expected at least 1 update"),
+        ({"interval": 3, "fragments": 4}, "at most one per update of the interval"),
+        ({"interval": 10, "fragments": 4, "delay": 2}, "expected from 0 to 1, because a fragment lands before"),
+        ({"outer_lr": 0.0}, "expected a positive, finite number"),
+        ({"outer_momentum": 1.0}, "expected from 0 to below 1"),
+        ({"mix": 1.0, "delay": 1}, "expected from 0 to below 1"),
+        ({"mix": 0.5}, "there are no steps to keep a part of"),
+    ],
+)  # fmt: skip
+def test_impossible_options_are_refused(options: dict[str, float], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        st.DiLoCo(**options)
+
+
+class LaunchesTwice(st.Strategy):
+    name, overlaps, staleness = "launches-twice", False, 0
+
+    def update(self) -> Script:
+        gradient = yield Local()
+        yield Step(gradient)
+        yield Look()
+        yield Launch(0, 1, 1.0, 0.0)
+
+
+class LaunchesShards(st.Strategy):
+    name, overlaps, staleness = "launches-shards", False, 0
+
+    def update(self) -> Script:
+        gradient = yield Reduce()
+        yield Step(gradient)
+        yield Gather()
+        yield Launch(0, 1, 1.0, 0.0)
+        yield Land(0.0, 0)
+
+
+class NeverMeets(LaunchesTwice):
+    def update(self) -> Script:
+        gradient = yield Local()
+        yield Step(gradient)
+
+
+def test_scripts_that_cannot_be_performed_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected Launch and Land in turn"):
+        ledger_of(LaunchesTwice())
+    with pytest.raises(ConfigError, match="Launch and Land need replicas that step alone"):
+        ledger_of(LaunchesShards())
+    with pytest.raises(ConfigError, match="must end with an Average or a Launch"):
+        ledger_of(NeverMeets())
