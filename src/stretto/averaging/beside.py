@@ -32,6 +32,10 @@ class WithLaneBeside(Runtime):
         """Advance a virtual clock by the time of `work`."""
         self._runtime.charge(work, elements)
 
+    def pass_backward(self, share: float) -> None:
+        """Advance a virtual clock to where `share` of a micro-batch's backward pass is over."""
+        self._runtime.pass_backward(share)
+
     def join(self) -> None:
         """Wait for both lanes, then end them."""
         self._runtime.join()

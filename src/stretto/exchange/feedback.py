@@ -47,6 +47,13 @@ class ErrorFeedback:
         self._own: Sequence[Tensor] = []
         self._used: Sequence[int] = []
 
+    def add_to(self, flats: Sequence[Tensor], used: Sequence[int]) -> list[Tensor]:
+        """Return what this rank sends of a contribution that is whole; see `begin` and `add`."""
+        sent = self.begin(flats, used)
+        for index in range(len(self._layout.buckets)):
+            self.add(index)
+        return sent
+
     def begin(self, flats: Sequence[Tensor], used: Sequence[int], *, keeps: bool = False) -> list[Tensor]:
         """Begin a round; return what this rank will send: each bucket is there once `add` was called for it.
 
