@@ -5,12 +5,18 @@ Note [Baton]
     lets virtual time pass. Then the baton goes to the task that is ready first; among those ready at the same
     instant the seed chooses. Real time decides nothing, so a run is a function of its program and its seed.
 
+Note [One processor]
+    The threads share a processor, that of the thread that calls `run`. Where each has its own, most of a run is spent
+    on waking them: 33 µs per turn were measured with two processors, and 7 µs with one.
+
 Note [Failure]
     Once something has failed, nothing waits any longer: every task that gets the baton raises the failure, so
     that every rank ends at once and says why.
 """
 
+import ctypes
 import heapq
+import os
 import random
 import sys
 import threading
@@ -109,6 +115,7 @@ class Schedule:
 
     def run(self) -> None:
         """Hand out the baton until every task has ended; called by a thread that is none of them."""
+        self._share_a_processor()
         try:
             self._give(self._take_next())
             self._over.acquire()
@@ -120,6 +127,13 @@ class Schedule:
             self._random_states.give_back()
         for task in self.tasks:
             task.thread.join()
+
+    def _share_a_processor(self) -> None:
+        """Let the tasks run on the processor of the caller; see Note [One processor]."""
+        if sys.platform == "linux" and self._threads == 1:  # more threads of torch would have to share it too
+            processor = ctypes.CDLL(None).sched_getcpu()
+            for task in self.tasks:
+                os.sched_setaffinity(task.thread.native_id or 0, {processor})
 
     # What the current task calls
 
