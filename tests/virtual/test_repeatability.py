@@ -1,14 +1,17 @@
 """A run is a function of its program and its seed, in any process; the seed decides the order and no number."""
 
 import itertools
+import os
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
 
+from stretto.engine.runtime import choose_runtime
 from stretto.groups import Link
-from stretto.virtual import Compute, Network, Span, VirtualCluster
+from stretto.virtual import Compute, Network, Span, VirtualCluster, VirtualGroup
 from tests.exactness.jobs import STRATEGIES, Case, Observed, same, train
 from tests.processes import run_ranks
 from tests.virtual.programs import program
@@ -94,3 +97,22 @@ def test_unseeded_draws_repeat_and_leave_the_process_as_it_was() -> None:
     torch.rand(1)
     assert VirtualCluster(3, seed=1).run(draw).values == first
     assert all(a != b for a, b in itertools.combinations(first, 2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads stay where the system puts them")
+def test_ranks_and_lanes_share_a_processor_and_leave_the_caller_its_own() -> None:
+    torch.set_num_threads(1)
+    before = os.sched_getaffinity(0)
+    lanes = VirtualCluster(2).run(lambda rank, group: lane_of(group)).values
+    ranks = VirtualCluster(2).run(lambda rank, group: os.sched_getaffinity(0)).values
+    assert all(len(processors) == 1 for processors in [*lanes, *ranks])
+    assert ranks[0] == ranks[1]
+    assert os.sched_getaffinity(0) == before
+
+
+def lane_of(group: VirtualGroup) -> set[int]:
+    return (
+        choose_runtime(group, torch.device("cpu"), overlaps=True)
+        .spawn(lambda: os.sched_getaffinity(0))
+        .result()
+    )

@@ -69,7 +69,10 @@ _JOB = "stretto job"
 
 
 def _adding_node(parameter: nn.Parameter) -> Any:
-    """Return autograd's node that adds gradients to `parameter`; hooks on it cost a tenth of hooks on the tensor."""
+    """Return autograd's node that adds gradients to `parameter`.
+
+    Hooks on it are not copied with the parameter, and see those gradients alone that are about to be added.
+    """
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
