@@ -72,6 +72,7 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
         ("--timeout-seconds 0", "--timeout-seconds 0.0: expected"),
         ("--wire fp3", "did you mean 'fp32'?"),
         ("--guards rset", "did you mean 'rest'?"),
+        ("--guards standard,rest", "expected 'standard' alone"),
         ("--echo evn", "did you mean 'even'?"),
         ("--resume", "set --run-dir"),
         ("--to-loss 1.0 --evaluate-every None", "set --evaluate-every"),

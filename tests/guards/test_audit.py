@@ -14,7 +14,7 @@ import stretto as st
 from stretto.errors import ConfigError, UsageError
 from stretto.faults import Fault, FaultPlan, strike_memory
 from stretto.faults.injector import Injector
-from stretto.guards.text import parse_guard
+from stretto.guards.text import parse_guards
 from stretto.randomness import coin
 from stretto.records import Incident
 from stretto.virtual import VirtualCluster
@@ -338,14 +338,13 @@ def test_impossible_options_are_refused(options: dict[str, float]) -> None:
         st.Audit(**options)
 
 
-def test_a_guard_is_read_from_the_command_line() -> None:
-    assert parse_guard("audit:rate=0.02:seed=1") == st.Audit(rate=0.02, seed=1)
-    assert parse_guard("rest") == st.AtRest()
+def test_guards_are_read_from_the_command_line() -> None:
+    assert parse_guards(["audit:rate=0.02:seed=1", "rest"]) == (st.Audit(rate=0.02, seed=1), st.AtRest())
     for text in ("audits", "audit:share=1", "rest:rate=1"):
         with pytest.raises(ConfigError, match="there are"):
-            parse_guard(text)
+            parse_guards([text])
     with pytest.raises(ConfigError, match="cannot read rate='much'"):
-        parse_guard("audit:rate=much")
+        parse_guards(["audit:rate=much"])
 
 
 def on_sockets(rank: int) -> dict[str, Seen]:

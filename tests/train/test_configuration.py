@@ -3,10 +3,16 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from stretto.engine import Clock, Options
 from stretto.errors import ConfigError
+from stretto.groups import SoloGroup
+from stretto.parallel import DataParallel
+from stretto.strategies import STRATEGIES
 from stretto.train.configuration import CompareConfig, Job, RunConfig
+from stretto.train.handle import open_handle
 from tests.train.tiny import Tiny
 
 
@@ -53,6 +59,16 @@ def test_the_options_of_the_job_are_those_of_the_run() -> None:
 def test_a_setting_that_cannot_be_is_refused(kind: Any, settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         kind(task=Tiny(), **settings)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_word_sets_guards_that_fit_any_strategy(strategy: str) -> None:
+    model = nn.Linear(2, 1)
+    run = RunConfig(task=Tiny(), strategy=strategy, guards=("standard",))
+    with open_handle(run, model, torch.optim.SGD(model.parameters(), lr=0.1), group=SoloGroup()) as parallel:
+        assert isinstance(parallel, DataParallel)
+        assert parallel.options.verified
+        assert parallel.guards
 
 
 def test_a_clock_is_a_setting_like_any_other() -> None:

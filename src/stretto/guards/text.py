@@ -1,15 +1,25 @@
-"""Guards as words on the command line, such as `rest`, `replica` or `audit:rate=0.02:seed=1`."""
+"""Guards as words on the command line, such as `standard`, or `rest`, `replica` or `audit:rate=0.02:seed=1`."""
 
+from collections.abc import Sequence
+from typing import Literal
+
+from stretto.errors import ConfigError
 from stretto.fields import read_record
 from stretto.guards import GUARDS, Guard
 
 
-def parse_guard(text: str) -> Guard:
-    """Read a guard; its settings are the fields of its class.
+def parse_guards(texts: Sequence[str]) -> tuple[Guard, ...] | Literal["standard"]:
+    """Read guards, whose settings are the fields of their classes, or the one word that stands for all that fit.
 
     Raises:
         UnknownName: No such guard, or the guard has no such setting.
         ConfigError: A value cannot be read, or is not allowed.
     """
-    guard: Guard = read_record("guard", text, GUARDS)
-    return guard
+    if "standard" not in texts:
+        return tuple(read_record("guard", text, GUARDS) for text in texts)
+    if len(texts) > 1:
+        raise ConfigError(
+            f"guards {','.join(texts)}: expected 'standard' alone, which takes all that fit the strategy but audit; or "
+            "name each guard"
+        )
+    return "standard"

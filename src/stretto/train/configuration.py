@@ -19,7 +19,7 @@ from stretto.errors import ConfigError
 from stretto.faults import Fault
 from stretto.fields import check_at_least
 from stretto.groups import Link
-from stretto.guards.text import parse_guard
+from stretto.guards.text import parse_guards
 from stretto.recipes import TaskConfig
 from stretto.train.arms import Arm, parse_arm, parse_arms
 from stretto.train.slow_loader import SlowStore
@@ -53,8 +53,8 @@ class Training(Options, Generic[TaskT]):
     """MIN,MAX micro-batches per rank and round, by the clock instead of a fixed number: a rank accumulates until
     the last exchange is through. Strategies that do not overlap keep to `micro_batches`."""
     guards: tuple[str, ...] = ()
-    """What watches over values: replica, rest, audit; several with commas between them, settings after colons, as
-    rest,audit:rate=0.01. See docs/guards.md, and `verified` for what travels."""
+    """Watch values: standard, or replica, rest, audit; several with commas between them, settings after colons, as
+    rest,audit:rate=0.01. standard is all that fits the strategy, and `verified`. See docs/guards.md."""
     echo: str = "none"
     """Use batches again: even, bernoulli, ready or auto; while the next ones are on their way. Settings follow after
     colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See docs/echo.md, and `stretto diagnose`
@@ -68,8 +68,7 @@ class Training(Options, Generic[TaskT]):
     def __post_init__(self) -> None:
         Options.__post_init__(self)  # a bare super() does not find its class in a slotted dataclass
         check_at_least(self, seed=0, updates=1, micro_batches=1, evaluate_every=1)
-        for guard in self.guards:
-            parse_guard(guard)
+        parse_guards(self.guards)
         SlowStore.parse(self.slow_loader)
         if self.echo != "none":
             parse_plan(self.echo, self.planned_steps)

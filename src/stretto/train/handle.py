@@ -15,7 +15,7 @@ from stretto.engine.round import Weighed
 from stretto.errors import ConfigError
 from stretto.faults import FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto.groups import SoloGroup
-from stretto.guards.text import parse_guard
+from stretto.guards.text import parse_guards
 from stretto.parallel import DataParallel
 from stretto.peers import make_peer
 from stretto.records import Incident, Update
@@ -95,7 +95,7 @@ def open_handle(
         micro_batches=micro_batches,
         scheduler=scheduler,
         group=group,
-        guards=tuple(map(parse_guard, run.guards)),
+        guards=parse_guards(run.guards),
         options=run.options,
     )
 
