@@ -1,6 +1,5 @@
 """What is torn, damaged, foreign or missing is refused with its name, on all ranks, and nothing has changed."""
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
