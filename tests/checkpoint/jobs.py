@@ -26,7 +26,7 @@ class Case:
 
     strategy: Strategy = dataclasses.field(default_factory=ACCO)
     optimizer: str = "adamw"
-    micro_batches: int = 4
+    micro_batches: int = 2
     """Of each rank."""
     dtype: torch.dtype = torch.float32
     local: bool = True

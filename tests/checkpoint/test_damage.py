@@ -1,6 +1,5 @@
 """What is torn, damaged, foreign or missing is refused with its name, on all ranks, and nothing has changed."""
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -182,7 +181,7 @@ def test_another_optimizer_is_foreign(path: Path) -> None:
 
 def test_the_middle_of_an_update_is_no_time_for_a_checkpoint(tmp_path: Path) -> None:
     for strategy, micro_batches in [(ZeRO1(), 1), (ACCO(), 1), (ACCO(), 3), (ACCO(), 4)]:
-        job = Job(dataclasses.replace(Case(), strategy=strategy))
+        job = Job(Case(strategy=strategy, micro_batches=4))
         for _, (inputs, targets, used) in zip(range(micro_batches), job.batches, strict=False):
             job.parallel.backward((job.model(inputs, used) - targets).square().mean())
         with pytest.raises(OutOfTurn, match="after step 0: a checkpoint"):

@@ -14,7 +14,7 @@ from stretto.recipes import MicroBatches
 from tests.processes import rank_outcomes, run_ranks
 
 USES = 3
-BATCHES = 24
+BATCHES = 12
 
 
 class Line:
@@ -72,7 +72,7 @@ def train(
 
 @pytest.mark.parametrize(
     ("strategy", "resume", "seeded", "dies_at"),
-    [("ZeRO1", "store", False, 11), ("ACCO", "refetch", True, 12), ("ZeRO1", "refetch", False, 15)],
+    [("ZeRO1", "store", False, 5), ("ACCO", "refetch", True, 6), ("ZeRO1", "refetch", False, 9)],
 )
 def test_a_job_killed_between_two_uses_of_a_batch_goes_on_with_that_batch(
     strategy: str, resume: str, seeded: bool, dies_at: int

@@ -18,7 +18,7 @@ from stretto import Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
 from stretto.echo import Linear, Plan
 from tests.echo.sources import Squares
 
-CASES = 240
+CASES = 200
 LENGTH = 6
 
 

@@ -1,5 +1,6 @@
 """What one steady update passes: few files and functions, and nothing that the job does not use."""
 
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,12 @@ import stretto
 PACKAGE = Path(stretto.__file__).parent
 MOST_FILES, MOST_FUNCTIONS = 15, 120
 """Of the package, comprehensions and generators included."""
+
+
+@functools.cache
+def in_package(file: str) -> str:
+    """A file's path inside the package; nothing for other files."""
+    return str(Path(file).relative_to(PACKAGE)) if Path(file).is_relative_to(PACKAGE) else ""
 
 
 class Passed:
@@ -39,9 +46,8 @@ class Passed:
             threading.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(PACKAGE):
-            self.functions.add(f"{file.relative_to(PACKAGE)}:{frame.f_code.co_qualname}")
+        if event == "call" and (file := in_package(frame.f_code.co_filename)):
+            self.functions.add(f"{file}:{frame.f_code.co_qualname}")
 
 
 def job(strategy: stretto.Strategy) -> tuple[nn.Module, stretto.DataParallel]:

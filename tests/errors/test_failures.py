@@ -21,6 +21,8 @@ SECONDS_TO_NOTICE = 60.0
 """A look into the store, the answers to an alarm, and room for a busy machine; the timeout is 600 s."""
 TIMEOUT_SECONDS = 3.0
 LONG = timedelta(seconds=60)
+JOBS = tuple(zip((2, 3), BOTH_KINDS, strict=True))
+"""World sizes and strategies: a lone survivor, and two that both have a lane under way."""
 
 
 def default_store() -> dist.Store:
@@ -136,16 +138,14 @@ def check_others(outcomes: list[Outcome], *parts: str) -> None:
         assert outcome.finished - last.finished < SECONDS_TO_NOTICE
 
 
-@pytest.mark.parametrize("strategy", BOTH_KINDS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "strategy"), JOBS)
 def test_a_killed_rank_is_named_by_all_others(world_size: int, strategy: str) -> None:
     outcomes = rank_outcomes(world_size, last_rank_is_killed, world_size, strategy)
     assert f"exit code -{signal.SIGKILL.value}" in str(outcomes[-1].error)
     check_others(outcomes, "PeerFailed: ", f"rank {world_size - 1} died or closed its connection")
 
 
-@pytest.mark.parametrize("strategy", BOTH_KINDS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "strategy"), JOBS)
 def test_a_rank_whose_loop_raises_tells_the_others_why(world_size: int, strategy: str) -> None:
     outcomes = rank_outcomes(world_size, last_rank_raises, world_size, strategy)
     assert "ValueError: column 'text' is missing" in str(outcomes[-1].error)
@@ -156,14 +156,12 @@ def test_a_rank_whose_loop_raises_tells_the_others_why(world_size: int, strategy
 @pytest.fixture(scope="module")
 def silences() -> dict[tuple[int, str], list[Outcome]]:
     """The outcomes of silent ranks by world size and strategy; side by side, as all they do is wait."""
-    cases = [(world_size, strategy) for world_size in (2, 3) for strategy in BOTH_KINDS]
-    with ThreadPoolExecutor(len(cases)) as pool:
-        runs = [pool.submit(rank_outcomes, size, last_rank_falls_silent, size, name) for size, name in cases]
-        return {case: run.result() for case, run in zip(cases, runs, strict=True)}
+    with ThreadPoolExecutor(len(JOBS)) as pool:
+        runs = [pool.submit(rank_outcomes, size, last_rank_falls_silent, size, name) for size, name in JOBS]
+        return {case: run.result() for case, run in zip(JOBS, runs, strict=True)}
 
 
-@pytest.mark.parametrize("strategy", BOTH_KINDS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "strategy"), JOBS)
 def test_a_silent_rank_is_named_by_all_others_after_the_timeout(
     silences: dict[tuple[int, str], list[Outcome]], world_size: int, strategy: str
 ) -> None:

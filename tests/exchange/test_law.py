@@ -1,5 +1,6 @@
 """Over any run, what owners received plus what ranks owe is what ranks contributed to rounds that counted."""
 
+import functools
 import itertools
 import random
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ def test_nothing_is_lost_or_counted_twice_under_any_strategy_on_one_to_four_rank
             dtype=draws.choice(DTYPES),
             verified=draws.random() < 0.25,
         )
-        for seed, (strategy, world_size, _) in enumerate(itertools.product(SUMMING, (1, 2, 3, 4), (0, 1)))
+        for seed, (strategy, world_size) in enumerate(itertools.product(SUMMING, (1, 1, 1, 2, 2, 2, 3, 4)))
     ]
     accounts = check(courses, tmp_path)
     assert len(courses) * len(WIRES) >= 200
@@ -78,6 +79,7 @@ def test_a_resumed_job_owes_what_was_owed_whatever_the_number_of_ranks(tmp_path:
 # The same without a job: many more rounds, resumes and changes of the number of ranks.
 
 
+@functools.cache
 def planned(world_size: int, dtype: torch.dtype) -> Layout:
     model = nn.ParameterDict({f"p{i}": nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(SHAPES)})
     model = model.to(dtype)
@@ -94,7 +96,7 @@ def by_parameter(layout: Layout, flat: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("wire", PACKED)
 def test_debts_survive_every_sequence_of_rounds_resumes_and_world_sizes(wire: str) -> None:
-    for case in range(250):
+    for case in range(100):
         draws, generator = random.Random(case), torch.Generator().manual_seed(case)
         dtype, format = draws.choice(DTYPES), WIRES[wire]
         layout = planned(draws.randint(1, 4), dtype)

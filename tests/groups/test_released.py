@@ -12,7 +12,7 @@ import stretto
 from stretto.groups import retire
 from tests.processes import run_ranks
 
-JOBS = 40
+JOBS = 20
 """Far more than are kept, and few enough for a suite; experiments/leaks.py runs 500."""
 GROUPS = 9
 """Those that are kept, and that of the job that runs: each has three threads and five descriptors."""

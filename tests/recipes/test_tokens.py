@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +11,19 @@ from stretto import errors
 from stretto.recipes.corpus import Text, read_corpus
 from stretto.recipes.text import END, IGNORED, BytePairs, Bytes, Tokens, Windows
 
-DOCUMENTS = list(read_corpus(Text(megabytes=0.1)).train.values())
+DOCUMENTS = list(read_corpus(Text(megabytes=0.03)).train.values())
+PAIRS = BytePairs(DOCUMENTS, 400)
 
 TRAIN = """
 import json
-from tests.recipes.test_tokens import DOCUMENTS
+from stretto.recipes.corpus import Text, read_corpus
 from stretto.recipes.text import BytePairs
+DOCUMENTS = list(read_corpus(Text(megabytes=0.03)).train.values())
 print(json.dumps(BytePairs(DOCUMENTS, 400).stream(DOCUMENTS).tolist()))
 """
 
 
-@pytest.mark.parametrize("tokens", [Bytes(), BytePairs(DOCUMENTS, 400)], ids=["bytes", "bpe"])
+@pytest.mark.parametrize("tokens", [Bytes(), PAIRS], ids=["bytes", "bpe"])
 def test_text_comes_back_from_its_tokens(tokens: Tokens) -> None:
     text = DOCUMENTS[0].decode() + "ünïcödé \N{SNOWMAN} \t  x"
     encoded = tokens.encode(text.encode())
@@ -31,21 +32,15 @@ def test_text_comes_back_from_its_tokens(tokens: Tokens) -> None:
     assert max(encoded) < tokens.vocabulary
 
 
-@pytest.mark.parametrize("tokens", [Bytes(), BytePairs(DOCUMENTS, 400)], ids=["bytes", "bpe"])
+@pytest.mark.parametrize("tokens", [Bytes(), PAIRS], ids=["bytes", "bpe"])
 def test_a_stream_is_the_documents_each_with_its_end(tokens: Tokens) -> None:
     expected = [number for document in DOCUMENTS for number in [*tokens.encode(document), END]]
     assert tokens.stream(DOCUMENTS).tolist() == expected
 
 
 def test_every_process_trains_the_same_pairs() -> None:
-    other = subprocess.run(
-        [sys.executable, "-c", TRAIN],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert json.loads(other.stdout) == BytePairs(DOCUMENTS, 400).stream(DOCUMENTS).tolist()
+    other = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True)
+    assert json.loads(other.stdout) == PAIRS.stream(DOCUMENTS).tolist()
 
 
 def test_a_text_too_short_for_the_vocabulary_is_refused() -> None:

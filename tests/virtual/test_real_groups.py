@@ -14,6 +14,7 @@ CASES = [
         strategy=strategy,
         tokens=True,
         batch_norm=True,
+        lengths=(11,),
         options=Options(bucket_bytes=4096, clip_norm=clip, wire=wire),
     )
     for strategy in STRATEGIES

@@ -19,7 +19,7 @@ from tests.virtual.programs import program
 WORLD_SIZE = 4
 NETWORK = Network(link=Link(bits_per_second=1e8, latency_seconds=1e-4))
 COMPUTE = Compute(jitter=0.3, step_ns=50_000)
-CASES = [Case(strategy=strategy) for strategy in STRATEGIES]
+CASES = [Case(strategy=strategy, lengths=(7,)) for strategy in STRATEGIES]
 
 
 def run(case: Case, seed: int, compute: Compute = COMPUTE) -> tuple[str, list[Observed]]:

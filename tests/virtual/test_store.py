@@ -37,6 +37,8 @@ from stretto.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore,
 from tests.echo.sources import Numbers
 
 STEP_NS = 10_000_000
+SAMPLES = 36
+"""Of an irregular store."""
 
 
 def alone(program: Callable[[VirtualGroup], Any]) -> Any:
@@ -126,10 +128,10 @@ def irregular(seed: int, mean: float, variation: float) -> Iterator[float]:
 def decided(
     seed: int, plan: Plan, ratio: float, cut: int | None = None
 ) -> tuple[list[int], EchoLoader[Tensor]]:
-    """Return the batches of an epoch over an irregular store of 60, and the loader; only `cut` of them if given."""
+    """Return the batches of an epoch over an irregular store, and the loader; only `cut` of them if given."""
 
     def program(group: VirtualGroup) -> tuple[list[int], EchoLoader[Tensor]]:
-        store = VirtualStore(Numbers(60), group, irregular(seed, ratio * STEP_NS / 1e9, 1.0))
+        store = VirtualStore(Numbers(SAMPLES), group, irregular(seed, ratio * STEP_NS / 1e9, 1.0))
         loader = EchoLoader(store, plan, options=EchoOptions(keeps_decisions=True))
         seen = []
         for batch in itertools.islice(loader, cut):
@@ -146,23 +148,23 @@ def decided(
 def test_reactive_uses_stay_within_their_bounds_on_any_store(seed: int, pool: int, max_uses: int) -> None:
     seen, loader = decided(seed, Ready(pool, max_uses), ratio=2.5)
     counts = Counter(seen)
-    assert sorted(counts) == list(range(60))
+    assert sorted(counts) == list(range(SAMPLES))
     assert 1 <= min(counts.values()) <= max(counts.values()) <= max_uses
     assert loader.decisions == tuple(seen)
     newest = list(itertools.accumulate(seen, max))
     assert all(number > latest - pool for number, latest in zip(seen, newest, strict=True))
     assert decided(seed, Ready(pool, max_uses), ratio=2.5)[0] == seen
-    assert list(EchoLoader(range(60), Replay(loader.decisions))) == seen
+    assert list(EchoLoader(range(SAMPLES), Replay(loader.decisions))) == seen
 
 
 def test_a_frozen_measurement_decides_alike_on_a_store_of_another_speed_from_every_cut_on() -> None:
     plan = Auto(window=8, skip=2)
     whole, _ = decided(3, plan, ratio=2.5)
-    assert len(whole) > 60 + 8
+    assert len(whole) > SAMPLES + 8
 
     def resumed(state: dict[str, Any]) -> list[int]:
         def program(group: VirtualGroup) -> list[int]:
-            loader = EchoLoader(VirtualStore(Numbers(60), group, itertools.repeat(0.5)), plan)
+            loader = EchoLoader(VirtualStore(Numbers(SAMPLES), group, itertools.repeat(0.5)), plan)
             loader.load_state_dict(state)
             return [int(batch) for batch in loader]
 
@@ -176,7 +178,7 @@ def test_a_frozen_measurement_decides_alike_on_a_store_of_another_speed_from_eve
 # Many ranks
 
 
-def trained(strategy: Strategy, plan: Plan | None, ranks: int) -> Any:
+def trained(strategy: Strategy, plan: Plan | None, ranks: int, micro_batches: int = 60) -> Any:
     """Train on a network over irregular stores, each rank on its own; None trains on a cached batch."""
 
     def program(rank: int, group: VirtualGroup) -> tuple[int, tuple[int, ...], int, float]:
@@ -192,7 +194,7 @@ def trained(strategy: Strategy, plan: Plan | None, ranks: int) -> Any:
         waited = 0.0
         begun_ns = 0
         with DataParallel(model, optimizer, strategy, micro_batches=2, group=group) as parallel:
-            for step, batch in enumerate(itertools.islice(parallel.feed(batches), 120)):
+            for step, batch in enumerate(itertools.islice(parallel.feed(batches), micro_batches)):
                 begun_ns = begun_ns if step else group.now_ns
                 update = parallel.backward(model(batch).square().mean())
                 waited += update.wait_seconds if update else 0.0
@@ -220,7 +222,7 @@ def test_ranks_over_irregular_stores_train_as_on_a_cached_batch(strategy: Strate
 
 
 def test_eight_ranks_keep_their_speed_over_irregular_stores_with_the_default_bounds() -> None:
-    echoed, cached = trained(ZeRO1(), Ready(), 8), trained(ZeRO1(), None, 8)
+    echoed, cached = trained(ZeRO1(), Ready(), 8, 120), trained(ZeRO1(), None, 8, 120)
     first_ns = max(begun for begun, *_ in echoed.values) - cached.values[0][0]
     assert cached.elapsed_ns / (echoed.elapsed_ns - first_ns) > 0.98
 
