@@ -20,8 +20,10 @@ from stretto.recipes import recipe
 from stretto.records import Update
 from stretto.train.configuration import RunConfig
 from stretto.train.outcome import Outcome
+from tests.processes import Command
 
 QUICK = ["digits-resnet", "--task.width", "4", "--task.batch", "8", "--evaluate-every", "3"]
+TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
 SHARED = [*QUICK, "--updates", "4", "--micro-batches", "2", "--checkpoint-every", "2"]
 
 
@@ -63,13 +65,11 @@ def test_the_end_says_what_to_do_next(finished: tuple[Path, list[str]]) -> None:
 
 def test_a_launcher_of_torch_starts_the_same_run(finished: tuple[Path, list[str]]) -> None:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launched = subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", "stretto", "train", *SHARED, "--run-dir", "launched"],
-        capture_output=True,
-        text=True,
-    )
-    assert launched.returncode == 0, launched.stderr
-    assert launched.stdout.splitlines()[:2] == ["loading PyTorch", "zero1 on 2 workers, launched"]
+    words = ["stretto", "train", *SHARED, "--run-dir", "launched"]
+    with Command("-m", *launcher, "-m", *words) as torchrun:  # which starts the ranks from nothing
+        shown, complaint = torchrun.communicate()
+    assert torchrun.returncode == 0, complaint
+    assert shown.splitlines()[:2] == ["loading PyTorch", "zero1 on 2 workers, launched"]
     losses = [
         [record["loss"] for record in read_json_lines(folder / "updates.jsonl")]
         for folder in (finished[0], Path("launched"))
@@ -129,18 +129,7 @@ def test_a_recipe_file_that_has_changed_is_told_of_at_the_resume(
 def test_a_rank_that_is_hit_again_and_again_is_left_out_and_the_run_ends_well(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    words = [
-        "train",
-        *QUICK,
-        "--workers",
-        "3",
-        "--updates",
-        "8",
-        "--checkpoint-every",
-        "2",
-        "--run-dir",
-        "run",
-    ]
+    words = ["train", TINY, "--workers", "3", "--updates", "8", "--checkpoint-every", "2", "--run-dir", "run"]
     words += ["--no-tensorboard", "--strategy", "zero1", "--guards", "rest", "--verified"]
     assert main([*words, "--faults", "masters:rank=1:instant=3:lasts=sticky"]) == 0
     shown, complaint = capfd.readouterr()
