@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -232,7 +233,7 @@ class Command:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.is_alive():
+        with suppress(ProcessLookupError):  # all have ended, as they should
             os.killpg(self.pid, signal.SIGKILL)
         self._process.join()
         for end in (self.stdout, self.stderr):
