@@ -2,22 +2,29 @@
 
 ``run_ranks`` is for ranks that should succeed, ``rank_outcomes`` for tests in which some rank is meant to raise,
 exit or die. A rank's function must be importable (defined at the top level of a test module) and its arguments and
-result picklable.
+result picklable. ``Command`` runs a whole program, as a user starts it, but with its imports already made.
 """
 
 import multiprocessing
 import os
 import pickle
+import runpy
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+
+from stretto.train import processes as started_by_commands
 
 TIMEOUT_SECONDS = 240.0
 """For a machine that others keep busy; nobody waits for it when all is well."""
@@ -174,3 +181,102 @@ def _rank_main(sender: Connection, rank: int, job: _Job) -> None:
     sender.send_bytes(pickle.dumps(result))
     if result[0] is None and dist.is_initialized():
         dist.destroy_process_group()
+
+
+class Command:
+    """A program in a process of its own, forked from the warm server: what it imports is there already.
+
+    It leads a session, as a program in a terminal does, and what it prints comes through pipes. Its workers come from a
+    fork server of its own, which branches off before the program's first line and so knows nothing of it. Used as a
+    block, which kills the program and its workers at the end.
+
+    Args:
+        words: A script and its arguments, or ``-m``, a module and its arguments, as after ``python``.
+        function: Called in place of a program; importable.
+        variables: Of the environment, beside those of this process.
+    """
+
+    def __init__(
+        self, *words: str, function: Callable[[], Any] | None = None, variables: dict[str, str] | None = None
+    ) -> None:
+        out, their_out = _CONTEXT.Pipe(duplex=False)
+        err, their_err = _CONTEXT.Pipe(duplex=False)
+        body = (their_out, their_err, os.environ | (variables or {}), words, function)
+        self._process = _CONTEXT.Process(target=_command_main, args=body)
+        self._process.start()
+        for end in (their_out, their_err):
+            end.close()
+        self.stdout, self.stderr = (os.fdopen(os.dup(end.fileno()), encoding="utf-8") for end in (out, err))
+        self.pid = self._process.pid
+
+    def communicate(self) -> tuple[str, str]:
+        """Return what is printed from now on, once neither the program nor a worker of it can print any more."""
+        printed = self.stdout.read(), self.stderr.read()
+        self.wait()
+        return printed
+
+    def wait(self) -> int:
+        """Return the exit code; that of a signal is negative."""
+        self._process.join(TIMEOUT_SECONDS)
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int:
+        """See ``wait``."""
+        return self.wait()
+
+    def kill(self) -> None:
+        """Kill the program, and not its workers, which notice."""
+        self._process.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):  # all have ended, as they should
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.join()
+        for end in (self.stdout, self.stderr):
+            end.close()
+
+
+def _command_main(
+    out: Connection,
+    err: Connection,
+    variables: dict[str, str],
+    words: tuple[str, ...],
+    function: Callable[[], Any] | None,
+) -> None:
+    os.setsid()
+    for number, end in enumerate((out, err), start=1):
+        os.dup2(end.fileno(), number)
+        end.close()
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
+    os.environ.clear()
+    os.environ.update(variables)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    forkserver.util.spawnv_passfds = _forked_server
+    started_by_commands._start_server()
+    if function is not None:
+        function()
+    elif words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _forked_server(path: str, args: list[str], passed: list[int]) -> int:
+    """Start multiprocessing's fork server by a fork instead of a new interpreter, which would import all again."""
+    server = os.fork()
+    if server == 0:
+        for low, high in zip([2, *sorted(passed)], [*sorted(passed), os.sysconf("SC_OPEN_MAX")], strict=True):
+            os.closerange(low + 1, high)
+        forkserver._forkserver.__init__()  # its lock was taken when we branched off
+        try:
+            exec(args[-1])
+        finally:
+            os._exit(0)
+    return server

@@ -23,6 +23,8 @@ WIDE = Tiny(width=12_000, dropout=0.0)
 """Several buckets, and damage that is too large to be repaired, in milliseconds a job. Without dropout, for which
 virtual ranks draw other numbers than real ones."""
 
+NARROW = Tiny(width=64, dropout=0.0)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sleeper(Guard):
@@ -81,7 +83,8 @@ def test_a_guard_that_sleeps_has_broken_its_promise(
     site: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     number = number_of(site)
-    words = ["campaign", "--faults", "2000", "--real", "0", "--only", str(number)]
+    monkeypatch.setitem(RECIPES, "narrow", lambda: NARROW)
+    words = ["campaign", "narrow", "--faults", "2000", "--real", "0", "--only", str(number)]
     assert main(words) == 0
     assert "mended" in capsys.readouterr().out
     monkeypatch.setitem(GUARDS, "rest", Sleeper)
@@ -122,7 +125,7 @@ def test_starting_values_that_were_damaged_on_the_rank_that_sends_them_are_what_
 
 @pytest.mark.parametrize(("strategy", "site"), [("wp", "gathered values"), ("zero1", "masters")])
 def test_what_is_found_behind_the_last_update_is_told(strategy: str, site: str) -> None:
-    campaign = CampaignConfig(task=small(StdlibGPT()), real=0)
+    campaign = CampaignConfig(task=NARROW, real=0)
     late = (one for one in draw_faults(0) if (one.fault.site, one.job.strategy) == (site, strategy))
     drawn = next(one for one in late if one.moment > 0.9 and not one.lasts)
     judgement = repeat_fault(campaign, drawn.number)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import Command
+
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
 LONG = ["--updates", "1000000", "--no-tensorboard", "--run-dir", "run"]
 TRAIN = ["train", TINY, *LONG]
@@ -15,8 +17,14 @@ COMPARE = ["compare", TINY, "--updates", "1000000", "--strategies", "ddp,acco"]
 SIMULATE = ["simulate", TINY, "--updates", "1000000"]
 
 
-def started(words: list[str]) -> "subprocess.Popen[str]":
-    """Start a command in a session of its own, as a terminal does."""
+IMPORTING = ("loading PyTorch", "starting the workers")
+"""Lines behind which a command or its fork server imports for seconds."""
+
+
+def started(words: list[str], line: str) -> "subprocess.Popen[str] | Command":
+    """Start a command in a session of its own, as a terminal does; from nothing where imports are to be met."""
+    if line not in IMPORTING:
+        return Command("-m", "stretto", *words)
     command = [sys.executable, "-m", "stretto", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, start_new_session=True, **pipes)
@@ -35,7 +43,7 @@ def started(words: list[str]) -> "subprocess.Popen[str]":
 def test_a_stop_signal_to_all_processes_ends_them_without_a_traceback(
     words: list[str], line: str, number: int, code: int, last: str
 ) -> None:
-    with started(words) as command:
+    with started(words, line) as command:
         try:
             assert any(shown.startswith(line) for shown in command.stdout)
             os.killpg(command.pid, number)
@@ -50,7 +58,7 @@ def test_a_stop_signal_to_all_processes_ends_them_without_a_traceback(
 
 @pytest.mark.parametrize("line", ["loading PyTorch", "update 1/"])
 def test_a_command_whose_output_nobody_reads_ends_in_one_line(line: str) -> None:
-    with started(TRAIN) as command:
+    with started(TRAIN, line) as command:
         try:
             assert any(shown.startswith(line) for shown in command.stdout)
             command.stdout.close()

@@ -2,17 +2,15 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from stretto.observe import read_json_lines
-from tests.examples.scripts import EXAMPLES, printed
+from tests.examples.scripts import EXAMPLES, printed, printed_by_ranks
+from tests.processes import Command
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
@@ -28,8 +26,8 @@ def test_the_plain_loop_and_ours_end_with_the_same_parameters() -> None:
     assert losses(lines)[-1] < 0.2 < 1 < losses(lines)[0]
 
 
-def test_torchrun_needs_nothing_but_the_script() -> None:
-    alone, launched = printed("torchrun.py"), printed("torchrun.py", launcher=TORCHRUN)
+def test_what_torchrun_tells_a_script_is_all_it_needs() -> None:
+    alone, launched = printed("torchrun.py"), printed_by_ranks("torchrun.py", 2)
     assert [line.partition(",")[0] for line in alone] == ["320 updates on 1 ranks"]
     assert [line.partition(",")[0] for line in launched] == ["160 updates on 2 ranks"]
     assert losses(launched)[0] < 0.1
@@ -37,7 +35,7 @@ def test_torchrun_needs_nothing_but_the_script() -> None:
 
 
 def test_lora_sends_and_saves_the_adapters_alone() -> None:
-    first, *lines, last = printed("lora.py", launcher=TORCHRUN)
+    first, *lines, last = printed_by_ranks("lora.py", 2)
     trained, total = map(int, re.findall(r"\d+", first))
     sent = [int(found) for line in lines for found in re.findall(r"(\d+) bytes", line)]
     assert losses(lines)[-1] < 1 < losses(lines)[0] * 2
@@ -65,7 +63,9 @@ def test_guards_give_back_the_undisturbed_run_to_the_bit() -> None:
 def test_the_recipe_learns_on_two_workers_with_options_of_its_own() -> None:
     options = "--updates 100 --task.hidden 16 --task.lr 0.05 --no-tensorboard --run-dir run"
     arguments = ["train", f"{EXAMPLES / 'recipe.py'}:sine", *options.split()]
-    subprocess.run([sys.executable, "-m", "stretto", *arguments], check=True, capture_output=True)
+    with Command("-m", "stretto", *arguments) as command:
+        _, complaint = command.communicate()
+    assert (command.returncode, complaint) == (0, "")
     first, *_, last = [row["heldout_loss"] for row in read_json_lines(Path("run/evaluations.jsonl"))]
     assert last < first / 10
     assert json.loads(Path("run/config.json").read_text())["task"]["hidden"] == 16
@@ -76,4 +76,5 @@ def test_the_recipe_learns_on_two_workers_with_options_of_its_own() -> None:
 def test_a_script_is_short_and_is_listed_in_the_readme(script: str) -> None:
     assert len((EXAMPLES / script).read_text(encoding="utf-8").splitlines()) < 80
     assert f"(examples/{script})" in (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    assert re.search(f"(printed\\(|EXAMPLES / )[\"']{script}", Path(__file__).read_text(encoding="utf-8"))
+    runs = f"(printed\\(|printed_by_ranks\\(|EXAMPLES / )[\"']{script}"
+    assert re.search(runs, Path(__file__).read_text(encoding="utf-8"))

@@ -2,17 +2,14 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from stretto.errors import WorkerFailed
 from stretto.train.processes import map_on_workers
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import Command
 
 
 def square(number: int) -> int:
@@ -43,18 +40,15 @@ def test_a_job_that_fails_is_told(number: int, cause: str) -> None:
         list(map_on_workers(square, [1, number], 1))
 
 
+def map_two() -> None:
+    list(map_on_workers(tell_and_wait, [1, 2], 2))
+
+
 def test_no_process_outlives_a_command_that_is_stopped() -> None:
-    script = "from tests.train.test_processes import *; list(map_on_workers(tell_and_wait, [1, 2], 2))"
-    command = subprocess.Popen(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{script}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    started = {command.stdout.readline(), command.stdout.readline()}
-    command.terminate()
-    # The processes write to the same pipe, so it ends when the last of them has.
-    rest = command.stdout.read()
-    command.stdout.close()
+    with Command(function=map_two) as command:
+        started = {command.stdout.readline(), command.stdout.readline()}
+        os.kill(command.pid, signal.SIGTERM)
+        # The processes write to the same pipe, so it ends when the last of them has.
+        rest, _ = command.communicate()
     assert (started, rest) == ({"1 runs\n", "2 runs\n"}, "")
-    assert command.wait() == 128 + signal.SIGTERM
+    assert command.returncode == 128 + signal.SIGTERM

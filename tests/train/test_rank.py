@@ -6,29 +6,53 @@ import math
 import pytest
 
 from stretto.engine import Clock
+from stretto.train.outcome import Outcome
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train
 
 OURS = ("ddp", "zero1", "dpu", "wp", "acco")
 STOCK = ("compute", "torch-ddp")
 
 
-@pytest.mark.parametrize("strategy", [*OURS, *STOCK])
+@dataclasses.dataclass(frozen=True)
+class Undisturbed:
+    """A run of six updates in which nobody looks and nothing is saved."""
+
+    strategy: str
+    folder: str
+    outcomes: list[Outcome]
+
+
+@pytest.fixture(scope="module", params=[*OURS, *STOCK])
+def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    folder = str(tmp_path_factory.mktemp("undisturbed") / "run")
+    run = tiny_run(
+        folder, strategy=request.param, updates=6, evaluate_every=None, checkpoint_every=None, micro_batches=2
+    )
+    return Undisturbed(request.param, folder, train(run))
+
+
 def test_with_fixed_counts_every_method_makes_the_updates_asked_for_from_the_same_samples(
-    strategy: str,
+    undisturbed: Undisturbed,
 ) -> None:
-    (first, second) = train(tiny_run(strategy=strategy, updates=5, micro_batches=2))
-    assert (first.updates, second.updates) == (5, 5)
-    assert first.samples == 5 * 2 * 2 * 8  # updates, micro-batches, ranks, points
+    (first, second) = undisturbed.outcomes
+    assert (first.updates, second.updates) == (6, 6)
+    assert first.samples == 6 * 2 * 2 * 8  # updates, micro-batches, ranks, points
     assert first.heldout_loss < first.heldout_before
 
 
-@pytest.mark.parametrize("strategy", OURS)
-def test_looking_and_saving_change_nothing(strategy: str) -> None:
-    train(tiny_run("seen", strategy=strategy, evaluate_every=2, checkpoint_every=2))
-    train(tiny_run("unseen", strategy=strategy, evaluate_every=None, checkpoint_every=None))
-    assert records("seen") == records("unseen")
-    assert model_bits("seen") == model_bits("unseen")
-    assert evaluations("unseen") == [evaluations("seen")[0], evaluations("seen")[-1]]
+@pytest.mark.parametrize("undisturbed", OURS, indirect=True)
+def test_looking_and_saving_change_nothing_and_an_evaluation_sees_what_a_run_that_ends_there_leaves(
+    undisturbed: Undisturbed,
+) -> None:
+    chosen = {"strategy": undisturbed.strategy, "evaluate_every": 2}
+    train(tiny_run("seen", updates=6, checkpoint_every=2, **chosen))
+    unseen = undisturbed.folder
+    assert records("seen") == records(unseen)
+    assert model_bits("seen") == model_bits(unseen)
+    assert [step for step, _ in evaluations("seen")] == [0, 2, 4, 6]
+    assert evaluations(unseen) == [evaluations("seen")[0], evaluations("seen")[-1]]
+    train(tiny_run("short", updates=4, checkpoint_every=None, **chosen | {"evaluate_every": None}))
+    assert evaluations("short")[1] == evaluations("seen")[2]
 
 
 @pytest.mark.parametrize("strategy", ["wp", "acco"])
@@ -59,36 +83,32 @@ def test_a_loss_that_is_not_reached_has_no_time() -> None:
     assert (first.updates, first.seconds_to_loss) == (4, None)
 
 
-def test_the_records_of_a_run_are_complete() -> None:
-    (outcome, _) = train(tiny_run("run", updates=4))
-    written = records("run")
-    assert [record["step"] for record in written] == [1, 2, 3, 4]
+@pytest.mark.parametrize("undisturbed", ["zero1"], indirect=True)
+def test_the_records_of_a_run_are_complete(undisturbed: Undisturbed) -> None:
+    written, outcome = records(undisturbed.folder), undisturbed.outcomes[0]
+    assert [record["step"] for record in written] == [1, 2, 3, 4, 5, 6]
     assert {"loss", "gradient_norm", "learning_rates", "staleness", "micro_batches"} <= set(written[0])
     assert all(math.isfinite(record["loss"]) for record in written)
     assert sum(record["samples"] for record in written) == outcome.samples
 
 
-def test_schedules_turn_once_per_update() -> None:
-    train(tiny_run("run", strategy="zero1", updates=4))
-    rates = [record["learning_rates"][0] for record in records("run")]
-    assert rates == pytest.approx([0.01 * 0.97**step for step in range(4)], rel=1e-12)
+@pytest.mark.parametrize("undisturbed", ["zero1"], indirect=True)
+def test_schedules_turn_once_per_update(undisturbed: Undisturbed) -> None:
+    rates = [record["learning_rates"][0] for record in records(undisturbed.folder)]
+    assert rates == pytest.approx([0.01 * 0.97**step for step in range(6)], rel=1e-12)
 
 
-def test_ranks_draw_from_states_of_their_own_and_runs_repeat() -> None:
-    train(tiny_run("first"))
-    train(tiny_run("again"))
-    train(dataclasses.replace(tiny_run("other"), seed=1))
-    assert records("first") == records("again")
-    assert records("first") != records("other")
+@pytest.mark.parametrize("undisturbed", ["zero1"], indirect=True)
+def test_ranks_draw_from_states_of_their_own_and_runs_repeat(undisturbed: Undisturbed) -> None:
+    again = tiny_run(
+        "again", strategy="zero1", updates=6, evaluate_every=None, checkpoint_every=None, micro_batches=2
+    )
+    train(again)
+    train(dataclasses.replace(again, run_dir="other", seed=1))
+    assert records(undisturbed.folder) == records("again")
+    assert records("again") != records("other")
 
 
 def test_one_worker_is_enough() -> None:
     (outcome,) = train(tiny_run(updates=3), world_size=1)
     assert (outcome.updates, outcome.sent_bytes) == (3, 0)
-
-
-@pytest.mark.parametrize("strategy", OURS)
-def test_an_evaluation_sees_what_a_run_that_ends_there_leaves(strategy: str) -> None:
-    train(tiny_run("long", strategy=strategy, updates=6, evaluate_every=3))
-    train(tiny_run("short", strategy=strategy, updates=3, evaluate_every=None))
-    assert evaluations("long")[1] == evaluations("short")[1]

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,6 +15,7 @@ from stretto.errors import CommunicationError, ConfigError, WorkerFailed
 from stretto.groups import Link
 from stretto.train.launch import LocalRanks
 from stretto.train.workers import RankInfo, joined_group, run_workers
+from tests.processes import Command
 
 
 def infos(count: int) -> list[RankInfo]:
@@ -112,18 +112,14 @@ def test_local_ranks_and_their_store_listen_at_the_loopback_address_alone() -> N
         assert set(addresses) == {"0100007F"}
 
 
+def launch_two() -> None:
+    run_workers(print_and_wait, infos(2))
+
+
 def test_no_worker_outlives_its_launcher() -> None:
-    script = "from tests.train.test_workers import *; run_workers(print_and_wait, infos(2))"
-    root = Path(__file__).parents[2]
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{script}"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    started = {launcher.stdout.readline(), launcher.stdout.readline()}
-    launcher.kill()
-    # The workers write to the same pipe, so it ends when the last of them has.
-    rest = launcher.stdout.read()
-    launcher.wait()
-    launcher.stdout.close()
+    with Command(function=launch_two) as launcher:
+        started = {launcher.stdout.readline(), launcher.stdout.readline()}
+        launcher.kill()
+        # The workers write to the same pipe, so it ends when the last of them has.
+        rest, _ = launcher.communicate()
     assert (started, rest) == ({"rank 0 runs\n", "rank 1 runs\n"}, "")
