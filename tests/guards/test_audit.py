@@ -96,16 +96,17 @@ def same(left: list[Seen], right: list[Seen]) -> bool:
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, 2) for name in STRATEGIES), ("ddp", 1), ("acco", 1), ("zero1", 3), ("acco", 3)],
+)
 def test_audits_of_sound_ranks_change_nothing_and_say_nothing(name: str, ranks: int) -> None:
     found = trained(STRATEGIES[name], (ALWAYS,), ranks=ranks)
     assert same(found, clean(name, ranks))
     assert [incidents for _, incidents in found] == [[]] * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 3) for name in STRATEGIES), ("ddp", 2), ("acco", 2)])
 def test_a_damaged_gradient_is_missed_without_an_audit_and_put_right_with_one(name: str, ranks: int) -> None:
     missed = trained(STRATEGIES[name], (st.AtRest(),), ranks=ranks, fault=DAMAGE)
     assert not same(missed, clean(name, ranks))

@@ -1,6 +1,7 @@
 """Places where values lie between two uses: each is watched, or damage there changes nothing."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ def train(
         injector = Injector(FaultPlan(() if fault is None else (fault,)), rank)
         choices = {
             "guards": guards,
-            "options": st.Options(bucket_bytes=1024, **options),
+            "options": st.Options(bucket_bytes=8192, **options),
             "group": FaultyGroup(group, injector),
         }
         job = Job(strategy, rank, width=700, frozen=("enter.weight",) * freeze, **choices)
@@ -82,15 +83,20 @@ def train(
     return list(VirtualCluster(ranks).run(program).values)
 
 
+@functools.cache
+def clean(name: str, **choices: Any) -> list[Seen]:
+    """Train without a fault, once for all tests that compare with it."""
+    return train(STRATEGIES[name], **choices)
+
+
 def fault(site: Site, extent: Extent = "page", instant: int = 2) -> Fault:
     return Fault(site=site, rank=STRUCK, instant=instant, extent=extent, pattern="zero", seed=1)
 
 
 def assert_repaired(name: str, site: Site, instant: int = 2, **choices: Any) -> None:
-    strategy = STRATEGIES[name]
-    found, clean = train(strategy, fault(site, instant=instant), **choices), train(strategy, **choices)
+    found = train(STRATEGIES[name], fault(site, instant=instant), **choices)
     assert found[STRUCK].changed == [True]
-    for seen, healthy in zip(found, clean, strict=True):
+    for seen, healthy in zip(found, clean(name, **choices), strict=True):
         assert seen.error is None
         assert {(one.guard, one.site, one.ranks) for one in seen.incidents} == {("rest", site, (STRUCK,))}
         assert same(seen.final, healthy.final)
@@ -129,7 +135,7 @@ def test_rounding_errors_beyond_repair_are_forgone_and_ranks_stay_equal() -> Non
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @EACH
 def test_standard_guards_work_everywhere_and_say_nothing_where_nothing_is_wrong(name: str, wire: str) -> None:
-    guarded, plain = (train(STRATEGIES[name], guards=guards, wire=wire) for guards in ("standard", ()))
+    guarded, plain = clean(name, wire=wire), clean(name, guards=(), wire=wire)
     assert [seen.incidents for seen in guarded] == [[]] * 3
     assert all(same(one.final, other.final) for one, other in zip(guarded, plain, strict=True))
 
@@ -142,8 +148,8 @@ def test_replicas_compare_what_their_models_will_show_under_sharded_strategies_t
     assert {incident.ranks for incident in found[0].incidents} <= {(STRUCK,)}
     if name in ("zero1", "dpu"):
         assert {incident.site for incident in found[0].incidents} == {"values to be shown"}
-        clean = train(STRATEGIES[name], guards=(st.ReplicaGuard(),))
-        assert all(same(a.final, b.final) for a, b in zip(found, clean, strict=True))
+        healthy = clean(name, guards=(st.ReplicaGuard(),))
+        assert all(same(a.final, b.final) for a, b in zip(found, healthy, strict=True))
 
 
 def test_of_three_ranks_of_which_two_are_damaged_alike_the_healthy_one_is_named() -> None:
@@ -182,7 +188,7 @@ def test_damage_to_memory_that_is_overwritten_before_its_use_changes_nothing(nam
             alias_of(tensor).fill_(7)
 
     found = train(STRATEGIES[name], guards=(), damage=damage)
-    for seen, healthy in zip(found, train(STRATEGIES[name], guards=()), strict=True):
+    for seen, healthy in zip(found, clean(name, guards=()), strict=True):
         assert seen.error is None
         assert same(seen.final, healthy.final)
 

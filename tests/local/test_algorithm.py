@@ -17,7 +17,7 @@ CASES = [
         strategy=LocalSGD(rate=rate, plan=plan, state=state, seed=3),
         optimizer=optimizer,
         tokens=tokens,
-        lengths=(31,),
+        lengths=(23,),
         options=SMALL,
     )
     for (rate, plan), state, (optimizer, tokens) in itertools.product(
@@ -26,27 +26,33 @@ CASES = [
         (("sgd", False), ("adamw", True)),
     )
 ]
-CAPPED = Case(strategy=LocalSGD(rate=0, max_gap=3), tokens=True, lengths=(31,), options=SMALL)
-ALWAYS = [Case(strategy=strategy, tokens=True, lengths=(31,)) for strategy in (LocalSGD(rate=1), DDP())]
+CAPPED = Case(strategy=LocalSGD(rate=0, max_gap=3), tokens=True, lengths=(23,), options=SMALL)
+ALWAYS = [Case(strategy=strategy, tokens=True, lengths=(23,)) for strategy in (LocalSGD(rate=1), DDP())]
 ALL = [*CASES, CAPPED, *ALWAYS]
+HALF = [*(CASES[i] for i in (0, 3, 5, 6)), CAPPED]
+"""Every pair of a plan, a way with the state and an optimizer once."""
+PAIRS = [(case, world_size) for world_size in (1, 2, 4) for case in (HALF if world_size == 4 else ALL[:-2])]
 
 
 @functools.cache
 def observed(world_size: int) -> list[list[Observed]]:
-    return [train_all(0, ALL)] if world_size == 1 else run_ranks(world_size, train_all, ALL)
+    if world_size == 1:
+        return [train_all(0, ALL)]
+    return run_ranks(world_size, train_all, ALL if world_size == 2 else HALF)
 
 
-def describe(case: Case) -> str:
+def describe(case: Case | int) -> str:
+    if isinstance(case, int):
+        return str(case)
     strategy = case.strategy
     return f"{strategy.plan}-{case.optimizer}-state_{strategy.state}-gap_{strategy.max_gap}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("case", [*CASES, CAPPED], ids=describe)
+@pytest.mark.parametrize(("case", "world_size"), PAIRS, ids=describe)
 def test_every_replica_equals_the_naive_algorithm(case: Case, world_size: int) -> None:
     expected = algorithm_2(case, world_size)
     for rank, (found, view) in enumerate(zip(observed(world_size), expected, strict=True)):
-        one = found[ALL.index(case)]
+        one = found[(HALF if world_size == 4 else ALL).index(case)]
         assert len(one.shown) == len(view.shown)
         for position, (state, reference) in enumerate(zip(one.shown, view.shown, strict=True)):
             assert same(state, reference), f"rank {rank}: state {position} differs"

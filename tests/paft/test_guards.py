@@ -1,5 +1,7 @@
 """Guards beside strategies whose replicas may differ: at rest always, between ranks right after an average."""
 
+import functools
+
 import pytest
 import torch
 
@@ -19,15 +21,20 @@ STRATEGIES = {
 EACH = pytest.mark.parametrize("name", STRATEGIES)
 
 
+@functools.cache
+def clean(name: str) -> list[Seen]:
+    """Train without faults and guards, once for all tests that compare with it."""
+    return train(STRATEGIES[name])
+
+
 def found_by(seen: Seen) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(v.guard, v.site, v.ranks) for update in seen.updates for v in update.incidents]
 
 
 @EACH
 def test_guards_change_nothing_where_nothing_is_wrong(name: str) -> None:
-    plain = train(STRATEGIES[name])
     watched = train(STRATEGIES[name], guards=(st.ReplicaGuard(), st.AtRest()))
-    for left, right in zip(plain, watched, strict=True):
+    for left, right in zip(clean(name), watched, strict=True):
         assert same(left.final, right.final)
         assert found_by(right) == []
 
@@ -36,18 +43,16 @@ def test_guards_change_nothing_where_nothing_is_wrong(name: str) -> None:
 @pytest.mark.parametrize("site", ["masters", "optimizer state", "reduced gradient"])
 def test_a_damaged_word_at_rest_is_mended_to_the_bit(name: str, site: str) -> None:
     fault = Fault(site=site, rank=1, instant=2)  # type: ignore[arg-type]  # parametrised
-    plain = train(STRATEGIES[name])
     watched = train(STRATEGIES[name], faults=[fault], guards=(st.AtRest(),))
-    assert all(same(left.final, right.final) for left, right in zip(plain, watched, strict=True))
+    assert all(same(left.final, right.final) for left, right in zip(clean(name), watched, strict=True))
     assert found_by(watched[0]) == [("rest", site, (1,))]
 
 
 @pytest.mark.parametrize("name", ["local", "local, state averaged"])
 def test_what_reaches_one_rank_wrong_in_an_average_is_copied_over(name: str) -> None:
     fault = Fault(site="gathered values", rank=2, instant=0, extent="chunk", pattern="zero", seed=1)
-    plain = train(STRATEGIES[name])
     watched = train(STRATEGIES[name], faults=[fault], guards=(st.ReplicaGuard(),))
-    assert all(same(left.final, right.final) for left, right in zip(plain, watched, strict=True))
+    assert all(same(left.final, right.final) for left, right in zip(clean(name), watched, strict=True))
     assert {incident[0] for incident in found_by(watched[0])} == {"replica"}
     assert {incident[2] for incident in found_by(watched[0])} == {(2,)}
 

@@ -14,6 +14,7 @@ from stretto.guards import GUARDS, AtRest, Audit, Guard, ReplicaGuard
 from stretto.guards.contract import Clear, Fingerprint, GuardScript, Inspect, Mend, Part, Report, Seal, Share
 from stretto.testing import Damage, GuardConformance
 from stretto.testing.conformance import Program
+from stretto.testing.jobs import Job
 from stretto.virtual import VirtualCluster
 
 
@@ -25,16 +26,23 @@ def ran(world_size: int, function: Program, *args: Any) -> Sequence[Any]:
 class Kit(GuardConformance):
     """Runs a job once for all the checks that look at it.
 
-    With a replicated strategy, one that shows a prediction, and one of two rounds; tests/guards has the others.
+    Every guard meets a replicated strategy, one that shows a prediction, and one of two rounds, in one kit or
+    another; tests/guards has the others.
     """
 
-    strategies = (DDP(), WeightPrediction(), ACCO())
+    updates = 3
+    """The damage comes behind the second; a strategy that commits late needs one more to show it."""
+
+    def _jobs(self) -> list[tuple[Job, int]]:
+        return [(dataclasses.replace(job, updates=self.updates), ranks) for job, ranks in super()._jobs()]
 
     def run_ranks(self, world_size: int, program: Program) -> Sequence[Any]:
         return ran(world_size, program.func, *program.args)
 
 
 class TestAtRest(Kit):
+    strategies = (WeightPrediction(), ACCO())
+    updates = 4
     promises = (
         Damage(site="masters", words=40),
         Damage(site="optimizer state"),
@@ -46,6 +54,7 @@ class TestAtRest(Kit):
 
 
 class TestAudit(Kit):
+    strategies = (DDP(), ACCO())
     promises = (Damage(site="gradient"), Damage(site="gradient", words=40))
 
     def make_guards(self) -> tuple[Guard, ...]:
@@ -54,11 +63,16 @@ class TestAudit(Kit):
 
 class TestAuditOfFewRanks(TestAudit):
     world_sizes = (1, 2)
-    strategies = (ZeRO1(),)
+    strategies = (WeightPrediction(),)
+    updates = 4
 
 
 class TestBothGuards(Kit):
-    promises = (Damage(site="masters"), Damage(site="optimizer state", words=40))
+    promises = (
+        Damage(site="masters"),
+        Damage(site="optimizer state", words=40),
+        Damage(site="shown parameters"),
+    )
     strategies = (DDP(),)
     world_sizes = (1, 2)
 

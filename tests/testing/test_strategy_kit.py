@@ -1,5 +1,7 @@
 """The library's strategies pass the kit for strategies, and each broken one fails the checks that it should."""
 
+import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +14,9 @@ from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import ledger_of
 from stretto.testing import StrategyConformance
 from stretto.testing.conformance import Program
+from stretto.testing.jobs import Job
+from stretto.testing.tracer import Plan, trace
+from stretto.virtual import VirtualCluster
 from tests.processes import run_program
 from tests.testing.broken_strategies import (
     ClaimsToBeFresh,
@@ -28,9 +33,27 @@ from tests.testing.broken_strategies import (
 )
 
 
+@functools.cache
+def traced(world_size: int, plan: Plan) -> Sequence[Any]:
+    return VirtualCluster(world_size).run(functools.partial(trace, plan)).values
+
+
 class Kit(StrategyConformance):
+    """Traces a job once for all the checks that look at it; the perceptron is trained as often as the checks ask."""
+
     world_sizes = (1, 3)
+    micro_batches = 2
+    updates = 3
+    """Of the perceptron: enough for a save at the start and one with momentum, and for a way to go from there."""
     strategy: Strategy
+
+    def _job(self, *, looks: bool = True) -> Job:
+        return dataclasses.replace(super()._job(looks=looks), updates=self.updates)
+
+    def run_ranks(self, world_size: int, program: Program) -> Sequence[Any]:
+        if program.func is trace:
+            return traced(world_size, *program.args)
+        return super().run_ranks(world_size, program)
 
     def make_strategy(self) -> Strategy:
         return self.strategy
@@ -46,6 +69,7 @@ class TestZeRO1(Kit):
 
 class TestDPU(Kit):
     strategy = DPU()
+    world_sizes = (1, 2)
 
 
 class TestWeightPrediction(Kit):
@@ -54,10 +78,12 @@ class TestWeightPrediction(Kit):
 
 class TestACCO(Kit):
     strategy = ACCO()
+    micro_batches = 4  # two to each of its rounds
 
 
 class TestPAFTSync(Kit):
     strategy = PAFTSync(interval=2)
+    world_sizes = (1, 2)
 
 
 class TestPAFTDyn(Kit):
@@ -67,6 +93,7 @@ class TestPAFTDyn(Kit):
 class TestOverlappedPAFTSync(Kit):
     strategy = PAFTSync(interval=2, overlap=True)
     world_sizes = (2,)
+    updates = 4  # an average lands an update later
 
 
 class TestACCOOnGloo(Kit):
@@ -86,6 +113,8 @@ class Broken(Kit):
     """Makes a new strategy every time, as a user's kit would."""
 
     world_sizes = StrategyConformance.world_sizes
+    micro_batches = StrategyConformance.micro_batches
+    updates = 4
     kind: type[Strategy]
 
     def make_strategy(self) -> Strategy:
