@@ -63,7 +63,7 @@ class TestAudit(Kit):
 
 class TestAuditOfFewRanks(TestAudit):
     world_sizes = (1, 2)
-    strategies = (WeightPrediction(),)
+    strategies = (ZeRO1(), WeightPrediction())
     updates = 4
 
 
