@@ -113,7 +113,7 @@ def test_dropping_leaves_out_the_uses_that_were_left_and_nothing_else() -> None:
 
 
 def test_storing_is_exact_where_the_loader_augments_at_random() -> None:
-    options = EchoOptions(resume="store")
+    options = EchoOptions(resume="store", ahead=0)
     loader = EchoLoader(Noisy(3), Even(4), options=options)
     batches = iter(loader)
     first = float(next(batches))

@@ -1,6 +1,7 @@
 """What one steady update passes: few files and functions, and nothing that the job does not use."""
 
 import functools
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ class Passed:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        gc.collect()  # jobs of other tests end when they are collected: not now
+        gc.disable()
         threading.setprofile_all_threads(self._note) if hasattr(threading, "setprofile_all_threads") else None
         threading.setprofile(self._note)
         sys.setprofile(self._note)
@@ -44,6 +47,7 @@ class Passed:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
+            gc.enable()
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call" and (file := in_package(frame.f_code.co_filename)):
