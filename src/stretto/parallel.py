@@ -304,6 +304,7 @@ class DataParallel:
         with self._compute.lifetime.running():
             self._compute.check_between_updates("load_state_dict()")
             JobState(self.job).load(state)
+            self._compute.began_again()
 
     def stop(self) -> None:
         """Ask all ranks to end `feed` at the same round, soon."""

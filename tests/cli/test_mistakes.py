@@ -73,6 +73,8 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
         ("--wire fp3", "did you mean 'fp32'?"),
         ("--guards rset", "did you mean 'rest'?"),
         ("--guards standard,rest", "expected 'standard' alone"),
+        ("--guards standrad", "did you mean 'standard'?"),
+        ("--guards standard:rate=1", "expected 'standard' without settings"),
         ("--echo evn", "did you mean 'even'?"),
         ("--resume", "set --run-dir"),
         ("--to-loss 1.0 --evaluate-every None", "set --evaluate-every"),

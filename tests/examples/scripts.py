@@ -10,14 +10,16 @@ from tests.style.source import ROOT
 EXAMPLES = ROOT / "examples"
 
 
-def printed(*words: str) -> list[str]:
+def printed(*words: str, launcher: tuple[str, ...] = ()) -> list[str]:
     """Run a program in the test's own folder, and return the lines that it prints.
 
     Args:
         words: The script's path in `examples/`, and its arguments.
+        launcher: The module that starts the script, and its arguments; none for a plain process.
     """
+    before = ("-m", *launcher) if launcher else ()
     script, *arguments = words
-    with Command(str(EXAMPLES / script), *arguments) as command:
+    with Command(*before, str(EXAMPLES / script), *arguments) as command:
         return _lines(command)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import stretto
-from stretto.groups import retire
+from stretto.groups import SoloGroup, retire
 from tests.processes import run_ranks
 
 JOBS = 20
@@ -54,3 +54,10 @@ def retired_and_used(rank: int) -> float:
 
 def test_a_group_that_is_retired_can_still_be_used() -> None:
     assert run_ranks(2, retired_and_used) == [2.0, 2.0]
+
+
+def test_a_group_that_torch_does_not_know_is_not_kept() -> None:
+    group = SoloGroup()
+    before = sys.getrefcount(group)
+    retire(group)
+    assert sys.getrefcount(group) == before

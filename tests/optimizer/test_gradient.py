@@ -1,5 +1,7 @@
 """Reduced gradients are added in place, divided once, and not used up twice."""
 
+import random
+
 import pytest
 import torch
 
@@ -74,3 +76,19 @@ def test_gradient_that_was_stepped_with_is_not_added() -> None:
 def test_norm_is_that_of_all_sums() -> None:
     reduced = ReducedGradient([torch.tensor([3.0, 4.0]), torch.tensor([12.0])], 1.0, 0.0, b"")
     assert reduced.measure() == 169.0
+
+
+def test_the_norm_counts_every_element_once_whatever_the_sizes_and_magnitudes() -> None:
+    draws = random.Random(0)
+    for case in range(200):
+        generator = torch.Generator().manual_seed(case)
+        sizes = [
+            max(0, draws.choice((0, 2**16, 2**17)) + draws.randint(-3, 3)) for _ in range(draws.randint(1, 3))
+        ]
+        scale = 10.0 ** draws.uniform(-38, 36)
+        dtype = draws.choice((torch.float32, torch.float64))
+        sums = [(torch.randn(size, generator=generator) * scale).to(dtype) for size in sizes]
+        expected = sum(float(total.double().square().sum()) for total in sums)
+        # Sums of n squares in another order differ by at most n rounding errors.
+        bound = sum(sizes) * 2.0**-52 * expected
+        assert abs(ReducedGradient(sums, 1.0, 0.0, b"").measure() - expected) <= bound, case

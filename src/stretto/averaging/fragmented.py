@@ -23,17 +23,14 @@ from torch import Tensor
 from stretto.averaging.beside import WithLaneBeside
 from stretto.averaging.local import WITHOUT_DATA, LocalReplica
 from stretto.averaging.outer import Fragment
-from stretto.engine.replica import Flight, Performer
-from stretto.engine.report import RankReport, RoundReport
+from stretto.engine.replica import Flight, Performer, flight_of
+from stretto.engine.report import RankReport, RoundReport, in_rank_order
 from stretto.engine.round import Reduction, Round
 from stretto.engine.runtime import Pending, choose_runtime
 from stretto.engine.statistics import average_statistics
 from stretto.exchange import Exchange
 from stretto.optimizer import ShardedOptimizer
 from stretto.strategies.contract import Land, Launch, Look, Moment
-
-_COUNTS = ("weight", "samples", "micro_batches")
-_LOSSES = ("loss_sum", "loss_weight")
 
 
 @dataclasses.dataclass(slots=True)
@@ -190,7 +187,8 @@ class FragmentedReplica(LocalReplica):
 
     def _launch(self, effect: Launch, flight: Flight | None) -> bool:
         """Let a fragment leave; on a rank without data, wait for the others and take over where they are."""
-        round = _in_flight(flight).round
+        flight = flight_of(effect, flight)
+        round = flight.round
         drains = round.vote in WITHOUT_DATA
         # In a round of its own that holds nothing, a rank without data has nothing to decide.
         is_due = effect.is_due and not (drains and round.contribution.count == 0)
@@ -204,13 +202,13 @@ class FragmentedReplica(LocalReplica):
             self._left_at = trip.round_index
             self.progress.round_index = trip.round_index
             if trip.is_end:
-                self._unite(trip, _in_flight(flight))
+                self._unite(trip, flight)
                 return False
         return True
 
     def _land(self, effect: Land, flight: Flight | None) -> None:
         """Mix in the outer step, and learn of the other ranks."""
-        flight = _in_flight(flight)
+        flight = flight_of(effect, flight)
         trip, self._arrived = self._arrive(), None
         fragment = self.fragments[trip.fragment]
         has_waited = trip.round_index == self.progress.round_index
@@ -237,7 +235,7 @@ class FragmentedReplica(LocalReplica):
             self._weights += report.records["weight"]
             weights = self._weights[launch.fragment].copy()
             self._weights[launch.fragment] = 0
-            total = _in_order(weights)
+            total = in_rank_order(weights)
             has_left = total > 0
             if has_left:
                 fragment.travel(float(weights[exchange.rank]) / total, launch.learning_rate, launch.momentum)
@@ -292,7 +290,7 @@ class FragmentedReplica(LocalReplica):
         earlier, was_met = reduction.report, reduction.met
         reduction.report, reduction.met = trip.report.news(earlier, rank), True
         if was_met:
-            reduction.report = _both(earlier, reduction.report, rank)
+            reduction.report = earlier.with_news(reduction.report, rank)
         reduction.statistics = trip.averages
         if not reduction.skipped:
             flight.round.statistics = trip.snapshot
@@ -308,7 +306,7 @@ class FragmentedReplica(LocalReplica):
         """Return this rank's share of the mean of all replicas, by bucket: what it has contributed since each left."""
         shares = []
         for weights in self._weights + report.records["weight"]:
-            total = _in_order(weights)
+            total = in_rank_order(weights)
             # A fragment to which nobody has contributed is the same on all ranks: one of them sends it.
             shares.append(
                 float(weights[self.exchange.rank]) / total if total else float(self.exchange.rank == 0)
@@ -343,25 +341,3 @@ class FragmentedReplica(LocalReplica):
 def _packed(trip: _Trip) -> dict[str, Any]:
     fields = {field.name: getattr(trip, field.name) for field in dataclasses.fields(trip)}
     return {**fields, "report": [record.tobytes() for record in trip.report.records]}
-
-
-def _both(earlier: RoundReport, later: RoundReport, rank: int) -> RoundReport:
-    """Return a report of everything in two reports that end with the same round of `rank`."""
-    records = later.records.copy()
-    for field in (*_COUNTS, *_LOSSES):
-        added = earlier.records[field].copy()
-        if field in _COUNTS:
-            added[rank] = 0
-        records[field] += added
-    return RoundReport(records)
-
-
-def _in_order(values: Any) -> float:
-    """Add in rank order, as reports do."""
-    return float(np.add.accumulate(values)[-1])
-
-
-def _in_flight(flight: Flight | None) -> Flight:
-    if flight is None:
-        raise TypeError("a strategy asked for an outer step before its update's first gradient")
-    return flight

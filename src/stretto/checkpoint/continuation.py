@@ -170,6 +170,7 @@ class Continuation:
             self._scheduler.load_state_dict(unpack(state["scheduler"], "the scheduler's state"))
         if mine is not None:
             restore_random_states(mine["random"], self._device)
+        compute.began_again()
 
     def _describe(self, reduction: Reduction) -> dict[str, Any]:
         names = [slot.name for slot in self._state.slots]

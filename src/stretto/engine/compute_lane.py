@@ -364,8 +364,12 @@ class ComputeLane:
         self.replica.begin_again()
         for listener in self.model.listeners:
             listener.round_closed()
-            listener.began_again()
         self.votes = []
+
+    def began_again(self) -> None:
+        """Let listeners begin with what the job holds now, once all of a checkpoint's state is in its place."""
+        for listener in self.model.listeners:
+            listener.began_again()
 
     @contextmanager
     def aside(self, accumulation: Accumulation) -> Iterator[None]:

@@ -216,7 +216,7 @@ class Replica:
             self.sharded.step(gradient, self.progress.hyperparameters, self._clip_factor(norm))
             self.runtime.charge("step", self.sharded.numel)
             self.progress.stepped = True
-        flight = _in_flight(effect, flight)
+        flight = flight_of(effect, flight)
         self.sharded.publish(flight.round.buffer.flats)
         flight.shown = "committed"
 
@@ -224,7 +224,7 @@ class Replica:
         """Publish the parameters that one more step would give."""
         gradient = _reduced(effect.gradient)
         gradient.merge()
-        flight = _in_flight(effect, flight)
+        flight = flight_of(effect, flight)
         if gradient.weight == 0:
             self.sharded.publish(flight.round.buffer.flats)
             flight.shown = "committed"
@@ -237,11 +237,11 @@ class Replica:
 
     def gather(self, effect: Gather, flight: Flight | None) -> None:
         """Replace every rank's buffer by the published shards of all ranks."""
-        self.exchange.all_gather(_in_flight(effect, flight).round.buffer.flats)
+        self.exchange.all_gather(flight_of(effect, flight).round.buffer.flats)
 
     def end_update(self, effect: Boundary, flight: Flight | None) -> None:
         """Mark the end of an update, and keep its sums for the next one."""
-        _in_flight(effect, flight).at_boundary = True
+        flight_of(effect, flight).at_boundary = True
         self._spare_sums += self._lent_sums
         self._lent_sums = []
 
@@ -311,7 +311,8 @@ def _reduced(gradient: object) -> ReducedGradient:
     return gradient
 
 
-def _in_flight(effect: object, flight: Flight | None) -> Flight:
+def flight_of(effect: object, flight: Flight | None) -> Flight:
+    """Return the round that `effect` belongs to, for effects that cannot come before one."""
     if flight is None:
         raise TypeError(f"a strategy asked for {effect!r} before its update's first gradient")
     return flight

@@ -32,6 +32,9 @@ class Vote(IntEnum):
 _VOTES = tuple(Vote)
 """Votes by number; a lookup here is much faster than `Vote(number)`."""
 
+_COUNTS = ("weight", "samples", "micro_batches")
+_LOSSES = ("loss_sum", "loss_weight")
+
 
 @dataclasses.dataclass(slots=True)
 class Totals:
@@ -128,15 +131,15 @@ class RoundReport:
 
     def __init__(self, records: NDArray[np.void]) -> None:
         self.records = records
-        self.weight = _in_order(records["weight"])
+        self.weight = in_rank_order(records["weight"])
         """Σ w over ranks, in rank order."""
         self.samples = int(records["samples"].sum())
         """Samples of all ranks."""
         self.micro_batches: tuple[int, ...] = tuple(records["micro_batches"].tolist())
         """Contributing micro-batches by rank."""
-        self.loss_sum = _in_order(records["loss_sum"])
+        self.loss_sum = in_rank_order(records["loss_sum"])
         """Σ w·loss over ranks, in rank order."""
-        self.loss_weight = _in_order(records["loss_weight"])
+        self.loss_weight = in_rank_order(records["loss_weight"])
         """Σ w over the micro-batches that gave a loss."""
         self.used = records["used"].any(axis=0).tobytes()
         """One byte per parameter slot: used by any rank?"""
@@ -183,8 +186,18 @@ class RoundReport:
         average, so that every contribution is counted once. Losses are those of all ranks since the last average.
         """
         records = self.records.copy()
-        for field in ("weight", "samples", "micro_batches"):
+        for field in _COUNTS:
             records[field][rank] = last.records[field][rank]
+        return RoundReport(records)
+
+    def with_news(self, later: "RoundReport", rank: int) -> "RoundReport":
+        """Return both reports as one; `later` ends with the same round of `rank`, whose counts it repeats."""
+        records = later.records.copy()
+        for field in (*_COUNTS, *_LOSSES):
+            added = self.records[field].copy()
+            if field in _COUNTS:
+                added[rank] = 0
+            records[field] += added
         return RoundReport(records)
 
     def share(self, rank: int) -> float | None:
@@ -194,7 +207,7 @@ class RoundReport:
     def norm_squared(self, *, replicated: bool) -> float:
         """Return the squared norm of the whole sum; if `replicated`, every rank has measured all of it."""
         norms = self.records["norm_squared"]
-        return float(norms[0]) if replicated else _in_order(norms)
+        return float(norms[0]) if replicated else in_rank_order(norms)
 
     def not_finite(self, norm_squared: float) -> str | None:
         """Describe which value is not finite, and on which rank; return None if all are finite.
@@ -219,6 +232,6 @@ def settings_text(hyperparameters: Hyperparameters) -> str:
     )
 
 
-def _in_order(values: NDArray[np.float64]) -> float:
+def in_rank_order(values: NDArray[np.float64]) -> float:
     """Add in rank order, so that every rank and every replay gets the same bits."""
     return float(np.add.accumulate(values)[-1])

@@ -46,6 +46,7 @@ class ErrorFeedback:
         self._sent: list[Tensor] = []
         self._own: Sequence[Tensor] = []
         self._used: Sequence[int] = []
+        self._keeps = False
 
     def begin(self, flats: Sequence[Tensor], used: Sequence[int], *, keeps: bool = False) -> list[Tensor]:
         """Begin a round; return what this rank will send: each bucket is there once `add` was called for it.
@@ -56,7 +57,7 @@ class ErrorFeedback:
             keeps: Leave `flats` as they are, for 4 more bytes per parameter; otherwise they are overwritten, where they
                 are wide enough to hold the sum.
         """
-        self._own, self._used = flats, used
+        self._own, self._used, self._keeps = flats, used, keeps
         if not keeps:
             self._sent = [flat.to(owed.dtype) for flat, owed in zip(flats, self.owed, strict=True)]
         elif not self._sent:
@@ -86,6 +87,9 @@ class ErrorFeedback:
                 self._sent[slot.set_index][slot.start : slot.stop].copy_(owed)
         for owed, lost in zip(self.owed, self._sent, strict=True):
             owed.copy_(lost)
+        self._own = []
+        if not self._keeps:
+            self._sent = []
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what this rank owes, by parameter; views of its own tensors."""

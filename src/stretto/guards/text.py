@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from stretto.errors import ConfigError
-from stretto.fields import read_record
+from stretto.fields import read_record, split_settings, unknown_name
 from stretto.guards import GUARDS, Guard
+
+STANDARD: Literal["standard"] = "standard"
 
 
 def parse_guards(texts: Sequence[str]) -> tuple[Guard, ...] | Literal["standard"]:
@@ -15,11 +17,17 @@ def parse_guards(texts: Sequence[str]) -> tuple[Guard, ...] | Literal["standard"
         UnknownName: No such guard, or the guard has no such setting.
         ConfigError: A value cannot be read, or is not allowed.
     """
-    if "standard" not in texts:
+    for text in texts:
+        name, settings = split_settings(text)
+        if name not in (*GUARDS, STANDARD):
+            raise unknown_name("no guard is called", name, [*GUARDS, STANDARD])
+        if name == STANDARD and settings:
+            raise ConfigError(f"guards {text}: expected 'standard' without settings; name a guard to set it")
+    if STANDARD not in texts:
         return tuple(read_record("guard", text, GUARDS) for text in texts)
     if len(texts) > 1:
         raise ConfigError(
             f"guards {','.join(texts)}: expected 'standard' alone, which takes all that fit the strategy but audit; or "
             "name each guard"
         )
-    return "standard"
+    return STANDARD

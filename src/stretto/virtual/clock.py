@@ -21,6 +21,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import torch
@@ -94,6 +95,7 @@ class Schedule:
         self._num_woken = 0
         self._tasks_left = self._programs_left = 0
         self._threads = torch.get_num_threads()
+        self._processor: int | None = None
         self._random_states = RandomStatesByRank()
         self._over = threading.Lock()
         self._over.acquire()
@@ -115,7 +117,7 @@ class Schedule:
 
     def run(self) -> None:
         """Hand out the baton until every task has ended; called by a thread that is none of them."""
-        self._share_a_processor()
+        self._choose_processor()
         try:
             self._give(self._take_next())
             self._over.acquire()
@@ -128,12 +130,10 @@ class Schedule:
         for task in self.tasks:
             task.thread.join()
 
-    def _share_a_processor(self) -> None:
-        """Let the tasks run on the processor of the caller; see Note [One processor]."""
+    def _choose_processor(self) -> None:
+        """Let the tasks run where the caller does; see Note [One processor]."""
         if sys.platform == "linux" and self._threads == 1:  # more threads of torch would have to share it too
-            processor = ctypes.CDLL(None).sched_getcpu()
-            for task in self.tasks:
-                os.sched_setaffinity(task.thread.native_id or 0, {processor})
+            self._processor = ctypes.CDLL(None).sched_getcpu()
 
     # What the current task calls
 
@@ -174,6 +174,9 @@ class Schedule:
     def _perform(self, task: Task, work: Callable[[], None]) -> None:
         """A task from its first turn to its last."""
         torch.set_num_threads(self._threads)  # OpenMP counts by calling thread
+        if self._processor is not None:
+            with suppress(OSError):  # it only saves time, and a sandbox may forbid it
+                os.sched_setaffinity(0, {self._processor})
         try:
             self._resume(task)
             work()
