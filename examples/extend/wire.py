@@ -1,8 +1,9 @@
 """A wire format of one's own: one file, and one line that registers it with programs and the command line.
 
-    python examples/extend/wire.py train digits-resnet --strategy acco --wire largest
+    python examples/extend/wire.py train digits-resnet --strategy acco --wire largest --changes bf16
 
-In a program: `stretto.DataParallel(model, optimizer, wire="largest")`, once this file has been imported.
+In a program, once this file has been imported: `stretto.Options(wire="largest", changes="bf16")`. Parameters travel as
+values: most of their changes would wait for long, while models show old ones.
 """
 
 import torch

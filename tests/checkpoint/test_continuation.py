@@ -18,6 +18,10 @@ CASES = {
     **{strategy.name: Case(strategy=strategy) for strategy in STRATEGIES},
     "acco, sgd": Case(optimizer="sgd"),
     "acco, int8 wire": Case(strategy=ACCO(), options=dataclasses.replace(WIRE, wire="int8")),
+    "wp, int4 wire": Case(strategy=WeightPrediction(), options=dataclasses.replace(WIRE, wire="int4")),
+    "zero1, exact gradients, int4 changes": Case(
+        strategy=ZeRO1(), options=dataclasses.replace(WIRE, wire="fp32", changes="int4")
+    ),
     "wp, bf16 wire": Case(strategy=WeightPrediction(), options=WIRE),
     "dpu, bf16 model and wire": Case(strategy=DPU(), dtype=torch.bfloat16, options=WIRE),
     "zero1, a branch that falls out of use": Case(strategy=ZeRO1(), optional=True),

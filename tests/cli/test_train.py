@@ -177,8 +177,10 @@ def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how
     [
         (1 / 3, "int8", "--strategy acco up to 1.5 times"),  # n·t = 2C: the most that ACCO can gain
         (0.5, "fp32", "--strategy acco --wire bf16 up to 2.0 times"),  # C halves, and all of it is hidden
-        (0.8, "fp32", "--strategy acco --wire int4 up to 2.0 times"),  # 1 / (2 · 0.8 · 2.5/8)
-        (0.8, "int8", ""),  # sending twice would be slower
+        (0.8, "fp32", "--strategy acco --wire int4 up to 4.7 times"),  # 1 / (2 · 0.8 · 1.06/8)
+        (0.8, "int8", "--strategy acco --wire int4 up to 1.2 times"),  # 1 / (2 · 0.8 · 1/2)
+        (0.8, "int4", ""),  # sending twice would be slower
+        (0.8, "int2", ""),
         (0.1, "fp32", ""),
     ],
 )

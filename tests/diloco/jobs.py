@@ -102,6 +102,8 @@ class Naive:
         self.since = torch.zeros(self.strategy.fragments, RANKS, dtype=torch.float64)
         numbers = torch.arange(self.anchor.numel()) // BUCKET % self.strategy.fragments
         self.fragment_of = numbers.view_as(self.anchor)
+        self.left: dict[int, list[Tensor]] = {}
+        """What every rank held then, where its progress since is kept."""
         self.departed: dict[int, int] = {}
         """The fragment that left behind an update and has not landed, by the number of the update."""
 
@@ -135,6 +137,7 @@ class Naive:
         for fragment in range(count):
             if (step + 1) % interval == (fragment + 1) * interval // count % interval:
                 self.departed[step] = fragment
+                self.left[step] = [value.clone() for value in self.values()]
                 here = self.fragment_of == fragment
                 mean = self.mean(fragment)
                 changed = mean - self.anchor
@@ -147,8 +150,9 @@ class Naive:
     def land(self, step: int) -> None:
         if step in self.departed:
             here, mix = self.fragment_of == self.departed.pop(step), self.strategy.mix
-            for value in self.values():
-                mixed = (value * mix).add(self.anchor, alpha=1 - mix) if mix else self.anchor
+            for value, left in zip(self.values(), self.left[step], strict=True):
+                target = self.anchor + (value - left) if self.strategy.keep_progress else self.anchor
+                mixed = (value * mix).add(target, alpha=1 - mix) if mix else target
                 value.copy_(torch.where(here, mixed, value))
 
     def mean(self, fragment: int) -> Tensor:

@@ -18,6 +18,8 @@ STRATEGIES = [
     DiLoCo(interval=5, fragments=1, delay=4),
     DiLoCo(interval=6, fragments=3, delay=1, mix=0.5),
     DiLoCo(interval=2, fragments=2, outer_lr=1.3, outer_momentum=0.6),
+    DiLoCo(interval=5, delay=3, keep_progress=True),
+    DiLoCo(interval=6, fragments=2, delay=2, mix=0.25, keep_progress=True),
 ]
 
 
@@ -88,3 +90,13 @@ def test_an_outer_step_that_is_not_plain_is_not_local() -> None:
     plain, fast = (on_cluster(DiLoCo(interval=3, outer_lr=lr, outer_momentum=0.0)) for lr in (1.0, 0.7))
     assert torch.equal(plain[0].shown[1], fast[0].shown[1])
     assert not torch.equal(plain[0].shown[2], fast[0].shown[2])
+
+
+def test_a_lone_rank_that_keeps_its_progress_trains_as_if_nothing_had_travelled() -> None:
+    """Its anchor is where it was when the fragment left: only the rounding of a difference and a sum remains."""
+    settings = {"interval": 4, "delay": 3, "outer_lr": 1.0, "outer_momentum": 0.0}
+    plain = on_cluster(DiLoCo(interval=4, outer_lr=1.0, outer_momentum=0.0), ranks=1)[0].shown
+    kept = on_cluster(DiLoCo(**settings, keep_progress=True), ranks=1)[0].shown
+    lost = on_cluster(DiLoCo(**settings), ranks=1)[0].shown
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(plain, kept, strict=True))
+    assert not torch.allclose(plain[-1], lost[-1], rtol=0, atol=1e-3)

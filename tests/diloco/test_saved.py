@@ -16,11 +16,18 @@ from tests.diloco.jobs import Course, go_on, on_cluster, start
 
 STRATEGY = st.DiLoCo(interval=4, delay=2, mix=0.25)
 SPLIT = st.DiLoCo(interval=4, fragments=2, delay=1)
+KEEPING = st.DiLoCo(interval=4, delay=2, keep_progress=True)
 
 
 @pytest.mark.parametrize(
     ("strategy", "saved_at", "wire"),
-    [(STRATEGY, 4, "fp32"), (STRATEGY, 5, "int4"), (STRATEGY, 6, "bf16"), (SPLIT, 5, "fp32")],
+    [
+        (STRATEGY, 4, "fp32"),
+        (STRATEGY, 5, "int4"),
+        (STRATEGY, 6, "bf16"),
+        (SPLIT, 5, "fp32"),
+        (KEEPING, 5, "int8"),
+    ],
 )
 def test_a_resumed_run_goes_on_to_the_bit(
     strategy: st.DiLoCo, saved_at: int, wire: str, tmp_path: Path

@@ -70,6 +70,7 @@ def test_a_packed_wire_sends_later_what_it_has_lost() -> None:
 STRATEGIES = [
     st.DiLoCo(interval=4, fragments=2, delay=1, mix=0.5),
     st.DiLoCo(interval=5, delay=4),
+    st.DiLoCo(interval=5, delay=4, keep_progress=True),
     st.DiLoCo(interval=3, fragments=3),
 ]
 ENDS = {
@@ -211,6 +212,7 @@ def test_a_model_has_enough_buckets_for_its_fragments() -> None:
         ({"outer_momentum": 1.0}, "expected from 0 to below 1"),
         ({"mix": 1.0, "delay": 1}, "expected from 0 to below 1"),
         ({"mix": 0.5}, "there are no steps to keep a part of"),
+        ({"keep_progress": True}, "there are no steps to keep a part of"),
     ],
 )  # fmt: skip
 def test_impossible_options_are_refused(options: dict[str, float], found: str) -> None:

@@ -67,7 +67,7 @@ def counted(
 
 def gathered(exchange: Exchange, layout: Layout, rank: int) -> tuple[list[Tensor], int]:
     flats, before = contribution(layout, rank), exchange.sent_bytes
-    exchange.all_gather(flats)
+    exchange.all_gather(flats, [exchange.wire.values.of(flat.dtype) for flat in layout.sets])
     return flats, exchange.sent_bytes - before
 
 

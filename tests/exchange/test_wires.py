@@ -13,7 +13,7 @@ CASES = 250
 PACKED = [wire for wire in WIRES.values() if isinstance(wire, PackedWire)]
 every_wire = pytest.mark.parametrize("wire", WIRES.values(), ids=list(WIRES))
 every_packed_wire = pytest.mark.parametrize("wire", PACKED, ids=[wire.name for wire in PACKED])
-LEVELS = {"int8": 127, "int4": 7}
+LEVELS = {"int8": 127, "int4": 7, "int2": 1}
 """The largest integer."""
 
 
@@ -97,6 +97,7 @@ def test_the_sizes_are_those_that_the_pages_say() -> None:
         "bf16": 2,
         "int8": 1 + 1 / 16,
         "int4": 1 / 2 + 1 / 32,
+        "int2": 1 / 4 + 1 / 32,
     }
 
 

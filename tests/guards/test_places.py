@@ -124,6 +124,23 @@ def test_rounding_errors_that_the_wire_owes_are_mended(name: str) -> None:
     assert_repaired(name, "error memory", wire="int8")
 
 
+@pytest.mark.parametrize("name", ["zero1", "dpu", "wp", "acco"])
+def test_what_changes_are_added_to_is_mended(name: str) -> None:
+    assert_repaired(name, "anchor", wire="int4")
+
+
+@pytest.mark.parametrize("name", ["zero1", "acco"])
+def test_what_changes_are_added_to_is_compared_between_ranks(name: str) -> None:
+    struck = fault("anchor")
+    drifted = train(STRATEGIES[name], struck, wire="int8", guards=(), ranks=3)
+    assert not same(drifted[STRUCK].final, drifted[0].final)
+    # What its owner has sent meanwhile is wrong on all ranks alike, and the owner's next change puts it right.
+    compared = train(STRATEGIES[name], struck, wire="int8", guards=(st.ReplicaGuard(),), ranks=3)
+    for seen in compared:
+        assert same(seen.final, compared[0].final)
+        assert {one.ranks for one in seen.incidents} == {(STRUCK,)}
+
+
 def test_rounding_errors_beyond_repair_are_forgone_and_ranks_stay_equal() -> None:
     whole = Fault(site="error memory", rank=STRUCK, instant=2, extent="all", pattern="misread")
     found = train(st.ZeRO1(), whole, wire="int8", guards=(st.AtRest(),))

@@ -23,6 +23,7 @@ from torch import Tensor
 from stretto.averaging.beside import WithLaneBeside
 from stretto.averaging.local import WITHOUT_DATA, LocalReplica
 from stretto.averaging.outer import Fragment
+from stretto.engine.options import Options
 from stretto.engine.replica import Flight, Performer, flight_of
 from stretto.engine.report import RankReport, RoundReport, in_rank_order
 from stretto.engine.round import Reduction, Round
@@ -60,13 +61,20 @@ class FragmentedReplica(LocalReplica):
     """
 
     def __init__(
-        self, exchange: Exchange, sharded: ShardedOptimizer, *, fragments: int, **others: Any
+        self,
+        exchange: Exchange,
+        sharded: ShardedOptimizer,
+        *,
+        fragments: int,
+        options: Options,
+        **others: Any,
     ) -> None:
-        super().__init__(exchange, sharded, **others)
+        super().__init__(exchange, sharded, options=options, **others)
         exchange.feedback = None  # gradients never travel: what is owed, each fragment owes
         buckets = range(len(sharded.masters))
         self.fragments = [
-            Fragment(exchange, sharded, buckets[first::fragments]) for first in range(fragments)
+            Fragment(exchange, sharded, buckets[first::fragments], options.wire_of_changes)
+            for first in range(fragments)
         ]
         if self._mean.last is not None:
             self._mean.last = self._anchor_by_bucket()  # as good as the last mean: equal on all ranks
@@ -119,11 +127,14 @@ class FragmentedReplica(LocalReplica):
             for number, anchor in enumerate(self.fragments[index].anchor):
                 yield f"fragment {index}, set {number}", anchor
 
-    def velocities(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's share of the velocity of fragments that are at rest, by name."""
+    def outer_state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield velocity, debts and losses of fragments that are at rest, each with its kind and its name."""
         for index in self._at_rest():
-            for number, velocity in enumerate(self.fragments[index].velocity):
-                yield f"fragment {index}, bucket {number}", velocity
+            fragment = self.fragments[index]
+            kinds = {"velocity": fragment.velocity, "error memory": [*fragment.exchange.owed, *fragment.lost]}
+            for kind, tensors in kinds.items():
+                for number, tensor in enumerate(tensors):
+                    yield kind, f"fragment {index}, number {number}", tensor
 
     def reduce(self, round: Round) -> Reduction:
         """Take this rank's own gradients; nobody is asked."""
@@ -195,7 +206,7 @@ class FragmentedReplica(LocalReplica):
         own = self._since_average(self._own_report(round))
         self._since = self._nothing_yet()
         self._last_left, self._left_at = effect.fragment, self.progress.round_index
-        self.fragments[effect.fragment].load()
+        self.fragments[effect.fragment].load(keeps_progress=effect.keeps_progress)
         self._under_way = self._beside.spawn(lambda: self._travel(effect, own, round, is_due=is_due))
         if not is_due:
             trip = self._arrive()

@@ -5,14 +5,15 @@ Note [The outer step]
 
         d ← Σ_r wire((θ_r - a) · s_r)                       in rank order
         u ← μ u + d
-        a ← a + wire(η (d + μ u))                           what the owner gathers, on all ranks
+        a ← a + wire(η (d + μ u) + e)                       what the owner gathers, on all ranks; e is what
+                                                            the wire has lost of the last such change
 
     On a wire as wide as the masters values travel, and not their changes, so that nothing is rounded twice:
 
         d ← θ̄ - a,  θ̄ = Σ_r fl(θ_r · s_r),   a ← θ̄ + (η (d + μ u) - d)
 
-    With η = 1 and μ = 0 both are `stretto.averaging.mean`, to the bit. A packed wire packs changes as it packs
-    gradients: with error feedback, and with a gather in 16 bits. What the gather rounds away is a part of the next d.
+    With η = 1 and μ = 0 both are `stretto.averaging.mean`, to the bit, but for what packed wires lose: they pack the
+    ranks' changes as they pack gradients, with error feedback, and the owner's change likewise.
 
 This is `torch.optim.SGD(nesterov=True)` with the gradient -d.
 """
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.exchange import Exchange
+from stretto.exchange import Exchange, PackedWire, Wire
 from stretto.flat import Bucket, FlatSet, Layout
 from stretto.optimizer import ShardedOptimizer
 
@@ -31,28 +32,34 @@ from stretto.optimizer import ShardedOptimizer
 class Fragment:
     """A part of the parameters that leaves and lands as one: whole buckets, with an exchange of their own.
 
-    Memory: the anchor; the owner's share of the velocity; while it is under way, what it carries.
+    Memory: the anchor; the owner's share of the velocity; while it is under way, what it carries. On a packed wire what
+    the rank owes, and the owner's share of what the wire has lost.
 
     Args:
         exchange: Of the job; nobody else uses its group while the fragment travels.
         sharded: The job's masters, all of them on every rank.
         members: Which buckets it is made of.
+        changed: The format in which the owner's changes travel.
     """
 
-    def __init__(self, exchange: Exchange, sharded: ShardedOptimizer, members: Sequence[int]) -> None:
+    def __init__(
+        self, exchange: Exchange, sharded: ShardedOptimizer, members: Sequence[int], changed: Wire
+    ) -> None:
         self.members = members
         self._masters = [sharded.masters[index] for index in members]
         self._layout = _layout_of(sharded, members)
         self.exchange = type(exchange)(exchange.group, self._layout, exchange.wire, exchange.wait)
         self._carried: list[Tensor] = []
         """What travels, one tensor per flat set; empty at rest."""
+        self._left: list[Tensor] = []
+        """The masters as they were when it left, where progress since is kept."""
         self.anchor = self._new()
         """One tensor per flat set, equal on all ranks."""
-        self.velocity = [
-            torch.zeros(bucket.numel // exchange.world_size, dtype=master.dtype, device=master.device)
-            for bucket, master in zip(self._layout.buckets, self._masters, strict=True)
-        ]
+        self.velocity = self._new_shares()
         """One tensor per bucket, for the slice that this rank owns."""
+        self.lost = self._new_shares() if isinstance(changed, PackedWire) else []
+        """Likewise: what is still to be added to the anchor."""
+        self._changed = changed
         self.begin_again()
 
     @property
@@ -67,15 +74,18 @@ class Fragment:
 
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the anchor, and forget the velocity."""
+        self._left = []
         for view, master in zip(self.anchor_by_bucket, self._masters, strict=True):
             view.copy_(master)
-        for velocity in self.velocity:
-            velocity.zero_()
+        for share in (*self.velocity, *self.lost):
+            share.zero_()
         if self.exchange.feedback is not None:
             self.exchange.feedback.load_state_dicts([])
 
-    def load(self) -> None:
+    def load(self, *, keeps_progress: bool) -> None:
         """Copy what is about to leave: the masters go on changing."""
+        if keeps_progress:
+            self._left = [master.clone() for master in self._masters]
         self._carried = self._new()
         for index, view in enumerate(self._views(self._carried)):
             view.copy_(self._masters[index])
@@ -102,32 +112,57 @@ class Fragment:
         carried = self._views(self._carried)
         for index, total in enumerate(sums):
             self._own(carried[index]).copy_(self._outer_step(index, total, learning_rate, momentum))
-        self.exchange.all_gather(self._carried)
-        for index, (anchor, arrived) in enumerate(zip(self.anchor_by_bucket, carried, strict=True)):
+        self._gather(carried)
+        self._carried = []
+
+    def land(self, mix: float) -> None:
+        """Mix the anchor, with what is kept of the progress since, into this rank's masters, of which `mix` stays."""
+        for index, (master, anchor) in enumerate(zip(self._masters, self.anchor_by_bucket, strict=True)):
+            target = anchor + (master - self._left[index]) if self._left else anchor
+            if mix:
+                master.mul_(mix).add_(target, alpha=1 - mix)
+            else:
+                master.copy_(target)
+        self._left = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return anchor, velocity and rounding errors; it refers to the fragment's own tensors."""
+        return {
+            "anchor": self.anchor,
+            "velocity": self.velocity,
+            "owed": self.exchange.owed,
+            "lost": self.lost,
+            "left": self._left,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on the same rank; another wire has nothing to owe, or nothing lost."""
+        self._left = [torch.zeros_like(master) for master in self._masters][: len(state["left"])]
+        for name, tensors in self.state_dict().items():
+            for tensor, saved in zip(tensors, state[name], strict=False):
+                tensor.copy_(saved)
+
+    def _gather(self, carried: Sequence[Tensor]) -> None:
+        """Let all ranks change the anchor as its owners have said, in their slices of `carried`."""
+        anchors = self.anchor_by_bucket
+        if isinstance(self._changed, PackedWire):
+
+            def change(index: int) -> Tensor:
+                return self.lost[index].add_(self._own(carried[index]))
+
+            def add(index: int, changes: Tensor) -> None:
+                self.lost[index].sub_(self._own(changes))
+                anchors[index].add_(changes)
+
+            self.exchange.gather_changes(self._changed, change, add)
+            return
+        formats = [self._changed.values.of(flat.dtype) for flat in self._layout.sets]
+        self.exchange.all_gather(self._carried, formats)
+        for index, (anchor, arrived) in enumerate(zip(anchors, carried, strict=True)):
             if self._is_narrow(index):
                 anchor.add_(arrived)
             else:
                 anchor.copy_(arrived)
-        self._carried = []
-
-    def land(self, mix: float) -> None:
-        """Mix the anchor into this rank's masters, of which `mix` stays."""
-        for master, anchor in zip(self._masters, self.anchor_by_bucket, strict=True):
-            if mix:
-                master.mul_(mix).add_(anchor, alpha=1 - mix)
-            else:
-                master.copy_(anchor)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return anchor, velocity and rounding errors; it refers to the fragment's own tensors."""
-        return {"anchor": self.anchor, "velocity": self.velocity, "owed": self.exchange.owed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on the same rank."""
-        own = self.state_dict()
-        for name, tensors in own.items():
-            for tensor, saved in zip(tensors, state[name], strict=True):
-                tensor.copy_(saved)
 
     def _outer_step(self, index: int, total: Tensor, learning_rate: float, momentum: float) -> Tensor:
         """Return what this rank's slice of a bucket gathers: its change, or its new values."""
@@ -138,13 +173,21 @@ class Fragment:
         return step if is_narrow else step.sub_(changed).add_(total)
 
     def _is_narrow(self, index: int) -> bool:
-        """Return whether a bucket travels in fewer bits than its masters have."""
+        """Return whether a bucket travels in fewer bits than its masters have, there or back."""
         dtype = self._masters[index].dtype
-        return self.exchange.wire.values.of(dtype).dtype.itemsize < dtype.itemsize
+        formats = [wire.values.of(dtype) for wire in (self.exchange.wire, self._changed)]
+        return any(one.dtype.itemsize < dtype.itemsize for one in formats)
 
     def _own(self, whole: Tensor) -> Tensor:
         """Return this rank's slice of a bucket."""
         return whole.view(self.exchange.world_size, -1)[self.exchange.rank]
+
+    def _new_shares(self) -> list[Tensor]:
+        world_size = self.exchange.world_size
+        return [
+            torch.zeros(bucket.numel // world_size, dtype=master.dtype, device=master.device)
+            for bucket, master in zip(self._layout.buckets, self._masters, strict=True)
+        ]
 
     def _new(self) -> list[Tensor]:
         return [torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device) for flat in self._layout.sets]

@@ -42,7 +42,7 @@ class JobKind:
     ranks: int = 3
     """How many there are."""
     wire: str = "fp32"
-    """"int8" where rounding errors are struck, which other wires do not keep."""
+    """"int8" where what only a packed wire keeps is struck."""
 
 
 def kinds_of_jobs() -> list[JobKind]:
@@ -105,7 +105,7 @@ def draw_faults(seed: int) -> Iterator[DrawnFault]:
     random.Random(seed).shuffle(cells)
     for number, (row, strategy) in enumerate(itertools.cycle(cells)):
         chance = random.Random(f"{seed}/{number}")
-        wire: str = "int8" if row.site == "error memory" else "fp32"
+        wire: str = "int8" if row.site in ("error memory", "anchor") else "fp32"
         job = JobKind(strategy=strategy, ranks=chance.choice(RANKS), wire=wire)
         fault = _draw_fault(row, job.ranks, chance)
         yield DrawnFault(number=number, row=row, job=job, fault=fault, moment=chance.random())

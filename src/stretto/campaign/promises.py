@@ -42,6 +42,7 @@ WORDS: dict[Site, str] = {
     "frozen parameters": "frozen parameters",
     "buffers": "buffers that no forward pass writes",
     "error memory": "rounding errors that the int8 wire owes",
+    "anchor": "what changes on the int8 wire are added to",
     "gradient": "gradient while it accumulates",
 }
 """What the page calls a site."""
@@ -152,6 +153,7 @@ PROMISES: tuple[Promise, ...] = (
     *_in_model("frozen parameters", "error"),
     *_in_model("buffers", "error"),
     *_in_model("error memory", "different"),
+    Promise(site="anchor", strategies="sharded", seen_by="rest", named="rank"),
     Promise(site="gradient", seen_by=None, endings=()),
 )
 """For a fault that strikes once, in a job on three or more ranks with a verified exchange (but for the int8 wire, which

@@ -19,6 +19,8 @@ from stretto.train.simulation import SimulateConfig
 
 _BOTTLENECK = 0.2
 """Share of the time in waiting for communication from which the link counts as the bottleneck."""
+_ADVISED = ("fp32", "bf16", "int8", "int4")
+"""Wires that cost next to nothing in the loss."""
 
 
 def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: bool) -> None:
@@ -76,7 +78,9 @@ def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
     def gain(wire: str) -> float:
         return 1 / max(1 - waiting, 2 * waiting * _bytes_of(wire) / _bytes_of(run.wire))
 
-    wires = [wire for wire in WIRES if _bytes_of(wire) <= _bytes_of(run.wire)]
+    wires = [wire for wire in _ADVISED if _bytes_of(wire) <= _bytes_of(run.wire)]
+    if not wires:
+        return ""
     best = max(wires, key=lambda wire: (round(gain(wire), 2), _bytes_of(wire)))
     if gain(best) < 1.1:
         return ""
@@ -88,9 +92,8 @@ def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
 
 
 def _bytes_of(wire: str) -> int:
-    """Return the bytes of `ALIGNMENT` parameters per exchange, gradients and parameters together."""
-    gradients = WIRES[wire].of(torch.float32)  # the block of every format divides `ALIGNMENT`
-    return gradients.num_bytes(ALIGNMENT) + gradients.values.of(torch.float32).num_bytes(ALIGNMENT)
+    """Return the bytes of `ALIGNMENT` gradients, and of as many parameters on their way back."""
+    return WIRES[wire].of(torch.float32).num_bytes(ALIGNMENT)  # the block of every format divides `ALIGNMENT`
 
 
 def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -> None:

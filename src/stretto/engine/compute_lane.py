@@ -88,6 +88,7 @@ class ComputeLane:
             where=lambda: self.where,
         )
         self.accumulation.attach()
+        self.replica.models_show(model.parameters)
 
     # Where the job stands
 
@@ -367,7 +368,8 @@ class ComputeLane:
         self.votes = []
 
     def began_again(self) -> None:
-        """Let listeners begin with what the job holds now, once all of a checkpoint's state is in its place."""
+        """Begin with what the job holds now, once all of a checkpoint's state is in its place."""
+        self.replica.models_show(self.model.parameters)
         for listener in self.model.listeners:
             listener.began_again()
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from stretto.errors import ConfigError
-from stretto.exchange import WIRES, PackedWire
+from stretto.exchange import WIRES, PackedWire, Wire
 from stretto.fields import check_fields, did_you_mean, is_count
 from stretto.strategies import Strategy
 
@@ -14,10 +14,17 @@ class Options:
     """Options of `DataParallel`; equal on all ranks."""
 
     wire: str = "fp32"
-    """How gradients and parameters travel: fp32, bf16, int8, int4, or a format of your own; see docs/adding-a-wire.md.
-    bf16 halves the bytes, masters stay fp32. int8 and int4 send gradients in blocks of 8-bit or 4-bit integers with
-    error feedback, and parameters as bf16: about three quarters and five eighths of bf16's bytes, for 4 bytes of memory
-    per parameter and some arithmetic."""
+    """How gradients and parameters travel: fp32, bf16, int8, int4, int2, or a format of your own; see
+    docs/adding-a-wire.md. bf16 halves the bytes, masters stay fp32. int8, int4 and int2 send gradients in blocks of
+    integers of 8, 4 or 2 bits with error feedback, and parameters as changes in the same format: about a half, a
+    quarter and a seventh of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory and as many as the
+    parameter has. Averages travel as bf16. int2 costs something in the loss."""
+    changes: str | None = None
+    """How owners tell all ranks what a step has changed, under strategies that shard the optimizer; None for the
+    wire's format. A plain format sends the parameters themselves."""
+    estimates: str | None = None
+    """The same for what a preview shows for one round; None for the format of changes. A coarser one may do: what it
+    loses, the next step's changes correct."""
     exchange: Literal["auto", "native", "direct"] = "auto"
     """How gradients are summed: by the backend, or by their owner in rank order (reproducible, fp32 sums of any
     wire). auto: native on NCCL, direct elsewhere, because Gloo's reduce-scatter costs a whole all-reduce."""
@@ -53,10 +60,12 @@ class Options:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.wire not in WIRES:
-            raise ConfigError(
-                f"Options(wire={self.wire!r}): expected one of {', '.join(WIRES)}{did_you_mean(self.wire, WIRES)}"
-            )
+        for field in ("wire", "changes", "estimates"):
+            name = getattr(self, field)
+            if name is not None and name not in WIRES:
+                raise ConfigError(
+                    f"Options({field}={name!r}): expected one of {', '.join(WIRES)}{did_you_mean(name, WIRES)}"
+                )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"Options(clip_norm={self.clip_norm}): expected a positive norm or None")
         if self.bucket_bytes < 1:
@@ -81,6 +90,16 @@ class Options:
                 f"Options(wire={self.wire!r}, exchange='native'): a backend cannot sum packed contributions: expected "
                 "exchange='direct' or 'auto'"
             )
+
+    @property
+    def wire_of_changes(self) -> Wire:
+        """The format in which parameters are published after a step."""
+        return WIRES[self.wire if self.changes is None else self.changes]
+
+    @property
+    def wire_of_estimates(self) -> Wire:
+        """The format in which a preview's parameters are published."""
+        return self.wire_of_changes if self.estimates is None else WIRES[self.estimates]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

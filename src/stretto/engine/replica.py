@@ -7,10 +7,11 @@ that may differ have more of them (`stretto.averaging`), and so have guards (`st
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from stretto.engine.accumulation import Contribution, GradientBuffer
@@ -22,7 +23,7 @@ from stretto.engine.round import Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
 from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import NonFinite
-from stretto.exchange import Exchange
+from stretto.exchange import Exchange, PlainWire, Publication
 from stretto.exchange.exchange import Prepare, Transfers
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
 from stretto.strategies.contract import Boundary, Gather, Preview, Step
@@ -86,6 +87,13 @@ class Replica:
         self.hides = False
         """Whether gradients may leave before their round is closed (`stretto.engine.hidden`)."""
         self._options = options
+        changes, estimates = options.wire_of_changes, options.wire_of_estimates
+        self._publication = Publication(exchange, () if replicated else (changes, estimates))
+        self._gathers = {
+            "committed": self._publication.gather_on(changes),
+            "estimate": self._publication.gather_on(estimates),
+        }
+        self._gather_aside = self._publication.gather_on(changes, keeps=False)
         # Sums of finished updates are used again: fresh memory pages would cost more than the arithmetic.
         self._spare_sums: list[list[Tensor]] = []
         self._lent_sums: list[list[Tensor]] = []
@@ -125,10 +133,11 @@ class Replica:
 
         What is changing now is left out, or waited for.
         """
-        yield from ()
+        for index, anchor in enumerate(self._publication.anchor):
+            yield f"set {index}", anchor
 
-    def velocities(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield, by name, what this rank keeps for steps with these, unless it is changing now."""
+    def outer_state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield, with kind and name, what this rank keeps for steps with these, unless it is changing now."""
         yield from ()
 
     def reduce(self, round: Round) -> Reduction:
@@ -237,7 +246,8 @@ class Replica:
 
     def gather(self, effect: Gather, flight: Flight | None) -> None:
         """Replace every rank's buffer by the published shards of all ranks."""
-        self.exchange.all_gather(flight_of(effect, flight).round.buffer.flats)
+        flight = flight_of(effect, flight)
+        self._gathers[flight.shown](flight.round.buffer.flats)
 
     def end_update(self, effect: Boundary, flight: Flight | None) -> None:
         """Mark the end of an update, and keep its sums for the next one."""
@@ -269,7 +279,7 @@ class Replica:
         """
         self.sharded.publish(flats)
         if not self.replicated:
-            self.exchange.all_gather(flats)
+            self._gather_aside(flats)
         return statistics.agreed
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
@@ -282,6 +292,17 @@ class Replica:
 
     def begin_again(self) -> None:
         """Declare the present masters, equal on all ranks, to be what ranks agree on."""
+
+    def shows_masters(self, storage: torch.dtype) -> bool:
+        """Return whether models show committed masters as they are, where they store parameters in this dtype."""
+        master, wire = torch.promote_types(storage, torch.float32), self._options.wire_of_changes
+        if self.replicated:
+            return storage == master
+        return isinstance(wire, PlainWire) and wire.of(storage).dtype == master
+
+    def models_show(self, values: Sequence[Tensor]) -> None:
+        """Publish from now on to models that show `values`, one per parameter, equal on all ranks."""
+        self._publication.begin(values)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state for a bit-identical continuation, without what all ranks agree on."""

@@ -2,7 +2,7 @@
 
 model.<name>                            committed parameters, under every name of `model.state_dict()` (before
                                         `torch.compile`), and the buffers as ranks agree on them
-master.<name>                           the owner's values, where the installed values are narrower
+master.<name>                           the owner's values, where models show something coarser
 optimizer.state.<name>.<key>            per parameter, as PyTorch's `flatten_optimizer_state_dict` has it
 optimizer.param_groups.<name>.<key>     hyperparameters
 job.step, job.round_index               counts
@@ -48,7 +48,7 @@ class JobState:
         masters = {
             slot.name: self.cut(slot, sharded.masters)
             for slot in self.slots
-            if self._installed_dtype(slot) != self._master_dtype(slot)
+            if not self.job.replica.shows_masters(self.job.layout.sets[slot.set_index].dtype)
         }
         return {
             "model": self._model(blank=False),
@@ -211,11 +211,6 @@ class JobState:
 
     def _master_dtype(self, slot: Slot) -> torch.dtype:
         return torch.promote_types(self.job.sharded.layout.sets[slot.set_index].dtype, torch.float32)
-
-    def _installed_dtype(self, slot: Slot) -> torch.dtype:
-        """Return the dtype of the values that the model shows."""
-        dtype = self.job.sharded.layout.sets[slot.set_index].dtype
-        return dtype if self.job.replica.replicated else self.job.exchange.wire.values.of(dtype).dtype
 
 
 def _under(entries: Mapping[str, Any], prefix: str) -> State:

@@ -1,14 +1,16 @@
 """How gradients and parameters travel between ranks: the exchange, and one file per wire format."""
 
 from stretto.exchange.exchange import Exchange
+from stretto.exchange.int2 import Int2
 from stretto.exchange.int4 import Int4
 from stretto.exchange.int8 import Int8
 from stretto.exchange.native import NativeExchange
+from stretto.exchange.publication import Publication
 from stretto.exchange.verified import VerifiedExchange
 from stretto.exchange.wire import BF16, FP32, PackedWire, PlainWire, Wire
 from stretto.fields import unknown_name
 
-WIRES: dict[str, Wire] = {wire.name: wire for wire in (FP32, BF16, Int8(), Int4())}
+WIRES: dict[str, Wire] = {wire.name: wire for wire in (FP32, BF16, Int8(), Int4(), Int2())}
 
 
 def wire_by_name(name: str) -> Wire:
@@ -27,11 +29,13 @@ __all__ = [
     "FP32",
     "WIRES",
     "Exchange",
+    "Int2",
     "Int4",
     "Int8",
     "NativeExchange",
     "PackedWire",
     "PlainWire",
+    "Publication",
     "VerifiedExchange",
     "Wire",
     "wire_by_name",

@@ -30,6 +30,10 @@ Transfers = Generator[int | Started, None, None]
 """The transfers of many buckets: also yields the index of each before it starts, and goes on when its values are
 there. Whoever runs it decides only when: what it starts, and in which order, is the same on every rank."""
 
+Change = Callable[[int], Tensor]
+"""Returns what this rank has to add to its slice of a bucket, by the bucket's index."""
+Add = Callable[[int, Tensor], None]
+"""Takes what all ranks add to a bucket, `(bucket.numel,)`, by its index."""
 Prepare = Callable[[int], None]
 """Makes the values of a bucket, by its index, what is to be sent."""
 
@@ -117,8 +121,6 @@ class Exchange:
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
         self._contributed = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
         """The format of contributions, by flat set."""
-        self._gathered = [wire.values.of(flat.dtype) for flat in layout.sets]
-        """The format of parameters, by flat set."""
         self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
     @property
@@ -198,18 +200,32 @@ class Exchange:
 
     # Gathers
 
-    def all_gather(self, flats: Sequence[Tensor]) -> None:
+    def all_gather(self, flats: Sequence[Tensor], formats: Sequence[PlainWire]) -> None:
         """Replace every bucket of `flats` by the owners' slices, rounded to the wire.
 
         Args:
             flats: One tensor per flat set, `(flat.numel,)`, holding this rank's own slices; overwritten whole.
+            formats: By flat set, no wider than its parameters are stored.
         """
         transfers = []
         for index, bucket in enumerate(self.layout.buckets):
             whole = flats[bucket.set_index].narrow(0, bucket.start, bucket.numel)
-            dtype = self._gathered[bucket.set_index].dtype
+            dtype = formats[bucket.set_index].dtype
             transfers.append(self.gather(whole, index, dtype, f"gather of bucket {index}"))
         self.perform(transfers)
+
+    def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
+        """Gather what every owner has to add to its slices, packed."""
+        buckets = range(len(self.layout.buckets))
+        self.perform(self._gather_change(index, wire, change, add) for index in buckets)
+
+    def _gather_change(self, index: int, wire: PackedWire, change: Change, add: Add) -> Transfer:
+        bucket = self.layout.buckets[index]
+        device = self.layout.sets[bucket.set_index].device
+        whole = self.scratch("packed", index, wire.num_bytes(bucket.numel), torch.uint8, device)
+        wire.write(change(index), whole.view(self.world_size, -1)[self.rank])
+        yield from self.gather(whole, index, whole.dtype, f"gather of bucket {index}")
+        add(index, wire.read(whole))
 
     def gather(self, whole: Tensor, index: int, dtype: torch.dtype, what: str) -> Transfer:
         """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`.

@@ -13,9 +13,9 @@ from torch import distributed as dist
 
 from stretto.checksums import digest, hexadecimal, same_bytes
 from stretto.errors import CorruptionError, TransferCorrupt
-from stretto.exchange.exchange import Exchange, Transfer, Transfers, Wait
+from stretto.exchange.exchange import Add, Change, Exchange, Transfer, Transfers, Wait
 from stretto.exchange.repeats import REPEATS, Delivery, Missing, complete
-from stretto.exchange.wire import PlainWire, Wire
+from stretto.exchange.wire import PackedWire, PlainWire, Wire
 from stretto.flat import Layout
 from stretto.records import Incident
 
@@ -85,15 +85,28 @@ class VerifiedExchange(Exchange):
         if whole:
             self._gather(slices, sums, [back[bucket.set_index] for bucket in self.layout.buckets])
 
-    def all_gather(self, flats: Sequence[Tensor]) -> None:
+    def all_gather(self, flats: Sequence[Tensor], formats: Sequence[PlainWire]) -> None:
         """Replace every bucket of `flats` by the owners' slices, and repeat damaged rows."""
         buckets = self.layout.buckets
         owned = [slice(*bucket.owned_range(self.rank, self.world_size)) for bucket in buckets]
         self._gather(
             [flats[bucket.set_index][own] for bucket, own in zip(buckets, owned, strict=True)],
             [flats[bucket.set_index][bucket.start : bucket.stop] for bucket in buckets],
-            [self._gathered[bucket.set_index] for bucket in buckets],
+            [formats[bucket.set_index] for bucket in buckets],
         )
+
+    def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
+        """Gather what every owner has to add to its slices, and repeat damaged rows before anything is added."""
+        wholes = []
+        for bucket in self.layout.buckets:
+            device = self.layout.sets[bucket.set_index].device
+            wholes.append(torch.empty(wire.num_bytes(bucket.numel), dtype=torch.uint8, device=device))
+        owned = [whole.view(self.world_size, -1)[self.rank] for whole in wholes]
+        for index, own in enumerate(owned):
+            wire.write(change(index), own)
+        self._gather(owned, wholes, [PlainWire("", torch.uint8)] * len(wholes))
+        for index, whole in enumerate(wholes):
+            add(index, wire.read(whole))
 
     def gather_values(self, own: Tensor, whole: Tensor, what: str) -> None:
         """Gather every rank's `own` into `whole`, and repeat damaged rows."""

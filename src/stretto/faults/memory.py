@@ -41,7 +41,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
     | published values | after masters have been written into the outgoing buffer |
     | values to be shown | when a round is over on the lane, and waits for its landing |
     | shown parameters, frozen parameters, buffers that are no statistics | after every micro-batch |
-    | error memory | before the lane begins a round |
+    | error memory, anchor | before the lane begins a round |
     """
     job = parallel.job
     compute, comm, sharded = job.compute, job.comm, job.sharded
@@ -50,6 +50,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
         injector.offer("masters", sharded.masters)
         injector.offer("optimizer state", list(_state_tensors(sharded)))
         injector.offer("error memory", job.exchange.owed)
+        injector.offer("anchor", [anchor for _, anchor in job.replica.anchors(waits=False)])
 
     def before_counting(*_: Any) -> None:
         injector.offer("gradient", compute.accumulation.buffer.flats)

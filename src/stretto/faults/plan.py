@@ -31,6 +31,7 @@ MemorySite = Literal[
     "frozen parameters",
     "buffers",
     "error memory",
+    "anchor",
 ]
 Site = WireSite | MemorySite
 Lasts = Literal["once", "sticky", "bursts"]
@@ -81,7 +82,7 @@ class Fault:
     values, records of the round report. In memory: the gradient between micro-batches, the owner's sum, the reduced
     gradient before the step, masters and optimizer state between updates, masters directly after an optimizer step
     ("step"), published values before they are sent, gathered values before they are shown, parameters, frozen
-    parameters and buffers in the model, rounding errors that the wire owes."""
+    parameters and buffers in the model, rounding errors that the wire owes, the anchor to which changes are added."""
     rank: int
     """The rank whose memory is damaged."""
     instant: int = 0

@@ -43,9 +43,10 @@ class Part:
         return f"{self.site}, {self.name}"
 
 
-Sealable = Literal["state", "reduced gradient", "error memory", "values to be shown"]
-"""Masters and optimizer state, which change at a step; reduced gradients, from their sum to their step; rounding errors
-that a wire owes, which change at every sum; values that have been gathered or published, until they are shown."""
+Sealable = Literal["state", "anchor", "reduced gradient", "error memory", "values to be shown"]
+"""Masters and optimizer state, which change at a step; anchors, to which changes are added; reduced gradients, from
+their sum to their step; rounding errors that a wire owes, which change at every sum; values that have been gathered or
+published, until they are shown."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ class Fingerprint:
     """Digest every part that all ranks hold alike.
 
     The parts are the values that the model will show next; with a replicated optimizer, masters and optimizer state;
-    with outer steps, anchors, and these alone while replicas differ; and with a strategy that does not overlap, fixed
-    tensors: frozen parameters and integer buffers. Answer: 64-bit digests by part, in the same order on all ranks. The
-    digest is 0 for a fixed tensor that somebody has written; such a part is not compared.
+    anchors, where changes travel, and under outer steps these alone while replicas differ; and with a strategy that
+    does not overlap, fixed tensors: frozen parameters and integer buffers. Answer: 64-bit digests by part, in the same
+    order on all ranks. The digest is 0 for a fixed tensor that somebody has written; such a part is not compared.
     """
 
 
@@ -98,7 +99,7 @@ class Seal:
 class Inspect:
     """Compare sealed values with their checksums. Answer: the differences."""
 
-    what: tuple[Sealable, ...] = ("state", "reduced gradient")
+    what: tuple[Sealable, ...] = ("state", "anchor", "reduced gradient")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -209,10 +209,8 @@ class GuardInterpreter:
     def _state(self) -> Iterator[tuple[Part, Tensor]]:
         """Yield what changes at a step, and is sealed until then."""
         yield from self._masters()
-        for name, anchor in self._replica.anchors(waits=False):
-            yield Part("anchor", name), anchor
-        for name, velocity in self._replica.velocities():
-            yield Part("velocity", name), velocity
+        for kind, name, tensor in self._replica.outer_state():
+            yield Part(kind, name), tensor
 
     def _masters(self) -> Iterator[tuple[Part, Tensor]]:
         for index, master in enumerate(self._sharded.masters):
@@ -254,7 +252,7 @@ class GuardInterpreter:
             for key in expected.keys() | found.keys():
                 part = self._part_of(index, key)
                 right[part] = right.get(part, True) and expected.get(key) == found.get(key)
-        for part, _ in self._seals.sealed(("values to be shown",)):
+        for part, _ in self._seals.sealed(("values to be shown", "anchor")):
             right[part] = self._seals.difference(part) is None
         shown = dict(self._shown(flight)) if self._is_replicated else {}
         flats = [torch.zeros_like(flat) for flat in shown.values()]
@@ -274,6 +272,10 @@ class GuardInterpreter:
         match what:
             case "state":
                 self._seals.add(what, self._state())
+            case "anchor":
+                self._seals.add(
+                    what, ((Part(what, name), tensor) for name, tensor in self._replica.anchors(waits=False))
+                )
             case "reduced gradient":
                 self._seals.add(what, self._sums())
             case "error memory":
@@ -297,8 +299,11 @@ class GuardInterpreter:
     def _replace(self, parts: Sequence[Part]) -> dict[Part, int]:
         """Replace this rank's damaged parts by those of other ranks, and send healthy parts to ranks that need them."""
         if not self._has_copies:
-            self._give_up(parts)
-            return {}
+            # Ranks that share an optimizer hold the same anchors; ranks that step alone do not meet here.
+            has_anchors = not self._is_replicated and any(self._replica.anchors(waits=False))
+            self._give_up([part for part in parts if not (has_anchors and part.site == "anchor")])
+            if not has_anchors:
+                return {}
         names = json.dumps([dataclasses.astuple(part) for part in parts]).encode() if parts else b""
         damaged = [
             {Part(*fields) for fields in json.loads(record)} if record else set()

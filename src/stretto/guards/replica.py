@@ -33,9 +33,9 @@ _ATTEMPTS = 2
 class ReplicaGuard(Guard):
     """Compares digests of what ranks hold alike, at every update.
 
-    Compared: the values that the model will show; with a replicated optimizer, masters and optimizer state; with outer
-    steps, the anchor, before a fragment lands; with a strategy that does not overlap, frozen parameters and
-    whole-number buffers.
+    Compared: the values that the model will show; with a replicated optimizer, masters and optimizer state; the anchor
+    to which changes are added, under outer steps before a fragment lands; with a strategy that does not overlap, frozen
+    parameters and whole-number buffers.
     Named: for every tensor, the ranks outside a strict majority. Their tensors are overwritten by those of a member of
     the majority, and compared again, before anything is shown. If most ranks are damaged alike, the majority is wrong,
     and the healthy rank is named. Without a majority, as between two ranks, parts are computed again to decide: values

@@ -24,15 +24,16 @@ from stretto.guards.shown import ShownValues
 class AtRest(Guard):
     """Takes checksums at the end of each use and compares them at the start of the next, on every rank separately.
 
-    Watches: masters and optimizer state from the end of an update to the next step; the reduced gradient from its sum
-    to its step; rounding errors that the wire owes, from one sum to the next; gathered values until they are shown;
-    the parameters that the model shows, from their installation to the end of the round's micro-batches; frozen
-    parameters, and buffers that forward passes do not write.
+    Watches: masters and optimizer state from the end of an update to the next step; the anchor, to which changes are
+    added, from one gather to the next step or preview; the reduced gradient from its sum to its step; rounding errors
+    that the wire owes, from one sum to the next; gathered values until they are shown; the parameters that the model
+    shows, from their installation to the end of the round's micro-batches; frozen parameters, and buffers that forward
+    passes do not write.
     Damage: words in one column of the sums, or in a run shorter than a row (`stretto.checksums`), are mended in place,
     to the bit. Larger damage is replaced from another rank if replicas exist; otherwise it ends the job with an error.
     The model's parameters are mended or installed again; if the round cannot be run again, its rank contributes weight
     zero to it. Rounding errors that cannot be mended are set to zero.
-    Traffic: eight bytes per rank and step for replicated strategies, nothing for sharded ones.
+    Traffic: eight bytes per rank and step for replicated strategies, and for sharded ones that send changes.
     Memory: 16 bytes per 32 KiB and 32 KiB per tensor.
     """
 
@@ -45,6 +46,7 @@ class AtRest(Guard):
     def at_start(self) -> GuardScript:
         """Seal the state that training starts from."""
         yield Seal("state")
+        yield Seal("anchor")
         yield Seal("error memory")
 
     def before_reduce(self) -> GuardScript:
@@ -62,12 +64,14 @@ class AtRest(Guard):
         yield Seal("error memory")
 
     def after_gather(self) -> GuardScript:
-        """Seal the gathered values, which may wait for a while until they are shown."""
+        """Seal the gathered values, which may wait for a while until they are shown, and what they were made from."""
+        yield Seal("anchor")
         yield Seal("values to be shown")
 
     def after_update(self) -> GuardScript:
         """Seal the state at the end of the update, and values that were not gathered."""
         yield Seal("state")
+        yield Seal("anchor")
         yield Seal("values to be shown")
 
     def before_landing(self) -> GuardScript:

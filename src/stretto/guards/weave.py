@@ -97,9 +97,9 @@ def _before(
     if isinstance(effect, Land):
         yield from ask("before_land")
     if isinstance(effect, Step | Average | Launch | Land):
-        yield Forget(("state", "reduced gradient"))
+        yield Forget(("state", "anchor", "reduced gradient"))
     if isinstance(effect, Gather):
-        yield Forget(("values to be shown",))
+        yield Forget(("anchor", "values to be shown"))
     if isinstance(effect, ACCUMULATIONS):
         yield Begin()
         yield from ask("before_reduce")

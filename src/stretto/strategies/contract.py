@@ -142,6 +142,8 @@ class Launch:
     """Of the outer step."""
     momentum: float
     """Of the outer step, Nesterov's."""
+    keeps_progress: bool = False
+    """Whether its `Land` adds what this rank has changed since."""
     is_due: bool = True
     """Whether the plan asks for it in this round; otherwise only because this rank drains."""
 
@@ -151,7 +153,7 @@ class Land:
     """Wait for the fragment that has left, and mix the outer step's result into this rank's replica."""
 
     mix: float
-    """What stays of the replica; the rest is the new anchor."""
+    """What stays of the replica; the rest is the new anchor, with what is kept of the progress since."""
     delay: int
     """Rounds for which the fragment has travelled on a rank that has data."""
 

@@ -17,19 +17,23 @@ class DiLoCo(Strategy):
         d   = Σ_q ω_q (θ_q - a) / Σ_q ω_q                        p leaves: what the ranks have changed
         u   ← μ u + d,   a ← a + η (d + μ u)                     the outer step, with Nesterov's momentum
         θ_r ← α θ_r + (1 - α) a                                  p lands, `delay` updates after it left
+        θ_r ← α θ_r + (1 - α) (a + θ_r - θ_r')                   the same with `keep_progress`; θ_r' is what left
 
     `ω_q` is the weight that rank q has contributed since p left the last time. The fragments leave in turn, evenly
     spread over the interval. -d is the outer gradient of the papers.
 
     With one fragment, `outer_lr` 1 and no momentum, delay or mix this is `LocalSGD(rate=1 / interval)`.
 
-    Staleness: 0; replicas drift apart. What a rank has changed while a fragment is under way is lost but for α of it.
+    Staleness: 0; replicas drift apart. What a rank has changed while a fragment is under way is lost but for α of it,
+    unless progress is kept.
     Traffic per update: one all-reduce of the parameters over the interval, a fragment at a time, beside the next
     updates if there is a delay.
-    Memory: masters, state and anchor whole on every rank; the velocity is divided among them.
+    Memory: masters, state and anchor whole on every rank; the velocity is divided among them. What a fragment carries,
+    and with `keep_progress` as much again.
     Equals synchronous when: the interval is 1, `outer_lr` 1, without momentum, delay and mix, and the optimizer is SGD.
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2311.08105);
-    Douillard et al., "Streaming DiLoCo with overlapping communication" (2501.18512).
+    Douillard et al., "Streaming DiLoCo with overlapping communication" (2501.18512). Progress is kept as in Shen et
+    al., "Faster Distributed Deep Net Training: Computation and Communication Decoupled Stochastic Gradient Descent".
     """
 
     interval: int = 10
@@ -46,6 +50,9 @@ class DiLoCo(Strategy):
     mix: float = 0.0
     """What stays of a rank's own values at a landing, from 0 to below 1; only with a delay. Streaming DiLoCo takes
     0.5."""
+    keep_progress: bool = False
+    """Add to the anchor what a rank has changed since the fragment left; only with a delay. Long delays then cost
+    little, so that `outer_lr=1, outer_momentum=0` is an average that hides completely."""
 
     name = "diloco"
     overlaps = False
@@ -72,10 +79,10 @@ class DiLoCo(Strategy):
             raise ConfigError(f"DiLoCo(outer_momentum={self.outer_momentum}): expected from 0 to below 1")
         if not 0 <= self.mix < 1:
             raise ConfigError(f"DiLoCo(mix={self.mix}): expected from 0 to below 1")
-        if self.mix and not self.delay:
+        if (self.mix or self.keep_progress) and not self.delay:
             raise ConfigError(
-                f"DiLoCo(mix={self.mix}, delay=0): without a delay there are no steps to keep a part of; expected "
-                "mix=0, or a delay"
+                f"DiLoCo(mix={self.mix}, keep_progress={self.keep_progress}, delay=0): without a delay there are no "
+                "steps to keep a part of; expected a delay, or neither of them"
             )
 
     def update(self) -> Script:
@@ -102,5 +109,6 @@ class DiLoCo(Strategy):
             self.fragments,
             self.outer_lr,
             self.outer_momentum,
+            keeps_progress=self.keep_progress,
             is_due=departures[fragment] == position,
         )

@@ -55,8 +55,10 @@ class Ledger:
     previews: int
     gradient_transfers: int
     """Gradients sent, in buffers' worth: a reduce-scatter or half an all-reduce is one."""
-    parameter_transfers: int
-    """Parameters (or, for an all-reduce, sums) gathered, in buffers' worth."""
+    gathers: int
+    """Parameters gathered, in buffers' worth."""
+    sum_transfers: int
+    """Sums gathered by an all-reduce, in buffers' worth."""
     averages: float
     """Averages of the parameters, all-reduces each; a mean over many updates. After `AllReduce`, the most there are:
     replicas that are the same are not sent."""
@@ -64,6 +66,8 @@ class Ledger:
     """Averages of the optimizer's state; likewise."""
     fragments: int
     """Parts into which the parameters are cut for outer steps; 0 without any."""
+    keeps_progress: bool
+    """Whether a rank remembers what it held when a fragment left."""
     outer_steps: float
     """Outer steps of all parameters: a sum that travels like a gradient, and a gather. A mean over many updates."""
 
@@ -71,13 +75,13 @@ class Ledger:
         """Return bytes per parameter and update that cross the wire, before the factor (N - 1) / N.
 
         Args:
-            gradient: Bytes of one element of a gradient, on its way to its owner.
-            value: Bytes of one element of everything else; None where the wire sends it as it sends gradients.
+            gradient: Bytes of one element of a gradient on its way to its owner, and of a parameter that is gathered.
+            value: Bytes of one element of sums and averages; None where the wire sends them as it sends gradients.
             moments: What the optimizer keeps per element; averaged in float32, if at all.
         """
         value = gradient if value is None else value
-        gradients = self.gradient_transfers + self.outer_steps
-        values = self.parameter_transfers + 2 * self.averages + self.outer_steps
+        gradients = self.gradient_transfers + self.gathers + 2 * self.outer_steps
+        values = self.sum_transfers + 2 * self.averages
         return gradients * gradient + values * value + 2 * self.state_averages * moments * 4
 
     def memory_bytes(
@@ -98,8 +102,9 @@ class Ledger:
         sums = 0 if self.local and accumulation >= 4 else 4 * self.rounds
         # Narrower replicas are averaged by what they have changed, which takes the last average to tell.
         last_average = 4 if self.averages and parameter < 4 else 0
-        # The anchor, a fragment on its way, and the owner's share of the velocity.
-        outer = 4 + 4 / self.fragments + 4 / world_size if self.fragments else 0
+        # The anchor, a fragment on its way, perhaps what it was when it left, and the owner's share of the velocity.
+        carried = 8 if self.keeps_progress else 4
+        outer = 4 + carried / self.fragments + 4 / world_size if self.fragments else 0
         master, moments = 4, 8
         return parameter + buffers * accumulation + (master + moments + sums) / owners + last_average + outer
 
@@ -142,10 +147,12 @@ def ledger_of(strategy: Strategy) -> Ledger:
         steps=count[Step],
         previews=count[Preview],
         gradient_transfers=count[Reduce] + count[AllReduce],
-        parameter_transfers=count[Gather] + count[AllReduce],
+        gathers=count[Gather],
+        sum_transfers=count[AllReduce],
         averages=len(averages) / num_updates,
         state_averages=sum(effect.state for effect in averages) / num_updates,
         fragments=max((effect.fragments for effect in launches), default=0),
+        keeps_progress=any(effect.keeps_progress for effect in launches),
         outer_steps=sum(1 / effect.fragments for effect in launches) / num_updates,
     )
 

@@ -1,0 +1,102 @@
+"""How owners let all ranks know new parameters: as values, or as what has changed.
+
+    values     b ← wire(θ)              on a plain wire
+    changes    b ← b + wire(θ - b)      on a packed wire
+
+θ is what an owner has, and the anchor b what the models of all ranks show. An owner subtracts what everybody shows, so
+what packing loses of one change is a part of the next: nothing is owed, and ranks stay equal to the bit.
+
+Source: weight differences as in Jia et al., "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data
+Parallelism for LLM Training".
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from stretto.exchange.exchange import Exchange
+from stretto.exchange.wire import PackedWire, PlainWire, Wire
+
+
+class Publication:
+    """Gathers the parameters that owners publish.
+
+    Note [Not finite]
+        A value that is not finite would stay in the anchor for good: no change leads away from it. So it is shown and
+        not kept, on all ranks alike, and the next change leads back to what owners have.
+
+    Args:
+        exchange: The job's.
+        wires: All formats that parameters are published in.
+    """
+
+    def __init__(self, exchange: Exchange, wires: Sequence[Wire]) -> None:
+        self._exchange = exchange
+        self._layout = exchange.layout
+        keeps = any(isinstance(wire, PackedWire) for wire in wires)
+        self.anchor = [
+            torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device)
+            for flat in self._layout.sets
+            if keeps
+        ]
+        """One tensor per flat set, equal on all ranks; none where values alone travel."""
+
+    def begin(self, shown: Sequence[Tensor]) -> None:
+        """Begin with what the models of all ranks show: one tensor per parameter."""
+        for slot, value in zip(self._layout.slots, shown, strict=True):
+            if self.anchor:
+                self.anchor[slot.set_index][slot.start : slot.stop].copy_(value.detach().reshape(-1))
+
+    def gather_on(self, wire: Wire, *, keeps: bool = True) -> Callable[[Sequence[Tensor]], None]:
+        """Return what gathers parameters on a wire, chosen once, so that values alone take the shortest way.
+
+        It takes one tensor per flat set, `(flat.numel,)`, holding this rank's own slices, and replaces every bucket by
+        what all ranks are to show.
+
+        Args:
+            wire: The format.
+            keeps: Whether models show it until the next gather; otherwise the next changes do not build on it.
+        """
+        if isinstance(wire, PackedWire):
+            return functools.partial(self._gather_changes, wire=wire, keeps=keeps)
+        formats = [wire.values.of(flat.dtype) for flat in self._layout.sets]
+        if self.anchor and keeps:
+            return functools.partial(self._gather_values, formats=formats)
+        return functools.partial(self._exchange.all_gather, formats=formats)
+
+    def _gather_values(self, flats: Sequence[Tensor], *, formats: Sequence[PlainWire]) -> None:
+        self._exchange.all_gather(flats, formats)
+        for anchor, flat in zip(self.anchor, flats, strict=True):
+            _keep(anchor, flat)
+
+    def _gather_changes(self, flats: Sequence[Tensor], *, wire: PackedWire, keeps: bool) -> None:
+        rank, world_size = self._exchange.rank, self._exchange.world_size
+
+        def change(index: int) -> Tensor:
+            bucket = self._layout.buckets[index]
+            own = slice(*bucket.owned_range(rank, world_size))
+            return _wide(flats[bucket.set_index][own]) - self.anchor[bucket.set_index][own]
+
+        def add(index: int, changes: Tensor) -> None:
+            bucket = self._layout.buckets[index]
+            inside = slice(bucket.start, bucket.stop)
+            anchor, flat = self.anchor[bucket.set_index][inside], flats[bucket.set_index][inside]
+            # Rounded to what models can show, before anything else is done with it.
+            shown = changes.add(anchor).to(anchor.dtype)
+            flat.copy_(shown)
+            if keeps:
+                _keep(anchor, shown)
+
+        self._exchange.gather_changes(wire, change, add)
+
+
+def _keep(anchor: Tensor, shown: Tensor) -> None:
+    """Copy what is finite; see Note [Not finite]."""
+    torch.where(shown.isfinite(), shown.to(anchor.dtype), anchor, out=anchor)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Return values in which a small difference is exact."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
