@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PINNED := $(VENV)/.pinned
 READY := $(VENV)/.ready
 
-.PHONY: setup train test format clean
+.PHONY: setup train test types layers behaviour format clean
 
 setup: $(READY)
 
@@ -22,8 +22,15 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory --jobs 2 behaviour types layers  # mypy alone would leave a core idle
+
+types: $(READY)
 	$(BIN)/mypy
+
+layers: $(READY)
 	$(BIN)/lint-imports
+
+behaviour: $(READY)
 	$(BIN)/pytest -n $(PROCESSES) --dist loadfile
 
 format: $(READY)

@@ -5,6 +5,10 @@ exit or die. A rank's function must be importable (defined at the top level of a
 result picklable. ``Command`` runs a whole program, as a user starts it, but with its imports already made.
 """
 
+import faulthandler
+import gc
+import importlib
+import logging
 import multiprocessing
 import os
 import pickle
@@ -13,11 +17,12 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
@@ -29,8 +34,34 @@ from stretto.train import processes as started_by_commands
 TIMEOUT_SECONDS = 240.0
 """For a machine that others keep busy; nobody waits for it when all is well."""
 
-# A server forks each rank with what is slow to import already there (tests/conftest.py): 0.1 s per rank, not 3 s.
+# A server forks each rank with what is slow to import already there: 0.1 s per rank, not 3 s.
 _CONTEXT = multiprocessing.get_context("forkserver")
+
+_FORKED_WITH = (
+    "stretto.train.rank",
+    "stretto.campaign.campaign",
+    "stretto.testing",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "sklearn.datasets",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.gpt2.modeling_gpt2",
+)
+"""What ranks in processes of their own would each take seconds to import, beside what tests do."""
+
+
+def start_server_of_ranks() -> None:
+    """Branch off the server that all ranks are forked from, before the first test: it knows nothing of any test."""
+    with warnings.catch_warnings(action="ignore"):  # those of other libraries
+        for name in _FORKED_WITH:
+            importlib.import_module(name)
+    resource_tracker.ensure_running()  # the server would start it
+    start, forkserver.util.spawnv_passfds = forkserver.util.spawnv_passfds, _forked_server
+    try:
+        forkserver.ensure_running()
+    finally:
+        forkserver.util.spawnv_passfds = start
 
 
 class RankFailed(AssertionError):
@@ -275,8 +306,23 @@ def _forked_server(path: str, args: list[str], passed: list[int]) -> int:
         for low, high in zip([2, *sorted(passed)], [*sorted(passed), os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(low + 1, high)
         forkserver._forkserver.__init__()  # its lock was taken when we branched off
+        _forget_pytest()
+        gc.freeze()  # a rank whose garbage collector walked through all that would copy it
         try:
             exec(args[-1])
         finally:
             os._exit(0)
     return server
+
+
+def _forget_pytest() -> None:
+    """Undo, in a process that is forked from it, what pytest does to its own: its files are closed here."""
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
+    faulthandler.disable()
+    importlib.reload(warnings)  # every one was an error
+    for reference in logging._handlerList:
+        handler = reference()
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
+        elif type(handler).__module__ == "_pytest.logging":
+            handler.setLevel(sys.maxsize)  # it would write into what has the number of its file by now

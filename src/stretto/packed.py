@@ -30,6 +30,8 @@ _ARRAYS: list[Any] = [
 ]
 _NAMED_TUPLE = "stretto: named tuple"
 """Key of the dictionary that stands for a named tuple; see Note [Named tuples]."""
+_ALWAYS_READABLE = (bytes, str, float, bool, type(None))
+"""What need not be read back to know that it can be; not integers, the longest of which cannot."""
 _EXPECTED = "expected numbers, text, lists, dictionaries, tensors and arrays"
 _REFUSED = re.compile(r"GLOBAL (\S+)|Unsupported (?:class|global|operand)[^\n]*")
 
@@ -50,7 +52,7 @@ def pack(value: Any, what: str) -> bytes:
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UnsafeValue(f"{what} cannot be written ({error}): {_EXPECTED}") from error
     packed = stream.getvalue()
-    if not isinstance(value, bytes):
+    if type(value) not in _ALWAYS_READABLE:
         unpack(packed, what)
     return packed
 

@@ -271,6 +271,12 @@ def test_what_programs_usually_keep_comes_back() -> None:
     assert repr(unpack(pack(value, "it"), "it")) == repr(value)
 
 
+def test_an_integer_that_could_not_be_read_again_is_refused_when_it_is_packed() -> None:
+    assert unpack(pack(2**2000, "it"), "it") == 2**2000
+    with pytest.raises(UnsafeValue, match="it is refused"):
+        pack(2**2100, "it")
+
+
 def test_a_value_that_changes_on_its_way_to_the_file_is_found(tmp_path: Path, monkeypatch: Any) -> None:
     job = Job(Case()).train(SAVED_AT)
     write = torch.save

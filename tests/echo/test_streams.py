@@ -1,5 +1,6 @@
 """Streaming data sets of Hugging Face: every pass begins where it should, also after a resume in the middle."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,8 +11,13 @@ from stretto import Bernoulli, EchoLoader, EchoOptions, Even
 LENGTH = 4
 
 
+@functools.cache
+def numbers() -> Dataset:
+    return Dataset.from_dict({"number": list(range(2 * LENGTH))})
+
+
 def stream() -> IterableDataset:
-    return Dataset.from_dict({"number": list(range(2 * LENGTH))}).to_iterable_dataset(num_shards=2).batch(2)
+    return numbers().to_iterable_dataset(num_shards=2).batch(2)
 
 
 def passes(loader: EchoLoader[Any], count: int) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """Under torchrun: a rank that is killed ends the job of the other, which says who died."""
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import Command
 
 SCRIPT = """
 import os, signal
@@ -34,8 +34,9 @@ def test_the_survivor_of_a_killed_rank_ends_and_names_it() -> None:
     Path("script.py").write_text(SCRIPT)
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # The time-out of a job is ten minutes, and that of this test is five: it ends because the death was noticed.
-    ended = subprocess.run([sys.executable, "-m", *launcher, "script.py"], capture_output=True, text=True)
-    assert ended.returncode == 1
-    (line,) = ended.stdout.splitlines()
+    with Command("-m", *launcher, "script.py") as torchrun:  # which starts the ranks from nothing
+        shown, _ = torchrun.communicate()
+    assert torchrun.returncode == 1
+    (line,) = shown.splitlines()
     assert line.startswith("rank 0: PeerFailed: rank 0, after step ")
     assert "rank 1 died or closed its connection" in line

@@ -2,9 +2,8 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,18 @@ from stretto.cli import main
 from stretto.errors import ConfigError, DiskError
 from stretto.train.hold import LOCK, held
 from stretto.train.outcome import check_folder
+from tests.processes import Command
 
-HOLD = """
-import sys
-from pathlib import Path
-from stretto.train.hold import held
-with held(Path("run")):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
+
+def hold() -> None:
+    with held(Path("run")):
+        sys.stdout.write("held\n")
+        sys.stdout.flush()
+        threading.Event().wait()
 
 
 def test_a_second_run_is_refused_until_the_first_has_died() -> None:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", HOLD], **pipes) as other:
+    with Command(function=hold) as other:
         assert other.stdout.readline() == "held\n"
         with (
             pytest.raises(
@@ -38,7 +35,8 @@ def test_a_second_run_is_refused_until_the_first_has_died() -> None:
         assert len(str(caught.value).splitlines()) == 1
         with held(Path("another")):
             pass
-        other.send_signal(signal.SIGKILL)
+        other.kill()
+        other.wait()
     with held(Path("run")):
         assert Path("run", LOCK).read_text().startswith(f"process {os.getpid()} on ")
 
