@@ -99,12 +99,12 @@ GUARDS = (st.ReplicaGuard(), st.AtRest())
 
 
 def damaged(
-    strategy: st.DiLoCo, behind: int, what: str, guards: tuple[st.Guard, ...] = GUARDS
+    strategy: st.DiLoCo, behind: int, what: str, guards: tuple[st.Guard, ...] = GUARDS, wire: str = "fp32"
 ) -> list[tuple[list[torch.Tensor], list[Incident]]]:
-    """Flip a bit on rank 1, behind an update: of its anchor, its share of the velocity, or its masters."""
+    """Flip a bit of something on rank 1, behind an update."""
 
     def program(rank: int, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[Incident]]:
-        parallel = start(rank, group, strategy, guards=guards)
+        parallel = start(rank, group, strategy, guards=guards, options={"wire": wire})
         course = Course([], [], [], 0, parallel)
         for step in range(11):
             go_on(parallel, range(step, step + 1), course)
@@ -115,6 +115,8 @@ def damaged(
                     "anchor": fragment.anchor[0],
                     "velocity": fragment.velocity[0],
                     "masters": parallel.job.sharded.masters[0],
+                    "owed": next(iter(fragment.exchange.owed), None),
+                    "lost": next(iter(fragment.lost), None),
                 }
                 targets[what].view(torch.int32).data[5] ^= 1 << 29
         course.updates += parallel.finish()
@@ -129,6 +131,15 @@ def test_what_changes_at_rest_is_named_and_mended(what: str) -> None:
     clean = on_cluster(STRATEGY, ranks=3)
     for expected, (shown, incidents) in zip(clean, damaged(STRATEGY, 7, what), strict=True):
         assert [(found.guard, found.site, found.ranks) for found in incidents] == [("rest", what, (1,))]
+        assert all(map(torch.equal, expected.shown, shown))
+
+
+@pytest.mark.parametrize("what", ["owed", "lost"])
+def test_what_a_packed_wire_owes_or_has_lost_is_named_and_mended(what: str) -> None:
+    clean = on_cluster(STRATEGY, ranks=3, options={"wire": "int4"})
+    found = damaged(STRATEGY, 7, what, wire="int4")
+    for expected, (shown, incidents) in zip(clean, found, strict=True):
+        assert [(one.guard, one.site, one.ranks) for one in incidents] == [("rest", "error memory", (1,))]
         assert all(map(torch.equal, expected.shown, shown))
 
 
