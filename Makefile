@@ -31,7 +31,7 @@ layers: $(READY)
 	$(BIN)/lint-imports
 
 behaviour: $(READY)
-	$(BIN)/pytest -n $(PROCESSES) --dist loadfile
+	$(BIN)/pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

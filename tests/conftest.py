@@ -12,6 +12,9 @@ import pytest
 SOURCES = Path(__file__).resolve().parent.parent / "src"
 LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_")
 
+SLOW = ("campaign", "examples", "experiments", "train", "wheel")
+"""Folders with few tests that take long."""
+
 # Set on the process, not by a fixture, so that whatever process a test starts inherits it.
 for name in [name for name in os.environ if name.startswith(LAUNCHER_PREFIXES)]:
     del os.environ[name]
@@ -19,9 +22,15 @@ os.environ["PYTHONPATH"] = str(SOURCES)  # `python -m stretto` works from any fo
 # Bit-identity holds for one thread count, whichever it is: STRETTO_TEST_THREADS=2 runs the suite with two.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("STRETTO_TEST_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would download something is a mistake
-# What a script starts in its background ignores Ctrl-C, and so does what that starts.
+# What a script starts in its background ignores Ctrl-C, or with nohup a hang-up, and so does what that starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # What takes seconds to import is imported in hooks and fixtures: a process that only deals tests to others needs none.
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run what takes long in few tests first, so that no process works alone at the end; else the order of folders."""
+    items.sort(key=lambda item: item.path.relative_to(SOURCES.parent / "tests").parts[0] not in SLOW)
 
 
 def pytest_collection_finish() -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -64,6 +64,36 @@ def test_an_error_with_another_name_or_none_has_broken_it(ranks: tuple[int, ...]
     violation = failed(ranks).violation
     assert violation is not None
     assert why in violation
+
+
+@pytest.mark.parametrize(
+    ("digests", "violation"),
+    [
+        (("a", "b", "a"), None),  # the second strike has taken the first one back before a guard looked
+        (("a", "b", "c"), "was not detected"),
+        (("a", "b", "c", "a"), None),
+    ],
+)
+def test_damage_that_takes_itself_back_leaves_nothing_to_be_seen(
+    digests: tuple[str, ...], violation: str | None
+) -> None:
+    strikes = tuple(
+        Application(fault=DRAWN.fault, opportunity=n, step=0, elements=9, span=(0.0, 1.0), before=b, after=a)
+        for n, (b, a) in enumerate(pairwise(digests))
+    )
+    results = [dataclasses.replace(result) for result in HEALTHY]
+    results[STRUCK].applications = strikes
+    assert judge(DRAWN, results, HEALTHY, GOLDEN, is_real=False).violation == violation
+
+
+def test_strikes_that_were_mended_in_between_are_not_taken_back() -> None:
+    strikes = [
+        Application(fault=DRAWN.fault, opportunity=n, step=0, elements=9, span=(0.0, 1.0), before=b, after=a)
+        for n, (b, a) in enumerate([("a", "b"), ("a", "b"), ("b", "a")])
+    ]
+    results = [dataclasses.replace(result) for result in HEALTHY]
+    results[STRUCK].applications = tuple(strikes)
+    assert judge(DRAWN, results, HEALTHY, GOLDEN, is_real=False).violation == "was not detected"
 
 
 def test_a_loss_that_is_not_finite_has_broken_it() -> None:

@@ -1,6 +1,7 @@
 """What became of each fault, and whether the promise about it was kept; and the rows of campaign.json."""
 
 import dataclasses
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -160,10 +161,10 @@ def _is_struck(link: tuple[int, int], drawn: DrawnFault, applied: Sequence[Appli
 def _is_due(drawn: DrawnFault, applied: Sequence[Application], harm: Harm, trial: Trial) -> bool:
     """Return whether the promise is about this damage.
 
-    An audit sees only what the gradient of an audited round is in the end. The next micro-batch may round a flipped bit
-    away; then nothing is left to be seen.
+    Guards see what is there when they look. A fault that strikes again may take back what it did before, and the next
+    micro-batch may round a flipped bit in a gradient away; then nothing is left to be seen.
     """
-    if drawn.row.seen_by is None:
+    if drawn.row.seen_by is None or _is_taken_back(applied):
         return False
     if drawn.audit is None:
         return bool(applied)
@@ -172,6 +173,13 @@ def _is_due(drawn: DrawnFault, applied: Sequence[Application], harm: Harm, trial
     micro_batches_per_round = trial.micro_batches // trial.rounds_per_update
     rounds = {application.opportunity // micro_batches_per_round for application in applied}
     return any(drawn.audit.distance(index, drawn.job.ranks) is not None for index in rounds)
+
+
+def _is_taken_back(applied: Sequence[Application]) -> bool:
+    """Return whether the last strike has restored what the first one found, and nobody wrote in between."""
+    if not applied or applied[-1].after != applied[0].before:
+        return False
+    return all(later.before == earlier.after for earlier, later in itertools.pairwise(applied))
 
 
 def _violation(
