@@ -14,7 +14,7 @@ from stretto.exchange import WIRES, PackedWire
 from stretto.exchange.feedback import ErrorFeedback
 from stretto.flat import Layout, plan_layout
 from stretto.strategies import STRATEGIES
-from tests.exchange.accounts import SHAPES, Account, Course, error, settled
+from tests.exchange.accounts import SHAPES, Account, Course, error, growth, settled
 from tests.exchange.values import of_every_size
 
 SUMMING = [
@@ -132,7 +132,7 @@ def test_debts_survive_every_sequence_of_rounds_resumes_and_world_sizes(wire: st
                     rank.settle()
         owed = sum(by_parameter(layout, _flat(layout, rank)) for rank in ranks)
         # Every contribution is rounded once to float32 when the error is added, and debts when they are taken over.
-        bound = 2 * 2 * 2.0**-24 * size + 12 * 2.0**-149
+        bound = 2 * growth(wire) * 2.0**-24 * size + 12 * 2.0**-149
         assert bool(((received + owed - contributed).abs() <= bound).all()), case
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -156,7 +155,7 @@ def small_model() -> nn.Module:
 
 
 def trained(
-    strategy: str, rank: int, group: Any, *, world: int = 2, updates: int = 6, **options: Any
+    strategy: str, rank: int, group: Any, *, updates: int = 6, **options: Any
 ) -> tuple[list[Tensor], stretto.DataParallel]:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -191,16 +190,15 @@ def test_a_coarse_wire_ends_near_an_exact_one_on_all_ranks_alike(strategy: str) 
 
 
 def test_formats_of_gradients_changes_and_estimates_are_chosen_one_by_one() -> None:
-    def sent(rank: int, group: Any) -> tuple[bool, list[Wire], int]:
+    def chosen(rank: int, group: Any) -> tuple[bool, list[Wire]]:
         _, parallel = trained("acco", rank, group, wire="int8", changes="bf16", estimates="int4")
         options = parallel.options
         return (
-            bool(parallel.job.replica._publication.anchor),
+            any(parallel.job.replica.anchors(waits=False)),
             [options.wire_of_changes, options.wire_of_estimates],
-            0,
         )
 
-    for keeps_anchor, formats, _ in VirtualCluster(2).run(sent).values:
+    for keeps_anchor, formats in VirtualCluster(2).run(chosen).values:
         assert keeps_anchor
         assert formats == [BF16, WIRES["int4"]]
     alone = stretto.Options(wire="int8", changes="fp32")
@@ -208,9 +206,9 @@ def test_formats_of_gradients_changes_and_estimates_are_chosen_one_by_one() -> N
 
 
 def test_values_keep_no_anchor() -> None:
-    def anchors(rank: int, group: Any) -> list[Sequence[Tensor]]:
+    def anchors(rank: int, group: Any) -> list[list[tuple[str, Tensor]]]:
         return [
-            trained("zero1", rank, group, updates=1, **formats)[1].job.replica._publication.anchor
+            list(trained("zero1", rank, group, updates=1, **formats)[1].job.replica.anchors(waits=False))
             for formats in ({}, {"wire": "bf16"}, {"wire": "int4", "changes": "bf16"})
         ]
 

@@ -28,8 +28,8 @@ class DiLoCo(Strategy):
     unless progress is kept.
     Traffic per update: one all-reduce of the parameters over the interval, a fragment at a time, beside the next
     updates if there is a delay.
-    Memory: masters, state and anchor whole on every rank; the velocity is divided among them. What a fragment carries,
-    and with `keep_progress` as much again.
+    Memory: masters, state and anchor whole on every rank; the velocity is divided among them. A fragment on its
+    way takes its size once more, with `keep_progress` twice.
     Equals synchronous when: the interval is 1, `outer_lr` 1, without momentum, delay and mix, and the optimizer is SGD.
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2311.08105);
     Douillard et al., "Streaming DiLoCo with overlapping communication" (2501.18512). Progress is kept as in Shen et
