@@ -15,8 +15,8 @@ from stretto.cli import main
     [
         (
             "tarin stdlib-gpt",
-            "no command is called 'tarin'; there are train, resume, compare, simulate, diagnose, campaign, doctor; did "
-            "you mean 'train'?",
+            "no command is called 'tarin'; there are train, resume, compare, simulate, diagnose, plan, campaign, "
+            "doctor; did you mean 'train'?",
         ),
         ("train", "train needs a recipe first: stdlib-gpt, digits-resnet"),
         ("train --updates 3", "train needs a recipe first"),

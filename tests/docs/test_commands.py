@@ -5,6 +5,7 @@ import pytest
 from stretto.campaign import CampaignConfig
 from stretto.cli.options import parse_alone, parse_options
 from stretto.doctor import Examination
+from stretto.plan import PlanConfig
 from stretto.train.arms import parse_arms
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.simulation import SimulateConfig
@@ -37,6 +38,8 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
         )
     elif command == "doctor":
         parse_alone("doctor", rest, Examination())
+    elif command == "plan":
+        parse_options("plan", rest, lambda task: PlanConfig(task=task))
     elif command == "diagnose":
         parse_options("diagnose", rest, lambda task: DiagnoseConfig(task=task))
     else:
@@ -51,6 +54,7 @@ def test_the_pages_print_commands() -> None:
         "compare",
         "simulate",
         "diagnose",
+        "plan",
         "campaign",
         "doctor",
     }

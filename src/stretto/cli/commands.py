@@ -14,10 +14,11 @@ from stretto.cli.environment import find_ranks, is_joined
 from stretto.cli.help import HELP_ALL, command_help, first_clause
 from stretto.cli.options import named_as_options, options_of, parse_alone, parse_options
 from stretto.cli.run_folder import command_of, run_folder
-from stretto.cli.screens import print_diagnosis, print_report, print_run, print_simulation
+from stretto.cli.screens import print_diagnosis, print_plan, print_report, print_run, print_simulation
 from stretto.doctor import Examination, Report, examine_rank
 from stretto.errors import ConfigError, UnknownName
 from stretto.observe import print_campaign, print_comparison
+from stretto.plan import PlanConfig, plan
 from stretto.recipes import RECIPES, TaskConfig, recipe
 from stretto.train.arms import parse_arm
 from stretto.train.comparison import compare, diagnose_rank
@@ -35,6 +36,7 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "compare": lambda task: CompareConfig(task=task),
         "simulate": lambda task: SimulateConfig(task=task),
         "diagnose": lambda task: DiagnoseConfig(task=task),
+        "plan": lambda task: PlanConfig(task=task),
         "campaign": lambda task: CampaignConfig(task=small(task)),
         "doctor": lambda _: Examination(),
     }
@@ -54,6 +56,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "compare": compare_command,
         "simulate": simulate_command,
         "diagnose": diagnose_command,
+        "plan": plan_command,
         "campaign": campaign_command,
         "doctor": doctor_command,
     }
@@ -166,6 +169,15 @@ def diagnose_command(words: Sequence[str]) -> None:
     if ranks.is_first:
         # All ranks wait for the slowest loader.
         print_diagnosis(max(found, key=lambda diagnosis: diagnosis.free_uses))
+
+
+def plan_command(words: Sequence[str]) -> None:
+    """Measure a recipe, and say which strategy and wire to use."""
+    _, job = parse_options("plan", words, CONFIGURE["plan"])
+    ranks = find_ranks(job.workers)
+    rankings = plan(job, ranks, _print_line if ranks.is_first else _print_nothing)
+    if ranks.is_first:
+        print_plan(rankings)
 
 
 def campaign_command(words: Sequence[str]) -> int:

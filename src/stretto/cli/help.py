@@ -66,6 +66,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             takes="RECIPE",
             basic=("workers", "strategy", "batches", "micro-batches", "link", "slow-loader"),
         ),
+        "plan": Command(
+            summary="measure a recipe, and say which strategy and wire to use",
+            takes="RECIPE",
+            basic=("workers", "ranks", "network", "micro-batches", "link", "batches", "seed"),
+        ),
         "campaign": Command(
             summary="strike small jobs with faults, and hold guards to their promises",
             takes="[RECIPE]",

@@ -206,6 +206,10 @@ def _is_group(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and type(value) not in _READERS
 
 
+def _read_counts(text: str) -> tuple[int, ...]:
+    return tuple(read_value(number, int) for number in text.split(","))
+
+
 def _read_pair(text: str) -> tuple[float, ...]:
     numbers = tuple(read_value(number, float) for number in text.split(","))
     if len(numbers) != 2:
@@ -218,6 +222,7 @@ _READERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType(
         Clock: parse_clock,
         tuple[str, ...]: split_list,
         tuple[float, float]: _read_pair,
+        tuple[int, ...]: _read_counts,
         tuple[Fault, ...]: parse_faults,
         dict[str, float]: parse_learning_rates,
         dict[int, float]: parse_slowness,
@@ -229,6 +234,7 @@ _METAVARS: Mapping[Any, str] = MappingProxyType(
         str: "TEXT",
         Clock: "MIN,MAX",
         tuple[str, ...]: "A,B,...",
+        tuple[int, ...]: "N,M,...",
         tuple[float, float]: "A,B",
         tuple[Fault, ...]: "SITE:rank=R:...,...",
         dict[str, float]: "ARM=RATE,...",

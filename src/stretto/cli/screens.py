@@ -2,6 +2,7 @@
 
 import shlex
 import textwrap
+from collections.abc import Sequence
 
 import torch
 
@@ -11,6 +12,8 @@ from stretto.doctor import Finding, Report
 from stretto.echo import Diagnosis
 from stretto.exchange import WIRES
 from stretto.flat import ALIGNMENT
+from stretto.groups import Link
+from stretto.plan import EVIDENCE, Ranking
 from stretto.recipes import TaskConfig
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig
@@ -133,6 +136,47 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     print(textwrap.fill(diagnosis.summary, COLUMNS))
     for line in diagnosis.advice:
         print(textwrap.fill(f"  before an echo: {line}", COLUMNS, subsequent_indent=" " * 4))
+
+
+def print_plan(rankings: Sequence[Ranking]) -> None:
+    """Print what to use for each number of ranks, then how the last one came about."""
+    for ranking in rankings:
+        print(textwrap.fill(_recommendation(ranking), COLUMNS, subsequent_indent="  "))
+    last = rankings[-1]
+    machine, choice = last.machine, last.choice
+    print(
+        f"\nmicro-batch {1000 * machine.micro_batch_seconds:.1f} ms, optimizer {1000 * machine.step_seconds:.1f} ms, "
+        f"loader {1000 * machine.load_seconds:.1f} ms,\nlink {_rate(machine.link)}, {machine.parameters:,} parameters, "
+        f"{machine.ranks} ranks,\n{choice.micro_batches} micro-batches per rank and update"
+    )
+    print(f"\n{'':33}{'s/update':>9}{'waits':>6}{'MB sent':>8}{'MB held':>8}")
+    for one in last.prices:
+        print(
+            f"{one.arm.replace(':wire=', ' '):33}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
+            f"{one.sent_bytes / 1e6:8,.1f}{one.memory_bytes / 1e6:8,.0f}  {last.why_not(one)}"
+        )
+
+
+def _recommendation(ranking: Ranking) -> str:
+    choice, base = ranking.choice, ranking.base
+    arm = parse_arm(choice.arm)
+    wire = arm.settings.get("wire", "fp32")
+    options = f"--strategy {arm.name}" + ("" if wire == "fp32" else f" --wire {wire}")
+    gain = base.seconds_per_micro_batch / choice.seconds_per_micro_batch
+    evidence = EVIDENCE[arm.name]
+    loss = "exact" if not evidence.nats else f"{evidence.nats:+.3f} nats in {evidence.source}"
+    if wire != "fp32":
+        loss += f", but for the rounding of {wire}"
+    faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast as {base.arm} on fp32"
+    return (
+        f"{ranking.machine.ranks} ranks: use {options}: {choice.seconds:.4f} s per update, {faster}; {loss}"
+    )
+
+
+def _rate(link: Link) -> str:
+    if link.bits_per_second is None:
+        return "free"
+    return f"{link.bits_per_second / 1e6:,.0f} Mbit/s and {1e6 * link.latency_seconds:,.0f} us"
 
 
 def print_report(report: Report) -> None:
