@@ -278,6 +278,18 @@ class ComputeLane:
             self._accounts.exposed_seconds += self.runtime.now() - started
         return self._in_flight.result()
 
+    def check_alike(self, what: str) -> None:
+        """Raise if a round is in flight that other ranks, after the same micro-batch, may not have handed over yet.
+
+        Raises:
+            OutOfTurn: The number of micro-batches in a round is up to a `Clock`.
+        """
+        if self._in_flight is not None and not self._quota.is_fixed:
+            raise OutOfTurn(
+                f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have handed over "
+                "fewer rounds; do it right after an Update was returned, before the next forward pass"
+            )
+
     def check_between_updates(self, what: str) -> None:
         """Raise in the middle of an update, or if a micro-batch was counted since the last update ended.
 
@@ -311,11 +323,7 @@ class ComputeLane:
 
     def show_committed(self) -> None:
         """Put the committed parameters and the agreed buffers into the model; all ranks must call."""
-        if self._in_flight is not None and not self._quota.is_fixed:
-            raise OutOfTurn(
-                f"{self.where}: settling while a round is in flight, under a Clock: other ranks may have handed over "
-                "fewer rounds; do it right after an Update was returned, before the next forward pass"
-            )
+        self.check_alike("settling")
         self._finish_opening()
         landing = self.wait_for_lane()
         for listener in self.model.listeners:
