@@ -46,7 +46,9 @@ def test_every_commit_makes_one_update_of_what_was_counted(strategy: Strategy) -
     results = VirtualCluster(2).run(functools.partial(committing, strategy=strategy))
     for updates, _ in results.values:
         assert [update.step for update in updates] == [1, 2, 3, 4, 5]
-        if not any(update.gap for update in updates):  # ranks that step alone report later, for several updates
+        if not any(
+            update.gap for update in updates
+        ):  # ranks that step alone report later, for several updates
             assert [update.micro_batches for update in updates] == [(count, count) for count in LENGTHS]
 
 
