@@ -234,8 +234,9 @@ class DataParallel:
         """End the update here: commit the micro-batches that were counted, however few, and land everything.
 
         For loops that do not use `feed`, and end an accumulation early or want the outcome of their last micro-batch at
-        once. Does nothing if no update is under way. A strategy that overlaps then starts anew, with nothing in flight,
-        so its run differs from one without the call. All ranks must call, after the same micro-batch.
+        once. Does nothing if no update is under way, or after `finish`. A strategy that overlaps then starts anew, with
+        nothing in flight, so its run differs from one without the call. All ranks must call, after the same
+        micro-batch.
 
         Returns:
             The updates that nobody has been told of yet.
@@ -243,6 +244,8 @@ class DataParallel:
         Raises:
             OutOfTurn: A round is in flight under a `Clock`.
         """
+        if self._compute.lifetime.has_finished:
+            return []
         with self._compute.lifetime.running():
             self._compute.check_alike("commit()")
             return self._feed.commit()

@@ -28,6 +28,7 @@ from stretto.engine import Options
 from stretto.errors import CheckpointError, ConfigError, MissingExtra, UsageError
 from stretto.feed import num_samples
 from stretto.guards import Guard
+from stretto.integrations.zero_grad import arm, disarm
 from stretto.parallel import DataParallel
 from stretto.records import Update
 from stretto.strategies import Strategy
@@ -133,7 +134,7 @@ class StrettoTrainer(transformers.Trainer):
             scheduler=None if has_metric else self.lr_scheduler,  # the Trainer turns one that needs a metric
             options=dataclasses.replace(self._options, clip_norm=self.args.max_grad_norm or None),
         )
-        vars(model)["zero_grad"] = _leave_gradients  # also of a compiled model
+        disarm([model])
         if resume_from_checkpoint is not None:
             restored = checkpoint.load(self.parallel, _folder_in(resume_from_checkpoint))
             if restored.extra is not None:
@@ -150,7 +151,7 @@ class StrettoTrainer(transformers.Trainer):
                 self.parallel.fail(error)
             raise
         finally:
-            vars(self.model_wrapped).pop("zero_grad", None)
+            arm([self.model_wrapped])
 
     def _finalize_training(self, *args: Any) -> Any:
         for update in self._job.finish():
@@ -284,7 +285,3 @@ class _Face(AcceleratedOptimizer):  # type: ignore[misc]
 
 def _folder_in(path: str) -> Path:
     return Path(path) / FOLDER
-
-
-def _leave_gradients(set_to_none: bool = True) -> None:
-    """Stand for `model.zero_grad` during a job, which zeroes gradients at take-off."""
