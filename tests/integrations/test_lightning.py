@@ -12,13 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import stretto
 from stretto import ACCO, Strategy, WeightPrediction, errors
+from tests.docs.pages import DOCS, code_blocks
 from tests.integrations.language import as_under_torchrun, texts, tiny_gpt2
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="lightning is not installed: stretto[lightning]"
 )
+TRAINER, FABRIC = code_blocks(DOCS / "integrations.md", "tests/integrations/test_lightning.py")
 EPOCHS = 4
 OVERLAPPING = {"acco": ACCO(), "wp": WeightPrediction()}
 
@@ -130,6 +133,40 @@ def validated(file: str) -> float:
     return loss
 
 
+def of_the_page() -> dict[str, Any]:
+    """Run both blocks of the page, and the loop of Fabric's own documentation."""
+    import lightning
+
+    model = module(Run([], [], [], [], [], [], []))
+    loader = torch.utils.data.DataLoader(texts(40), batch_size=2)
+    names: dict[str, Any] = {"module": model, "loader": loader, "validation": validation()}
+    on_cpu = TRAINER.replace(
+        "devices=2", "devices=2, accelerator='cpu', logger=False, enable_checkpointing=False"
+    )
+    exec(compile(on_cpu, "integrations.md", "exec"), names)
+    found: dict[str, Any] = {"page": names["trainer"].strategy.parallel.steps}
+    for kind in ("fabric-stock", "fabric"):
+        model = tiny_gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = torch.utils.data.DataLoader(texts(32), batch_size=2)
+        fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        if kind == "fabric":
+            names = {"fabric": fabric, "model": model, "optimizer": optimizer, "loader": loader}
+            names |= {"stretto": stretto, "loss_function": lambda model, batch: model(**batch).loss}
+            exec(compile(FABRIC, "integrations.md", "exec"), names)
+        else:
+            fabric.launch()
+            wrapped, stepped = fabric.setup(model, optimizer)
+            for index, batch in enumerate(fabric.setup_dataloaders(loader), start=1):
+                with fabric.no_backward_sync(wrapped, enabled=index % 4 != 0):
+                    fabric.backward(wrapped(**batch).loss / 4)
+                if index % 4 == 0:
+                    stepped.step()
+                    stepped.zero_grad()
+        found[kind] = [parameter.detach().clone() for parameter in model.parameters()]
+    return found
+
+
 def silence() -> None:
     warnings.simplefilter("ignore")  # Lightning has many
     logging.getLogger("lightning").setLevel(logging.ERROR)
@@ -153,7 +190,7 @@ def two_ranks(rank: int) -> dict[str, Any]:
         found[f"{name}-saved"] = [
             validated(f"{name}/epoch={epoch}-step={3 * epoch + 3}.ckpt") for epoch in range(3)
         ]
-    return found
+    return found | of_the_page()
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +201,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return run_ranks(2, two_ranks)[0]
 
 
-def same(one: Run, other: Run) -> bool:
-    pairs = zip(one.parameters, other.parameters, strict=True)
-    return all(torch.equal(left, right) for left, right in pairs)
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
 
 
 def test_the_default_strategy_equals_ddp_to_the_bit(runs: dict[str, Any]) -> None:
@@ -177,7 +213,7 @@ def test_the_default_strategy_equals_ddp_to_the_bit(runs: dict[str, Any]) -> Non
     assert len(ours.validated) == EPOCHS
     assert ours.rates == stock.rates
     assert ours.turned == stock.turned == [3 * EPOCHS]
-    assert same(ours, stock)
+    assert same(ours.parameters, stock.parameters)
 
 
 def test_clipped_by_threes_it_equals_ddp(runs: dict[str, Any]) -> None:
@@ -200,7 +236,7 @@ def test_a_resumed_run_equals_one_that_never_stopped_to_the_bit(runs: dict[str, 
     assert len(resumed.losses) == 10  # of the last epoch
     assert resumed.losses == whole.losses[-10:]
     assert resumed.validated == whole.validated[-1:]
-    assert same(resumed, whole)
+    assert same(resumed.parameters, whole.parameters)
 
 
 def test_checkpoints_that_are_removed_take_their_folders_with_them(runs: dict[str, Any]) -> None:
@@ -224,6 +260,11 @@ def test_between_validations_an_update_lands_after_its_step(
     assert runs[name].steps[:10] == [*expected, (3, 3)]
     assert runs[name].turned == [9]
     assert runs[name].validated[-1] < runs[name].validated[0]
+
+
+def test_the_code_of_the_page_trains(runs: dict[str, Any]) -> None:
+    assert runs["page"] == 2 * 3
+    assert same(runs["fabric"], runs["fabric-stock"])
 
 
 def alone(rank: int) -> dict[str, Any]:
@@ -271,7 +312,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_one_process_equals_lightning_to_the_bit(one: dict[str, Any]) -> None:
     assert one["ours"].losses == one["stock"].losses
-    assert same(one["ours"], one["stock"])
+    assert same(one["ours"].parameters, one["stock"].parameters)
 
 
 def test_what_cannot_work_is_refused_in_one_line(one: dict[str, Any]) -> None:

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import stretto
 from stretto import ACCO, Strategy, WeightPrediction, errors
+from tests.docs.pages import DOCS, code_blocks
 from tests.integrations.language import as_under_torchrun, losses, texts, tiny_gpt2, tiny_llama
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed: stretto[recipes]"
 )
+TRAINER, ACCELERATE = code_blocks(DOCS / "integrations.md", "tests/integrations/test_transformers.py")
 STEPS = 50
 CLIPPED_STEPS = 12
 OVERLAPPING = {"acco": ACCO(), "wp": WeightPrediction()}
@@ -103,6 +106,41 @@ def evaluated(folder: str) -> float:
     return loss
 
 
+def of_the_page() -> dict[str, Any]:
+    """Run both blocks of the page, and the loop of Accelerate's own documentation."""
+    import accelerate
+    import transformers
+
+    arguments = make("page-stock", tiny_gpt2(), max_steps=4, save_strategy="no", eval_strategy="no").args
+    names = {"model": tiny_gpt2(), "arguments": arguments, "dataset": texts(40), "stretto": stretto}
+    exec(compile(TRAINER, "integrations.md", "exec"), names)
+    torch.distributed.barrier()  # rank 0 writes
+    saved = transformers.AutoModelForCausalLM.from_pretrained("trained")
+    found: dict[str, Any] = {
+        "steps": names["trainer"].parallel.steps,
+        "trained": [parameter.detach().clone() for parameter in names["trainer"].model.parameters()],
+        "saved": [parameter.detach().clone() for parameter in saved.parameters()],
+    }
+    for kind in ("accelerate-stock", "accelerate"):
+        model = tiny_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = torch.utils.data.DataLoader(texts(32), batch_size=2)
+        names = {"accelerate": accelerate, "model": model, "optimizer": optimizer, "loader": loader}
+        names |= {"stretto": stretto, "loss_function": lambda model, batch: model(**batch).loss}
+        if kind == "accelerate":
+            exec(compile(ACCELERATE, "integrations.md", "exec"), names)
+        else:
+            accelerator = accelerate.Accelerator(gradient_accumulation_steps=4)
+            wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for batch in loader:
+                with accelerator.accumulate(wrapped):
+                    accelerator.backward(wrapped(**batch).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found[kind] = [parameter.detach().clone() for parameter in model.parameters()]
+    return found
+
+
 def silence() -> None:
     import transformers
 
@@ -135,7 +173,10 @@ def two_ranks(rank: int) -> dict[str, Any]:
         found[name] = train(name, tiny_gpt2(), **short)
         found[f"{name}-resumed"] = train(name, tiny_gpt2(), f"{name}/checkpoint-4", **short)
         found[f"{name}-saved"] = [evaluated(f"{name}/checkpoint-{step}") for step in (4, 8)]
-    return found
+    extras: dict[str, Any] = {"bf16": True, "gradient_checkpointing": True, "label_smoothing_factor": 0.1}
+    for name in ("extras-stock", "extras"):
+        found[name] = train(name, tiny_gpt2(), max_steps=3, eval_strategy="no", save_strategy="no", **extras)
+    return found | of_the_page()
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +187,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return run_ranks(2, two_ranks)[0]
 
 
-def same(one: Run, other: Run) -> bool:
-    pairs = zip(one.parameters, other.parameters, strict=True)
-    return all(torch.equal(left, right) for left, right in pairs)
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
 
 
 def test_the_default_strategy_equals_the_stock_trainer_to_the_bit(runs: dict[str, Any]) -> None:
@@ -158,7 +198,7 @@ def test_the_default_strategy_equals_the_stock_trainer_to_the_bit(runs: dict[str
         assert losses(ours.logs, key) == losses(stock.logs, key), key
     assert len(losses(ours.logs)) == ours.turned == STEPS
     assert len(losses(ours.logs, "eval_loss")) == 3  # and at the end
-    assert same(ours, stock)
+    assert same(ours.parameters, stock.parameters)
 
 
 def test_clipped_by_threes_and_with_the_best_model_loaded_it_equals_the_stock_trainer(
@@ -187,7 +227,7 @@ def test_a_resumed_run_equals_one_that_never_stopped_to_the_bit(runs: dict[str, 
     whole, resumed = runs[name], runs[f"{name}-resumed"]
     for key in ("loss", "eval_loss", "learning_rate"):
         assert losses(resumed.logs, key) == losses(whole.logs, key), key
-    assert same(resumed, whole)
+    assert same(resumed.parameters, whole.parameters)
 
 
 @pytest.mark.parametrize("name", OVERLAPPING)
@@ -206,6 +246,21 @@ def test_between_evaluations_an_update_lands_after_its_step(runs: dict[str, Any]
     assert runs[name].turned == 8
     assert losses(runs[name].logs, "learning_rate") == losses(runs[f"{name}-resumed"].logs, "learning_rate")
     assert losses(runs[name].logs)[-1] < losses(runs[name].logs)[0]
+
+
+def test_bf16_checkpointed_activations_and_smoothed_labels_equal_the_stock_trainer(
+    runs: dict[str, Any],
+) -> None:
+    """Before any step the loss is the same to the bit, and the others follow it: clipping is on."""
+    stock, ours = losses(runs["extras-stock"].logs), losses(runs["extras"].logs)
+    assert ours[0] == stock[0]
+    assert ours == pytest.approx(stock, rel=0, abs=1e-5)
+
+
+def test_the_code_of_the_page_trains_and_saves_what_was_committed(runs: dict[str, Any]) -> None:
+    assert runs["steps"] == 4
+    assert same(runs["saved"], runs["trained"])
+    assert same(runs["accelerate"], runs["accelerate-stock"])
 
 
 def alone(rank: int) -> dict[str, Any]:
