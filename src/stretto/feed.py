@@ -94,6 +94,7 @@ class Feed:
     def commit(self) -> list[Update]:
         """Commit what this rank has counted and land everything; all ranks come here after the same micro-batch."""
         compute = self._compute
+        compute.check_alike("commit()")
         own, compute.vote = compute.vote, Vote.DRAIN
         while not compute.is_clear:
             self._pass_round()

@@ -184,12 +184,13 @@ def two_ranks(rank: int) -> dict[str, Any]:
         "clipped": train("clipped", **clipped),
     }
     for name, strategy in OVERLAPPING.items():
-        found[name] = train(name, strategy=strategy, keep=-1, max_epochs=3)
-        file = f"{name}/epoch=1-step=6.ckpt"
-        found[f"{name}-resumed"] = train(f"{name}-resumed", file, strategy=strategy, keep=-1, max_epochs=3)
-        found[f"{name}-saved"] = [
-            validated(f"{name}/epoch={epoch}-step={3 * epoch + 3}.ckpt") for epoch in range(3)
-        ]
+        settings: dict[str, Any] = {"strategy": strategy, "keep": -1, "max_epochs": 3}
+        found[name] = train(name, **settings)
+        found[f"{name}-resumed"] = train(f"{name}-resumed", f"{name}/epoch=1-step=6.ckpt", **settings)
+        # Eight batches are two accumulations: a validation inside an epoch.
+        inside = {**settings, "max_epochs": 1, "val_check_interval": 8}
+        found[f"{name}-inside"] = train(f"{name}-inside", **inside)
+        found[f"{name}-saved"] = validated(f"{name}-inside/epoch=0-step=2.ckpt")
     return found | of_the_page()
 
 
@@ -248,7 +249,9 @@ def test_checkpoints_that_are_removed_take_their_folders_with_them(runs: dict[st
 
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_what_is_validated_and_saved_is_what_was_committed(runs: dict[str, Any], name: str) -> None:
-    assert runs[f"{name}-saved"] == runs[name].validated
+    inside = runs[f"{name}-inside"]
+    assert [runs[f"{name}-saved"]] == inside.validated
+    assert inside.steps[7:9] == [(2, 1), (2, 2)]  # the validation lies between
 
 
 @pytest.mark.parametrize(("name", "landing"), [("acco", 6), ("wp", 8)])

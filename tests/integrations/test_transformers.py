@@ -263,6 +263,25 @@ def test_the_code_of_the_page_trains_and_saves_what_was_committed(runs: dict[str
     assert same(runs["accelerate"], runs["accelerate-stock"])
 
 
+def ended_inside_accumulations() -> tuple[int, int]:
+    """Train two epochs, each of which a callback ends after six of its batches; return both counts of updates."""
+    import transformers
+
+    class End(transformers.TrainerCallback):
+        def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+            self.batches = 0
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.batches += 1
+            control.should_epoch_stop = self.batches == 5  # and one that was the last of an accumulation
+
+    epochs: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "epoch"}
+    trainer = make("ended", tiny_gpt2(), strategy=ACCO(), **epochs)
+    trainer.add_callback(End())
+    trainer.train()
+    return trainer.state.global_step, trainer.parallel.steps
+
+
 def alone(rank: int) -> dict[str, Any]:
     silence()
     short: dict[str, Any] = {"max_steps": 6, "save_strategy": "epoch", "warmup_steps": 2}
@@ -270,6 +289,7 @@ def alone(rank: int) -> dict[str, Any]:
         "stock": train("stock", tiny_gpt2(), **short),
         "ours": train("ours", tiny_gpt2(), **short),
     }
+    found["ended"] = ended_inside_accumulations()
     trainer = make("again", tiny_gpt2(), max_steps=1)
     trainer.train()
     attempts = {
@@ -302,6 +322,10 @@ def test_one_process_equals_the_stock_trainer_to_the_bit(one: dict[str, Any]) ->
     # Clipping is on: the stock norm is one of norms by parameter, ours one of flat slices.
     for left, right in zip(one["ours"].parameters, one["stock"].parameters, strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
+
+
+def test_an_accumulation_that_a_callback_ends_becomes_an_update_of_its_own(one: dict[str, Any]) -> None:
+    assert one["ended"] == (2, 4)
 
 
 def test_what_cannot_work_is_refused_in_one_line(one: dict[str, Any]) -> None:

@@ -279,11 +279,7 @@ class ComputeLane:
         return self._in_flight.result()
 
     def check_alike(self, what: str) -> None:
-        """Raise if a round is in flight that other ranks, after the same micro-batch, may not have handed over yet.
-
-        Raises:
-            OutOfTurn: The number of micro-batches in a round is up to a `Clock`.
-        """
+        """Raise `OutOfTurn` if a round is in flight that other ranks may not have handed over, under a `Clock`."""
         if self._in_flight is not None and not self._quota.is_fixed:
             raise OutOfTurn(
                 f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have handed over "
@@ -307,11 +303,7 @@ class ComputeLane:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Show the committed parameters and the agreed buffers inside the block; all ranks must enter, alike.
-
-        Raises:
-            OutOfTurn: A round is in flight that other ranks may not have handed over yet.
-        """
+        """Show the committed parameters and the agreed buffers inside the block; see `show_committed`."""
         if self.model.is_settled:
             yield
             return
@@ -322,7 +314,7 @@ class ComputeLane:
             self.model.show_again()
 
     def show_committed(self) -> None:
-        """Put the committed parameters and the agreed buffers into the model; all ranks must call."""
+        """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike."""
         self.check_alike("settling")
         self._finish_opening()
         landing = self.wait_for_lane()

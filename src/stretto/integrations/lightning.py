@@ -113,7 +113,7 @@ class StrettoStrategy(DDPStrategy):
         )
         disarm([self._module, optimizer])
 
-    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]  # DDP returns its wrapper
         """Leave the model as it is, where DDP wraps it."""
         return model
 

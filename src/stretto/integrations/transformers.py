@@ -98,10 +98,8 @@ class StrettoTrainer(transformers.Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer, and return the face that the Trainer steps."""
         optimizer = super().create_optimizer(model)
-        self.optimizer = (
-            optimizer if isinstance(optimizer, _Face) else _Face(optimizer, device_placement=False)
-        )
-        face: _Face = self.optimizer
+        face = optimizer if isinstance(optimizer, _Face) else _Face(optimizer, device_placement=False)
+        self.optimizer = face
         return face
 
     def create_scheduler(
@@ -114,7 +112,7 @@ class StrettoTrainer(transformers.Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         before = self.parallel
-        model, loader = super()._prepare_for_training(  # type: ignore[no-untyped-call]
+        model, loader = super()._prepare_for_training(  # type: ignore[no-untyped-call]  # as all its private methods
             max_steps, train_dataloader, resume_from_checkpoint
         )
         optimizer = self.optimizer.optimizer
@@ -153,10 +151,14 @@ class StrettoTrainer(transformers.Trainer):
         finally:
             arm([self.model_wrapped])
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]  # as above
+        self._commit()  # a callback may have ended the epoch inside an accumulation
+
     def _finalize_training(self, *args: Any) -> Any:
         for update in self._job.finish():
             self.last_update = update
-        return super()._finalize_training(*args)  # type: ignore[no-untyped-call]
+        return super()._finalize_training(*args)  # type: ignore[no-untyped-call]  # as above
 
     @property
     def _job(self) -> DataParallel:
@@ -269,7 +271,7 @@ class StrettoTrainer(transformers.Trainer):
                 raise ConfigError(f"StrettoTrainer does not work with {setting}: {remedy}")
 
 
-class _Face(AcceleratedOptimizer):  # type: ignore[misc]
+class _Face(AcceleratedOptimizer):  # type: ignore[misc]  # it has no types
     """What the Trainer steps and reads; the job steps the optimizer behind it, and turns its schedule."""
 
     _is_accelerate_prepared = True
