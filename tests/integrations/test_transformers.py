@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,26 @@ def ended_inside_accumulations() -> tuple[int, int]:
     return trainer.state.global_step, trainer.parallel.steps
 
 
+def without_a_length() -> list[tuple[int, ...]]:
+    """Train on a stream of six batches, in accumulations of four; return the micro-batches of each update."""
+    import transformers
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return iter(texts(12))
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            counts.append(trainer.last_update.micro_batches)
+
+    counts: list[tuple[int, ...]] = []
+    trainer = make("unsized", tiny_gpt2(), max_steps=3, eval_strategy="no", save_strategy="no")
+    trainer.train_dataset = Stream()
+    trainer.add_callback(Watch())
+    trainer.train()
+    return counts
+
+
 def alone(rank: int) -> dict[str, Any]:
     silence()
     short: dict[str, Any] = {"max_steps": 6, "save_strategy": "epoch", "warmup_steps": 2}
@@ -290,6 +311,7 @@ def alone(rank: int) -> dict[str, Any]:
         "ours": train("ours", tiny_gpt2(), **short),
     }
     found["ended"] = ended_inside_accumulations()
+    found["unsized"] = without_a_length()
     trainer = make("again", tiny_gpt2(), max_steps=1)
     trainer.train()
     attempts = {
@@ -326,6 +348,10 @@ def test_one_process_equals_the_stock_trainer_to_the_bit(one: dict[str, Any]) ->
 
 def test_an_accumulation_that_a_callback_ends_becomes_an_update_of_its_own(one: dict[str, Any]) -> None:
     assert one["ended"] == (2, 4)
+
+
+def test_what_a_stream_leaves_of_an_accumulation_is_left_out(one: dict[str, Any]) -> None:
+    assert one["unsized"] == [(4,), (4,), (4,)]
 
 
 def test_what_cannot_work_is_refused_in_one_line(one: dict[str, Any]) -> None:
