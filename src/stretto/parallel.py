@@ -1,6 +1,5 @@
 """`DataParallel`: what a user holds."""
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -80,7 +79,7 @@ class DataParallel:
         self.model = model
         self.optimizer = optimizer
         self.strategy = check_strategy(ZeRO1() if strategy is None else strategy)
-        self.options = _with_wire(Options() if options is None else options, wire)
+        self.options = (Options() if options is None else options).with_wire(wire)
         if not isinstance(guards, Sequence):
             raise ConfigError(f"guards: expected 'standard' or a sequence of guards, found {guards!r}")
         self.guards: tuple[Guard, ...]
@@ -229,6 +228,20 @@ class DataParallel:
             self._compute.check_untouched()
             self._compute.accumulation.collect()
             return self._count(weight, loss, samples)
+
+    def commit(self) -> list[Update]:
+        """Commit what was counted, however little, and land everything; return the updates nobody was told of yet.
+
+        For loops without `feed`. Does nothing if no update is under way, or after `finish`. A strategy that overlaps
+        then starts with nothing in flight, as at first. All ranks must call, after the same micro-batch.
+
+        Raises:
+            OutOfTurn: A round is in flight under a `Clock`.
+        """
+        if self._compute.lifetime.has_finished:
+            return []
+        with self._compute.lifetime.running():
+            return self._feed.commit()
 
     def discard(self) -> None:
         """Drop gradients of backward passes that were not this job's.
@@ -382,13 +395,3 @@ class DataParallel:
                 f"{self._compute.where}: the loss depends on no parameter that requires a gradient: expected one "
                 "computed by the model outside torch.no_grad(), and not detached"
             )
-
-
-def _with_wire(options: Options, wire: str | None) -> Options:
-    if wire is None:
-        return options
-    if options.wire not in (wire, Options().wire):
-        raise ConfigError(
-            f"DataParallel(wire={wire!r}, options=Options(wire={options.wire!r})): expected one of them"
-        )
-    return dataclasses.replace(options, wire=wire)

@@ -278,6 +278,14 @@ class ComputeLane:
             self._accounts.exposed_seconds += self.runtime.now() - started
         return self._in_flight.result()
 
+    def check_alike(self, what: str) -> None:
+        """Raise `OutOfTurn` if a round is in flight that other ranks may not have handed over, under a `Clock`."""
+        if self._in_flight is not None and not self._quota.is_fixed:
+            raise OutOfTurn(
+                f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have handed over "
+                "fewer rounds; do it right after an Update was returned, before the next forward pass"
+            )
+
     def check_between_updates(self, what: str) -> None:
         """Raise in the middle of an update, or if a micro-batch was counted since the last update ended.
 
@@ -295,11 +303,7 @@ class ComputeLane:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Show the committed parameters and the agreed buffers inside the block; all ranks must enter, alike.
-
-        Raises:
-            OutOfTurn: A round is in flight that other ranks may not have handed over yet.
-        """
+        """Show the committed parameters and the agreed buffers inside the block; see `show_committed`."""
         if self.model.is_settled:
             yield
             return
@@ -310,12 +314,8 @@ class ComputeLane:
             self.model.show_again()
 
     def show_committed(self) -> None:
-        """Put the committed parameters and the agreed buffers into the model; all ranks must call."""
-        if self._in_flight is not None and not self._quota.is_fixed:
-            raise OutOfTurn(
-                f"{self.where}: settling while a round is in flight, under a Clock: other ranks may have handed over "
-                "fewer rounds; do it right after an Update was returned, before the next forward pass"
-            )
+        """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike."""
+        self.check_alike("settling")
         self._finish_opening()
         landing = self.wait_for_lane()
         for listener in self.model.listeners:

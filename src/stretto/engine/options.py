@@ -106,6 +106,20 @@ class Options:
                 "exchange='direct' or 'auto'"
             )
 
+    def with_wire(self, wire: str | None) -> "Options":
+        """Return these options with another wire than the default; with None they stay.
+
+        Raises:
+            ConfigError: They name another one themselves.
+        """
+        if wire is None:
+            return self
+        if self.wire not in (wire, Options().wire):
+            raise ConfigError(
+                f"DataParallel(wire={wire!r}, options=Options(wire={self.wire!r})): expected one of them"
+            )
+        return dataclasses.replace(self, wire=wire)
+
     @property
     def wire_of_changes(self) -> Wire:
         """The format in which parameters are published after a step."""
