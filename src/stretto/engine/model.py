@@ -22,6 +22,7 @@ from stretto.engine.round import Listener, Shown
 from stretto.engine.statistics import Statistics
 from stretto.errors import EstimateShown, OptimizerStepped, OutOfTurn, ParametersTouched, UsageError
 from stretto.flat import Layout, original_name
+from stretto.optimizer import members_of
 
 _version = operator.attrgetter("_version")
 
@@ -117,7 +118,7 @@ class UserModel:
         self._before: Held | None = None
         """Inside `settled`, what the model showed before; otherwise None."""
         self._ids = {id(parameter) for parameter in parameters}
-        self._num_groups = len(optimizer.param_groups)
+        self._num_groups = self._count_groups()
         self._handles: list[Any] = []
         self._nodes = [_adding_node(parameter) for parameter in parameters]
         """Kept: a node and its hooks end with the last reference."""
@@ -190,9 +191,10 @@ class UserModel:
                 "its place: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
             )
 
-        self._handles.append(self.optimizer.register_step_pre_hook(step))
-        self._handles.append(self.optimizer.register_state_dict_pre_hook(state))
-        self._handles.append(self.optimizer.register_load_state_dict_pre_hook(state))
+        for member in members_of(self.optimizer):
+            self._handles.append(member.register_step_pre_hook(step))
+            self._handles.append(member.register_state_dict_pre_hook(state))
+            self._handles.append(member.register_load_state_dict_pre_hook(state))
 
     def unhook(self) -> None:
         """Remove every hook from model and optimizer."""
@@ -296,11 +298,16 @@ class UserModel:
         self._turned_to = None
 
     def turn(self, scheduler: Any, times: int, where: str) -> None:
-        """Turn a scheduler once for every update.
+        """Turn a scheduler once for every update; None leaves it to the caller.
 
         Raises:
             UsageError: It has been turned by hand too, or its schedule has ended.
         """
+        if times:
+            for member in members_of(self.optimizer):
+                member._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+        if scheduler is None:
+            return
         position = getattr(scheduler, "last_epoch", None)
         if self._turned_to not in (None, position):
             raise UsageError(
@@ -355,9 +362,9 @@ class UserModel:
         Raises:
             ParametersTouched: Says which, or how many.
         """
-        if len(self.optimizer.param_groups) != self._num_groups:
+        if self._count_groups() != self._num_groups:
             raise ParametersTouched(
-                f"{where}: the optimizer has {len(self.optimizer.param_groups)} parameter groups, {self._num_groups} "
+                f"{where}: the optimizer has {self._count_groups()} parameter groups, {self._num_groups} "
                 "when it was wrapped; add groups before wrapping"
             )
         trainable = {id(parameter) for parameter in self._every_parameter() if parameter.requires_grad}
@@ -374,6 +381,9 @@ class UserModel:
                     f"{where}: parameter {name!r} was removed from the model after wrapping; make a new DataParallel "
                     "over the changed model"
                 )
+
+    def _count_groups(self) -> int:
+        return sum(len(member.param_groups) for member in members_of(self.optimizer))
 
     @property
     def is_replaced(self) -> bool:
