@@ -110,6 +110,7 @@ class UserModel:
         self.model = model
         self.parameters = parameters
         self.optimizer = optimizer
+        self._members = members_of(optimizer)
         self.names = [slot.name for slot in layout.slots]
         self.statistics = Statistics(model)
         self.shown: Shown = "committed"
@@ -118,7 +119,8 @@ class UserModel:
         self._before: Held | None = None
         """Inside `settled`, what the model showed before; otherwise None."""
         self._ids = {id(parameter) for parameter in parameters}
-        self._num_groups = self._count_groups()
+        self._groups = [member.param_groups for member in self._members]
+        self._num_groups = sum(map(len, self._groups))
         self._handles: list[Any] = []
         self._nodes = [_adding_node(parameter) for parameter in parameters]
         """Kept: a node and its hooks end with the last reference."""
@@ -191,7 +193,7 @@ class UserModel:
                 "its place: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
             )
 
-        for member in members_of(self.optimizer):
+        for member in self._members:
             self._handles.append(member.register_step_pre_hook(step))
             self._handles.append(member.register_state_dict_pre_hook(state))
             self._handles.append(member.register_load_state_dict_pre_hook(state))
@@ -304,7 +306,7 @@ class UserModel:
             UsageError: It has been turned by hand too, or its schedule has ended.
         """
         if times:
-            for member in members_of(self.optimizer):
+            for member in self._members:
                 member._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         if scheduler is None:
             return
@@ -362,9 +364,9 @@ class UserModel:
         Raises:
             ParametersTouched: Says which, or how many.
         """
-        if self._count_groups() != self._num_groups:
+        if (num_groups := sum(map(len, self._groups))) != self._num_groups:
             raise ParametersTouched(
-                f"{where}: the optimizer has {self._count_groups()} parameter groups, {self._num_groups} "
+                f"{where}: the optimizer has {num_groups} parameter groups, {self._num_groups} "
                 "when it was wrapped; add groups before wrapping"
             )
         trainable = {id(parameter) for parameter in self._every_parameter() if parameter.requires_grad}
@@ -381,9 +383,6 @@ class UserModel:
                     f"{where}: parameter {name!r} was removed from the model after wrapping; make a new DataParallel "
                     "over the changed model"
                 )
-
-    def _count_groups(self) -> int:
-        return sum(len(member.param_groups) for member in members_of(self.optimizer))
 
     @property
     def is_replaced(self) -> bool:

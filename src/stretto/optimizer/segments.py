@@ -45,10 +45,6 @@ class Segment:
     master: Tensor
     """View of the masters; what the private optimizer steps. `(stop - start,)`, or the shape of a whole tensor."""
 
-    def view(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the run of per-bucket `tensors`, over the owned slices, in the shape of the master."""
-        return tensors[self.bucket][self.start : self.stop].view(self.master.shape)
-
 
 def owned_pieces(layout: Layout, rank: int, num_owners: int) -> Iterator[Piece]:
     """Yield the pieces of parameters that `rank` owns, bucket by bucket in flat order."""

@@ -89,7 +89,7 @@ class ReducedGradient:
         """Return the sums over one segment; None if no rank's micro-batch used its parameters."""
         if not self.used[segment.pieces[0].slot.index]:
             return None
-        return segment.view(self.sums)
+        return self.sums[segment.bucket][segment.start : segment.stop].view(segment.master.shape)
 
     def mean_of(self, piece: Tensor, clip: float) -> Tensor:
         """Return the mean of one `piece` of the sums; a copy unless `become_mean` has been there already."""
@@ -212,9 +212,9 @@ class ShardedOptimizer:
         """
         self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
-        owned = [self._owned(flats, index) for index in range(len(self.masters))]
         for segment in self.segments:
-            published = segment.view(owned)
+            run = self._owned(flats, segment.bucket)[segment.start : segment.stop]
+            published = run.view(segment.master.shape)
             # The copy can be stepped in the memory that is sent, unless that has a narrower dtype.
             fits = published.dtype == segment.master.dtype
             ghost = (published if fits else torch.empty_like(segment.master)).copy_(segment.master)
