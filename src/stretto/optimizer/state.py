@@ -181,8 +181,9 @@ def average_states(
 
 
 def _place(owner: ShardedOptimizer, sums: Sequence[Tensor], piece: Piece, moment: Tensor) -> Tensor:
-    """Return the part of a piece's place in `sums` that `moment` takes, in its shape."""
-    return owner.values(sums, piece)[: moment.numel()].view(moment.shape)
+    """Return what an entry of a piece's state takes of its place in `sums`: all, or what a whole parameter's needs."""
+    place = owner.values(sums, piece)
+    return place[: moment.numel()].view(moment.shape) if piece.slot.is_whole else place
 
 
 def _table(num_slots: int, states: Mapping[Piece, PieceState], numbers: Sequence[str]) -> NDArray[np.float64]:
