@@ -179,6 +179,18 @@ class ClipsByNorm(Written):
         super().update(p, g * self.factor, group, state)
 
 
+class NormalisesGroups(Written):
+    """Divides by the norm of all gradients of a group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            members = [p for p in group["params"] if p.grad is not None]
+            norm = torch.cat([torch.zeros(1), *(p.grad.flatten() for p in members)]).norm()
+            for p in members:
+                self.update(p, p.grad / norm, group, self.state[p])
+
+
 class RatePerParameter(Written):
     """Reads an attribute that users set on parameters."""
 
@@ -308,6 +320,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "ScheduleFree": (ScheduleFree, r"parameter groups \(k, weight_sum\)"),
     "Prodigy": (Prodigy, r"parameter groups \(d, numerator\)"),
     "ClipsByNorm": (ClipsByNorm, r"depends on others.*Options\(clip_norm=...\)"),
+    "NormalisesGroups": (NormalisesGroups, "depends on others"),
     "CountsInGroup": (CountsInGroup, r"parameter groups \(count\)"),
     "CountsOnItself": (CountsOnItself, "outside optimizer.state"),
     "EveryThirdStep": (EveryThirdStep, "outside optimizer.state"),

@@ -306,8 +306,8 @@ class UserModel:
             UsageError: It has been turned by hand too, or its schedule has ended.
         """
         if times:
-            for member in self._members:
-                member._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+            for one in (self.optimizer, *self._members):
+                one._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         if scheduler is None:
             return
         position = getattr(scheduler, "last_epoch", None)
