@@ -119,6 +119,17 @@ class DecaysMatrices(Written):
         super().update(p, g + 0.1 * p if p.dim() > 1 else g, group, state)
 
 
+class RulePerGroupAndShape(Written):
+    """Scales matrices by their norm in groups that ask for it, and raises for anything else there."""
+
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.1, "matrices": False}
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if group["matrices"] and g.dim() != 2:
+            raise ValueError("expected a matrix")
+        super().update(p, g / g.norm() if group["matrices"] else g, group, state)
+
+
 # What follows sees several tensors, or remembers in another place.
 
 
@@ -311,6 +322,10 @@ WHOLE: dict[str, tuple[Make, set[int]]] = {
     "Lamb": (lambda groups: Lamb([groups[0], {**groups[1], "weight_decay": 0.1}]), {1}),
     "Lars": (Lars, {0, 1}),
     "DecaysMatrices": (DecaysMatrices, {0}),
+    "RulePerGroupAndShape": (
+        lambda groups: RulePerGroupAndShape([{**groups[0], "matrices": True}, groups[1]]),
+        {0},
+    ),
 }
 """By name, from two groups, matrices first; which of the groups must stay whole."""
 

@@ -110,18 +110,25 @@ def _verdict(trial: Trial) -> frozenset[int] | str:
     plain = trial.train(range(len(trial.starts)))
     if plain.is_random:
         return "its steps draw random numbers, so that no two runs are equal; expected steps without them"
-    try:
-        owners = Owners(trial, ())
-        whole = _odd_groups(trial, plain, owners)
-    except Exception:  # an optimizer may refuse slices in any way
-        whole = frozenset(trial.group_of)
-    if whole:
+    owners, whole = _cut(trial, plain, frozenset(trial.group_of))
+    if owners is None or whole:
         owners = Owners(trial, whole)
     return _reason_against(trial, plain, owners) or whole
 
 
-def _odd_groups(trial: Trial, plain: PlainLoop, owners: Owners) -> frozenset[int]:
-    """Return the groups that owners of slices step in another way than a plain loop, or keep other state for."""
+def _cut(trial: Trial, plain: PlainLoop, groups: frozenset[int]) -> tuple[Owners | None, frozenset[int]]:
+    """Cut the tensors of some groups, and leave all others whole.
+
+    Returns:
+        The owners, if they could step at all; and those of the groups that they have stepped in another way than the
+        plain loop, or keep other state for.
+    """
+    try:
+        owners = Owners(trial, frozenset(trial.group_of) - groups)
+    except Exception:  # an optimizer may refuse slices in any way
+        if len(groups) <= 1:
+            return None, groups
+        return None, frozenset().union(*(_cut(trial, plain, frozenset([group]))[1] for group in groups))
     keep = {group for (group, _), kind in owners.later_state.items() if kind == "other"}
     step = {
         group
@@ -129,7 +136,7 @@ def _odd_groups(trial: Trial, plain: PlainLoop, owners: Owners) -> frozenset[int
         for group, one, other in zip(trial.group_of, ones, others, strict=True)
         if not torch.equal(one, other)
     }
-    return frozenset(keep | step)
+    return owners, groups & (keep | step)
 
 
 def _reason_against(trial: Trial, plain: PlainLoop, owners: Owners) -> str | None:

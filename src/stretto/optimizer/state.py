@@ -77,8 +77,8 @@ class StateKinds:
                     raise UnsupportedOptimizer(
                         f"the optimizer keeps {key!r}, {value.dtype} of shape {tuple(value.shape)}, for parameter "
                         f"{slot.name!r} of shape {slot.shape}: expected floating-point values, and no more than the "
-                        "parameter has, where ranks step alone, because averages of state travel in its place; take a "
-                        "strategy that shares every gradient, such as ZeRO1()"
+                        "parameter has, because averages of state travel in its place; take a strategy without "
+                        "averages, such as ZeRO1()"
                     )
 
     def _probe(self, set_index: int, group: int, shape: tuple[int, ...]) -> PieceState:
