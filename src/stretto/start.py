@@ -24,7 +24,7 @@ from stretto.engine.report import settings_text
 from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
 from stretto.errors import ConfigError, UnsupportedModel
-from stretto.exchange import WIRES, Exchange, NativeExchange, PackedWire, VerifiedExchange
+from stretto.exchange import WIRES, Exchange, NativeExchange, PackedWire, TwoLevelExchange, VerifiedExchange
 from stretto.fields import did_you_mean
 from stretto.flat import Layout, check_parameters, original_name, plan_layout
 from stretto.guards import AtRest, Guard, ReplicaGuard
@@ -277,8 +277,9 @@ def standard_guards(
             fitting.append(guard)
         else:
             left_out[guard.name] = reason
-    if options.exchange == "native":
-        left_out["verified"] = "does not work with exchange='native'"
+    if options.exchange == "native" or options.ranks_per_node is not None:
+        name = "ranks_per_node" if options.exchange != "native" else "exchange='native'"
+        left_out["verified"] = f"does not work with {name}"
     else:
         options = dataclasses.replace(options, verified=True)
     return tuple(fitting), options, left_out
@@ -378,6 +379,8 @@ def _exchange(
     native = options.exchange == "native" or (
         options.exchange == "auto" and layout.sets[0].device.type == "cuda"
     )
+    if options.ranks_per_node is not None:
+        return TwoLevelExchange(group, layout, wire, failures.wait, options.ranks_per_node)
     kind = Exchange
     if options.verified:
         kind = VerifiedExchange

@@ -1,5 +1,6 @@
 """Help fits a screen, explains every option, and names every choice."""
 
+import os
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from stretto.cli.help import COMMANDS
 from stretto.cli.options import options_of
 from stretto.echo.text import PLANS
 from stretto.exchange import WIRES
+from stretto.fields import unknown_name
 from stretto.guards import GUARDS
 from stretto.peers import PEERS
 from stretto.recipes import RECIPES, recipe
@@ -77,3 +79,16 @@ def test_help_without_a_recipe_lists_the_recipes_and_that_of_a_recipe_its_option
     assert all(f"\n  {name} " in shown for name in (*RECIPES, "FILE.py:FUNCTION"))
     assert "--task." not in shown
     assert "--task.width" in help_of(f"{command} digits-resnet --help", capsys)
+
+
+def test_on_a_terminal_a_message_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, terminal = os.openpty()
+    with open(reading, "rb", buffering=0) as screen, open(terminal, "w") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        monkeypatch.setenv("COLUMNS", "60")
+        assert main(["trian"]) == 2
+        stderr.flush()
+        lines = screen.read(4096).decode().splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 60
+    assert " ".join(lines) == str(unknown_name("stretto: no command is called", "trian", COMMANDS))

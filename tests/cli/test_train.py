@@ -146,9 +146,18 @@ def test_a_rank_that_is_hit_again_and_again_is_left_out_and_the_run_ends_well(
     assert len(read_json_lines(Path("run", "incidents.jsonl"))) == 3
 
 
-def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how_to_go_on() -> None:
+@pytest.mark.parametrize(
+    ("every", "last"),
+    [
+        ("1", "go on with it: stretto resume run"),
+        ("90000", "no checkpoint yet: there is one every 90000 updates"),
+    ],
+)
+def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how_to_go_on(
+    every: str, last: str
+) -> None:
     words = [sys.executable, "-m", "stretto", "train", TINY, "--updates", "100000", "--run-dir", "run"]
-    words += ["--no-tensorboard", "--checkpoint-every", "1", "--evaluate-every", "3"]
+    words += ["--no-tensorboard", "--checkpoint-every", every, "--evaluate-every", "3"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, start_new_session=True, **pipes) as run:
         try:
@@ -169,7 +178,7 @@ def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how
     assert re.fullmatch(r"data and model are ready: [\d,]+ parameters\n", started[4])
     assert started[5].startswith("held-out loss 1.")
     assert re.fullmatch(r"update 1/100000  loss 1\.\d+\n", started[6])
-    assert shown.splitlines()[-1] == "go on with it: stretto resume run"
+    assert shown.splitlines()[-1] == last
 
 
 @pytest.mark.parametrize(

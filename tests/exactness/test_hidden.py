@@ -19,8 +19,8 @@ WORLD_SIZES = (1, 2, 3, 4)
 TIMES = ("seconds", "lane_seconds", "exposed_seconds", "wait_seconds")
 
 
-def draw(seed: int, strategy: Strategy, wire: str, *, verified: bool) -> Case:
-    """Return a random job."""
+def draw(seed: int, strategy: Strategy, wire: str, *, verified: bool, nodes: bool = False) -> Case:
+    """Return a random job, perhaps on nodes of two ranks."""
     draws = random.Random(seed)
     return Case(
         strategy=strategy,
@@ -37,7 +37,8 @@ def draw(seed: int, strategy: Strategy, wire: str, *, verified: bool) -> Case:
         settle=draws.random() < 0.3,
         options=Options(
             wire=wire,
-            verified=verified,
+            verified=verified and not nodes,
+            ranks_per_node=2 if nodes else None,
             nonfinite="skip",
             allow_unused=True,
             bucket_bytes=round(2 ** draws.uniform(9, 14)),
@@ -103,7 +104,7 @@ def begun_inside(trace: Trace) -> int:
 def test_every_state_of_random_jobs_is_that_of_the_unhidden_job(strategy: Strategy, wire: str) -> None:
     for world_size in WORLD_SIZES:
         seed = 16 * world_size + 4 * STRATEGIES.index(strategy) + WIRES.index(wire)
-        case = draw(seed, strategy, wire, verified=seed.bit_count() % 2 == 1)
+        case = draw(seed, strategy, wire, verified=seed.bit_count() % 2 == 1, nodes=world_size == 4)
         on = cluster(seed, world_size)
         (hidden, _), (unhidden, _) = run(case, on, hide=True), run(case, on, hide=False)
         for ours, theirs in zip(hidden, unhidden, strict=True):

@@ -34,12 +34,14 @@ class Course:
     verified: bool
     updates: int = 2
     """Of each part."""
+    ranks_per_node: int | None = None
 
     @property
     def options(self) -> stretto.Options:
         return stretto.Options(
             wire=self.wire, verified=self.verified, nonfinite="skip", allow_unused=True,
             bucket_bytes=512, accumulate="parameter", clip_norm=1.0,
+            ranks_per_node=self.ranks_per_node,
         )  # fmt: skip
 
 

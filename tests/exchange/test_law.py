@@ -56,6 +56,29 @@ def test_nothing_is_lost_or_counted_twice_under_any_strategy_on_one_to_four_rank
     assert any(is_owing) == (wire in PACKED)
 
 
+@pytest.mark.parametrize("wire", ["fp32", "bf16", *PACKED])
+def test_nothing_is_lost_or_counted_twice_between_nodes(wire: str, tmp_path: Path) -> None:
+    draws = random.Random(wire)
+    nodes = [(2, 1), (2, 2), (4, 2), (4, 4), (3, 3), (6, 3), (6, 2)]
+    courses = [
+        Course(
+            seed=seed,
+            strategy=strategy,
+            wire=wire,
+            world_sizes=(world_size,),
+            dtype=draws.choice(DTYPES),
+            verified=False,
+            ranks_per_node=ranks_per_node,
+        )
+        for seed, (strategy, (world_size, ranks_per_node)) in enumerate(
+            zip(itertools.cycle(SUMMING), nodes * 2, strict=False)
+        )
+    ]
+    accounts = check(courses, tmp_path)
+    is_owing = [any(bool(owed.any()) for owed in account.owed.values()) for account in accounts]
+    assert any(is_owing) == (wire in PACKED)
+
+
 def test_a_resumed_job_owes_what_was_owed_whatever_the_number_of_ranks(tmp_path: Path) -> None:
     draws = random.Random(0)
     check(
@@ -67,9 +90,10 @@ def test_a_resumed_job_owes_what_was_owed_whatever_the_number_of_ranks(tmp_path:
                 world_sizes=world_sizes,
                 dtype=draws.choice(DTYPES),
                 verified=False,
+                ranks_per_node=2 if not any(size % 2 for size in world_sizes) else None,
             )
             for seed, world_sizes in enumerate(
-                [(1, 4), (4, 1), (2, 3), (3, 2), (2, 2), (4, 3, 2), (1, 2, 1), (3, 4)]
+                [(1, 4), (4, 1), (2, 3), (3, 2), (2, 2), (4, 3, 2), (1, 2, 1), (3, 4), (2, 4), (4, 2, 4)]
             )
         ],
         tmp_path,

@@ -58,6 +58,14 @@ def test_ranks_that_own_nothing_take_part(strategy: str) -> None:
     assert_equal(trained(*case, chosen, 4, alike=alike), plain(*case, chosen, 1 if alike else 4))
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "acco"])
+def test_sums_inside_nodes_change_nothing(strategy: str) -> None:
+    case = SHAPES, OPTIMIZERS["muon and adamw"], STRATEGIES[strategy]()
+    options = dataclasses.replace(SMALL, ranks_per_node=2)
+    # Four equal gradients: whatever the order of the sum, nothing is rounded.
+    assert_equal(trained(*case, 4, options=options, alike=True), plain(*case, 1))
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "acco", "wp", "local"])
 def test_parameter_that_is_not_used_in_an_update_is_not_stepped(strategy: str) -> None:
     shapes, unused = SHAPES[:4], [1, 2, None]

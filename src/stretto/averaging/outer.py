@@ -48,7 +48,7 @@ class Fragment:
         self.members = members
         self._masters = [sharded.masters[index] for index in members]
         self._layout = _layout_of(sharded, members)
-        self.exchange = type(exchange)(exchange.group, self._layout, exchange.wire, exchange.wait)
+        self.exchange = exchange.over(self._layout)
         self._carried: list[Tensor] = []
         """What travels, one tensor per flat set; empty at rest."""
         self._left: list[Tensor] = []

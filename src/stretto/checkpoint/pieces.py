@@ -38,11 +38,18 @@ _Value = Tensor | io.BytesIO
 class SavePlanner(DefaultSavePlanner):
     """Plans as PyTorch's does, and refuses values that only pickle could read again."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._packed: dict[str, bytes] = {}
+
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return what is written of an entry."""
-        if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(pack(object, repr(write_item.index.fqn)))
-        return object
+        """Return what is written of an entry: the bytes of which the digest is taken are those that are written."""
+        if write_item.type != WriteItemType.BYTE_IO:
+            return object
+        name = write_item.index.fqn
+        if name not in self._packed:
+            self._packed[name] = pack(object, repr(name))
+        return io.BytesIO(self._packed[name])
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -4,8 +4,11 @@ Nothing here or in `help` imports PyTorch, which takes seconds: the first line, 
 before.
 """
 
+import functools
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import metadata
 
@@ -58,8 +61,13 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise unknown_name("no command is called", name, COMMANDS)
     asks_help = not {*HELP, HELP_ALL}.isdisjoint(words)
-    if "torch" not in sys.modules and not asks_help and os.environ.get("RANK", "0") == "0":
-        print("loading PyTorch", flush=True)
+    # Of help, only the help itself goes to the standard output.
+    if (
+        "torch" not in sys.modules
+        and os.environ.get("RANK", "0") == "0"
+        and (not asks_help or sys.stderr.isatty())
+    ):
+        print("loading PyTorch", file=sys.stderr if asks_help else sys.stdout, flush=True)
     from stretto.cli.commands import help_of, run_command
 
     if asks_help:
@@ -76,5 +84,10 @@ def _version() -> str:
 
 
 def _complain(error: Exception, exit_code: int) -> int:
-    print(f"stretto: {printable(str(error))}", file=sys.stderr)
+    text = f"stretto: {printable(str(error))}"
+    if sys.stderr.isatty():  # a terminal breaks lines within words
+        columns = shutil.get_terminal_size().columns
+        wrap = functools.partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(map(wrap, text.split("\n")))
+    print(text, file=sys.stderr)
     return exit_code

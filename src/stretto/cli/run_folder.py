@@ -59,6 +59,8 @@ def run_folder(run: RunConfig[TaskConfig], recipe: str, words: Sequence[str]) ->
         except (KeyboardInterrupt, SystemExit):
             if checkpoint.latest(checkpoints_of(run)) is not None:
                 print(f"go on with it: {resume_command(run)}", flush=True)
+            elif run.checkpoint_every is not None:
+                print(f"no checkpoint yet: there is one every {run.checkpoint_every} updates", flush=True)
             raise
 
 

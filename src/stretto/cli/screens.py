@@ -130,17 +130,20 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     for name, seconds in rows.items():
         print(f"{name:36} {1000 * seconds:9.3f} ms per micro-batch")
     print(f"{'e* = L / (C + A), the free uses':36} {diagnosis.free_uses:9.3f}")
-    print(diagnosis.summary)
+    print(textwrap.fill(diagnosis.summary, COLUMNS))
     for line in diagnosis.advice:
-        print(f"  before an echo: {line}")
+        print(textwrap.fill(f"  before an echo: {line}", COLUMNS, subsequent_indent=" " * 4))
 
 
 def print_report(report: Report) -> None:
-    """Print one line per finding of an examination."""
+    """Print a row per finding of an examination."""
+    checks = max(len(finding.check) for finding in report.findings)
+    whose = max(len(_whom(finding)) for finding in report.findings)
     for finding in report.findings:
         mark = "ok " if finding.passed else "BAD"
-        print(f"{mark}  {finding.check:22} {_whom(finding):36} {finding.detail}")
-    print(report.summary)
+        row = f"{mark}  {finding.check:{checks}}  {_whom(finding):{whose}}  {finding.detail}"
+        print(textwrap.fill(row, COLUMNS, subsequent_indent=" " * (checks + whose + 9)))
+    print(textwrap.fill(report.summary, COLUMNS))
 
 
 def _whom(finding: Finding) -> str:

@@ -28,6 +28,10 @@ class Options:
     exchange: Literal["auto", "native", "direct"] = "auto"
     """How gradients are summed: by the backend, or by their owner in rank order (reproducible, fp32 sums of any
     wire). auto: native on NCCL, direct elsewhere, because Gloo's reduce-scatter costs a whole all-reduce."""
+    ranks_per_node: int | None = None
+    """Sum inside nodes of so many consecutive ranks first, and send only these sums, and what owners publish, to other
+    nodes: bytes between nodes fall by this factor. For nodes whose ranks have a faster link among themselves; under
+    torchrun `int(os.environ["LOCAL_WORLD_SIZE"])`. None makes no difference between ranks."""
     verified: bool = False
     """Send a digest with all data, check what arrives and what is summed, and repeat damaged transfers before use;
     needs the direct exchange. Costs eight bytes per bucket and rank, a second sum, and one small gather per
@@ -79,6 +83,17 @@ class Options:
         if not 0 < self.timeout_seconds < float("inf"):
             raise ConfigError(
                 f"Options(timeout_seconds={self.timeout_seconds}): expected a positive, finite number of seconds"
+            )
+        self._check_exchange()
+
+    def _check_exchange(self) -> None:
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ConfigError(f"Options(ranks_per_node={self.ranks_per_node}): expected at least 1, or None")
+        if self.ranks_per_node is not None and (self.verified or self.exchange == "native"):
+            other = "verified=True" if self.verified else "exchange='native'"
+            raise ConfigError(
+                f"Options(ranks_per_node={self.ranks_per_node}, {other}): sums inside nodes are made by the direct "
+                "exchange without digests; leave out one of the two"
             )
         if self.verified and self.exchange == "native":
             raise ConfigError(

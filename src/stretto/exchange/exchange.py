@@ -6,7 +6,7 @@ replay gets the same bits.
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -122,6 +122,10 @@ class Exchange:
         self._contributed = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
         """The format of contributions, by flat set."""
         self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
+
+    def over(self, layout: Layout) -> Self:
+        """Return an exchange of the same kind on the same group, over another layout."""
+        return type(self)(self.group, layout, self.wire, self.wait)
 
     @property
     def owed(self) -> list[Tensor]:

@@ -13,7 +13,7 @@ Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to 
 Speech DNNs".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,11 +28,15 @@ class ErrorFeedback:
     Args:
         layout: Of the contributions.
         wire: Packs them.
+        part: Returns a view of what this rank packs of a bucket, where that is not all of it.
     """
 
-    def __init__(self, layout: Layout, wire: PackedWire) -> None:
+    def __init__(
+        self, layout: Layout, wire: PackedWire, part: Callable[[Tensor], Tensor] = lambda bucket: bucket
+    ) -> None:
         self._layout = layout
         self._wire = wire
+        self._part = part
         self.owed = [
             torch.zeros(
                 flat.numel,
@@ -75,16 +79,26 @@ class ErrorFeedback:
                 sent[max(slot.start, bucket.start) : min(slot.stop, bucket.stop)].zero_()
 
     def settle(self) -> None:
-        """Remember what the last round has lost; called once the round counts, before its buffers are written again."""
+        """Remember what the last round has lost; called once the round counts, before its buffers are written again.
+
+        The part that this rank packs must hold what was packed.
+        """
         for bucket in self._layout.buckets:
             sent = self._sent[bucket.set_index][bucket.start : bucket.stop]
-            packed = torch.empty(self._wire.num_bytes(bucket.numel), dtype=torch.uint8, device=sent.device)
-            self._wire.write(sent, packed)  # once more: the receivers' bytes are gone
-            sent.sub_(self._wire.read(packed))
+            part = self._part(sent)
+            is_whole = part.numel() == sent.numel()
+            values = sent if is_whole else part.clone(memory_format=torch.contiguous_format).view(-1)
+            packed = torch.empty(self._wire.num_bytes(values.numel()), dtype=torch.uint8, device=sent.device)
+            self._wire.write(values, packed)  # once more: the receivers' bytes are gone
+            values.sub_(self._wire.read(packed))
+            if not is_whole:
+                sent.zero_()
+                part.copy_(values.view_as(part))
         for slot in self._layout.slots:
             if not self._used[slot.index]:
+                # Not zero where it packs for other ranks, which may have used the parameter.
                 owed = self.owed[slot.set_index][slot.start : slot.stop]
-                self._sent[slot.set_index][slot.start : slot.stop].copy_(owed)
+                self._sent[slot.set_index][slot.start : slot.stop].add_(owed)
         for owed, lost in zip(self.owed, self._sent, strict=True):
             owed.copy_(lost)
         self._own = []

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from stretto.engine.round import Weighed
 from stretto.errors import ConfigError
+from stretto.exchange import check_nodes
 from stretto.faults import FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto.groups import SoloGroup
 from stretto.guards.text import parse_guards
@@ -113,6 +114,8 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         raise ConfigError(
             f"faults name rank {', '.join(map(str, outside))}; the run has ranks 0 to {world_size - 1}"
         )
+    if run.ranks_per_node is not None:
+        check_nodes(world_size, run.ranks_per_node)
     if parse_arm(run.strategy).is_ours:
         model = nn.ParameterList([torch.zeros(1)])
         open_handle(run, model, torch.optim.SGD(model.parameters(), lr=0.0), group=SoloGroup()).finish()

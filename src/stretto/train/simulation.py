@@ -34,6 +34,9 @@ class SimulateConfig(Training[TaskT]):
     """Ranks, all in this process; memory and real time grow with them."""
     network: str = "office"
     """free, datacenter, ethernet, office, internet, or a link of every rank's own such as 100mbit,2ms."""
+    nodes: int | None = None
+    """Nodes of equally many ranks, each with one link of the network to the others; links inside are free. None gives
+    every rank a link."""
     micro_batch_ms: float = 100.0
     """Virtual milliseconds that one micro-batch costs."""
     step_ms: float = 0.0
@@ -102,7 +105,10 @@ class SimulateConfig(Training[TaskT]):
             slowness=self.slow,
             jitter=self.jitter,
         )
-        return VirtualCluster(self.ranks, parse_network(self.network), compute, self.seed)
+        network = parse_network(self.network)
+        if self.nodes is not None:
+            network = network.between(self.nodes, self.ranks)
+        return VirtualCluster(self.ranks, network, compute, self.seed)
 
 
 def simulate(simulation: SimulateConfig[TaskT]) -> Results[Outcome]:

@@ -114,7 +114,7 @@ class TrainState:
         """
         paths = checkpoint.newest_first(checkpoints_of(run)) if run.resume else []
         if not paths:
-            return cls()
+            return cls(notes=("no checkpoint yet: the run begins at its beginning",) if run.resume else ())
         restored = _load_first_sound(paths, task, parallel)
         if len(restored.loader_states) != parallel.world_size:
             states = restored.loader_states

@@ -175,7 +175,8 @@ class CollectiveMatcher:
         move(calls)
         sent = [call.sent_bytes for call in calls]
         now_ns = context.schedule.now_ns
-        rendezvous.over_ns = context.wires.carry(now_ns, sent, calls[0].operation.pattern)
+        parts = [call.part_bytes for call in calls] if calls[0].has_splits else None
+        rendezvous.over_ns = context.wires.carry(now_ns, sent, calls[0].operation.pattern, parts)
         context.trace.records.append(
             Transfer(
                 group=self.name,

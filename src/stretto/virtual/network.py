@@ -71,6 +71,22 @@ class Network:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def between(self, nodes: int, world_size: int) -> "Network":
+        """Return the network in which each node has the link that a rank has here, and ranks of a node a free one.
+
+        Raises:
+            ConfigError: The nodes cannot have equally many ranks.
+        """
+        if nodes < 1 or world_size % nodes:
+            raise ConfigError(f"nodes={nodes}: expected a divisor of the {world_size} ranks")
+        each = world_size // nodes
+        return Network(
+            uplinks=tuple(
+                Uplink(ranks=tuple(range(node * each, (node + 1) * each)), link=self.link)
+                for node in range(nodes)
+            )
+        )
+
     def check(self, world_size: int) -> None:
         """Check that every rank that the network names exists.
 
@@ -103,20 +119,31 @@ class Wires:
         self._free_from = np.zeros(len(self._rates), dtype=np.int64)
         self._outages = sorted(network.outages, key=lambda outage: outage.start_ns)
 
-    def carry(self, begun_ns: int, sent_bytes: Sequence[int], pattern: Pattern) -> int:
+    def carry(
+        self,
+        begun_ns: int,
+        sent_bytes: Sequence[int],
+        pattern: Pattern,
+        parts: Sequence[Sequence[int]] | None = None,
+    ) -> int:
         """Return when all that the ranks send in one collective has arrived.
 
         Args:
             begun_ns: When the last rank has entered it.
             sent_bytes: By rank.
             pattern: Who sends to whom, which decides how many bytes cross the uplinks.
+            parts: Bytes from each rank to each, where a pattern does not say it.
         """
         if self._world_size == 1:
             return begun_ns
         sent = np.array(sent_bytes, dtype=np.int64)
-        carried = np.concatenate(
-            [sent, [self._crossing(sent, members, pattern) for members in self._members]]
-        )
+        if parts is None:
+            crossing = [self._crossing(sent, members, pattern) for members in self._members]
+        else:
+            crossing = [
+                int(np.delete(np.array(parts)[members], members, axis=1).sum()) for members in self._members
+            ]
+        carried = np.concatenate([sent, crossing])
         starts = np.maximum(self._free_from, begun_ns)
         stops = starts + carried.astype(np.int64) * self._rates // _PICOSECONDS_PER_NANOSECOND
         for outage in self._outages:
