@@ -234,11 +234,16 @@ def _kinds(parameters: Sequence[Tensor]) -> list[Tensor]:
 def _small(like: Tensor, numel: int, generator: torch.Generator) -> nn.Parameter:
     """Return a parameter of the kind of `like` with at least `numel` elements and the dtype of its master.
 
-    Its size is a multiple of `ALIGNMENT`, so that fused optimizers see the same vector lanes however it is cut.
+    Its size is a multiple of `ALIGNMENT`, so that fused optimizers see the same vector lanes however it is cut. A
+    matrix is nearly square, so that an optimizer that decomposes products of its rows or columns is soon done.
     """
-    shape = [2] * (like.dim() - 1)
-    row = ALIGNMENT * math.ceil(numel / (2 ** len(shape) * ALIGNMENT))
-    start = nn.Parameter(torch.randn(*shape, row, generator=generator).to(like.device, _master_dtype(like)))
+    leading = [2] * (like.dim() - 2)
+    rest = math.ceil(numel / 2 ** len(leading))
+    rows = [2 ** (rest.bit_length() // 2)] if like.dim() > 1 else []
+    before = math.prod(leading + rows)
+    unit = max(1, ALIGNMENT // before)
+    shape = [*leading, *rows, unit * math.ceil(numel / before / unit)]
+    start = nn.Parameter(torch.randn(shape, generator=generator).to(like.device, _master_dtype(like)))
     vars(start).update(vars(like))
     return start
 
