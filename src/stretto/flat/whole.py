@@ -38,10 +38,10 @@ def place_whole(
     for index, numel in enumerate(padded):
         buckets[-1].append(index)
         content += numel
-        if content >= numel_full and _is_even(_slices(buckets[-1], padded, world_size), padded):
+        if content >= numel_full and _is_even(buckets[-1], padded, world_size):
             buckets.append([])
             content = 0
-    while len(buckets) > 1 and not _is_even(_slices(buckets[-1], padded, world_size), padded):
+    while len(buckets) > 1 and not _is_even(buckets[-1], padded, world_size):
         last = buckets.pop()
         buckets[-1] += last
     starts, cuts, begin = [0] * len(sizes), [], 0
@@ -78,7 +78,10 @@ def _longest(slices: Sequence[Sequence[int]], padded: Sequence[int]) -> int:
     return max(sum(padded[index] for index in inside) for inside in slices)
 
 
-def _is_even(slices: Sequence[Sequence[int]], padded: Sequence[int]) -> bool:
-    """Return whether the longest slice is little longer than the mean; no slices of nothing are."""
-    total = sum(padded[index] for inside in slices for index in inside)
-    return 0 < len(slices) * _longest(slices, padded) <= _LONGEST * total
+def _is_even(members: Sequence[int], padded: Sequence[int], world_size: int) -> bool:
+    """Return whether the longest slice is little longer than the mean; slices of nothing are not."""
+    sizes = [padded[index] for index in members]
+    allowed = _LONGEST * sum(sizes) / world_size
+    if max(sizes, default=0) > allowed:  # what a single tensor decides need not be dealt
+        return False
+    return 0 < _longest(_slices(members, padded, world_size), padded) <= allowed
