@@ -19,6 +19,7 @@ from stretto.feed import Batch, Feed, num_samples
 from stretto.groups.launcher import join_launched_group
 from stretto.groups.private import private_group
 from stretto.guards import Guard
+from stretto.optimizer import SeveralSchedulers, as_one
 from stretto.records import Incident, Update
 from stretto.start import Parts, check_strategy, standard_guards, start
 from stretto.strategies import Strategy, ZeRO1
@@ -44,7 +45,7 @@ class DataParallel:
     def __init__(  # noqa: PLR0913  # what the whole job is made of, each by its own name
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         strategy: Strategy | None = None,
         *,
         micro_batches: int | Clock = 1,
@@ -60,10 +61,12 @@ class DataParallel:
         Args:
             model: On its device, complete, with its starting weights: every rank takes rank 0's.
             optimizer: Over the model's trainable parameters, in any groups. Its class and settings are read;
-                it stays the face that schedulers turn, and must not be stepped by hand.
+                it stays the face that schedulers turn, and must not be stepped by hand. Several optimizers share the
+                parameters between them.
             strategy: How gradients become updates; None is `ZeRO1()`, which is exact.
             micro_batches: Per rank and update, or a `Clock` per round.
             scheduler: Of `optimizer`, turned by the library at every committed update; None leaves it to the caller.
+                One, or a sequence of them.
             wire: Short for `Options(wire=...)`.
             guards: What watches over the job's values, in the order in which they are asked; see docs/guards.md.
                 "standard" takes what fits the strategy: `AtRest`, `ReplicaGuard` and a verified exchange.
@@ -77,7 +80,9 @@ class DataParallel:
             ConfigError: Something cannot work, or differs between ranks.
         """
         self.model = model
-        self.optimizer = optimizer
+        self.optimizer: torch.optim.Optimizer = as_one(optimizer)
+        """What was given; several as one, whose groups are theirs in order."""
+        self.scheduler = SeveralSchedulers(scheduler) if isinstance(scheduler, list | tuple) else scheduler
         self.strategy = check_strategy(ZeRO1() if strategy is None else strategy)
         self.options = (Options() if options is None else options).with_wire(wire)
         if not isinstance(guards, Sequence):
@@ -91,17 +96,16 @@ class DataParallel:
             self.guards = tuple(guards)
         parts = Parts(
             model=model,
-            optimizer=optimizer,
+            optimizer=self.optimizer,
             strategy=self.strategy,
             micro_batches=micro_batches,
-            scheduler=scheduler,
+            scheduler=self.scheduler,
             guards=self.guards,
             options=self.options,
         )
         if group is None:
             parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
             join_launched_group(next(parameters, torch.empty(0)).device)
-        self.scheduler = scheduler
         self._group = private_group(
             group, ranks, timeout_seconds=self.options.timeout_seconds + _BACKEND_MARGIN_SECONDS
         )

@@ -256,12 +256,9 @@ class ComputeLane:
         self._accounts.skipped_rounds += landing.reduction.skipped
         self.at_boundary = landing.at_boundary
         before, self.steps = self.steps, self.comm.progress.step
-        if landing.commit is not None:
-            if not self._accounts.use_is_known:
-                self._accounts.check_used(landing.commit, self.layout, self.where)
-            self.model.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
-        if self._scheduler is not None:
-            self.model.turn(self._scheduler, self.steps - before, self.where)
+        if landing.commit is not None and not self._accounts.use_is_known:
+            self._accounts.check_used(landing.commit, self.layout, self.where)
+        self.model.turn(self._scheduler, self.steps - before, self.where)
         return (
             None
             if landing.commit is None

@@ -54,7 +54,7 @@ class Options:
     bucket_bytes: int = 2**20
     """Largest collective, in bytes of the gradient buffer. Four buckets travel at a time, and a rank holds scratch
     memory for these. Larger buckets need fewer calls, but a single large one fills the queue of a slow link and then
-    waits for itself."""
+    waits for itself. Where an optimizer needs whole tensors, a bucket is larger if even slices need it."""
     hide_reductions: bool = True
     """Let gradients leave during the last backward pass of an update, bucket by bucket, under `ddp`, `zero1`,
     `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; docs/architecture.md says when
