@@ -27,7 +27,7 @@ class ReportConfig:
     def __post_init__(self) -> None:
         if self.updates is not None and not 0 <= self.updates[0] <= self.updates[1]:
             raise ConfigError(
-                f"updates: expected 0 <= FIRST <= LAST, found {self.updates[0]},{self.updates[1]}"
+                f"updates must be 0 <= FIRST <= LAST, found {self.updates[0]},{self.updates[1]}"
             )
 
 

@@ -58,7 +58,7 @@ function drawLoss() {
         marker: { symbol: "x", size: few ? 10 : 6, color: colour("warn") }, hovertemplate: "%{text}<extra></extra>" });
     }
     if (run.heldout.y.length) {
-      traces.push({ x: run.heldout[axis], y: run.heldout.y, name: `${name}, held-out`, mode: "lines+markers", line: { ...line, width: 2.5 },
+      traces.push({ x: run.heldout[axis], y: run.heldout.y, name: `${name}, held-out`, mode: run.heldout.y.length > 60 ? "lines" : "lines+markers", line: { ...line, width: 2.5 },
         marker: { size: 6 }, hovertemplate: "%{y:.5g}<extra>%{fullData.name}</extra>" });
     }
   });
@@ -182,7 +182,8 @@ class Timeline {
     this.segments().forEach((found, kind) => {
       const name = this.run.kinds[kind];
       if (found.x.length) {
-        traces.push({ x: found.x, y: found.y, text: found.text, name, mode: "lines", connectgaps: false,
+        // Evaluations and checkpoints lie under what happens in them.
+        traces[["evaluation", "checkpoint"].includes(name) ? "unshift" : "push"]({ x: found.x, y: found.y, text: found.text, name, mode: "lines", connectgaps: false,
           line: { color: KIND_COLOURS[name], width: height * 0.62, simplify: false }, hovertemplate: "%{text}<extra></extra>" });
       }
     });
@@ -245,6 +246,10 @@ function drawAll() {
 drawAll();
 for (const id of ["axis", "logarithmic"]) {
   if (element(id)) element(id).addEventListener("change", drawAll);
+}
+// Paper is light.
+for (const [name, isPrinted] of [["beforeprint", true], ["afterprint", false]]) {
+  addEventListener(name, () => { document.documentElement.classList.toggle("printed", isPrinted); drawAll(); });
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 document.documentElement.dataset.drawn = performance.now().toFixed();  // milliseconds until all was there

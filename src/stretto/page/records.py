@@ -11,16 +11,19 @@ from typing import Any
 
 from stretto.disk import read_whole
 
+LARGEST = 1e100
+"""Magnitude of a number that something can have measured; sums and squares of such numbers are finite."""
+
 
 def number(value: object) -> float:
-    """Return a finite number as it is, and NaN for anything else."""
+    """Return a number up to `LARGEST` as it is, and NaN for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
         found = float(value)
     except OverflowError:
         return math.nan
-    return found if math.isfinite(found) else math.nan
+    return found if abs(found) <= LARGEST else math.nan
 
 
 def items(value: object) -> list[Any]:
@@ -33,7 +36,7 @@ def mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def read_object(path: Path, gaps: list[str]) -> dict[str, Any]:
+def read_json(path: Path, gaps: list[str]) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one, and a gap, where there is none."""
     try:
         content = json.loads(read_whole(path))

@@ -14,13 +14,13 @@ from stretto.page.contents import (
     describe_task,
     read_evaluations,
 )
-from stretto.page.records import items, mapping, number, read_object
+from stretto.page.records import items, mapping, number, read_json
 from stretto.page.times import of_totals
 
 
 def read_comparison(path: Path) -> Contents:
     gaps: list[str] = []
-    content = read_object(path / "compare.json", gaps)
+    content = read_json(path / "compare.json", gaps)
     arms = [mapping(one) for one in items(content.get("runs"))]
     repeats = len({str(one.get("repeat")) for one in arms})
     runs = [_arm(one, path.name if repeats < 2 else f"{path.name}, seed {one.get('seed')}") for one in arms]
@@ -91,7 +91,7 @@ def _arm(record: dict[str, Any], folder: str) -> Run:
 
 def read_campaign(path: Path) -> Contents:
     gaps: list[str] = []
-    content = read_object(path / "campaign.json", gaps)
+    content = read_json(path / "campaign.json", gaps)
     names = ("faults", "applied", "on_real_workers", "clean_rounds", "false_alarms", "seconds")
     facts = {name.replace("_", " "): f"{number(content.get(name)):,.0f}" for name in names}
     broken = [mapping(one) for one in items(content.get("broken"))]

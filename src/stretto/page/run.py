@@ -15,7 +15,7 @@ from stretto.page.contents import (
     describe_task,
     read_evaluations,
 )
-from stretto.page.records import items, mapping, number, read_object, read_records
+from stretto.page.records import items, mapping, number, read_json, read_records
 from stretto.page.times import of_updates
 
 _NUMBERS = (
@@ -26,7 +26,7 @@ _NUMBERS = (
 
 def read_run(path: Path) -> Contents:
     gaps: list[str] = []
-    config = read_object(path / "config.json", gaps)
+    config = read_json(path / "config.json", gaps)
     records = list(read_records(path / "updates.jsonl", gaps, expected=True))
     columns = {name: np.array([number(one.get(name)) for one in records]) for name in _NUMBERS}
     strategy = str(config.get("strategy", "unknown strategy"))

@@ -63,7 +63,7 @@ def _shares(rounds: Sequence[Sequence[Any]]) -> list[float]:
         for update in rounds
         if len(update) == len(rounds[0])
     ]
-    return [float(np.nanmean(counts)) for counts in zip(*alike, strict=True)]
+    return [float(np.nan_to_num(counts).mean()) for counts in zip(*alike, strict=True)]
 
 
 def of_totals(totals: Mapping[str, float], strategy: str) -> UpdateTime | None:
