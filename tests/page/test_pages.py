@@ -71,6 +71,10 @@ def test_the_timeline_has_every_span_of_every_rank(folders: Path) -> None:
     data = numbers(page_of(folders / "run"))
     (timeline,) = data["timelines"]
     (whole,) = timeline["stretches"]
+    own = {
+        "compute": {"micro-batch", "exposed", "guard", "evaluation", "checkpoint"},
+        "communication": {"reduce", "step", "gather", "guard"},
+    }
     for rank in (0, 1):
         lines = read_json_lines(folders / "run" / "traces" / f"rank-{rank}.jsonl")
         for lane in ("compute", "communication"):
@@ -78,6 +82,7 @@ def test_the_timeline_has_every_span_of_every_rank(folders: Path) -> None:
             lengths = sorted(length for line in lines for _, _, length in line[lane])
             assert sorted(row["length"]) == lengths
             kinds = {timeline["kinds"][kind] for kind in row["kind"]}
+            assert own[lane] <= kinds
             assert kinds == {kind for line in lines for kind, _, _ in line[lane]}
     assert len(whole["marks"]) == len(read_json_lines(folders / "run" / "incidents.jsonl"))
     assert [rank["y"][-1] > 0 for rank in data["memory"][0]["ranks"]] == [True, True]
@@ -93,6 +98,12 @@ def test_a_comparison_lays_its_arms_over_each_other(folders: Path) -> None:
         assert run["heldout"]["seconds"] == [one["training_seconds"] for one in record["evaluations"]]
         assert run["heldout"]["samples"][-1] == record["samples"]
         assert f"{record['heldout_loss']:.4f}" in shown(page)
+
+
+def test_folders_of_one_name_are_told_apart(folders: Path) -> None:
+    shutil.copytree(folders / "run", "elsewhere/run")
+    page = page_of(folders / "run", "elsewhere/run", "elsewhere/run")
+    assert [run["name"] for run in numbers(page)["runs"]] == [str(folders / "run"), "elsewhere/run"]
 
 
 def test_a_killed_run_shows_everything_up_to_the_kill(folders: Path) -> None:

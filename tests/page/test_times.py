@@ -53,19 +53,16 @@ def test_fewer_than_two_updates_have_no_average(count: int) -> None:
 
 
 def test_the_totals_of_an_arm_are_spread_over_its_updates() -> None:
-    totals = {
-        "updates": 4.0,
-        "seconds": 8.0,
-        "exposed_seconds": 2.0,
-        "lane_seconds": np.nan,
-        "wait_seconds": 0.0,
-    }
+    waits = {"exposed_seconds": 2.0, "lane_seconds": 2.0, "wait_seconds": 1.0}
+    found = of_totals({"updates": 4.0, "seconds": 8.0, **waits}, "zero1:wire=bf16")
+    assert found is not None
+    assert (found.seconds, found.compute, found.exposed, found.data) == (2.0, 1.25, 0.5, 0.25)
+    assert found.model == 1.25 + 0.5 + 0.25
+
+
+def test_a_method_that_cannot_tell_its_parts_is_not_divided() -> None:
+    totals = {"updates": 4.0, "seconds": 8.0, "exposed_seconds": np.nan, "wait_seconds": 1.0}
     found = of_totals(totals, "torch-ddp")
     assert found is not None
-    assert (found.seconds, found.compute, found.exposed, found.lane, found.model) == (
-        2.0,
-        1.5,
-        0.5,
-        0.0,
-        None,
-    )
+    assert np.isnan(found.compute)
+    assert (found.seconds, found.data, found.model) == (2.0, 0.25, None)

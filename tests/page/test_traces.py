@@ -89,15 +89,17 @@ def test_the_straggler_is_named_with_what_it_costs() -> None:
     assert numbers(page)["runs"][0]["time"]["model"] is not None
 
 
-def test_guards_evaluations_and_checkpoints_are_on_the_lane_where_they_happen() -> None:
-    simulated("run", guards=("standard",), evaluate_every=2, slow_loader="30")
-    kinds = {
-        lane: {span[0] for line in lines("run", 0) for span in line[lane]}
-        for lane in ("compute", "communication")
+def test_gradients_that_leave_during_the_backward_pass_are_seen_leaving() -> None:
+    simulated("hidden", strategy="zero1")
+    simulated("plain", strategy="zero1", hide_reductions=False)
+    found = {
+        folder: [span for line in lines(folder, 0) for span in line["communication"] if span[0] == "leaving"]
+        for folder in ("hidden", "plain")
     }
-    assert {"micro-batch", "exposed", "data"} <= kinds["compute"]
-    assert {"reduce", "step", "gather"} <= kinds["communication"]
-    assert kinds["compute"] & {"reduce", "step", "gather"} == set()
+    assert [length for _, _, length in found["hidden"]] == [
+        10 * MILLISECOND
+    ] * 6  # the last micro-batch of each update
+    assert found["plain"] == []
 
 
 def test_a_trace_without_a_folder_is_refused() -> None:

@@ -43,7 +43,12 @@ def report(paths: Sequence[Path], config: ReportConfig) -> list[str]:
         MissingExtra: plotly is not installed.
         DiskError: A file cannot be written.
     """
-    folders = [read_folder(path) for path in paths]
+    paths = list(dict.fromkeys(paths))
+    names = [path.resolve().name for path in paths]
+    folders = [
+        read_folder(path, name if names.count(name) == 1 else str(path))
+        for path, name in zip(paths, names, strict=True)
+    ]
     traces = [open_traces(folder.path, folder.gaps) if folder.is_traceable else [] for folder in folders]
     if config.perfetto is not None:
         if len(traces) != 1 or not traces[0]:

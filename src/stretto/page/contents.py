@@ -73,6 +73,11 @@ class Contents:
     """Whether it is the folder of one run, which may have a trace."""
 
 
+def formatted(value: float, pattern: str) -> str:
+    """Return a number as a pattern of `str.format` writes it, or the sign for one that is missing."""
+    return pattern.format(value) if np.isfinite(value) else UNKNOWN
+
+
 def read_evaluations(records: Iterable[dict[str, Any]]) -> Column:
     """Return one row per evaluation: step, held-out loss and training seconds."""
     rows = [

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.page.contents import Column, Run
+from stretto.page.times import UpdateTime
 from stretto.page.traces import KINDS, RankTimes, Stretch
 
 POINTS = 1000
@@ -27,8 +28,8 @@ def curves(run: Run) -> dict[str, Any]:
         "time": None,
     }
     if run.time is not None:
-        parts = {name: getattr(run.time, name) for name in ("compute", "exposed", "data", "model")}
-        drawn["time"] = {name: None if value is None else 1000 * value for name, value in parts.items()}
+        names = ("compute", "exposed", "data", "undivided", "model")
+        drawn["time"] = dict(zip(names, plain([1000 * one for one in _time(run.time)]), strict=True))
     if run.columns and len(run.columns["step"]):
         kept = _extremes(run.columns["loss"])
         drawn["loss"] = {**_axes(run.axes, kept), "y": plain(run.columns["loss"][kept])}
@@ -36,6 +37,12 @@ def curves(run: Run) -> dict[str, Any]:
         drawn["parts"] = _parts(run)
         drawn["input"] = _input(run)
     return drawn
+
+
+def _time(time: UpdateTime) -> tuple[float, ...]:
+    """Return the parts of an average update, what cannot be divided, and what the model says; NaN for what is not."""
+    undivided = np.nan if np.isfinite(time.compute) else time.seconds - time.data
+    return time.compute, time.exposed, time.data, undivided, np.nan if time.model is None else time.model
 
 
 def _axes(axes: dict[str, Column], kept: Any) -> dict[str, list[Any]]:

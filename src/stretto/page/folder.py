@@ -8,8 +8,8 @@ from stretto.page.results import read_campaign, read_comparison
 from stretto.page.run import read_run
 
 
-def read_folder(path: Path) -> Contents:
-    """Return what a folder holds.
+def read_folder(path: Path, name: str) -> Contents:
+    """Return what a folder holds, under a name of the caller's.
 
     Raises:
         ConfigError: It is none of a run, a comparison or a campaign.
@@ -17,9 +17,9 @@ def read_folder(path: Path) -> Contents:
     kinds = {"config.json": read_run, "compare.json": read_comparison, "campaign.json": read_campaign}
     for file, read in kinds.items():
         if (path / file).is_file():
-            return read(path)
+            return read(path, name)
     if (path / "updates.jsonl").is_file():
-        return read_run(path)  # its configuration is gone
+        return read_run(path, name)  # its configuration is gone
     raise ConfigError(
         f"{path}: expected the folder of a run, a comparison or a campaign, found "
         f"{'no ' + ', '.join(kinds) if path.is_dir() else 'no folder'}"

@@ -71,7 +71,8 @@ function drawLoss() {
 function drawTime() {
   const runs = data.runs.filter((run) => run.time);
   const names = runs.map((run) => plain(run.name));
-  const traces = Object.entries(PARTS).map(([part, [name, fill]]) => ({
+  const parts = Object.entries({ ...PARTS, undivided: ["not divided", "#9aa0a8"] }).filter(([part]) => runs.some((run) => run.time[part] !== null));
+  const traces = parts.map(([part, [name, fill]]) => ({
     type: "bar", orientation: "h", y: names, x: runs.map((run) => run.time[part]), name, marker: { color: fill },
     hovertemplate: "%{x:.4g} ms<extra>%{fullData.name}</extra>",
   }));
@@ -81,7 +82,7 @@ function drawTime() {
       hovertemplate: "%{x:.4g} ms<extra>the time model says</extra>" });
   }
   draw("time", traces, { barmode: "stack", bargap: 0.45, height: 110 + 44 * runs.length, xaxis: { title: title("ms per update") },
-    yaxis: { autorange: "reversed", fixedrange: true } });
+    yaxis: { type: "category", autorange: "reversed", fixedrange: true } });
 }
 
 function drawParts() {
@@ -133,7 +134,7 @@ class Timeline {
     }
     const keys = { ArrowLeft: moves.earlier, ArrowRight: moves.later, "+": moves.nearer, "-": moves.farther, 0: null };
     place.addEventListener("keydown", (event) => {
-      if (event.key in keys) { event.preventDefault(); this.move(keys[event.key]); }
+      if (event.key in keys && !event.ctrlKey && !event.metaKey) { event.preventDefault(); this.move(keys[event.key]); }
     });
     this.begin();
     place.on("plotly_relayout", (change) => {

@@ -6,24 +6,25 @@ from typing import Any
 import numpy as np
 
 from stretto.page.contents import (
-    UNKNOWN,
     Contents,
     Run,
     Table,
     describe_machine,
     describe_task,
+    formatted,
     read_evaluations,
 )
 from stretto.page.records import items, mapping, number, read_json
 from stretto.page.times import of_totals
 
 
-def read_comparison(path: Path) -> Contents:
+def read_comparison(path: Path, name: str) -> Contents:
+    """Return the arms of a comparison; what is missing is named among the gaps."""
     gaps: list[str] = []
     content = read_json(path / "compare.json", gaps)
     arms = [mapping(one) for one in items(content.get("runs"))]
     repeats = len({str(one.get("repeat")) for one in arms})
-    runs = [_arm(one, path.name if repeats < 2 else f"{path.name}, seed {one.get('seed')}") for one in arms]
+    runs = [_arm(one, name if repeats < 2 else f"{name}, seed {one.get('seed')}") for one in arms]
     environment, comparison = mapping(content.get("environment")), mapping(content.get("comparison"))
     facts = {
         "model and data": describe_task(comparison.get("task")),
@@ -58,13 +59,10 @@ def read_comparison(path: Path) -> Contents:
     rows = []
     for one in arms:
         values = [number(one.get(field)) * (1e-6 if field.endswith("bytes") else 1) for field in fields]
-        cells = [
-            UNKNOWN if np.isnan(value) else text.format(value)
-            for text, value in zip(texts, values, strict=True)
-        ]
+        cells = [formatted(value, text) for text, value in zip(texts, values, strict=True)]
         rows.append([str(one.get("strategy")), str(one.get("seed")), *cells])
     table = Table(title="Arms", headings=headings, rows=rows)
-    return Contents(path=path, name=path.name, facts=facts, runs=runs, tables=[table], gaps=gaps)
+    return Contents(path=path, name=name, facts=facts, runs=runs, tables=[table], gaps=gaps)
 
 
 def _arm(record: dict[str, Any], folder: str) -> Run:
@@ -89,11 +87,12 @@ def _arm(record: dict[str, Any], folder: str) -> Run:
     )
 
 
-def read_campaign(path: Path) -> Contents:
+def read_campaign(path: Path, name: str) -> Contents:
+    """Return the tables of a campaign; what is missing is named among the gaps."""
     gaps: list[str] = []
     content = read_json(path / "campaign.json", gaps)
-    names = ("faults", "applied", "on_real_workers", "clean_rounds", "false_alarms", "seconds")
-    facts = {name.replace("_", " "): f"{number(content.get(name)):,.0f}" for name in names}
+    fields = ("faults", "applied", "on_real_workers", "clean_rounds", "false_alarms", "seconds")
+    facts = {field.replace("_", " "): formatted(number(content.get(field)), "{:,.0f}") for field in fields}
     broken = [mapping(one) for one in items(content.get("broken"))]
     sites = [mapping(one) for one in items(content.get("sites"))]
     columns = ("site", "guard", "strategies", "applied", "harmful", "detected", "named", "identical")
@@ -108,4 +107,4 @@ def read_campaign(path: Path) -> Contents:
         ),
     ]
     facts |= describe_machine(mapping(content.get("environment")))
-    return Contents(path=path, name=path.name, facts=facts, runs=[], tables=tables, gaps=gaps)
+    return Contents(path=path, name=name, facts=facts, runs=[], tables=tables, gaps=gaps)

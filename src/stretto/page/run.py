@@ -13,6 +13,7 @@ from stretto.page.contents import (
     Run,
     describe_machine,
     describe_task,
+    formatted,
     read_evaluations,
 )
 from stretto.page.records import items, mapping, number, read_json, read_records
@@ -24,11 +25,12 @@ _NUMBERS = (
 )  # fmt: skip
 
 
-def read_run(path: Path) -> Contents:
+def read_run(path: Path, name: str) -> Contents:
+    """Return the run in a folder; what is missing is named among the gaps."""
     gaps: list[str] = []
     config = read_json(path / "config.json", gaps)
     records = list(read_records(path / "updates.jsonl", gaps, expected=True))
-    columns = {name: np.array([number(one.get(name)) for one in records]) for name in _NUMBERS}
+    columns = {field: np.array([number(one.get(field)) for one in records]) for field in _NUMBERS}
     strategy = str(config.get("strategy", "unknown strategy"))
     axes = {
         "updates": columns["step"],
@@ -37,10 +39,10 @@ def read_run(path: Path) -> Contents:
         "bytes": np.nancumsum(columns["sent_bytes"]),
     }
     evaluations = read_evaluations(read_records(path / "evaluations.jsonl", gaps, expected=True))
-    places = {name: _at_steps(evaluations[:, 0], axes["updates"], axis) for name, axis in axes.items()}
+    places = {key: _at_steps(evaluations[:, 0], axes["updates"], axis) for key, axis in axes.items()}
     rounds = [items(one.get("rounds")) for one in records]
     run = Run(
-        name=path.name or str(path),
+        name=name,
         columns=columns,
         axes=axes,
         evaluations=evaluations[:, :2],
@@ -52,7 +54,7 @@ def read_run(path: Path) -> Contents:
     if not records:
         gaps.append("no update is recorded")
     facts = {**_about(config, strategy, path), **_outcome(run)}
-    return Contents(path=path, name=run.name, facts=facts, runs=[run], gaps=gaps, is_traceable=True)
+    return Contents(path=path, name=name, facts=facts, runs=[run], gaps=gaps, is_traceable=True)
 
 
 def _at_steps(steps: Column, known: Column, axis: Column) -> Column:
@@ -134,12 +136,13 @@ def _outcome(run: Run) -> dict[str, str]:
     steps, losses = run.columns["step"], run.evaluations[:, 1]
     facts = {"updates": f"{len(steps):,}"}
     if len(steps):
+        seconds, samples, sent = (run.axes[name][-1] for name in ("seconds", "samples", "bytes"))
         facts["training"] = (
-            f"{run.axes['seconds'][-1]:,.1f} s, {run.axes['samples'][-1]:,.0f} samples, "
-            f"{run.axes['bytes'][-1] / 1e6:,.1f} MB sent by rank 0"
+            f"{formatted(seconds, '{:,.1f}')} s, {samples:,.0f} samples, {sent / 1e6:,.1f} MB sent by rank 0"
         )
     if len(losses):
-        facts["held-out loss"] = (
-            f"{losses[0]:.4f} before, {losses[-1]:.4f} last, {np.nanmin([*losses, np.inf]):.4f} least"
+        named = {"before": losses[0], "last": losses[-1], "least": np.nanmin([*losses, np.inf])}
+        facts["held-out loss"] = ", ".join(
+            f"{formatted(loss, '{:.4f}')} {name}" for name, loss in named.items()
         )
     return facts

@@ -15,7 +15,10 @@ STEADY_AFTER = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateTime:
-    """Seconds of an average update on rank 0; the three parts add up to the whole."""
+    """Seconds of an average update on rank 0; the three parts add up to the whole.
+
+    Of methods that cannot tell their parts, which are others' than ours, compute, exposed and lane are NaN.
+    """
 
     seconds: float
     compute: float
@@ -71,10 +74,8 @@ def of_totals(totals: Mapping[str, float], strategy: str) -> UpdateTime | None:
     updates, seconds = totals.get("updates", np.nan), totals.get("seconds", np.nan)
     if not (updates > 0 and seconds > 0):
         return None
-    exposed, data, lane = (
-        float(np.nan_to_num(totals.get(name, 0.0))) / updates
-        for name in ("exposed_seconds", "wait_seconds", "lane_seconds")
-    )
+    exposed, lane = (totals.get(name, np.nan) / updates for name in ("exposed_seconds", "lane_seconds"))
+    data = float(np.nan_to_num(totals.get("wait_seconds", 0.0))) / updates
     return _time(seconds / updates, exposed, data, lane, strategy, (1.0, 1.0), int(updates))
 
 
@@ -89,7 +90,7 @@ def _time(
 ) -> UpdateTime | None:
     if not np.isfinite(seconds):
         return None
-    compute = max(0.0, seconds - exposed - data)
+    compute = float(np.maximum(0.0, seconds - exposed - data))
     model = model_seconds(strategy.partition(":")[0], compute, lane, shares)
     return UpdateTime(
         seconds=seconds,
@@ -103,7 +104,7 @@ def _time(
 
 
 def model_seconds(strategy: str, compute: float, lane: float, shares: Sequence[float]) -> float | None:
-    """Return the seconds of an update by the time model; None for a strategy without a row there.
+    """Return the seconds of an update by the time model; None for a strategy without a row there, or without times.
 
     Args:
         strategy: Its name.
@@ -112,6 +113,8 @@ def model_seconds(strategy: str, compute: float, lane: float, shares: Sequence[f
         shares: Micro-batches of each round, or anything proportional.
     """
     match strategy:
+        case _ if not np.isfinite(compute + lane):
+            return None
         case "ddp" | "zero1":
             return compute + lane
         case "dpu" | "wp":
