@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,14 @@ def test_what_cannot_be_is_one_line(words: str, named: str, capsys: pytest.Captu
     assert main(words.split()) in (1, 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert named in line
+
+
+def test_a_missing_plotly_is_an_install_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder("run", config_json={"strategy": "zero1"}, updates_jsonl=[update(1)], evaluations_jsonl="")
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert main(["report", "run"]) == 2
+    assert "plotly" in (line := capsys.readouterr().err)
+    assert "stretto[cli]" in line
+    assert not Path("report.html").exists()

@@ -178,11 +178,24 @@ def test_a_page_of_a_long_run_stays_small_and_keeps_stretches_whole() -> None:
     assert any(label.startswith("the end") for label in labels)
 
 
-def test_what_is_shown_of_a_run_does_not_grow_with_its_length() -> None:
+@pytest.mark.parametrize("chosen", [None, (1, 2000)])
+def test_what_is_shown_of_a_run_does_not_grow_with_its_length(chosen: tuple[int, int] | None) -> None:
     files = long_traces(2_000, 8)
-    assert sum(Path(file).stat().st_size for file in files) > BUDGET_BYTES
+    size = sum(Path(file).stat().st_size for file in files)
+    assert size > 2 * BUDGET_BYTES
     events = [Event(step=step, kind="incident", text="x") for step in range(10, 1000, 10)]
-    shown = stretches(open_traces(Path("long"), []), events, None)
-    spans = sum(len(row["start"]) for stretch in shown for row in stretch.rows)
-    assert spans * 25 <= BUDGET_BYTES  # a span takes at least 25 bytes of a file here
-    assert len(shown) >= 10
+    found = stretches(open_traces(Path("long"), []), events, chosen)
+    spans = sum(len(row["start"]) for stretch in found for row in stretch.rows)
+    bytes_per_span = size / (2_000 * 8 * 16)
+    assert spans * bytes_per_span <= BUDGET_BYTES
+    if chosen is not None:
+        assert found[0].label == f"updates 1 to 2000, the first {spans // (8 * 16)} of them"
+
+
+def test_what_is_not_to_be_seen_in_full_has_stretches_to_choose_from() -> None:
+    long_traces(2_000, 8)
+    events = [Event(step=500, kind="incident", text="x")]
+    labels = [one.label for one in stretches(open_traces(Path("long"), []), events, None)]
+    assert labels[:4] == [
+        "from the middle: update 1001", "the beginning: update 1", "the end: update 2000", "incident: update 500"
+    ]  # fmt: skip

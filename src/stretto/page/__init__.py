@@ -20,7 +20,7 @@ class ReportConfig:
     out: str = "report.html"
     """The page; one file that needs no network. It replaces what is there."""
     updates: tuple[int, int] | None = None
-    """FIRST,LAST update that the timeline shows in full; beside those it shows anyway, which are all of a short run."""
+    """FIRST,LAST update that the timeline shows; beside those it shows anyway, which are all of a short run."""
     perfetto: str | None = None
     """Also write the trace of one run to this file; for ui.perfetto.dev or chrome://tracing."""
 

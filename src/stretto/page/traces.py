@@ -154,13 +154,14 @@ def stretches(
         # One more on either side: a lane ahead of the other one works for the next update already.
         ranges = {f"updates {chosen[0]} to {chosen[1]}": (chosen[0] - 1, chosen[1] + 1), **ranges}
     found: list[Stretch] = []
-    left = float(BUDGET_BYTES)
-    per_step = sum(trace.size for trace in shown) / len(steps)
+    room = int(BUDGET_BYTES * len(steps) / sum(trace.size for trace in shown))
     for label, (first, last) in ranges.items():
-        within = [step for step in steps if first <= step <= last]
-        left -= per_step * len(within)
-        if within and (left >= 0 or not found):
-            found.append(_stretch(label, shown, within, events))
+        wanted = [step for step in steps if first <= step <= last]
+        within = wanted[: room if found else max(1, room)]
+        if within:
+            told = label if len(within) == len(wanted) else f"{label}, the first {len(within)} of them"
+            found.append(_stretch(told, shown, within, events))
+            room = max(0, room - len(within))
     return found
 
 
