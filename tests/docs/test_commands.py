@@ -5,6 +5,7 @@ import pytest
 from stretto.campaign import CampaignConfig
 from stretto.cli.options import parse_alone, parse_options
 from stretto.doctor import Examination
+from stretto.page import ReportConfig
 from stretto.plan import PlanConfig
 from stretto.train.arms import parse_arms
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
@@ -36,6 +37,12 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
             [*(recipe or ["stdlib-gpt"]), *rest[len(recipe) :]],
             lambda task: CampaignConfig(task=task),
         )
+    elif command == "report":
+        parse_alone(
+            "report",
+            rest[next((at for at, word in enumerate(rest) if word[0] == "-"), len(rest)) :],
+            ReportConfig(),
+        )
     elif command == "doctor":
         parse_alone("doctor", rest, Examination())
     elif command == "plan":
@@ -53,6 +60,7 @@ def test_the_pages_print_commands() -> None:
         "train",
         "compare",
         "simulate",
+        "report",
         "diagnose",
         "plan",
         "campaign",

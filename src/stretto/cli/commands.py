@@ -11,15 +11,24 @@ from typing import Any
 
 from stretto.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto.cli.environment import find_ranks, is_joined
-from stretto.cli.help import HELP_ALL, command_help, first_clause
+from stretto.cli.help import COMMANDS, HELP_ALL, command_help, first_clause
 from stretto.cli.options import named_as_options, options_of, parse_alone, parse_options
 from stretto.cli.run_folder import command_of, run_folder
-from stretto.cli.screens import print_diagnosis, print_plan, print_report, print_run, print_simulation
+from stretto.cli.screens import (
+    how_to_see,
+    print_diagnosis,
+    print_plan,
+    print_report,
+    print_run,
+    print_simulation,
+)
 from stretto.doctor import Examination, Report, examine_rank
 from stretto.errors import ConfigError, UnknownName
 from stretto.observe import print_campaign, print_comparison
+from stretto.page import ReportConfig, report
 from stretto.plan import PlanConfig, plan
 from stretto.recipes import RECIPES, TaskConfig, recipe
+from stretto.terminal import printable
 from stretto.train.arms import parse_arm
 from stretto.train.comparison import compare, diagnose_rank
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
@@ -35,6 +44,7 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "resume": lambda task: RunConfig(task=task),
         "compare": lambda task: CompareConfig(task=task),
         "simulate": lambda task: SimulateConfig(task=task),
+        "report": lambda _: ReportConfig(),
         "diagnose": lambda task: DiagnoseConfig(task=task),
         "plan": lambda task: PlanConfig(task=task),
         "campaign": lambda task: CampaignConfig(task=small(task)),
@@ -55,6 +65,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "resume": resume_command,
         "compare": compare_command,
         "simulate": simulate_command,
+        "report": report_command,
         "diagnose": diagnose_command,
         "plan": plan_command,
         "campaign": campaign_command,
@@ -65,8 +76,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
 
 def help_of(name: str, words: Sequence[str]) -> str:
     """Return the help that `words` ask for."""
-    takes_recipe = name not in ("resume", "doctor")
-    named = words[0] if takes_recipe and not words[0].startswith("-") else None
+    named = words[0] if "RECIPE" in COMMANDS[name].takes and not words[0].startswith("-") else None
     options = list(options_of(CONFIGURE[name](recipe(named or CAMPAIGN_RECIPE))))
     return command_help(name, _described_recipes(), options, named, whole=HELP_ALL in words)
 
@@ -141,6 +151,7 @@ def compare_command(words: Sequence[str]) -> None:
         runs = compare(comparison, ranks, _print_line if ranks.is_first else _print_nothing)
     if ranks.is_first:
         print_comparison(runs)
+        print(how_to_see(comparison.out))
 
 
 def _print_line(line: str) -> None:
@@ -157,6 +168,21 @@ def simulate_command(words: Sequence[str]) -> None:
     with named_as_options(simulation):
         results = simulate(simulation)
     print_simulation(results.values[0], simulation)
+
+
+def report_command(words: Sequence[str]) -> None:
+    """Make a page about the folders of runs, comparisons and campaigns."""
+    count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    if not count:
+        raise UnknownName("report needs the folder of a run first: stretto report FOLDER...")
+    config = parse_alone("report", words[count:], ReportConfig())
+    with named_as_options(config):
+        missing = report([Path(word) for word in words[:count]], config)
+    for line in missing:
+        print(f"missing: {printable(line)}")
+    print(f"open in a browser: {config.out}")
+    if config.perfetto is not None:
+        print(f"open in ui.perfetto.dev: {config.perfetto}")
 
 
 def diagnose_command(words: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ _LEFT = 24
 HELP = ("-h", "--help")
 HELP_ALL = "--help-all"
 
-Takes = Literal["RECIPE", "[RECIPE]", "FOLDER", ""]
+Takes = Literal["RECIPE", "[RECIPE]", "FOLDER", "FOLDER...", ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +60,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "ranks", "network", "strategy", "updates", "micro-batches", "micro-batch-ms", "slow", "jitter",
                 "seed", "run-dir",
             ),
+        ),
+        "report": Command(
+            summary="make a page that shows runs: loss, time, both lanes, damage",
+            takes="FOLDER...",
+            basic=("out", "updates", "perfetto"),
         ),
         "diagnose": Command(
             summary="measure whether a recipe waits for its data",

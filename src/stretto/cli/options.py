@@ -217,12 +217,20 @@ def _read_pair(text: str) -> tuple[float, ...]:
     return numbers
 
 
+def _read_range(text: str) -> tuple[int, ...]:
+    first, last = _read_pair(text)
+    if not (first.is_integer() and last.is_integer()):
+        raise ConfigError(f"expected two whole numbers, found {text}")
+    return int(first), int(last)
+
+
 _READERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType(
     {
         Clock: parse_clock,
         tuple[str, ...]: split_list,
         tuple[float, float]: _read_pair,
         tuple[int, ...]: _read_counts,
+        tuple[int, int]: _read_range,
         tuple[Fault, ...]: parse_faults,
         dict[str, float]: parse_learning_rates,
         dict[int, float]: parse_slowness,
@@ -236,6 +244,7 @@ _METAVARS: Mapping[Any, str] = MappingProxyType(
         tuple[str, ...]: "A,B,...",
         tuple[int, ...]: "N,M,...",
         tuple[float, float]: "A,B",
+        tuple[int, int]: "FIRST,LAST",
         tuple[Fault, ...]: "SITE:rank=R:...,...",
         dict[str, float]: "ARM=RATE,...",
         dict[int, float]: "RANK=FACTOR,...",

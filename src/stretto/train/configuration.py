@@ -186,6 +186,8 @@ class RunConfig(Job[TaskT]):
     """Checkpoints that stay, the latest ones."""
     tensorboard: bool = True
     """Write TensorBoard events."""
+    trace: bool = False
+    """Record what both lanes of every rank do and when; `stretto report` shows it. See docs/report.md."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
