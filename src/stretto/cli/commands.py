@@ -18,7 +18,7 @@ from stretto.cli.screens import print_diagnosis, print_report, print_run, print_
 from stretto.doctor import Examination, Report, examine_rank
 from stretto.errors import ConfigError, UnknownName
 from stretto.observe import print_campaign, print_comparison
-from stretto.recipes import RECIPES, TaskConfig, recipe
+from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto.train.arms import parse_arm
 from stretto.train.comparison import compare, diagnose_rank
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
@@ -40,6 +40,8 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
     }
 )
 """What makes the configuration of each command from a recipe's."""
+TASK = "--task."
+"""What the options of a recipe begin with."""
 CAMPAIGN_RECIPE = "stdlib-gpt"
 """What a campaign trains where no recipe is named."""
 BROKEN = FAILED = 1
@@ -108,6 +110,8 @@ def _complete(named: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
                 "ranks of a launcher need --run-dir: they cannot agree on the name of a new folder"
             )
         run = dataclasses.replace(run, run_dir=new_run_folder(_short(named)))
+    if isinstance(run.task, OverFiles):
+        run = dataclasses.replace(run, task=run.task.kept_in(str(run.run_dir)))
     return run.run_of(arm)
 
 
@@ -118,7 +122,7 @@ def _short(named: str) -> str:
 
 def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig]) -> None:
     ranks = find_ranks(run.workers)
-    with named_as_options(run):
+    with named_as_options(run), named_as_options(run.task, TASK):
         check_run(run, ranks.world_size)
     if not ranks.is_first:
         train_on(ranks, run, _print_nothing)
@@ -134,7 +138,7 @@ def compare_command(words: Sequence[str]) -> None:
     """Run strategies side by side on the same link."""
     _, comparison = parse_options("compare", words, CONFIGURE["compare"])
     ranks = find_ranks(comparison.workers)
-    with named_as_options(comparison):
+    with named_as_options(comparison), named_as_options(comparison.task, TASK):
         runs = compare(comparison, ranks, _print_line if ranks.is_first else _print_nothing)
     if ranks.is_first:
         print_comparison(runs)
@@ -151,7 +155,7 @@ def _print_nothing(line: str) -> None:
 def simulate_command(words: Sequence[str]) -> None:
     """Train a recipe on a virtual cluster of many ranks."""
     _, simulation = parse_options("simulate", words, CONFIGURE["simulate"])
-    with named_as_options(simulation):
+    with named_as_options(simulation), named_as_options(simulation.task, TASK):
         results = simulate(simulation)
     print_simulation(results.values[0], simulation)
 
@@ -160,7 +164,7 @@ def diagnose_command(words: Sequence[str]) -> None:
     """Measure whether the input is the bottleneck, and what an echo would gain."""
     _, job = parse_options("diagnose", words, CONFIGURE["diagnose"])
     ranks = find_ranks(job.workers)
-    with named_as_options(job):
+    with named_as_options(job), named_as_options(job.task, TASK):
         check_run(job.run_of(parse_arm(job.strategy)), ranks.world_size)
     found = ranks.call(diagnose_rank, job)
     if ranks.is_first:
