@@ -15,15 +15,18 @@ from stretto.cli import main
 from stretto.echo import EchoLoader, Even
 from stretto.errors import ConfigError
 from stretto.recipes import ImageClassification
-from stretto.recipes.classifiers import augmented
+from stretto.recipes.classifiers import Augmentation, augmented
 from stretto.recipes.pictures import read_pictures
+from stretto.recipes.rows import Heldout
 from stretto.recipes.task import Task
 from tests.recipes.files import own_cache, parameters, run_over, train_virtually
 
 __all__ = ["own_cache"]
 PICTURES = np.random.default_rng(0).integers(0, 256, (24, 3, 32, 32), dtype=np.uint8)
 CLASSES = np.arange(24) % 3
-TINY = {"scale": 0.1, "batch": 4, "loader_workers": 0}
+NOTHING = Augmentation(padding=0, flip=False)
+QUARTER = Heldout(share=0.25)
+TINY = {"scale": 0.1, "batch": 4, "readers": 0}
 
 
 def png(picture: np.ndarray) -> bytes:
@@ -78,10 +81,9 @@ def files(tmp_path_factory: pytest.TempPathFactory, own_cache: None) -> Path:
     return root
 
 
-def all_pictures(place: Path, **settings: Any) -> dict[int, Tensor]:
+def all_pictures(place: Path) -> dict[int, Tensor]:
     """Every picture, by its number, of both sides."""
-    chosen = {"heldout": None, "share": 0.25, "size": 32, "limit": 1.0, **settings}
-    sides = read_pictures(str(place), **chosen)
+    sides = read_pictures(str(place), QUARTER, 32, 1.0)
     known = {picture.tobytes(): number for number, picture in enumerate(PICTURES)}
     found = {}
     for side in sides:
@@ -99,18 +101,18 @@ def test_every_format_gives_the_pictures_and_classes_that_were_written(files: Pa
 
 
 def test_what_the_files_hold_out_is_held_out(files: Path) -> None:
-    sizes = {name: tuple(map(len, read_pictures(str(files / name), None, 0.25, 32, 1.0)))
+    sizes = {name: tuple(map(len, read_pictures(str(files / name), QUARTER, 32, 1.0)))
              for name in ("cifar10", "cifar100", "split")}  # fmt: skip
     assert sizes == {"cifar10": (24, 12), "cifar100": (18, 6), "split": (2, 1)}
-    other = read_pictures(str(files / "tree"), str(files / "plain.parquet"), 0.25, 32, 0.5)
+    other = read_pictures(str(files / "tree"), Heldout(data=str(files / "plain.parquet")), 32, 0.5)
     assert (len(other.train), len(other.heldout)) == (12, 24)
-    assert [read_pictures(str(files / name), None, 0.25, 32, 1.0).train.num_classes
+    assert [read_pictures(str(files / name), QUARTER, 32, 1.0).train.num_classes
             for name in ("cifar10", "cifar100", "tree", "split")] == [10, 100, 3, 2]  # fmt: skip
 
 
 def test_other_sizes_are_brought_to_one(files: Path) -> None:
     for name in ("cifar10", "tree"):
-        pictures = read_pictures(str(files / name), None, 0.25, 16, 1.0).train
+        pictures = read_pictures(str(files / name), QUARTER, 16, 1.0).train
         assert pictures.batch(torch.tensor([1, 2])).pixels.shape == (2, 3, 16, 16)
 
 
@@ -122,7 +124,7 @@ def built(place: Path, rank: int = 0, world_size: int = 1, **settings: Any) -> T
 
 def test_a_loader_resumes_to_the_sample_and_two_ranks_share_the_pictures(files: Path) -> None:
     whole = list(itertools.islice(built(files / "tree").loader, 12))
-    running = built(files / "tree", loader_workers=1)
+    running = built(files / "tree", readers=1)
     for place, batch in enumerate(itertools.islice(running.loader, 6)):
         resumed = built(files / "tree").loader
         resumed.load_state_dict(running.loader.state_dict())
@@ -134,7 +136,7 @@ def test_a_loader_resumes_to_the_sample_and_two_ranks_share_the_pictures(files: 
 
 def test_augmented_pictures_are_cut_from_their_padded_selves_and_some_are_mirrored() -> None:
     pixels = torch.from_numpy(PICTURES)
-    found = augmented(pixels, padding=2, flip=True)
+    found = augmented(pixels, Augmentation(padding=2))
     padded = torch.nn.functional.pad(pixels, (2, 2, 2, 2))
     kinds = set()
     for number in range(24):
@@ -147,7 +149,7 @@ def test_augmented_pictures_are_cut_from_their_padded_selves_and_some_are_mirror
         kinds.add(kind)
     assert len(kinds) > 10
     assert {mirrored for _, _, mirrored in kinds} == {False, True}
-    assert torch.equal(augmented(pixels, padding=0, flip=False), pixels)
+    assert torch.equal(augmented(pixels, NOTHING), pixels)
 
 
 def cut(picture: Tensor, top: int, left: int, mirrored: bool) -> Tensor:
@@ -175,7 +177,9 @@ def test_every_model_learns_the_brightness_of_pictures(model: Any, tmp_path: Pat
     dark[:, 1:] = 255 * dark[:, :1]
     (tmp_path / "data_batch_1.bin").write_bytes(dark.tobytes())
     (tmp_path / "test_batch.bin").write_bytes(dark[:8].tobytes())
-    task = built(tmp_path, model=model, optimizer="adamw", lr=0.01, size=8, padding=0, batch=8, scale=0.1)
+    task = built(
+        tmp_path, model=model, optimizer="adamw", lr=0.01, size=8, augment=NOTHING, batch=8, scale=0.1
+    )
     batches = iter(task.loader)
     for _ in range(30):
         task.loss(task.model, next(batches)).value.backward()
@@ -187,8 +191,8 @@ def test_every_model_learns_the_brightness_of_pictures(model: Any, tmp_path: Pat
 
 
 def test_accuracy_and_loss_are_means_over_all_held_out_pictures(files: Path) -> None:
-    task, other = built(files / "cifar10"), built(files / "cifar10", evaluation_images=5)
-    heldout = read_pictures(str(files / "cifar10"), None, 0.1, 32, 1.0).heldout.batch(torch.arange(12))
+    task, other = built(files / "cifar10"), built(files / "cifar10", heldout=Heldout(samples=5))
+    heldout = read_pictures(str(files / "cifar10"), QUARTER, 32, 1.0).heldout.batch(torch.arange(12))
     task.model.eval()
     with torch.no_grad():
         logits = task.model(heldout.pixels)
@@ -214,7 +218,7 @@ def test_a_run_on_two_ranks_ends_with_an_accuracy(files: Path) -> None:
         ("test.bin", b"\0" * 3074, "there is no data/train.bin"),
         ("data_batch_1", b"\x80", "holds CIFAR as pickles"),
         ("cat/1.png", b"no picture", "data/cat/2.png is not an image that can be decoded"),
-        ("cat/1.txt", b"no picture", "column 'image' is not in data, which has text"),
+        ("cat/1.txt", b"no picture", "data has no column 'image', only text"),
         ("rows.parquet", b"", "data is empty"),
     ],
 )
@@ -237,7 +241,7 @@ def test_rows_without_images_or_classes_are_refused(tmp_path: Path) -> None:
 
     parquet.write_table(pyarrow.table({"picture": [b""] * 3}), tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table({"image": [b""] * 3, "label": ["cat"] * 3}), tmp_path / "b.parquet")
-    with pytest.raises(ConfigError, match=r"column 'image' is not in .*, which has picture"):
+    with pytest.raises(ConfigError, match=r"has no column 'image', only picture"):
         ImageClassification(data=str(tmp_path / "a.parquet")).check()
     with pytest.raises(ConfigError, match=r"'label' of .* does not hold classes"):
         ImageClassification(data=str(tmp_path / "b.parquet")).check()

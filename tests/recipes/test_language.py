@@ -18,9 +18,9 @@ from stretto.recipes import Language
 from stretto.recipes.blocks import Packed, Sequences, Streams
 from stretto.recipes.gpt import Shape, causal_lm
 from stretto.recipes.instructions import read_instruction, read_text
-from stretto.recipes.language import Lora
+from stretto.recipes.language import Lora, OwnTokens
 from stretto.recipes.optimizers import AdamW
-from stretto.recipes.rows import divided, read_rows
+from stretto.recipes.rows import Heldout, divided, read_rows
 from stretto.recipes.task import Task
 from stretto.recipes.text import IGNORED, BytePairs, FolderTokens, Snippet, Window
 from tests.recipes.files import (
@@ -74,10 +74,16 @@ def over(place: Path, **settings: Any) -> Language:
         "model": str(place.parent / "model" / "config.json"),
         "length": 32,
         "batch": 2,
-        "loader_workers": 0,
+        "readers": 0,
     }
     return Language(
-        **{"data": str(place), **small, "evaluation_batches": 2, "sample": Snippet(length=2), **settings}
+        **{
+            "data": str(place),
+            **small,
+            "heldout": Heldout(samples=4),
+            "sample": Snippet(length=2),
+            **settings,
+        }
     )
 
 
@@ -121,10 +127,10 @@ def test_an_epoch_of_blocks_is_the_training_documents_and_nothing_that_is_held_o
     assert sorted(filter(None, documents)) == sorted(STORIES[index] for index in kept)
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_a_loader_resumes_to_the_sample_after_every_micro_batch(files: Path, layout: Any) -> None:
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_loader_resumes_to_the_sample_after_every_micro_batch(files: Path, pack: bool) -> None:
     def loader() -> Any:
-        return task_over(files / "stories.jsonl", layout=layout, length=24).loader
+        return task_over(files / "stories.jsonl", pack=pack, length=24).loader
 
     whole = list(islice(loader(), 70))
     running = loader()
@@ -136,10 +142,10 @@ def test_a_loader_resumes_to_the_sample_after_every_micro_batch(files: Path, lay
         next(batches)
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_two_ranks_read_what_one_rank_reads_without_overlap(files: Path, layout: Any) -> None:
+@pytest.mark.parametrize("pack", [True, False])
+def test_two_ranks_read_what_one_rank_reads_without_overlap(files: Path, pack: bool) -> None:
     def epoch(rank: int, world_size: int) -> list[str]:
-        loader = over(files / "stories.jsonl", layout=layout, batch=1).build(rank, world_size, 0, None).loader
+        loader = over(files / "stories.jsonl", pack=pack, batch=1).build(rank, world_size, 0, None).loader
         parcels = loader._parcels if isinstance(loader, Packed) else loader
         batches = itertools.takewhile(lambda _: parcels.position - world_size < parcels.per_epoch, loader)
         return [text for window in batches for text in texts(window)]
@@ -159,7 +165,7 @@ def test_a_saved_order_of_other_blocks_is_refused(files: Path) -> None:
 def test_workers_read_ahead_in_the_same_order(files: Path) -> None:
     alone = task_over(files / "stories.jsonl")
     before = torch.get_rng_state()
-    ahead = task_over(files / "stories.jsonl", loader_workers=1)
+    ahead = task_over(files / "stories.jsonl", readers=1)
     pairs = list(islice(zip(alone.loader, ahead.loader, strict=True), 9))
     assert all(torch.equal(one.inputs, other.inputs) for one, other in pairs)
     assert alone.loader.state_dict() == ahead.loader.state_dict()
@@ -190,7 +196,7 @@ def test_pairs_are_read_as_instructions(files: Path) -> None:
 
 def test_padded_sequences_weighed_by_tokens_are_the_same_on_two_ranks_as_on_one(files: Path) -> None:
     # With eps = 1 a step of AdamW is smooth in the gradient: lr times it, about.
-    task = over(files / "stories.jsonl", layout="padded", lr=0.1, adamw=AdamW(eps=1.0))
+    task = over(files / "stories.jsonl", pack=False, lr=0.1, adamw=AdamW(eps=1.0))
     train_virtually(run_over(task, "one", micro_batches=4), 1)
     train_virtually(run_over(task, "two", micro_batches=2), 2)
     one, two = parameters("one"), parameters("two")
@@ -203,7 +209,7 @@ def test_padded_sequences_weighed_by_tokens_are_the_same_on_two_ranks_as_on_one(
 
 
 def test_an_unweighed_mean_would_be_another_one(files: Path) -> None:
-    task = task_over(files / "stories.jsonl", layout="padded")
+    task = task_over(files / "stories.jsonl", pack=False)
     assert len({task.loss(task.model, batch).weight for batch in islice(task.loader, 4)}) > 1
 
 
@@ -230,9 +236,11 @@ def test_a_model_folder_brings_parameters_and_a_configuration_new_ones(files: Pa
 
 
 def test_a_tokenizer_is_trained_once_and_then_read_from_the_folder_of_the_run(files: Path) -> None:
-    options = over(files / "stories.jsonl", vocabulary=270, model="gpt2", scale=0.05, length=640)
+    options = over(
+        files / "stories.jsonl", own_tokens=OwnTokens(vocabulary=270), model="gpt2", scale=0.05, length=640
+    )
     kept = options.kept_in("run")
-    assert kept.tokenizer_out == "run/tokenizer"
+    assert kept.own_tokens.folder == "run/tokenizer"
     Path("run").mkdir()
     first = next(iter(kept.build(0, 1, 0, None).loader))
     again = FolderTokens("run/tokenizer")
@@ -243,7 +251,7 @@ def test_a_tokenizer_is_trained_once_and_then_read_from_the_folder_of_the_run(fi
     other = replace(kept, data=str(files / "pairs.jsonl"))  # what it was trained on does not matter any more
     assert other.build(0, 1, 0, None).model.config.vocab_size == 270
     assert torch.equal(next(iter(kept.build(0, 1, 0, None).loader)).inputs, first.inputs)
-    assert replace(options, tokenizer=str(files / "tokens")).kept_in("run").tokenizer_out is None
+    assert replace(options, tokenizer=str(files / "tokens")).kept_in("run").own_tokens.folder is None
 
 
 class Killed(BaseException):
@@ -278,12 +286,12 @@ def test_a_killed_run_goes_on_to_the_same_bits(files: Path, monkeypatch: pytest.
         (None, {}, "there are no data at data.jsonl"),
         ("", {}, "data.jsonl is empty"),
         ("{broken\n", {}, "data.jsonl cannot be read: ArrowInvalid"),
-        ('{"body": "x"}\n' * 9, {}, "--task.column 'text' is not in data.jsonl, which has body"),
+        ('{"body": "x"}\n' * 9, {}, "data.jsonl has no column 'text', only body"),
         ('{"text": "x"}\n', {}, "1 sample cannot be divided"),
         ('{"text": "x"}\n' * 9, {"--task.model": "gpt3"}, "did you mean 'gpt2'?"),
         ('{"text": "x"}\n' * 9, {"--task.model": "data.jsonl"}, "--task.model data.jsonl is not the configuration"),
         ('{"text": "x"}\n' * 9, {"--task.tokenizer": "nowhere"}, "--task.tokenizer nowhere is not a folder"),
-        ('{"text": "x"}\n' * 9, {"--task.documents": "lines"}, "did you mean 'line'?"),
+        ('{"text": "x"}\n' * 9, {"--task.documents.unit": "lines"}, "did you mean 'line'?"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_one_line_before_anything_starts(
@@ -330,10 +338,10 @@ def test_a_model_that_does_not_fit_is_refused(files: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=named):
             task_over(files / "stories.jsonl", **settings)
-    for settings, named in (
-        ({"vocabulary": 256}, "vocabulary must be at least 257"),
-        ({"scale": 1.5}, "scale must be above 0 and at most 1"),
-        ({"heldout_share": 1.0}, "heldout_share must be between 0 and 1"),
-    ):
+    for settings, named in (({"scale": 1.5}, "scale must be above 0 and at most 1"),):
         with pytest.raises(ConfigError, match=named):
             Language(**settings)
+    with pytest.raises(ConfigError, match="vocabulary must be at least 257"):
+        OwnTokens(vocabulary=256)
+    with pytest.raises(ConfigError, match="share must be between 0 and 1"):
+        Heldout(share=1.0)

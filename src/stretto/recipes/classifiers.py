@@ -1,6 +1,7 @@
 """Image classifiers of `transformers`, built from their configuration, with augmentation as a layer of the model."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stretto.fields import check_at_least, check_fields
 from stretto.recipes.task import extra
 
 Architecture = Literal["resnet-18", "resnet-50", "mobilenet-v2"]
@@ -25,6 +27,21 @@ _RESNETS: Mapping[Architecture, Mapping[str, Any]] = MappingProxyType(
 )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Augmentation:
+    """What is done to pictures in training, at every use anew."""
+
+    padding: int = 4
+    """Pixels added on every side, from which a random part of the old size is cut; 0 for none."""
+
+    flip: bool = True
+    """Mirror a random half of the pictures."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, padding=0)
+
+
 class Classifier(nn.Module):
     """A model with all that happens to pixels before it: uint8 (images, 3, side, side) in, logits out.
 
@@ -33,36 +50,34 @@ class Classifier(nn.Module):
 
     Args:
         model: Of `transformers`.
-        padding: Pixels added on every side, from which a random part of the old size is cut; 0 for none.
-        flip: Whether a random half of the images is mirrored.
+        augmentation: What is done to pixels in training.
     """
 
-    def __init__(self, model: nn.Module, *, padding: int, flip: bool) -> None:
+    def __init__(self, model: nn.Module, augmentation: Augmentation) -> None:
         super().__init__()
         self.model = model
-        self.padding = padding
-        self.flip = flip
+        self.augmentation = augmentation
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the logits."""
         if self.training:
-            pixels = augmented(pixels, self.padding, self.flip)
+            pixels = augmented(pixels, self.augmentation)
         # Close to zero mean and unit variance for photographs, whichever they are.
         values = (pixels.to(next(self.parameters()).dtype) / 255 - 0.5) / 0.25
         logits: Tensor = self.model(pixel_values=values).logits
         return logits
 
 
-def augmented(pixels: Tensor, padding: int, flip: bool) -> Tensor:
+def augmented(pixels: Tensor, augmentation: Augmentation) -> Tensor:
     """Return images of the same size, each cut at random from its padded self, and mirrored at random."""
-    count, side = len(pixels), torch.arange(pixels.shape[-1])
+    count, side, padding = len(pixels), torch.arange(pixels.shape[-1]), augmentation.padding
     if padding:
         top, left = torch.randint(2 * padding + 1, (2, count, 1)) + side
         images = torch.arange(count)[:, None, None]
         padded = functional.pad(pixels, (padding,) * 4)
         # Indices in three places bring the channels to the end.
         pixels = padded[images, :, top[:, :, None], left[:, None, :]].permute(0, 3, 1, 2)
-    if flip:
+    if augmentation.flip:
         mirrored = torch.randint(2, (count, 1, 1, 1), dtype=torch.bool).to(pixels.device)
         pixels = torch.where(mirrored, pixels.flip(3), pixels)
     return pixels

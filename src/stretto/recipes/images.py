@@ -9,10 +9,11 @@ import torch
 from stretto import errors
 from stretto.fields import check_at_least, check_fields
 from stretto.recipes.batches import MicroBatches
-from stretto.recipes.classifiers import Architecture, Classifier, image_model
+from stretto.recipes.classifiers import Architecture, Augmentation, Classifier, image_model
 from stretto.recipes.classify import Images, InOrder, class_accuracy, class_loss, image_loss
 from stretto.recipes.optimizers import SGD, AdamW, Schedule
 from stretto.recipes.pictures import PictureSides, read_pictures
+from stretto.recipes.rows import Heldout
 from stretto.recipes.task import Task, mean_loss
 
 EVALUATED_AT_ONCE = 256
@@ -24,29 +25,16 @@ class ImageClassification:
     """An image classifier on your own pictures; CIFAR's binary files, folders by class, or Parquet; no download."""
 
     model: Architecture = "resnet-18"
-    """Which network, with new parameters; below 96 pixels its first convolution skips none."""
+    """Which network; its parameters are new. Below 96 pixels its first convolution skips none."""
 
     data: str | None = None
     """Folder of CIFAR's binary files, folder of folders by class, or Parquet with columns image and label."""
-
-    heldout: str | None = None
-    """Pictures of their own to evaluate on; None takes those beside the data (CIFAR's test files, a folder test), or
-    else a share."""
-
-    heldout_share: float = 0.1
-    """Share of the pictures kept for evaluation where there are none for it, between 0 and 1."""
 
     size: int = 32
     """Side in pixels to which pictures are brought."""
 
     batch: int = 32
     """Pictures per micro-batch; at least 2, because batch normalisation takes its statistics from them."""
-
-    padding: int = 4
-    """Pixels around a picture from which a random part is cut in training; 0 for none."""
-
-    flip: bool = True
-    """Mirror a random half of the pictures in training."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """Which of the two below trains the model."""
@@ -55,13 +43,16 @@ class ImageClassification:
     """Learning rate after the warm-up; None takes 0.1 for sgd and 0.001 for adamw."""
 
     scale: float = 1.0
-    """Factor on channels, depth and training pictures, to rehearse; above 0, and at most 1."""
+    """Factor to rehearse with; on channels, depth and training pictures, above 0 and at most 1."""
 
-    loader_workers: int = 1
+    readers: int = 1
     """Processes per rank that read and decode ahead; 0 does it in the loop."""
 
-    evaluation_images: int = 10_000
-    """Pictures that an evaluation reads, at most."""
+    augment: Augmentation = field(default_factory=Augmentation)
+    """What is done to pictures in training."""
+
+    heldout: Heldout = field(default_factory=lambda: Heldout(share=0.1, samples=10_000))
+    """What is evaluated on."""
 
     sgd: SGD = field(default_factory=SGD)
     """Options of sgd."""
@@ -74,9 +65,7 @@ class ImageClassification:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_at_least(self, size=8, batch=2, padding=0, lr=0, loader_workers=0, evaluation_images=1)
-        if not 0 < self.heldout_share < 1:
-            raise errors.ConfigError(f"heldout_share must be between 0 and 1, found {self.heldout_share}")
+        check_at_least(self, size=8, batch=2, lr=0, readers=0)
         if not 0 < self.scale <= 1:
             raise errors.ConfigError(f"scale must be above 0 and at most 1, found {self.scale}")
 
@@ -95,7 +84,7 @@ class ImageClassification:
         network = image_model(
             self.model, classes=train.num_classes, size=self.size, scale=self.scale, seed=seed
         )
-        model = Classifier(network, padding=self.padding, flip=self.flip)
+        model = Classifier(network, self.augment)
         lr = {"sgd": 0.1, "adamw": 0.001}[self.optimizer] if self.lr is None else self.lr
         optimizer = (self.sgd if self.optimizer == "sgd" else self.adamw).build(model, lr)
         loader: MicroBatches[Images] = MicroBatches(
@@ -104,9 +93,9 @@ class ImageClassification:
             rank=rank,
             world_size=world_size,
             seed=seed,
-            workers=self.loader_workers,
+            workers=self.readers,
         )
-        evaluated = InOrder(heldout, max(self.batch, EVALUATED_AT_ONCE), self.evaluation_images)
+        evaluated = InOrder(heldout, max(self.batch, EVALUATED_AT_ONCE), self.heldout.samples)
         return Task(
             model=model,
             optimizer=optimizer,
@@ -118,4 +107,4 @@ class ImageClassification:
         )
 
     def _sides(self) -> PictureSides:
-        return read_pictures(self.data, self.heldout, self.heldout_share, self.size, self.scale)
+        return read_pictures(self.data, self.heldout, self.size, self.scale)

@@ -15,7 +15,7 @@ from stretto.recipes.blocks import Packed, Sequences, Streams, blocks_of
 from stretto.recipes.instructions import READINGS, Reading, read_text
 from stretto.recipes.language_models import check_model, language_model, tokenizer_of, with_lora
 from stretto.recipes.optimizers import AdamW, Schedule
-from stretto.recipes.rows import Document, Sides, check_column, read_sides
+from stretto.recipes.rows import Document, Heldout, Sides, check_column, read_sides
 from stretto.recipes.stdlib_gpt import next_token_loss
 from stretto.recipes.task import ResumableLoader, Task, mean_loss
 from stretto.recipes.text import BytePairs, FolderTokens, Snippet, Tokens, Window
@@ -24,6 +24,37 @@ BYTES = 257
 """Tokens of a BPE that has learned nothing: the bytes, and the end of a document."""
 TRAINED_ON = 100_000_000
 """Most characters of text that a BPE is trained on; it takes about a minute."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """What one document is."""
+
+    unit: Document = "file"
+    """In text files: a file, a paragraph (up to an empty line) or a line; in other formats it is a row."""
+
+    column: str = "text"
+    """Column of the rows that holds the text; without it, rows of prompt and response, or of instruction, input and
+    output, are instructions."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnTokens:
+    """The tokenizer that is made where there is none: a byte-level BPE."""
+
+    vocabulary: int = BYTES
+    """Number of its tokens; 257, the bytes and the end of a document, need no training."""
+
+    folder: str | None = None
+    """Where it is written, and read from once it is there; a run takes a folder in its own, so that it has the same
+    one after a resume."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, vocabulary=BYTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,38 +77,20 @@ class Language:
     """A causal language model on your own text or instructions; pre-training, fine-tuning, LoRA, with no download."""
 
     model: str = "gpt2"
-    """A model folder to go on from; or new parameters for a config.json, or for gpt2, gpt-neo-36m, gpt-neo-125m,
-    gpt-neo-2.7b, llama-tiny or llama-2-7b."""
+    """Folder, config.json or a size; a folder brings parameters, the others begin with new ones. Sizes are gpt2,
+    gpt-neo-36m, gpt-neo-125m, gpt-neo-2.7b, llama-tiny and llama-2-7b."""
 
     data: str | None = None
-    """File or folder of text (.txt, .md), JSON lines (.jsonl) or Parquet, or a folder of datasets' save_to_disk."""
-
-    heldout: str | None = None
-    """Data of their own to evaluate on, as for data; None holds out a share of the rows."""
-
-    heldout_share: float = 0.05
-    """Share of the rows kept for evaluation where there are no data for it, between 0 and 1."""
-
-    documents: Document = "file"
-    """What one document is in text files; in other formats it is a row."""
-
-    column: str = "text"
-    """Column with the text; rows of prompt and response, or of instruction, input and output, are instructions."""
+    """File or folder; text (.txt, .md), JSON lines (.jsonl), Parquet, or what save_to_disk of datasets has written."""
 
     tokenizer: str | None = None
-    """Folder of a tokenizer; None takes that of the model's folder, or else one of `vocabulary` tokens is made."""
-
-    vocabulary: int = BYTES
-    """Tokens of a byte-level BPE trained on the data, where there is no tokenizer; 257 are the bytes alone."""
-
-    tokenizer_out: str | None = None
-    """Folder for the tokenizer that is made here, and to read it from once it is there; a run takes one of its own."""
+    """Folder of a tokenizer; None takes that of the model's folder, or else one is made (own_tokens)."""
 
     length: int = 256
     """Tokens the model reads at once."""
 
-    layout: Literal["packed", "padded"] = "packed"
-    """Documents in a row, cut into blocks, or each on its own, padded or cut off; instructions are always padded."""
+    pack: bool = True
+    """Cut documents in a row into blocks; otherwise each is padded or cut off by itself, as instructions always are."""
 
     batch: int = 8
     """Blocks or padded documents per micro-batch."""
@@ -92,13 +105,19 @@ class Language:
     """Of parameters and activations."""
 
     scale: float = 1.0
-    """Factor on layers, width, heads, length and rows, to rehearse; above 0, and at most 1."""
+    """Factor to rehearse with; on layers, width, heads, length and documents, above 0 and at most 1."""
 
-    loader_workers: int = 1
+    readers: int = 1
     """Processes per rank that read and tokenise ahead; 0 does it in the loop."""
 
-    evaluation_batches: int = 32
-    """Micro-batches that an evaluation reads, at most."""
+    documents: Documents = field(default_factory=Documents)
+    """What one document is."""
+
+    heldout: Heldout = field(default_factory=Heldout)
+    """What is evaluated on."""
+
+    own_tokens: OwnTokens = field(default_factory=OwnTokens)
+    """The tokenizer that is made where there is none."""
 
     lora: Lora = field(default_factory=Lora)
     """What else LoRA needs."""
@@ -114,13 +133,7 @@ class Language:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_at_least(self, length=2, batch=1, lora_rank=1, lr=0, loader_workers=0, evaluation_batches=1)
-        if self.vocabulary < BYTES:
-            raise errors.ConfigError(
-                f"vocabulary must be at least {BYTES}, the bytes and the end of a document, found {self.vocabulary}"
-            )
-        if not 0 < self.heldout_share < 1:
-            raise errors.ConfigError(f"heldout_share must be between 0 and 1, found {self.heldout_share}")
+        check_at_least(self, length=2, batch=1, lora_rank=1, lr=0, readers=0)
         if not 0 < self.scale <= 1:
             raise errors.ConfigError(f"scale must be above 0 and at most 1, found {self.scale}")
 
@@ -134,9 +147,10 @@ class Language:
 
     def kept_in(self, folder: str) -> "Language":
         """Return the same with the tokenizer that is made here kept in a run's folder; see `OverFiles`."""
-        if self.tokenizer_out is not None or self._given_tokenizer() is not None:
+        if self.own_tokens.folder is not None or self._given_tokenizer() is not None:
             return self
-        return dataclasses.replace(self, tokenizer_out=str(Path(folder, "tokenizer")))
+        own = dataclasses.replace(self.own_tokens, folder=str(Path(folder, "tokenizer")))
+        return dataclasses.replace(self, own_tokens=own)
 
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
         """Build the task of one rank; arguments and errors are those of `TaskConfig.build`."""
@@ -156,7 +170,7 @@ class Language:
             alpha = 2.0 * self.lora_rank if self.lora.alpha is None else self.lora.alpha
             model = with_lora(model, self.lora_rank, alpha, self.lora.dropout, seed)
         optimizer = self.adamw.build(model, self.lr)
-        share = {"rank": rank, "world_size": world_size, "seed": seed, "workers": self.loader_workers}
+        share = {"rank": rank, "world_size": world_size, "seed": seed, "workers": self.readers}
         evaluated = Sequences(heldout, self._reading(heldout), tokens, length)
         loader: ResumableLoader[Window]
         if self._is_packed(reading):
@@ -166,7 +180,7 @@ class Language:
         else:
             sequences = Sequences(train, reading, tokens, length)
             loader = MicroBatches(sequences, min(self.batch, len(sequences)), **share)
-            kept = torch.arange(min(len(evaluated), self.evaluation_batches * self.batch))
+            kept = torch.arange(min(len(evaluated), self.heldout.samples))
             batches = [evaluated.batch(indices) for indices in kept.split(self.batch)]
         loss = partial(next_token_loss, weigh="token")
         return Task(
@@ -180,18 +194,19 @@ class Language:
         )
 
     def _sides(self) -> Sides:
-        return read_sides(self.data, self.heldout, self.heldout_share, self.documents, self.scale)
+        return read_sides(self.data, self.heldout, self.documents.unit, self.scale)
 
     def _reading(self, rows: Any) -> Reading:
         """Return how the rows become text, by the columns that they have."""
+        column = self.documents.column
         for columns, reading in READINGS.items():
-            if self.column not in rows.column_names and set(columns) <= set(rows.column_names):
+            if column not in rows.column_names and set(columns) <= set(rows.column_names):
                 return reading
-        check_column(rows, str(self.data), self.column, "column")
-        return partial(read_text, column=self.column)
+        check_column(rows, str(self.data), column)
+        return partial(read_text, column=column)
 
     def _is_packed(self, reading: Reading) -> bool:
-        return self.layout == "packed" and reading not in READINGS.values()
+        return self.pack and reading not in READINGS.values()
 
     def _given_tokenizer(self) -> str | None:
         return self.tokenizer or tokenizer_of(self.model)
@@ -201,11 +216,12 @@ class Language:
         given = self._given_tokenizer()
         if given is not None:
             return FolderTokens(given)
-        if self.tokenizer_out is not None and Path(self.tokenizer_out).is_dir():
-            return FolderTokens(self.tokenizer_out)
-        made = BytePairs(self._texts(rows, reading) if self.vocabulary > BYTES else (), self.vocabulary)
-        if self.tokenizer_out is not None and rank == 0:
-            made.save(Path(self.tokenizer_out))
+        own = self.own_tokens
+        if own.folder is not None and Path(own.folder).is_dir():
+            return FolderTokens(own.folder)
+        made = BytePairs(self._texts(rows, reading) if own.vocabulary > BYTES else (), own.vocabulary)
+        if own.folder is not None and rank == 0:
+            made.save(Path(own.folder))
         return made
 
     def _texts(self, rows: Any, reading: Reading) -> list[bytes]:
@@ -220,7 +236,7 @@ class Language:
 
     def _blocks(self, heldout: Sequences) -> list[Window]:
         """Return the first held-out documents, in a row and cut into blocks."""
-        needed = self.evaluation_batches * self.batch * heldout.length + 1
+        needed = self.heldout.samples * heldout.length + 1
         stream: list[int] = []
         for row in heldout.rows:
             stream += [*heldout.tokens.encode(heldout.reading(row).response.encode()), heldout.tokens.end]

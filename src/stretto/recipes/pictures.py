@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from stretto import errors
 from stretto.recipes.classify import Images
-from stretto.recipes.rows import check_column, divided, read_rows
+from stretto.recipes.rows import Heldout, check_column, divided, read_rows
 from stretto.recipes.task import extra
 
 CIFAR_SIDE = 32
@@ -158,16 +158,13 @@ def decoded(content: bytes, name: str, size: int) -> Tensor:
     return torch.from_numpy(np.array(whole)).permute(2, 0, 1).contiguous()
 
 
-def read_pictures(
-    place: str | None, heldout: str | None, share: float, size: int, limit: float
-) -> PictureSides:
-    """Return the pictures to train on and those held out: what the files hold out, or a share.
+def read_pictures(place: str | None, heldout: Heldout, size: int, limit: float) -> PictureSides:
+    """Return the pictures to train on and those held out.
 
     Args:
         place: Folder of CIFAR's binary files, folder with a folder per class (or `train` and `test` of these), or what
             `read_rows` takes.
-        heldout: Where held-out rows of Parquet are, or a folder with a folder per class.
-        share: To hold out, where nothing else says what.
+        heldout: What is held out. Beside the others may stand CIFAR's test files, or a folder `test`.
         size: Side in pixels.
         limit: Share of the pictures to train on at all, spread evenly; 1 for all.
 
@@ -175,12 +172,12 @@ def read_pictures(
         ConfigError: There is nothing, or it cannot be read.
     """
     if place is None:
-        raise errors.ConfigError("data is missing: name a folder or a file")
+        raise errors.ConfigError("data is missing: name a file or a folder")
     train, beside = _read(Path(place), size)
-    if heldout is not None:
-        beside, _ = _read(Path(heldout), size, _classes_of(Path(place)))
+    if heldout.data is not None:
+        beside, _ = _read(Path(heldout.data), size, _classes_of(Path(place)))
     if beside is None:
-        kept, left_out = divided(len(train), share)
+        kept, left_out = divided(len(train), heldout.share)
         train, beside = Chosen(train, torch.from_numpy(kept)), Chosen(train, torch.from_numpy(left_out))
     if limit != 1:
         count = max(2, round(len(train) * limit))
@@ -207,7 +204,7 @@ def _read(path: Path, size: int, classes: Sequence[str] = ()) -> tuple[Pictures,
 def _table(path: Path, size: int) -> Table:
     rows = read_rows(str(path))
     for column in ("image", "label"):
-        check_column(rows, str(path), column, "column")
+        check_column(rows, str(path), column)
     encoded = extra("datasets", "images in Parquet").Image(decode=False)
     if type(rows.features["image"]) is type(encoded):
         rows = rows.cast_column("image", encoded)

@@ -6,12 +6,14 @@ maps these into memory. So any row can be read at once, and several ranks share 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from stretto import errors
+from stretto.fields import check_at_least, check_fields
 from stretto.recipes.task import extra
 
 FORMATS = {
@@ -25,6 +27,26 @@ FORMATS = {
 """What files are read, by the ending of their names; of a folder, those of one format."""
 
 Document = Literal["file", "paragraph", "line"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heldout:
+    """What is evaluated on, and never trained on."""
+
+    data: str | None = None
+    """Data of their own, in a format of the others; None takes what stands beside these, or else a share of them."""
+
+    share: float = 0.05
+    """That share, between 0 and 1. Which samples it is does not depend on the run's seed."""
+
+    samples: int = 256
+    """Blocks, documents or pictures that an evaluation reads, at most; the first ones."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, samples=1)
+        if not 0 < self.share < 1:
+            raise errors.ConfigError(f"share must be between 0 and 1, found {self.share}")
 
 
 class Sides(NamedTuple):
@@ -104,16 +126,14 @@ def _read(datasets: Any, place: str) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def check_column(rows: Any, place: str, column: str, option: str) -> None:
+def check_column(rows: Any, place: str, column: str) -> None:
     """Raise unless the rows have `column`.
 
     Raises:
-        ConfigError: Names the option that says which column to take, and the columns that there are.
+        ConfigError: Names the columns that there are.
     """
     if column not in rows.column_names:
-        raise errors.ConfigError(
-            f"{option} {column!r} is not in {place}, which has {', '.join(rows.column_names)}"
-        )
+        raise errors.ConfigError(f"{place} has no column {column!r}, only {', '.join(rows.column_names)}")
 
 
 def divided(count: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -129,23 +149,20 @@ def divided(count: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.nda
     """
     if count < 2:
         raise errors.ConfigError(
-            f"{count} sample cannot be divided into training and held-out data: give more, or name held-out data "
-            "as heldout; where files are text, documents says what one sample is"
+            f"{count} sample cannot be divided into training and held-out data: give more, or held-out data of "
+            "their own (heldout.data); where files are text, documents.unit says what one sample is"
         )
     heldout = min(count - 1, max(1, round(count * share)))
     order = np.random.default_rng(seed).permutation(count)
     return np.sort(order[heldout:]), np.sort(order[:heldout])
 
 
-def read_sides(
-    place: str | None, heldout: str | None, share: float, document: Document, limit: float
-) -> Sides:
+def read_sides(place: str | None, heldout: Heldout, document: Document, limit: float) -> Sides:
     """Return the rows to train on and those held out.
 
     Args:
         place: Where the rows are, as `read_rows` takes it.
-        heldout: Where held-out rows of their own are; None holds out a share of the others.
-        share: That share.
+        heldout: What is held out.
         document: What a row is where the files are text.
         limit: Share of the rows to use at all, the first ones; 1 for all.
 
@@ -156,7 +173,7 @@ def read_sides(
         raise errors.ConfigError("data is missing: name a file or a folder")
     rows = read_rows(place, document)
     rows = rows.select(range(max(min(2, len(rows)), round(len(rows) * limit))))
-    if heldout is not None:
-        return Sides(rows, read_rows(heldout, document))
-    kept, left_out = divided(len(rows), share)
+    if heldout.data is not None:
+        return Sides(rows, read_rows(heldout.data, document))
+    kept, left_out = divided(len(rows), heldout.share)
     return Sides(rows.select(kept, keep_in_memory=True), rows.select(left_out, keep_in_memory=True))
