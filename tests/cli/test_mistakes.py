@@ -15,8 +15,8 @@ from stretto.cli import main
     [
         (
             "tarin stdlib-gpt",
-            "no command is called 'tarin'; there are train, resume, compare, simulate, diagnose, campaign, doctor; did "
-            "you mean 'train'?",
+            "no command is called 'tarin'; there are train, resume, compare, simulate, diagnose, campaign, doctor, "
+            "presets; did you mean 'train'?",
         ),
         ("train", "train needs a recipe first: stdlib-gpt, digits-resnet"),
         ("train --updates 3", "train needs a recipe first"),
@@ -41,6 +41,8 @@ from stretto.cli import main
         ("train digits-resnet --task.wdith 3", "has no option '--task.wdith'"),
         ("campaign stdlib", "no recipe is called 'stdlib'; there are stdlib-gpt, digits-resnet"),
         ("campaign --falts 3", "has no option '--falts'"),
+        ("train language --preset acco-alpca", "did you mean 'acco-alpaca'?"),
+        ("presets --nmae x", "did you mean '--name'?"),
         ("compare digits-resnet --strategies ddp,bogus", "no strategy is called 'bogus'"),
         ("compare digits-resnet --strategies ddp --learning-rates acco=1", "learning rates for acco"),
     ],

@@ -1,13 +1,17 @@
 """Small files of the formats that people have, and runs over them on a virtual cluster."""
 
+import importlib
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from stretto.observe import read_json_lines
 from stretto.recipes import TaskConfig
 from stretto.train.configuration import RunConfig
 from stretto.train.outcome import Outcome, prepare_run_folder
@@ -61,3 +65,38 @@ def train_virtually(run: RunConfig[TaskConfig], ranks: int) -> list[Outcome]:
 
 def parameters(folder: str) -> dict[str, torch.Tensor]:
     return torch.load(Path(folder, "model.pt"))
+
+
+class Killed(BaseException):
+    """Nobody catches it, as nobody catches a kill."""
+
+
+def kill_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss function that ends the process, so to say, at the `call`-th call of all ranks together."""
+    calls = itertools.count(1)
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        if next(calls) == call:
+            raise Killed
+        return function(*args, **settings)
+
+    return counted
+
+
+def expect_same_bits_after_a_kill(
+    run: RunConfig[TaskConfig], monkeypatch: pytest.MonkeyPatch, loss: str, call: int
+) -> None:
+    """Train on two ranks, whole and killed and resumed, with a checkpoint after every update."""
+    module, _, name = loss.rpartition(".")
+    runs = [replace(run, run_dir=folder, checkpoint_every=1) for folder in ("whole", "killed")]
+    train_virtually(runs[0], 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(loss, kill_at(call, getattr(importlib.import_module(module), name)))
+        with pytest.raises(Killed):
+            train_virtually(runs[1], 2)
+    train_virtually(replace(runs[1], resume=True), 2)
+    whole, resumed = parameters("whole"), parameters("killed")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert [len(read_json_lines(Path(folder, "updates.jsonl"))) for folder in ("whole", "killed")] == [
+        run.updates
+    ] * 2

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,7 +16,7 @@ from stretto.errors import ConfigError
 from stretto.recipes import Language
 from stretto.recipes.blocks import Packed, Sequences, Streams
 from stretto.recipes.gpt import Shape, causal_lm
-from stretto.recipes.instructions import read_instruction, read_text
+from stretto.recipes.instructions import read_instruction, read_pair, read_text
 from stretto.recipes.language import Lora, OwnTokens
 from stretto.recipes.optimizers import AdamW
 from stretto.recipes.rows import Heldout, divided, read_rows
@@ -26,6 +25,7 @@ from stretto.recipes.text import IGNORED, BytePairs, FolderTokens, Snippet, Wind
 from tests.recipes.files import (
     INSTRUCTIONS,
     STORIES,
+    expect_same_bits_after_a_kill,
     own_cache,
     parameters,
     run_over,
@@ -189,6 +189,20 @@ def test_of_prompts_and_padding_no_loss_is_taken(files: Path) -> None:
     assert (plain.weight, plain.samples) == (float(batch.predicted), 2)
 
 
+def test_of_a_long_prompt_the_end_is_kept_and_of_a_long_answer_the_beginning() -> None:
+    from datasets import Dataset
+
+    def cut(prompt: str, response: str) -> tuple[str, list[str]]:
+        rows = Dataset.from_dict({"prompt": [prompt], "response": [response]})
+        window = Sequences(rows, read_pair, BYTES, 9).batch(torch.tensor([0]))
+        return BYTES.decode(window.inputs[0].tolist()), texts(window)
+
+    assert cut("0123456789", "ab") == ("3456789ab", ["ab"])
+    assert cut("0123456789", "abcdefgh") == ("56789abcd", ["abcde"])
+    assert cut("01", "abcdefghijkl") == ("01abcdefg", ["abcdefgh"])
+    assert cut("", "") == ("", [""])
+
+
 def test_pairs_are_read_as_instructions(files: Path) -> None:
     window = next(iter(task_over(files / "pairs.jsonl", length=64).loader))
     assert all(text.isdigit() for text in texts(window))
@@ -254,30 +268,9 @@ def test_a_tokenizer_is_trained_once_and_then_read_from_the_folder_of_the_run(fi
     assert replace(options, tokenizer=str(files / "tokens")).kept_in("run").own_tokens.folder is None
 
 
-class Killed(BaseException):
-    """Nobody catches it, as nobody catches a kill."""
-
-
 def test_a_killed_run_goes_on_to_the_same_bits(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = over(files / "stories.jsonl")
-    train_virtually(run_over(task, "whole", checkpoint_every=1), 2)
-    taken, plain = [], Packed.__iter__
-
-    def killed(self: Packed) -> Iterator[Window]:
-        for window in plain(self):
-            taken.append(window)
-            if len(taken) == 11:
-                raise Killed
-            yield window
-
-    run = run_over(task, "run", checkpoint_every=1)
-    monkeypatch.setattr(Packed, "__iter__", killed)
-    with pytest.raises(Killed):
-        train_virtually(run, 2)
-    monkeypatch.setattr(Packed, "__iter__", plain)
-    train_virtually(replace(run, resume=True), 2)
-    whole, resumed = parameters("whole"), parameters("run")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    run = run_over(over(files / "stories.jsonl"), strategy="acco")
+    expect_same_bits_after_a_kill(run, monkeypatch, "stretto.recipes.language.next_token_loss", 15)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,21 @@ from typing import Any
 
 from stretto.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto.cli.environment import find_ranks, is_joined
-from stretto.cli.help import HELP_ALL, command_help, first_clause
-from stretto.cli.options import named_as_options, options_of, parse_alone, parse_options
+from stretto.cli.help import COMMANDS, HELP, HELP_ALL, command_help, first_clause
+from stretto.cli.options import (
+    named_as_options,
+    options_of,
+    parse_alone,
+    parse_options,
+    parse_start,
+    started,
+)
+from stretto.cli.presets import PRESETS, PresetList
 from stretto.cli.run_folder import command_of, run_folder
-from stretto.cli.screens import print_diagnosis, print_report, print_run, print_simulation
+from stretto.cli.screens import print_diagnosis, print_preset, print_report, print_run, print_simulation
 from stretto.doctor import Examination, Report, examine_rank
 from stretto.errors import ConfigError, UnknownName
+from stretto.fields import unknown_name
 from stretto.observe import print_campaign, print_comparison
 from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto.train.arms import parse_arm
@@ -37,6 +46,7 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "diagnose": lambda task: DiagnoseConfig(task=task),
         "campaign": lambda task: CampaignConfig(task=small(task)),
         "doctor": lambda _: Examination(),
+        "presets": lambda _: PresetList(),
     }
 )
 """What makes the configuration of each command from a recipe's."""
@@ -58,15 +68,21 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "diagnose": diagnose_command,
         "campaign": campaign_command,
         "doctor": doctor_command,
+        "presets": presets_command,
     }
     return commands[name](words) or 0
 
 
 def help_of(name: str, words: Sequence[str]) -> str:
     """Return the help that `words` ask for."""
-    takes_recipe = name not in ("resume", "doctor")
+    takes_recipe = "RECIPE" in COMMANDS[name].takes
     named = words[0] if takes_recipe and not words[0].startswith("-") else None
-    options = list(options_of(CONFIGURE[name](recipe(named or CAMPAIGN_RECIPE))))
+    config = CONFIGURE[name](recipe(named or CAMPAIGN_RECIPE))
+    options = list(options_of(config))
+    if takes_recipe:
+        asked = [word for word in words[1:] if word not in (*HELP, HELP_ALL)]
+        start, _ = parse_start(name, asked if named else ())
+        options = [*options_of(start), *options_of(started(config, named or "", start))]
     return command_help(name, _described_recipes(), options, named, whole=HELP_ALL in words)
 
 
@@ -228,3 +244,15 @@ def _write(report: Report, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     content = {**report.as_json(), "environment": describe_environment()}
     (folder / "doctor.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def presets_command(words: Sequence[str]) -> None:
+    """List the settings of the papers, or explain one."""
+    asked = parse_alone("presets", words, PresetList())
+    if asked.name is None:
+        for name, preset in PRESETS.items():
+            print(f"{name:24}  {preset.recipe:8}  {preset.summary}")
+        return
+    if asked.name not in PRESETS:
+        raise unknown_name("no preset is called", asked.name, PRESETS)
+    print_preset(asked.name, PRESETS[asked.name])

@@ -60,7 +60,7 @@ class Sequences:
     tokens: Tokens
     """The tokenizer."""
     length: int
-    """Most tokens of one; what is longer is cut off."""
+    """Most tokens of one; of what is longer, first the prompt is cut down to a half, and then the response."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -72,7 +72,7 @@ class Sequences:
         """
         ends = self.tokens.end
         pairs = [self._pair(self.reading(row)) for row in rows_of(self.rows, indices)]
-        longest = max(len(inputs) for inputs, _ in pairs)
+        longest = max(1, *(len(inputs) for inputs, _ in pairs))  # all may be empty
         inputs, targets = (
             torch.stack([functional.pad(row, (0, longest - len(row)), value=filler) for row in side])
             for side, filler in zip(zip(*pairs, strict=True), (ends, IGNORED), strict=True)
@@ -80,9 +80,11 @@ class Sequences:
         return Window(inputs, targets, int((targets != IGNORED).sum()))
 
     def _pair(self, turn: Turn) -> tuple[Tensor, Tensor]:
-        prompt = self.tokens.encode(turn.prompt.encode())
-        whole = [*prompt, *self.tokens.encode(turn.response.encode()), self.tokens.end]
-        kept = torch.tensor(whole[: self.length + 1])
+        """Return inputs and targets; of a prompt its end is kept, which stands beside the response."""
+        response = [*self.tokens.encode(turn.response.encode()), self.tokens.end]
+        room = max(self.length + 1 - len(response), (self.length + 1) // 2)
+        prompt = self.tokens.encode(turn.prompt.encode())[-room:]
+        kept = torch.tensor([*prompt, *response][: self.length + 1])
         targets = kept[1:].clone()
         targets[: max(0, len(prompt) - 1)] = IGNORED
         return kept[:-1], targets

@@ -182,6 +182,10 @@ class Language:
             loader = MicroBatches(sequences, min(self.batch, len(sequences)), **share)
             kept = torch.arange(min(len(evaluated), self.heldout.samples))
             batches = [evaluated.batch(indices) for indices in kept.split(self.batch)]
+        if not any(batch.predicted for batch in batches):
+            raise errors.ConfigError(
+                f"the held-out side of {self.data} is empty: there is nothing to predict"
+            )
         loss = partial(next_token_loss, weigh="token")
         return Task(
             model=model,
