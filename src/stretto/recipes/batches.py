@@ -99,6 +99,8 @@ class MicroBatches(Generic[Batch]):
             sampler=map(self._indices, itertools.takewhile(lambda place: end is None or place < end, places)),
             batch_size=None,
             num_workers=self.workers,
+            # A rank comes from a fork server, and would start another one, which imports everything anew.
+            multiprocessing_context="fork",
             generator=torch.Generator(),  # or it would draw from the model's, once per start
         )
 

@@ -4,6 +4,7 @@
 maps these into memory. So any row can be read at once, and several ranks share the memory.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,6 +115,9 @@ def _read(datasets: Any, place: str) -> Iterator[None]:
     verbosity, had_bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
+    if not hasattr(datasets.utils.tqdm, "_lock"):
+        # A bar that nobody sees would make a lock between processes, which a rank that is ended leaves behind.
+        datasets.utils.tqdm.set_lock(threading.RLock())
     try:
         yield
     except Exception as error:

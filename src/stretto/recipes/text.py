@@ -95,7 +95,7 @@ class BytePairs:
         if self.vocabulary != vocabulary:
             raise errors.ConfigError(
                 f"the training text is too short for a BPE of {vocabulary} tokens: it gave "
-                f"{self.vocabulary}; lower data.vocabulary or give more text"
+                f"{self.vocabulary}; lower the vocabulary or give more text"
             )
 
     def encode(self, document: bytes) -> list[int]:
