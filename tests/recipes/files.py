@@ -3,7 +3,7 @@
 import importlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,6 @@ INSTRUCTIONS = [
     }
     for number in range(24)
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what `datasets` converts out of the home folder; tests import this."""
-    import datasets
-
-    before = datasets.config.HF_DATASETS_CACHE
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
-    yield
-    datasets.config.HF_DATASETS_CACHE = before
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -19,9 +19,8 @@ from stretto.recipes.classifiers import Augmentation, augmented
 from stretto.recipes.pictures import read_pictures
 from stretto.recipes.rows import Heldout
 from stretto.recipes.task import Task
-from tests.recipes.files import own_cache, parameters, run_over, train_virtually
+from tests.recipes.files import parameters, run_over, train_virtually
 
-__all__ = ["own_cache"]
 PICTURES = np.random.default_rng(0).integers(0, 256, (24, 3, 32, 32), dtype=np.uint8)
 CLASSES = np.arange(24) % 3
 NOTHING = Augmentation(padding=0, flip=False)
@@ -41,7 +40,7 @@ def records(*labels: np.ndarray) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, own_cache: None) -> Path:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same pictures in every format."""
     import datasets
     import pyarrow

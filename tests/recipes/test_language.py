@@ -13,6 +13,7 @@ import torch
 
 from stretto.cli import main
 from stretto.errors import ConfigError
+from stretto.observe import read_json_lines
 from stretto.recipes import Language
 from stretto.recipes.blocks import Packed, Sequences, Streams
 from stretto.recipes.gpt import Shape, causal_lm
@@ -26,14 +27,12 @@ from tests.recipes.files import (
     INSTRUCTIONS,
     STORIES,
     expect_same_bits_after_a_kill,
-    own_cache,
     parameters,
     run_over,
     train_virtually,
     write_lines,
 )
 
-__all__ = ["own_cache"]
 BYTES = BytePairs((), 257)
 END = BYTES.end
 (NEW_LINE,) = BYTES.encode(b"\n")
@@ -41,7 +40,7 @@ ALONE = {"rank": 0, "world_size": 1, "seed": 0}
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, own_cache: None) -> Path:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same stories in every format, instructions, and a model folder with a tokenizer."""
     import datasets
 
@@ -208,15 +207,15 @@ def test_pairs_are_read_as_instructions(files: Path) -> None:
     assert all(text.isdigit() for text in texts(window))
 
 
-def test_padded_sequences_weighed_by_tokens_are_the_same_on_two_ranks_as_on_one(files: Path) -> None:
+def test_padded_sequences_on_two_ranks_give_the_mean_over_the_tokens_of_one_batch_with_all_of_them(files: Path) -> None:
     # With eps = 1 a step of AdamW is smooth in the gradient: lr times it, about.
     task = over(files / "stories.jsonl", pack=False, lr=0.1, adamw=AdamW(eps=1.0))
-    train_virtually(run_over(task, "one", micro_batches=4), 1)
+    train_virtually(run_over(replace(task, batch=8), "one", micro_batches=1), 1)
     train_virtually(run_over(task, "two", micro_batches=2), 2)
     one, two = parameters("one"), parameters("two")
     start = dict(task.build(0, 1, 0, None).model.named_parameters())
     for name in start:
-        # Gradients below 1, summed in another order, differ by some 1e-6 of float32; four steps of lr = 0.1 take a
+        # Gradients below 1, summed in another order, differ by some 1e-6 in float32; four steps of lr = 0.1 take a
         # tenth of that each, and each rounds parameters below 2 by 1.2e-7.
         torch.testing.assert_close(one[name], two[name], rtol=0, atol=4 * (0.1 * 1e-6 + 1.2e-7))
     assert any(not torch.equal(one[name], value) for name, value in start.items())
@@ -338,3 +337,26 @@ def test_a_model_that_does_not_fit_is_refused(files: Path) -> None:
         OwnTokens(vocabulary=256)
     with pytest.raises(ConfigError, match="share must be between 0 and 1"):
         Heldout(share=1.0)
+
+
+def test_the_command_line_trains_with_a_reader_keeps_the_tokenizer_and_goes_on(
+    files: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--task.data", str(files / "stories.jsonl"), "--task.model", "gpt2", "--task.scale", "0.1"]
+    few = [
+        "--workers",
+        "1",
+        "--updates",
+        "2",
+        "--no-tensorboard",
+        "--run-dir",
+        "run",
+        "--task.sample.length",
+        "2",
+    ]
+    assert main(["train", "language", *words, *few]) == 0
+    made = Path("run/tokenizer/tokenizer.json").read_bytes()
+    assert main(["resume", "run", "--updates", "3"]) == 0
+    assert [row["step"] for row in read_json_lines(Path("run/updates.jsonl"))] == [1, 2, 3]
+    assert Path("run/tokenizer/tokenizer.json").read_bytes() == made
+    assert capfd.readouterr().err == ""

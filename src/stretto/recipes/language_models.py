@@ -144,12 +144,12 @@ def _read(name: str, dtype: torch.dtype, seed: int) -> nn.Module:
     transformers.logging.disable_progress_bar()  # every rank would write one into the display
     path = Path(name)
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         config.use_cache = False
         if path.is_file():
             return from_config(config, dtype, seed)
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-            path, config=config, local_files_only=True, use_safetensors=True
+            path, config=config, local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]

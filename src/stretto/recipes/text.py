@@ -133,7 +133,9 @@ class FolderTokens:
     def __init__(self, folder: str) -> None:
         transformers = extra("transformers", "a tokenizer in a folder")
         try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # whatever a file of other people makes the reader raise
             reason = " ".join(str(error).split())
             raise errors.ConfigError(
