@@ -145,7 +145,8 @@ class Packed:
                 taken.append(windows.batch(torch.arange(place, place + count)))
                 place, missing = place + count, missing - count
                 if not missing:
-                    self._before, self._given = before, place
+                    is_cut = place == len(windows)
+                    self._before, self._given = (self._parcels.state_dict(), 0) if is_cut else (before, place)
                     yield joined(taken)
                     taken, missing = [], self.size
             before = self._parcels.state_dict()

@@ -1,7 +1,7 @@
 """Rows of local files: text, JSON lines, Parquet, or a data set saved by `datasets`. Nothing is downloaded.
 
-`datasets` turns other formats into Arrow files in its own cache, once per content (`HF_DATASETS_CACHE` says where), and
-maps these into memory. So any row can be read at once, and several ranks share the memory.
+`datasets` turns other formats into Arrow files in its own cache (`HF_DATASETS_CACHE` says where), once for every
+version of a file, and maps these into memory. So any row can be read at once, and several ranks share the memory.
 """
 
 import threading
