@@ -107,6 +107,14 @@ def test_every_format_gives_the_documents_that_were_written(files: Path, name: s
     assert sorted(row["text"] for row in read_rows(str(files / name), documents)) == sorted(STORIES)
 
 
+def test_of_a_folder_with_parts_for_training_only_these_are_read(tmp_path: Path) -> None:
+    for name in ("train-1", "train-2", "test-1", "validation"):
+        write_lines(tmp_path / f"{name}.jsonl", [{"text": name}])
+    (tmp_path / "README.md").write_text("what it is")
+    assert read_rows(str(tmp_path))["text"][:] == ["train-1", "train-2"]
+    assert read_rows(str(tmp_path / "test-1.jsonl"))["text"][:] == ["test-1"]
+
+
 def test_a_file_that_changes_is_read_anew(tmp_path: Path) -> None:
     for text in ("before", "after"):
         write_lines(tmp_path / "rows.jsonl", [{"text": text}])

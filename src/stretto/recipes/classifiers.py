@@ -12,12 +12,12 @@ from torch.nn import functional
 from stretto.fields import check_at_least, check_fields
 from stretto.recipes.task import extra
 
-Architecture = Literal["resnet-18", "resnet-50", "mobilenet-v2"]
+Backbone = Literal["resnet-18", "resnet-50", "mobilenet-v2"]
 
 SMALL_IMAGES = 96
 """Side in pixels below which a model does not shrink its input at once."""
 
-_RESNETS: Mapping[Architecture, Mapping[str, Any]] = MappingProxyType(
+_RESNETS: Mapping[Backbone, Mapping[str, Any]] = MappingProxyType(
     {
         "resnet-18": {"layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512]},
         "resnet-50": {
@@ -83,7 +83,7 @@ def augmented(pixels: Tensor, augmentation: Augmentation) -> Tensor:
     return pixels
 
 
-def image_model(architecture: Architecture, *, classes: int, size: int, scale: float, seed: int) -> nn.Module:
+def image_model(architecture: Backbone, *, classes: int, size: int, scale: float, seed: int) -> nn.Module:
     """Return a classifier: float images (images, 3, size, size) in, an output with `logits` out.
 
     For small images the first convolution does not skip pixels, and that of a ResNet is 3 x 3 with no pooling behind

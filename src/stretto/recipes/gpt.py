@@ -112,10 +112,10 @@ def from_config(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return cast(model, dtype)
+    return in_dtype(model, dtype)
 
 
-def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Give the parameters of a model another dtype; not its buffers, as `model.to` would: rotary frequencies stay."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -9,7 +9,7 @@ import torch
 from stretto import errors
 from stretto.fields import check_at_least, check_fields
 from stretto.recipes.batches import MicroBatches
-from stretto.recipes.classifiers import Architecture, Augmentation, Classifier, image_model
+from stretto.recipes.classifiers import Augmentation, Backbone, Classifier, image_model
 from stretto.recipes.classify import Images, InOrder, class_accuracy, class_loss, image_loss
 from stretto.recipes.optimizers import SGD, AdamW, Schedule
 from stretto.recipes.pictures import PictureSides, read_pictures
@@ -24,7 +24,7 @@ EVALUATED_AT_ONCE = 256
 class ImageClassification:
     """An image classifier on your own pictures; CIFAR's binary files, folders by class, or Parquet; no download."""
 
-    model: Architecture = "resnet-18"
+    model: Backbone = "resnet-18"
     """Which network; its parameters are new. Below 96 pixels its first convolution skips none."""
 
     data: str | None = None

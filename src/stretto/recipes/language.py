@@ -15,7 +15,7 @@ from stretto.recipes.blocks import Packed, Sequences, Streams, blocks_of
 from stretto.recipes.instructions import READINGS, Reading, read_text
 from stretto.recipes.language_models import check_model, language_model, tokenizer_of, with_lora
 from stretto.recipes.optimizers import AdamW, Schedule
-from stretto.recipes.rows import Document, Heldout, Sides, check_column, read_sides
+from stretto.recipes.rows import Heldout, Sides, Unit, check_column, read_sides
 from stretto.recipes.stdlib_gpt import next_token_loss
 from stretto.recipes.task import ResumableLoader, Task, mean_loss
 from stretto.recipes.text import BytePairs, FolderTokens, Snippet, Tokens, Window
@@ -30,7 +30,7 @@ TRAINED_ON = 100_000_000
 class Documents:
     """What one document is."""
 
-    unit: Document = "file"
+    unit: Unit = "file"
     """In text files: a file, a paragraph (up to an empty line) or a line; in other formats it is a row."""
 
     column: str = "text"

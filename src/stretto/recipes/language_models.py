@@ -16,12 +16,12 @@ from torch import nn
 
 from stretto import errors
 from stretto.fields import unknown_name
-from stretto.recipes.gpt import Family, Shape, cast, causal_lm, from_config
+from stretto.recipes.gpt import Family, Shape, causal_lm, from_config, in_dtype
 from stretto.recipes.task import extra
 
 
-class Size(NamedTuple):
-    """A shape that has a name."""
+class NamedShape(NamedTuple):
+    """The shape of a model that people know by its name."""
 
     family: Family
     """Architecture."""
@@ -33,15 +33,15 @@ class Size(NamedTuple):
     """Where it differs from what its family has here."""
 
 
-SIZES: Mapping[str, Size] = MappingProxyType(
+SIZES: Mapping[str, NamedShape] = MappingProxyType(
     {
-        "gpt2": Size(family="gpt2", shape=Shape(12, 768, 12), context=1024),
+        "gpt2": NamedShape(family="gpt2", shape=Shape(12, 768, 12), context=1024),
         # No paper gives the shape of 36 million: this one has 35.7 with the tokens of GPT-2.
-        "gpt-neo-36m": Size(family="gpt_neo", shape=Shape(9, 384, 6), context=1024),
-        "gpt-neo-125m": Size(family="gpt_neo", shape=Shape(12, 768, 12), context=2048),
-        "gpt-neo-2.7b": Size(family="gpt_neo", shape=Shape(32, 2560, 20), context=2048),
-        "llama-tiny": Size(family="llama", shape=Shape(6, 256, 4), context=1024),
-        "llama-2-7b": Size(
+        "gpt-neo-36m": NamedShape(family="gpt_neo", shape=Shape(9, 384, 6), context=1024),
+        "gpt-neo-125m": NamedShape(family="gpt_neo", shape=Shape(12, 768, 12), context=2048),
+        "gpt-neo-2.7b": NamedShape(family="gpt_neo", shape=Shape(32, 2560, 20), context=2048),
+        "llama-tiny": NamedShape(family="llama", shape=Shape(6, 256, 4), context=1024),
+        "llama-2-7b": NamedShape(
             family="llama",
             shape=Shape(32, 4096, 32),
             context=4096,
@@ -154,7 +154,7 @@ def _read(name: str, dtype: torch.dtype, seed: int) -> nn.Module:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise errors.ConfigError(f"model {name} cannot be read: {reason}") from error
-    return cast(model, dtype).train()
+    return in_dtype(model, dtype).train()
 
 
 def with_lora(model: nn.Module, rank: int, alpha: float, dropout: float, seed: int) -> nn.Module:

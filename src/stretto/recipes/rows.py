@@ -27,7 +27,7 @@ FORMATS = {
 }
 """What files are read, by the ending of their names; of a folder, those of one format."""
 
-Document = Literal["file", "paragraph", "line"]
+Unit = Literal["file", "paragraph", "line"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +57,13 @@ class Sides(NamedTuple):
     heldout: Any
 
 
-def read_rows(place: str, document: Document = "file") -> Any:
+def read_rows(place: str, unit: Unit = "file") -> Any:
     """Return the rows of a file or folder, a `datasets.Dataset`.
 
     Args:
         place: A file, a folder of files of one format (read recursively), or a folder of `save_to_disk`. Of a
-            dictionary of splits the split `train` is read.
-        document: What a row is where the files are text.
+            dictionary of splits the split `train` is read; where files are called train and so on, these alone.
+        unit: What a row is where the files are text.
 
     Raises:
         ConfigError: There is nothing, nothing of a known format, or nothing that can be read.
@@ -80,9 +80,10 @@ def read_rows(place: str, document: Document = "file") -> Any:
             rows = rows["train"]
     else:
         kind, files = _files(path)
-        settings = {"sample_by": "document" if document == "file" else document} if kind == "text" else {}
+        settings = {"sample_by": "document" if unit == "file" else unit} if kind == "text" else {}
         with _read(datasets, place):
-            rows = datasets.load_dataset(kind, data_files=files, split="train", **settings)
+            # Not `load_dataset`, which tells the hub that it was called, also for files that never were there.
+            rows = getattr(datasets.Dataset, f"from_{kind}")(files, **settings)
     if not len(rows):
         raise errors.ConfigError(f"{place} is empty: expected at least one row")
     return rows
@@ -93,7 +94,9 @@ def _files(path: Path) -> tuple[str, list[str]]:
     if not path.exists():
         raise errors.ConfigError(f"there are no data at {path}: expected a file or a folder")
     found = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    known = {str(file): FORMATS[file.suffix.lower()] for file in found if file.suffix.lower() in FORMATS}
+    found = [file for file in found if file.suffix.lower() in FORMATS and file.stem.upper() != "README"]
+    trained = [file for file in found if file.name.startswith("train")]
+    known = {str(file): FORMATS[file.suffix.lower()] for file in trained or found}
     if len(set(known.values())) != 1:
         formats = " and ".join(sorted(set(known.values()))) or "none of them"
         raise errors.ConfigError(
@@ -161,13 +164,13 @@ def divided(count: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.nda
     return np.sort(order[heldout:]), np.sort(order[:heldout])
 
 
-def read_sides(place: str | None, heldout: Heldout, document: Document, limit: float) -> Sides:
+def read_sides(place: str | None, heldout: Heldout, unit: Unit, limit: float) -> Sides:
     """Return the rows to train on and those held out.
 
     Args:
         place: Where the rows are, as `read_rows` takes it.
         heldout: What is held out.
-        document: What a row is where the files are text.
+        unit: What a row is where the files are text.
         limit: Share of the rows to use at all, the first ones; 1 for all.
 
     Raises:
@@ -175,9 +178,9 @@ def read_sides(place: str | None, heldout: Heldout, document: Document, limit: f
     """
     if place is None:
         raise errors.ConfigError("data is missing: name a file or a folder")
-    rows = read_rows(place, document)
+    rows = read_rows(place, unit)
     rows = rows.select(range(max(min(2, len(rows)), round(len(rows) * limit))))
     if heldout.data is not None:
-        return Sides(rows, read_rows(heldout.data, document))
+        return Sides(rows, read_rows(heldout.data, unit))
     kept, left_out = divided(len(rows), heldout.share)
     return Sides(rows.select(kept, keep_in_memory=True), rows.select(left_out, keep_in_memory=True))
