@@ -81,7 +81,8 @@ class Language:
     gpt-neo-36m, gpt-neo-125m, gpt-neo-2.7b, llama-tiny and llama-2-7b."""
 
     data: str | None = None
-    """File or folder; text (.txt, .md), JSON lines (.jsonl), Parquet, or what save_to_disk of datasets has written."""
+    """File or folder of text, JSON lines or Parquet; or what save_to_disk of datasets has written. The endings of files
+    say which (.txt, .md, .raw, .json, .jsonl, .parquet)."""
 
     tokenizer: str | None = None
     """Folder of a tokenizer; None takes that of the model's folder, or else one is made (own_tokens)."""
