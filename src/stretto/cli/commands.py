@@ -11,23 +11,33 @@ from typing import Any
 
 from stretto.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto.cli.environment import find_ranks, is_joined
-from stretto.cli.help import COMMANDS, HELP_ALL, command_help, first_clause
-from stretto.cli.options import named_as_options, options_of, parse_alone, parse_options
+from stretto.cli.help import COMMANDS, HELP, HELP_ALL, command_help, first_clause
+from stretto.cli.options import (
+    named_as_options,
+    options_of,
+    parse_alone,
+    parse_options,
+    parse_start,
+    started,
+)
+from stretto.cli.presets import PRESETS, PresetList
 from stretto.cli.run_folder import command_of, run_folder
 from stretto.cli.screens import (
     how_to_see,
     print_diagnosis,
     print_plan,
+    print_preset,
     print_report,
     print_run,
     print_simulation,
 )
 from stretto.doctor import Examination, Report, examine_rank
 from stretto.errors import ConfigError, UnknownName
+from stretto.fields import unknown_name
 from stretto.observe import print_campaign, print_comparison
 from stretto.page import ReportConfig, report
 from stretto.plan import PlanConfig, plan
-from stretto.recipes import RECIPES, TaskConfig, recipe
+from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto.terminal import printable
 from stretto.train.arms import parse_arm
 from stretto.train.comparison import compare, diagnose_rank
@@ -49,9 +59,12 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "plan": lambda task: PlanConfig(task=task),
         "campaign": lambda task: CampaignConfig(task=small(task)),
         "doctor": lambda _: Examination(),
+        "presets": lambda _: PresetList(),
     }
 )
 """What makes the configuration of each command from a recipe's."""
+TASK = "--task."
+"""What the options of a recipe begin with."""
 CAMPAIGN_RECIPE = "stdlib-gpt"
 """What a campaign trains where no recipe is named."""
 BROKEN = FAILED = 1
@@ -70,14 +83,21 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "plan": plan_command,
         "campaign": campaign_command,
         "doctor": doctor_command,
+        "presets": presets_command,
     }
     return commands[name](words) or 0
 
 
 def help_of(name: str, words: Sequence[str]) -> str:
     """Return the help that `words` ask for."""
-    named = words[0] if "RECIPE" in COMMANDS[name].takes and not words[0].startswith("-") else None
-    options = list(options_of(CONFIGURE[name](recipe(named or CAMPAIGN_RECIPE))))
+    takes_recipe = "RECIPE" in COMMANDS[name].takes
+    named = words[0] if takes_recipe and not words[0].startswith("-") else None
+    config = CONFIGURE[name](recipe(named or CAMPAIGN_RECIPE))
+    options = list(options_of(config))
+    if takes_recipe:
+        asked = [word for word in words[1:] if word not in (*HELP, HELP_ALL)]
+        start, _ = parse_start(name, asked if named else ())
+        options = [*options_of(start), *options_of(started(config, named or "", start))]
     return command_help(name, _described_recipes(), options, named, whole=HELP_ALL in words)
 
 
@@ -121,6 +141,8 @@ def _complete(named: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
                 "ranks of a launcher need --run-dir: they cannot agree on the name of a new folder"
             )
         run = dataclasses.replace(run, run_dir=new_run_folder(_short(named)))
+    if isinstance(run.task, OverFiles):
+        run = dataclasses.replace(run, task=run.task.kept_in(str(run.run_dir)))
     return run.run_of(arm)
 
 
@@ -131,7 +153,7 @@ def _short(named: str) -> str:
 
 def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig]) -> None:
     ranks = find_ranks(run.workers)
-    with named_as_options(run):
+    with named_as_options(run), named_as_options(run.task, TASK):
         check_run(run, ranks.world_size)
     if not ranks.is_first:
         train_on(ranks, run, _print_nothing)
@@ -147,7 +169,7 @@ def compare_command(words: Sequence[str]) -> None:
     """Run strategies side by side on the same link."""
     _, comparison = parse_options("compare", words, CONFIGURE["compare"])
     ranks = find_ranks(comparison.workers)
-    with named_as_options(comparison):
+    with named_as_options(comparison), named_as_options(comparison.task, TASK):
         runs = compare(comparison, ranks, _print_line if ranks.is_first else _print_nothing)
     if ranks.is_first:
         print_comparison(runs)
@@ -165,7 +187,7 @@ def _print_nothing(line: str) -> None:
 def simulate_command(words: Sequence[str]) -> None:
     """Train a recipe on a virtual cluster of many ranks."""
     _, simulation = parse_options("simulate", words, CONFIGURE["simulate"])
-    with named_as_options(simulation):
+    with named_as_options(simulation), named_as_options(simulation.task, TASK):
         results = simulate(simulation)
     print_simulation(results.values[0], simulation)
 
@@ -189,7 +211,7 @@ def diagnose_command(words: Sequence[str]) -> None:
     """Measure whether the input is the bottleneck, and what an echo would gain."""
     _, job = parse_options("diagnose", words, CONFIGURE["diagnose"])
     ranks = find_ranks(job.workers)
-    with named_as_options(job):
+    with named_as_options(job), named_as_options(job.task, TASK):
         check_run(job.run_of(parse_arm(job.strategy)), ranks.world_size)
     found = ranks.call(diagnose_rank, job)
     if ranks.is_first:
@@ -262,3 +284,15 @@ def _write(report: Report, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     content = {**report.as_json(), "environment": describe_environment()}
     (folder / "doctor.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def presets_command(words: Sequence[str]) -> None:
+    """List the settings of the papers, or explain one."""
+    asked = parse_alone("presets", words, PresetList())
+    if asked.name is None:
+        for name, preset in PRESETS.items():
+            print(f"{name:24}  {preset.recipe:8}  {preset.summary}")
+        return
+    if asked.name not in PRESETS:
+        raise unknown_name("no preset is called", asked.name, PRESETS)
+    print_preset(asked.name, PRESETS[asked.name])

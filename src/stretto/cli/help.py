@@ -36,8 +36,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             summary="train a recipe on local workers, or as a rank of torchrun",
             takes="RECIPE",
             basic=(
-                "strategy", "workers", "updates", "to-loss", "micro-batches", "wire", "link", "echo", "guards", "seed",
-                "run-dir", "resume",
+                "preset", "strategy", "workers", "updates", "to-loss", "micro-batches", "wire", "link", "echo",
+                "guards", "seed", "run-dir", "resume",
             ),
         ),
         "resume": Command(
@@ -85,6 +85,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             summary="find out whether this machine can be trusted",
             takes="",
             basic=("workers", "seconds", "memory-megabytes", "link-megabytes", "out"),
+        ),
+        "presets": Command(
+            summary="list the settings of the papers, for --preset",
+            takes="",
+            basic=("name",),
         ),
     }
 )  # fmt: skip

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from stretto.cli.help import COLUMNS
+from stretto.cli.options import shown
+from stretto.cli.presets import Preset
 from stretto.cli.run_folder import resume_command
 from stretto.doctor import Finding, Report
 from stretto.echo import Diagnosis
@@ -201,3 +203,11 @@ def _whom(finding: Finding) -> str:
     if finding.link is not None:
         return f"rank {finding.link[0]} to rank {finding.link[1]}"
     return "all ranks" if finding.rank is None else f"rank {finding.rank}, {finding.device}"
+
+
+def print_preset(name: str, preset: Preset) -> None:
+    """Print what a preset sets, and where each figure is from."""
+    print(preset.summary)
+    print(f"stretto train {preset.recipe} --preset {name} --task.data PATH\n")
+    for option, (value, source) in preset.settings.items():
+        print(f"  {option:26} {shown(value):28} {source}")

@@ -101,7 +101,7 @@ class Job(Training[TaskT]):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; auto takes CUDA where every local worker finds a device of its own."""
     updates: int | None = None
-    """Updates after which the run ends (240 if nothing else does); learning-rate schedules stretch over them."""
+    """Updates after which the run ends; 240 if nothing else ends it. Learning-rate schedules stretch over them."""
     seconds: float | None = None
     """Training time after which the run ends; evaluations and checkpoints do not count."""
     to_loss: float | None = None
