@@ -39,7 +39,8 @@ class DataParallel:
         parallel.finish()
 
     Use it as a context manager, so that an exception that leaves the block ends the job on all ranks with its
-    cause named. Parameters change only inside `backward`, `micro_batch`, `count_micro_batch`, `feed` and `finish`.
+    cause named. Parameters change only inside `backward`, `micro_batch`, `count_micro_batch`, `commit`, `feed` and
+    `finish`.
     """
 
     def __init__(  # noqa: PLR0913  # what the whole job is made of, each by its own name
@@ -103,15 +104,13 @@ class DataParallel:
             guards=self.guards,
             options=self.options,
         )
-        if group is None:
-            parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
-            join_launched_group(next(parameters, torch.empty(0)).device)
+        if group is None and isinstance(model, nn.Module):
+            join_launched_group(next(model.parameters(), torch.empty(0)).device)
         self._group = private_group(
             group, ranks, timeout_seconds=self.options.timeout_seconds + _BACKEND_MARGIN_SECONDS
         )
         self.late_incidents: tuple[Incident, ...] = ()
-        """What guards and the verified exchange found behind the last update; known once `finish` has
-        returned."""
+        """What guards and the verified exchange found behind the last update; known once `finish` has returned."""
         self.job: Job = start(parts, self._group)
         """The job's parts, for checkpoints, faults and tests."""
         self._compute = self.job.compute

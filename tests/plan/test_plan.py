@@ -1,6 +1,9 @@
 """What an update is said to cost is what the time model says, and the choice is the fastest that costs no loss."""
 
 import dataclasses
+import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,7 @@ from stretto.plan import EVIDENCE, Machine, price, rank_by_time
 from stretto.strategies import STRATEGIES
 from stretto.train.arms import parse_arm
 
+TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
 BUCKET_BYTES = 2**20
 MACHINE = Machine(
     ranks=2,
@@ -104,3 +108,15 @@ def test_the_command_says_what_to_use_first_and_why_then(capfd: pytest.CaptureFi
     assert max(map(len, lines)) <= 80
     assert sum("the choice" in line for line in lines) == 1
     assert "link free" in " ".join(lines)
+
+
+def test_a_run_takes_the_choice_and_its_resume_keeps_to_it(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--updates", "2", "--no-tensorboard", "--run-dir", "run"]
+    assert main(["train", TINY, "--strategy", "auto", *words]) == 0
+    shown = capfd.readouterr().out
+    (used,) = re.findall(r"ranks: use --strategy (\w+)( --wire \w+)?:", shown)
+    chosen = json.loads(Path("run", "config.json").read_text())["command"]["options"][-1]
+    assert chosen == used[0] + used[1].replace(" --wire ", ":wire=")
+    assert f"{chosen} on 2 workers, run" in shown
+    assert main(["resume", "run", "--updates", "3"]) == 0
+    assert f"{chosen} on 2 workers, run" in capfd.readouterr().out

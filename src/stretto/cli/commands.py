@@ -30,6 +30,7 @@ from stretto.cli.screens import (
     print_report,
     print_run,
     print_simulation,
+    recommendation,
 )
 from stretto.doctor import Examination, Report, examine_rank
 from stretto.errors import ConfigError, UnknownName
@@ -41,8 +42,9 @@ from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto.terminal import printable
 from stretto.train.arms import parse_arm
 from stretto.train.comparison import compare, diagnose_rank
-from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
+from stretto.train.configuration import AUTO, CompareConfig, DiagnoseConfig, Job, RunConfig, part_of
 from stretto.train.handle import check_run
+from stretto.train.launch import Ranks
 from stretto.train.outcome import describe_environment, new_run_folder
 from stretto.train.rank import title_of
 from stretto.train.restarts import train_on
@@ -112,7 +114,22 @@ def _described_recipes() -> dict[str, str]:
 def train_command(words: Sequence[str]) -> None:
     """Train a recipe on local workers, or as a rank of a launcher."""
     named, run = parse_options("train", words, CONFIGURE["train"])
-    _train(named, words[1:], _complete(named, run))
+    ranks, options = find_ranks(run.workers), list(words[1:])
+    if run.strategy == AUTO:
+        run = dataclasses.replace(run, strategy=_choose(run, ranks))
+        options += ["--strategy", run.strategy]  # the last one counts, also for `resume`
+    _train(named, options, _complete(named, run), ranks)
+
+
+def _choose(run: RunConfig[TaskConfig], ranks: Ranks) -> str:
+    """Return the strategy that a plan chooses, the same on all ranks."""
+    job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job))
+    with named_as_options(job), named_as_options(job.task, TASK):
+        check_run(job.run_of(parse_arm("zero1")), ranks.world_size)
+    log = _print_line if ranks.is_first else _print_nothing
+    (ranking,) = plan(job, ranks, log)
+    log(recommendation(ranking))
+    return ranking.choice.arm
 
 
 def resume_command(words: Sequence[str]) -> None:
@@ -125,7 +142,7 @@ def resume_command(words: Sequence[str]) -> None:
     _, run = parse_options(
         "train", [before["recipe"], *options, "--run-dir", folder, "--resume"], CONFIGURE["train"]
     )
-    _train(before["recipe"], options, _complete(before["recipe"], run))
+    _train(before["recipe"], options, _complete(before["recipe"], run), find_ranks(run.workers))
 
 
 def _complete(named: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
@@ -151,8 +168,7 @@ def _short(named: str) -> str:
     return named.rpartition(":")[2]
 
 
-def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig]) -> None:
-    ranks = find_ranks(run.workers)
+def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks: Ranks) -> None:
     with named_as_options(run), named_as_options(run.task, TASK):
         check_run(run, ranks.world_size)
     if not ranks.is_first:
@@ -223,6 +239,8 @@ def plan_command(words: Sequence[str]) -> None:
     """Measure a recipe, and say which strategy and wire to use."""
     _, job = parse_options("plan", words, CONFIGURE["plan"])
     ranks = find_ranks(job.workers)
+    with named_as_options(job), named_as_options(job.task, TASK):
+        check_run(job.run_of(parse_arm("zero1")), ranks.world_size)
     rankings = plan(job, ranks, _print_line if ranks.is_first else _print_nothing)
     if ranks.is_first:
         print_plan(rankings)

@@ -150,7 +150,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
 def print_plan(rankings: Sequence[Ranking]) -> None:
     """Print what to use for each number of ranks, then how the last one came about."""
     for ranking in rankings:
-        print(textwrap.fill(_recommendation(ranking), COLUMNS, subsequent_indent="  "))
+        print(recommendation(ranking))
     last = rankings[-1]
     machine, choice = last.machine, last.choice
     print(
@@ -158,15 +158,16 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
         f"loader {1000 * machine.load_seconds:.1f} ms,\nlink {_rate(machine.link)}, {machine.parameters:,} parameters, "
         f"{machine.ranks} ranks,\n{choice.micro_batches} micro-batches per rank and update"
     )
-    print(f"\n{'':33}{'s/update':>9}{'waits':>6}{'MB sent':>8}{'MB held':>8}")
+    print(f"\n{'':32}{'s/update':>9}{'waits':>6}{'MB sent':>8}{'MB held':>8}")
     for one in last.prices:
         print(
-            f"{one.arm.replace(':wire=', ' '):33}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
+            f"{one.arm.replace(':wire=', ' '):32}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
             f"{one.sent_bytes / 1e6:8,.1f}{one.memory_bytes / 1e6:8,.0f}  {last.why_not(one)}"
         )
 
 
-def _recommendation(ranking: Ranking) -> str:
+def recommendation(ranking: Ranking) -> str:
+    """Return what to use, and why."""
     choice, base = ranking.choice, ranking.base
     arm = parse_arm(choice.arm)
     wire = arm.settings.get("wire", "fp32")
@@ -177,9 +178,9 @@ def _recommendation(ranking: Ranking) -> str:
     if wire != "fp32":
         loss += f", but for the rounding of {wire}"
     faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast as {base.arm} on fp32"
-    return (
-        f"{ranking.machine.ranks} ranks: use {options}: {choice.seconds:.4f} s per update, {faster}; {loss}"
-    )
+    seconds = f"{choice.seconds:.4f} s per update"
+    text = f"{ranking.machine.ranks} ranks: use {options}: {seconds}, {faster}; {loss}"
+    return textwrap.fill(text, COLUMNS, subsequent_indent="  ")
 
 
 def _rate(link: Link) -> str:

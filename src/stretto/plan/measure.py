@@ -70,7 +70,7 @@ class Machine:
 
 
 def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
-    """Measure on this rank; every rank of the job calls this with equal settings.
+    """Measure on all ranks, and return the slowest one's times; every rank calls this with equal settings.
 
     Args:
         info: Which rank this is.
@@ -95,7 +95,7 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
         passes = [_passes(task, batch, device) for batch, _ in fresh][_WARM_UP:]
         exchanges = {wire: _exchange_seconds(task, fresh[0][0], wire) for wire in WIRES}
         step_seconds = _step_seconds(task, fresh[0][0], device)
-        return Machine(
+        own = Machine(
             ranks=info.world_size,
             parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
             forward_seconds=statistics.median(forward for forward, _ in passes),
@@ -108,6 +108,28 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
             if device.type != "cpu"
             else len(os.sched_getaffinity(0)) / info.local_world_size,
         )
+        return _slowest(own, device)
+
+
+def _slowest(own: Machine, device: torch.device) -> Machine:
+    """Return the longest of all ranks' times: ranks wait for each other, and shall plan alike."""
+    link = own.link
+    seconds_per_bit = 0.0 if link.bits_per_second is None else 1 / link.bits_per_second
+    times = [own.forward_seconds, own.backward_seconds, own.load_seconds, own.step_seconds]
+    times += [*own.exchange_seconds.values(), seconds_per_bit, link.latency_seconds, -own.cores]
+    longest = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    forward, backward, load, step, *exchanges, per_bit, latency, cores = longest.tolist()
+    return dataclasses.replace(
+        own,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        load_seconds=load,
+        step_seconds=step,
+        exchange_seconds=dict(zip(own.exchange_seconds, exchanges, strict=True)),
+        link=Link(bits_per_second=1 / per_bit if per_bit else None, latency_seconds=latency),
+        cores=-cores,
+    )
 
 
 def measure_link(device: torch.device) -> Link:

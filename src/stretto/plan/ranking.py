@@ -135,12 +135,11 @@ def plan(job: PlanConfig[TaskT], ranks: Ranks, log: Callable[[str], None]) -> li
         WorkerFailed: A rank failed.
     """
     log("measuring")
-    found = ranks.call(measure, job, job.batches)
-    slowest = max(found, key=lambda machine: machine.micro_batch_seconds)
+    measured = ranks.call(measure, job, job.batches)[0]
     log("pricing every strategy and wire in virtual time")
     return [
         rank_by_time(machine, micro_batches=job.micro_batches, bucket_bytes=job.bucket_bytes)
-        for machine in job.machines(slowest)
+        for machine in job.machines(measured)
     ]
 
 

@@ -26,6 +26,8 @@ from stretto.train.slow_loader import SlowStore
 
 TaskT = TypeVar("TaskT", bound=TaskConfig)
 
+AUTO = "auto"
+"""In the place of a strategy: the one that `stretto plan` would say."""
 DEFAULT_UPDATES = 240
 """Length of a run whose end nobody chose."""
 DEFAULT_PATIENCE = 600.0
@@ -164,7 +166,7 @@ class RunConfig(Job[TaskT]):
 
     strategy: str = "zero1"
     """ddp, zero1, dpu, wp, acco, local, diloco, paft-sync or paft-dyn; what is set for it alone follows after colons,
-    as in acco:first=1 or local:rate=0.1:state=on."""
+    as in acco:first=1 or local:rate=0.1:state=on. auto takes what `stretto plan` says."""
     run_dir: str | None = None
     """Folder for all files of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
     checkpoints."""
@@ -192,7 +194,8 @@ class RunConfig(Job[TaskT]):
     def __post_init__(self) -> None:
         Job.__post_init__(self)
         check_at_least(self, checkpoint_every=1, checkpoints_kept=1, restarts=0)
-        parse_arm(self.strategy)
+        if self.strategy != AUTO:
+            parse_arm(self.strategy)
         if self.resume and self.run_dir is None:
             raise ConfigError("resume needs the folder of the run to continue: set run_dir")
 
