@@ -1,4 +1,4 @@
-"""Files that are replaced whole: a reader sees the old one or the new one, never half of one.
+"""Files and folders that are replaced whole: a reader sees the old one or the new one, never half of one.
 
 And read only where they are files: a pipe or a device in their place may never end.
 """
@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,21 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise
+
+
+def replace_folder(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a folder, and give it the name `path` once it is whole; what was there is removed before.
+
+    Raises:
+        DiskError: It cannot be written.
+    """
+    unfinished = path.with_name(path.name + UNFINISHED)
+    with writing_to(path):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write(unfinished)
+        if path.exists():
+            shutil.rmtree(path)
+        unfinished.rename(path)
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:

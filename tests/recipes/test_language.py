@@ -1,5 +1,6 @@
 """Language models over people's own files."""
 
+import importlib
 import itertools
 import json
 from dataclasses import replace
@@ -62,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "lines.txt").write_text("\n".join(STORIES) + "\n")
     model: Any = causal_lm("gpt2", Shape(2, 16, 2), vocabulary=257, context=64, dtype=torch.float32, seed=3)
     model.save_pretrained(root / "model")
-    BYTES.save(root / "tokens")
+    BYTES.write(root / "tokens")
     for file in (root / "tokens").iterdir():
         (root / "model" / file.name).write_bytes(file.read_bytes())
     return root
@@ -238,11 +239,19 @@ def test_an_unweighed_mean_would_be_another_one(files: Path) -> None:
 
 
 def test_lora_trains_its_adapters_alone(files: Path) -> None:
+    import safetensors.torch
+
     task = over(files / "stories.jsonl", model=str(files / "model"), lora_rank=2)
     start = {name: value.clone() for name, value in task.build(0, 1, 0, None).model.state_dict().items()}
     train_virtually(run_over(task, "run"), 2)
     changed = {name for name, value in parameters("run").items() if not torch.equal(value, start[name])}
     assert changed == {name for name in start if "lora_" in name}
+    published = safetensors.torch.load_file("run/model/adapter_model.safetensors")
+    assert {name.replace(".default", "") for name in changed} == {*published}
+    assert all(
+        torch.equal(published[name.replace(".default", "")], parameters("run")[name]) for name in changed
+    )
+    assert not Path("run/model/model.safetensors").exists()
     twice = replace(task, lora=Lora(alpha=8.0)).build(0, 1, 0, None).model
     assert twice.peft_config["default"].lora_alpha == 8.0
 
@@ -257,6 +266,17 @@ def test_a_model_folder_brings_parameters_and_a_configuration_new_ones(files: Pa
     fresh = task_over(files / "stories.jsonl", model=str(files / "model" / "config.json")).model
     assert fresh.config.n_embd == 16
     assert not torch.equal(fresh.state_dict()["transformer.wte.weight"], stored["transformer.wte.weight"])
+
+
+def test_a_run_ends_with_a_folder_that_transformers_reads(files: Path) -> None:
+    run = run_over(over(files / "stories.jsonl", model=str(files / "model")), "run")
+    train_virtually(run, 2)
+    transformers = importlib.import_module("transformers")
+    published = transformers.AutoModelForCausalLM.from_pretrained("run/model").state_dict()
+    assert all(torch.equal(published[name], value) for name, value in parameters("run").items())
+    assert FolderTokens("run/model").encode(b"the cat") == FolderTokens(str(files / "tokens")).encode(
+        b"the cat"
+    )
 
 
 def test_a_tokenizer_is_trained_once_and_then_read_from_the_folder_of_the_run(files: Path) -> None:
@@ -331,7 +351,7 @@ def test_wrong_folders_are_named(files: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused(files: Path) -> None:
-    BytePairs([story.encode() for story in STORIES], 270).save(Path("larger"))
+    BytePairs([story.encode() for story in STORIES], 270).write(Path("larger"))
     model = str(files / "model")
     for settings, named in (
         ({"model": model, "length": 65}, "length 65 is longer than the 64 positions"),

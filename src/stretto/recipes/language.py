@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from stretto import errors
+from stretto.disk import replace_folder
 from stretto.fields import check_at_least, check_fields
 from stretto.recipes.batches import MicroBatches
 from stretto.recipes.blocks import Packed, Sequences, Streams, blocks_of
@@ -17,8 +18,8 @@ from stretto.recipes.language_models import check_model, language_model, tokeniz
 from stretto.recipes.optimizers import AdamW, Schedule
 from stretto.recipes.rows import Heldout, Sides, Unit, check_column, read_sides
 from stretto.recipes.stdlib_gpt import next_token_loss
-from stretto.recipes.task import ResumableLoader, Task, mean_loss
-from stretto.recipes.text import BytePairs, FolderTokens, Snippet, Tokens, Window
+from stretto.recipes.task import ResumableLoader, Task, extra, mean_loss
+from stretto.recipes.text import BytePairs, FolderTokens, Snippet, Window
 
 BYTES = 257
 """Tokens of a BPE that has learned nothing: the bytes, and the end of a document."""
@@ -196,6 +197,7 @@ class Language:
             loss=loss,
             evaluate=partial(mean_loss, batches=batches, loss=loss),
             sample=partial(self.sample.write, tokens=tokens, context=length),
+            publish=partial(_publish, model, tokens),
         )
 
     def _sides(self) -> Sides:
@@ -216,7 +218,7 @@ class Language:
     def _given_tokenizer(self) -> str | None:
         return self.tokenizer or tokenizer_of(self.model)
 
-    def _tokens(self, rows: Any, reading: Reading, rank: int) -> Tokens:
+    def _tokens(self, rows: Any, reading: Reading, rank: int) -> BytePairs | FolderTokens:
         """Return the tokenizer; where one is made, rank 0 writes it."""
         given = self._given_tokenizer()
         if given is not None:
@@ -226,7 +228,7 @@ class Language:
             return FolderTokens(own.folder)
         made = BytePairs(self._texts(rows, reading) if own.vocabulary > BYTES else (), own.vocabulary)
         if own.folder is not None and rank == 0:
-            made.save(Path(own.folder))
+            replace_folder(Path(own.folder), made.write)
         return made
 
     def _texts(self, rows: Any, reading: Reading) -> list[bytes]:
@@ -249,3 +251,16 @@ class Language:
                 break
         windows = blocks_of(torch.tensor(stream[:needed]), heldout.length, heldout.tokens.end)
         return [windows.batch(indices) for indices in torch.arange(len(windows)).split(self.batch)]
+
+
+def _publish(model: Any, tokens: BytePairs | FolderTokens, folder: Path) -> None:
+    """Write what `from_pretrained` reads: safetensors, of LoRA the adapters alone, and the tokenizer."""
+    tokens.write(folder)
+    logging = extra("transformers.utils.logging", "a model folder")
+    is_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would be drawn into the run's own display
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if is_shown:
+            logging.enable_progress_bar()

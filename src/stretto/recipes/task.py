@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -116,6 +117,9 @@ class Task:
 
     accuracy: Callable[[nn.Module], float] | None = None
     """Share of the held-out samples that are classified correctly (classifiers)."""
+
+    publish: Callable[[Path], None] | None = None
+    """Writes the model into a folder that other libraries read."""
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Text as tokens, tokens as windows to learn from, and a text that a model writes."""
 
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from stretto import errors
-from stretto.disk import UNFINISHED, writing_to
 from stretto.fields import check_fields
 from stretto.recipes.task import evaluating, extra
 
@@ -108,15 +106,11 @@ class BytePairs:
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
 
-    def save(self, folder: Path) -> None:
-        """Write a folder that `FolderTokens`, and `transformers`, can read."""
+    def write(self, folder: Path) -> None:
+        """Write what `FolderTokens`, and `transformers`, can read into a folder."""
         transformers = extra("transformers", "a tokenizer in a folder")
         whole = transformers.PreTrainedTokenizerFast(tokenizer_object=self._tokenizer, eos_token="<end>")
-        unfinished = folder.with_name(folder.name + UNFINISHED)
-        with writing_to(folder):
-            shutil.rmtree(unfinished, ignore_errors=True)
-            whole.save_pretrained(unfinished)
-            unfinished.rename(folder)
+        whole.save_pretrained(folder)
 
 
 class FolderTokens:
@@ -156,6 +150,10 @@ class FolderTokens:
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
+
+    def write(self, folder: Path) -> None:
+        """Write the same into another folder."""
+        self._tokenizer.save_pretrained(folder)
 
 
 def _text(document: bytes) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from stretto.disk import replace_file
+from stretto.disk import replace_file, replace_folder
 from stretto.groups import Link
 from stretto.observe import Header, Observer, Progress, Recorder, TensorBoard, Trace, trace_file
 from stretto.recipes import Task
@@ -141,6 +141,8 @@ def _train(
     if handle.rank == 0 and run.run_dir is not None:
         state = task.model.state_dict()
         replace_file(Path(run.run_dir, "model.pt"), lambda path: torch.save(state, path))
+        if task.publish is not None:
+            replace_folder(Path(run.run_dir, "model"), task.publish)
     return _outcome(run, task, handle, totals, training_seconds, cpu_seconds)
 
 
