@@ -85,13 +85,15 @@ def test_the_commands_of_the_page_train_on_two_nodes_and_go_on_to_the_same_bits_
     whole = read_json_lines(Path("whole/updates.jsonl"))
     with Namespaces(2, "none") as network:
         told = killed_in_mid_run(network.spaces)
-        # One rank or both: torchrun ends the other one as soon as one has ended.
+        # One rank or both: torchrun ends the other one as soon as one has ended, and rank 0 takes the store along.
         assert 1 <= len(told) <= 2
         for line in told:
-            assert re.match(
-                r"stretto: rank ([01]) of 4 failed: PeerFailed: rank \1, after step \d+, waiting for ", line
-            )
-            assert re.search(r"(one of ranks \[2, 3\], which do not answer,|rank [23]) died", line)
+            assert re.match(r"stretto: rank ([01]) of 4 failed: PeerFailed: rank \1, after step \d+, ", line)
+        # On a busy machine a rank of the first node, too, may not answer in time.
+        assert any(
+            re.search(r"(one of ranks \[.*[23]\], which do not answer,|rank [23]) died", line)
+            for line in told
+        )
         assert 10 <= len(read_json_lines(Path("shared/updates.jsonl"))) < UPDATES
         with started(network.spaces) as nodes:
             for node in nodes:
