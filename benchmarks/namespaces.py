@@ -60,7 +60,8 @@ class Namespaces:
             raise ConfigError(f"the link {rate!r} has a latency; namespaces have a rate only")
         self.workers = workers
         self._hub = f"stretto-{os.getpid()}-hub"
-        self._spaces = [f"stretto-{os.getpid()}-{rank}" for rank in range(workers)]
+        self.spaces = [f"stretto-{os.getpid()}-{rank}" for rank in range(workers)]
+        """Names of the namespaces by worker, for `ip netns`."""
 
     def __enter__(self) -> Self:
         remove_orphans()
@@ -88,7 +89,7 @@ class Namespaces:
         """
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank, space in enumerate(self._spaces):
+            for rank, space in enumerate(self.spaces):
                 place = {**os.environ, **(environment or {}), **self._place(rank)}
                 place.setdefault("OMP_NUM_THREADS", "1")
                 inside = ["ip", "netns", "exec", space, *command]
@@ -106,7 +107,7 @@ class Namespaces:
             json.loads(_output("ip", "-n", space, "-s", "-j", "link", "show", _INTERFACE))[0]["stats64"][
                 "tx"
             ]["bytes"]
-            for space in self._spaces
+            for space in self.spaces
         ]
 
     def _place(self, rank: int) -> dict[str, str]:
@@ -127,7 +128,7 @@ class Namespaces:
         _run("ip", "netns", "add", self._hub)
         _run("ip", "-n", self._hub, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", self._hub, "link", "set", "bridge", "up")
-        for rank, space in enumerate(self._spaces):
+        for rank, space in enumerate(self.spaces):
             port = f"port{rank}"
             _run("ip", "netns", "add", space)
             _run(
@@ -149,7 +150,7 @@ class Namespaces:
             _run("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *bucket)
 
     def _remove(self) -> None:
-        for space in (*self._spaces, self._hub):
+        for space in (*self.spaces, self._hub):
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
 
 

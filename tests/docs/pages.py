@@ -24,7 +24,7 @@ def table(page: Path, marker: str) -> list[dict[str, str]]:
 
 def code_blocks(page: Path, marker: str) -> list[str]:
     """The contents of the code blocks that follow a comment `<!-- run: marker -->`, in order."""
-    pattern = rf"<!-- run: {re.escape(marker)} -->\n```\w+\n(.*?)```"
+    pattern = rf"<!-- run: {re.escape(marker)} -->\n```\w*\n(.*?)```"
     return re.findall(pattern, page.read_text(encoding="utf-8"), re.DOTALL)
 
 

@@ -74,6 +74,11 @@ def test_the_rank_that_failed_is_named_and_not_those_who_heard_of_it(how: str, c
     assert "rank 0" not in message
 
 
+def test_a_rank_of_a_launcher_is_counted_among_all_ranks() -> None:
+    with pytest.raises(WorkerFailed, match=r"^rank 1 of 3 failed: ConfigError: rank 1 found"):
+        run_workers(fail_on_rank_1, infos(3)[1:2], "refused")
+
+
 def test_a_message_of_the_library_stands_alone_and_anything_else_has_its_traceback() -> None:
     with pytest.raises(WorkerFailed) as refused:
         run_workers(fail_on_rank_1, infos(2), "refused")

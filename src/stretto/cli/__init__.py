@@ -64,7 +64,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     # Of help, only the help itself goes to the standard output.
     if (
         "torch" not in sys.modules
-        and os.environ.get("RANK", "0") == "0"
+        and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
         and (not asks_help or sys.stderr.isatty())
     ):
         print("loading PyTorch", file=sys.stderr if asks_help else sys.stdout, flush=True)

@@ -1,8 +1,21 @@
-"""Process groups: what every collective is, a rank alone, a slow link, the library's own."""
+"""Process groups: what every collective is, a rank alone, a launcher's, a slow link, the library's own."""
 
 from stretto.groups.collective_group import SoloGroup
+from stretto.groups.launcher import is_hosted_by_agent, join_launched_group, launched_rank, meeting_point
 from stretto.groups.link import Link
 from stretto.groups.private import private_group, release, retire
 from stretto.groups.throttled import ThrottledGroup, register_throttled
 
-__all__ = ["Link", "SoloGroup", "ThrottledGroup", "private_group", "register_throttled", "release", "retire"]
+__all__ = [
+    "Link",
+    "SoloGroup",
+    "ThrottledGroup",
+    "is_hosted_by_agent",
+    "join_launched_group",
+    "launched_rank",
+    "meeting_point",
+    "private_group",
+    "register_throttled",
+    "release",
+    "retire",
+]

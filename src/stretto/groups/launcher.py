@@ -1,17 +1,106 @@
-"""Joins the process group of a launcher: torchrun, srun and their like tell every rank by environment variables.
+"""What launchers tell every rank by environment variables, and the process group that the ranks then make.
 
-| variable | of torchrun | of srun |
+| variables | of torchrun and its like | of srun |
 |---|---|---|
 | rank, ranks | `RANK`, `WORLD_SIZE` | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` |
+| the same among the ranks of a node | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` |
 | where rank 0 listens | `MASTER_ADDR`, `MASTER_PORT` | the same, set by the batch script |
 """
 
+import dataclasses
 import os
+from collections.abc import Mapping
 
 import torch
 from torch import distributed as dist
 
 from stretto.errors import CommunicationError, ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchedRank:
+    """Which of a launcher's ranks a process is."""
+
+    rank: int
+    """From 0."""
+    world_size: int
+    """How many ranks there are."""
+    local_rank: int
+    """Position among the ranks of this node."""
+    local_world_size: int
+    """How many ranks this node has."""
+
+
+def launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
+    """Return which rank a launcher has made of this process; None where there is no launcher, or srun of one task.
+
+    torchrun counts before srun, which may have started it.
+
+    Raises:
+        ConfigError: A variable holds no number.
+    """
+    try:
+        if "RANK" in variables and "WORLD_SIZE" in variables:
+            return LaunchedRank(
+                rank=int(variables["RANK"]),
+                world_size=int(variables["WORLD_SIZE"]),
+                local_rank=int(variables.get("LOCAL_RANK", "0")),
+                local_world_size=int(variables.get("LOCAL_WORLD_SIZE", "1")),
+            )
+        if int(variables.get("SLURM_STEP_NUM_TASKS", "1")) < 2:  # also in every shell that srun has opened
+            return None
+        tasks = _tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"])
+        return LaunchedRank(
+            rank=int(variables["SLURM_PROCID"]),
+            world_size=int(variables["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(variables["SLURM_LOCALID"]),
+            local_world_size=tasks[int(variables["SLURM_NODEID"])],
+        )
+    except (KeyError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"the variables of a launcher do not fit ({error}): expected RANK and WORLD_SIZE, or those of srun, as "
+            "numbers; unset them where no launcher has started this process"
+        ) from error
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Read what srun writes as `2(x3),1`: three nodes with two tasks each and one with one."""
+    counts: list[int] = []
+    for part in text.split(","):
+        tasks, _, times = part.rstrip(")").partition("(x")
+        counts += [int(tasks)] * int(times or 1)
+    return counts
+
+
+def meeting_point(rank: LaunchedRank, variables: Mapping[str, str]) -> tuple[str, int]:
+    """Return the address and port at which the ranks of a launcher meet.
+
+    Raises:
+        ConfigError: The launcher does not say it, or would bring ranks that it starts again to an old store.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in variables]
+    if missing:
+        raise ConfigError(
+            f"rank {rank.rank} of {rank.world_size}, started by a launcher: {' and '.join(missing)} not set: "
+            "expected the address and port at which rank 0 listens; torchrun sets both, a Slurm script exports them"
+        )
+    if is_hosted_by_agent(variables) and variables.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise ConfigError(
+            "torchrun --max-restarts starts ranks again on the store of those before, whose addresses and last words "
+            "are still there: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, and every start has a "
+            "new one"
+        )
+    try:
+        return variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    except ValueError as error:
+        raise ConfigError(
+            f"MASTER_PORT={variables['MASTER_PORT']!r}: expected the number of a port"
+        ) from error
+
+
+def is_hosted_by_agent(variables: Mapping[str, str]) -> bool:
+    """Return whether an agent of torchrun hosts the store; otherwise rank 0 does."""
+    return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def join_launched_group(device: torch.device) -> None:
@@ -23,31 +112,23 @@ def join_launched_group(device: torch.device) -> None:
         device: Where the model lives: NCCL on CUDA, Gloo elsewhere.
 
     Raises:
-        ConfigError: The launcher does not say where rank 0 listens.
+        ConfigError: What the launcher says is incomplete.
         CommunicationError: The ranks did not find each other.
     """
     if not dist.is_available() or dist.is_initialized():
         return
-    environment = os.environ
-    rank = environment.get("RANK", environment.get("SLURM_PROCID"))
-    world_size = environment.get("WORLD_SIZE", environment.get("SLURM_STEP_NUM_TASKS"))
-    if rank is None or world_size is None or int(world_size) < 2:
+    launched = launched_rank(os.environ)
+    if launched is None or launched.world_size < 2:
         return
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
-    if missing:
-        raise ConfigError(
-            f"rank {rank} of {world_size}, started by a launcher: {' and '.join(missing)} not set: expected the "
-            "address and port at which rank 0 listens; torchrun sets both, a Slurm script exports them"
-        )
+    host, port = meeting_point(launched, os.environ)
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             init_method="env://",
-            rank=int(rank),
-            world_size=int(world_size),
+            rank=launched.rank,
+            world_size=launched.world_size,
         )
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(
-            f"rank {rank} of {world_size}: the ranks did not meet at "
-            f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}: {error}"
+            f"rank {launched.rank} of {launched.world_size}: the ranks did not meet at {host}:{port}: {error}"
         ) from error

@@ -150,10 +150,11 @@ def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: An
         WorkerFailed: Names the rank that failed first, and the cause. All other processes have ended too.
     """
     with supervised() as workers:
-        return _collect({info.rank: workers.start(_work, function, info, args) for info in infos})
+        started = {info.rank: workers.start(_work, function, info, args) for info in infos}
+        return _collect(started, infos[0].world_size)
 
 
-def _collect(workers: Mapping[int, Worker]) -> list[Any]:
+def _collect(workers: Mapping[int, Worker], world_size: int) -> list[Any]:
     """Wait for every rank's report; after the first failure, for `GRACE_SECONDS` at most."""
     pending = {worker.pipe: rank for rank, worker in workers.items()}
     results: dict[int, Any] = {}
@@ -171,7 +172,7 @@ def _collect(workers: Mapping[int, Worker]) -> list[Any]:
             deadline = time.monotonic() + GRACE_SECONDS
     if failures:
         damages = [failure.damage for failure in failures.values() if failure.damage is not None]
-        raise WorkerFailed(_describe(failures, len(workers)), damages)
+        raise WorkerFailed(_describe(failures, len(workers), world_size), damages)
     return [results[rank] for rank in workers]
 
 
@@ -188,11 +189,12 @@ def _report(worker: Worker) -> tuple[bool, Any]:
     return succeeded, report
 
 
-def _describe(failures: Mapping[int, _Failure], num_workers: int) -> str:
+def _describe(failures: Mapping[int, _Failure], num_workers: int, world_size: int) -> str:
     """Return the message: the first failure that is not the consequence of another one, then the others."""
     causes = {rank: failure for rank, failure in failures.items() if not failure.is_consequence} or failures
     rank, cause = next(iter(causes.items()))
-    text = f"rank {rank} of {num_workers} local workers failed: {cause.text}"
+    all_ranks = f"{world_size} local workers" if num_workers == world_size else str(world_size)
+    text = f"rank {rank} of {all_ranks} failed: {cause.text}"
     for other in sorted(set(causes) - {rank}):
         if causes[other].text != cause.text:
             text += f"\nrank {other} failed too: {causes[other].text.splitlines()[-1]}"
