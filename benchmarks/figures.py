@@ -47,7 +47,9 @@ def trace_of(strategy: Strategy) -> Trace:
     def program(rank: int, group: Any) -> None:
         model = torch.nn.Sequential(*[torch.nn.Linear(236, 236) for _ in range(4)])
         optimizer = torch.optim.AdamW(model.parameters())
-        with DataParallel(model, optimizer, strategy, micro_batches=4, group=group, options=options) as parallel:
+        with DataParallel(
+            model, optimizer, strategy, micro_batches=4, group=group, options=options
+        ) as parallel:
             for _ in range(40):
                 parallel.backward(model(torch.ones(1, 236)).square().mean())
             parallel.finish()
@@ -73,7 +75,9 @@ def draw_lanes() -> Figure:
             GREEN: (0, [span for span in work if span.work in ("step", "preview")]),
             ORANGE: (0, [record for record in records if isinstance(record, Transfer)]),
         }
-        ax.broken_barh([(0, shown_ms)], (0.62, 0.76), facecolor="white", edgecolor=GREY, hatch="////", linewidth=0)
+        ax.broken_barh(
+            [(0, shown_ms)], (0.62, 0.76), facecolor="white", edgecolor=GREY, hatch="////", linewidth=0
+        )
         for colour, (lane, done) in bars.items():
             pieces = [
                 ((one.start_ns - start_ns) / 1e6, (one.stop_ns - one.start_ns) / 1e6)
@@ -136,7 +140,9 @@ def draw_time_to_loss() -> Figure:
             for run in runs:
                 reached = run["seconds_to_loss"] is not None
                 place = run["seconds_to_loss"] if reached else run["seconds"]
-                ax.plot(place, row, marker, color=colour, fillstyle="full" if reached else "none", markersize=6)
+                ax.plot(
+                    place, row, marker, color=colour, fillstyle="full" if reached else "none", markersize=6
+                )
                 if not reached:
                     ax.annotate("not yet", (place, row), (6, -3), textcoords="offset points", fontsize=8)
             ax.axhline(row, color="#E4E4E4", linewidth=0.8, zorder=0)
@@ -173,7 +179,9 @@ def draw_echo() -> Figure:
     }
     figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for ax, (jitter, title) in zip(axes, {0.0: "steady loader", 1.0: "irregular loader"}.items(), strict=True):
+    for ax, (jitter, title) in zip(
+        axes, {0.0: "steady loader", 1.0: "irregular loader"}.items(), strict=True
+    ):
         of_loader = [cell for cell in cells if cell["jitter"] == jitter]
         ratios = [cell["ratio"] for cell in of_loader]
         for plan, (colour, marker, line) in plans.items():

@@ -43,7 +43,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             for entry in entries:
                 for title, place in entry.items():
                     if place.endswith("/"):
-                        entry[title] = [f"{place}index.md", *(page for page in pages if page.startswith(place))]
+                        entry[title] = [
+                            f"{place}index.md",
+                            *(page for page in pages if page.startswith(place)),
+                        ]
     return config
 
 
@@ -71,29 +74,38 @@ def text_of(file: Path) -> str:
     if file.suffix == ".md":
         return text
     first, _, _ = ast.get_docstring(ast.parse(text)).partition("\n")
-    return f"# {file.name}\n\n{first}\n\n```python\n{text}```\n"
+    return f"---\nsearch: {{boost: 0.3}}\n---\n# {file.name}\n\n{first}\n\n```python\n{text}```\n"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn the links of a page from the repository's paths to the site's."""
+    return with_links_of_site(markdown, page.file.src_uri, config.extra["repository"])
+
+
+def with_links_of_site(markdown: str, page: str, repository: str) -> str:
+    """Return the text of a page with its links as the site needs them.
+
+    Args:
+        markdown: The text, with links relative to its file in the repository.
+        page: The page's place in the site.
+        repository: Address of the repository, for files that are no pages.
+    """
     pages = source_of_pages()
-    if page.file.src_uri not in pages:
+    if page not in pages:  # it was made for the site
         return markdown
-    here = posixpath.dirname(page.file.src_uri)
-    place = posixpath.dirname(pages[page.file.src_uri])
-    page_at = FOLDERS | {source: uri for uri, source in pages.items()}
+    page_of = FOLDERS | {source: uri for uri, source in pages.items()}
 
     def on_site(match: re.Match[str]) -> str:
         code, target, anchor = match[1], match[2], match[3] or ""
         if code or "://" in target:
             return match[0]
-        path = posixpath.normpath(posixpath.join(place, target))
-        uri = page_at.get(path) or page_at.get(f"{path}/README.md")
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(pages[page]), target))
+        uri = page_of.get(path) or page_of.get(f"{path}/README.md")
         if uri is None and path.startswith("docs/"):
-            uri = path.removeprefix("docs/")  # a figure, or nothing, of which mkdocs will warn
+            uri = path.removeprefix("docs/")  # a figure; or nothing, of which mkdocs will warn
         if uri is not None:
-            return f"]({posixpath.relpath(uri, here)}{anchor})"
+            return f"]({posixpath.relpath(uri, posixpath.dirname(page))}{anchor})"
         kind = "tree" if (ROOT / path).is_dir() else "blob"
-        return f"]({config.extra['repository']}/{kind}/main/{path}{anchor})" if (ROOT / path).exists() else match[0]
+        return f"]({repository}/{kind}/main/{path}{anchor})" if (ROOT / path).exists() else match[0]
 
     return LINK.sub(on_site, markdown)
