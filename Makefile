@@ -32,7 +32,7 @@ layers: $(READY)
 
 # Into build/site/index.html. Any warning is an error: a link into the void, a page without a place, a public name without one.
 site: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet it would not see warnings
 
 behaviour: $(READY)
 	$(BIN)/pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder

@@ -69,12 +69,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def text_of(file: Path) -> str:
-    """Return the Markdown of a page: the file itself, or a program below its first sentence."""
+    """Return the Markdown of a page: the file itself, or a program below its docstring."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
         return text
-    first, _, _ = ast.get_docstring(ast.parse(text)).partition("\n")
-    return f"---\nsearch: {{boost: 0.3}}\n---\n# {file.name}\n\n{first}\n\n```python\n{text}```\n"
+    about = ast.get_docstring(ast.parse(text))
+    _, _, code = text.partition('"""\n\n')
+    return f"---\nsearch: {{boost: 0.3}}\n---\n# {file.name}\n\n{about}\n\n```python\n{code}```\n"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

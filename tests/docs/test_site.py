@@ -1,10 +1,11 @@
 """The hooks of the site: where links lead, and what is missing. `make site` builds the whole, warnings being errors."""
 
+import re
 from importlib import import_module
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, without_code
 from website.pages import source_of_pages, with_links_of_site
 from website.promises import LOADED, MODULES, missing_names
 
@@ -50,6 +51,19 @@ def test_every_page_of_the_repository_is_a_page_of_the_site() -> None:
         for file in ROOT.glob(pattern)
     }
     assert found - placed == set()
+
+
+def test_every_list_has_an_empty_line_before_it() -> None:
+    """Code hosts do without it; Python-Markdown would put the items into the paragraph."""
+    item = re.compile(r"\s*(?:- |\d+\. )")
+    begun_late = [
+        f"{place}: {paragraph[:60]}"
+        for place in source_of_pages().values()
+        if place.endswith(".md")
+        for paragraph in without_code((ROOT / place).read_text(encoding="utf-8")).split("\n\n")
+        if not item.match(paragraph) and any(map(item.match, paragraph.split("\n")))
+    ]
+    assert begun_late == []
 
 
 def test_a_public_name_that_no_page_shows_is_missed() -> None:
