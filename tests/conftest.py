@@ -40,7 +40,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def server_of_ranks() -> None:
+def cache_of_datasets(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what `datasets` converts out of the home folder, in every process that a test starts."""
+    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_ranks(cache_of_datasets: None) -> None:
     """Make the process that all ranks of all tests are forked from, if there may be any."""
     if "tests.processes" in sys.modules:
         sys.modules["tests.processes"].start_server_of_ranks()

@@ -14,16 +14,8 @@ from mkdocs.plugins import event_priority
 from mkdocstrings import Inventory
 
 MODULES = (
-    "",
-    ".checkpoint",
-    ".echo",
-    ".faults",
-    ".guards",
-    ".recipes",
-    ".strategies",
-    ".testing",
-    ".virtual",
-)
+    "", ".checkpoint", ".echo", ".faults", ".guards", ".plan", ".recipes", ".strategies", ".testing", ".virtual",
+)  # fmt: skip
 """Parts of stretto whose `__all__` is public."""
 LOADED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^\s>]*")
 """A tag that makes a browser ask another host."""

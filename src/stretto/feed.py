@@ -91,6 +91,16 @@ class Feed:
         while not (self._is_drained() and self._job.replica.is_united):
             self._pass_round()
 
+    def commit(self) -> list[Update]:
+        """Commit what this rank has counted and land everything; all ranks come here after the same micro-batch."""
+        compute = self._compute
+        compute.check_alike("commit()")
+        own, compute.vote = compute.vote, Vote.DRAIN
+        while not compute.is_clear:
+            self._pass_round()
+        compute.vote, compute.votes = own, []  # these votes were about this, not about the end of the data
+        return self.take_landed()
+
     def tell(self, update: Update) -> Update:
         """Return the update with what was taken from the loader, once `on_update` has heard of it."""
         update = self.input.fill(update)

@@ -1,6 +1,5 @@
 """`DataParallel`: what a user holds."""
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from stretto.feed import Batch, Feed, num_samples
 from stretto.groups.launcher import join_launched_group
 from stretto.groups.private import private_group
 from stretto.guards import Guard
+from stretto.optimizer import SeveralSchedulers, as_one
 from stretto.records import Incident, Update
 from stretto.start import Parts, check_strategy, standard_guards, start
 from stretto.strategies import Strategy, ZeRO1
@@ -39,13 +39,14 @@ class DataParallel:
         parallel.finish()
 
     Use it as a context manager, so that an exception that leaves the block ends the job on all ranks with its
-    cause named. Parameters change only inside `backward`, `micro_batch`, `count_micro_batch`, `feed` and `finish`.
+    cause named. Parameters change only inside `backward`, `micro_batch`, `count_micro_batch`, `commit`, `feed` and
+    `finish`.
     """
 
     def __init__(  # noqa: PLR0913  # what the whole job is made of, each by its own name
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         strategy: Strategy | None = None,
         *,
         micro_batches: int | Clock = 1,
@@ -61,10 +62,12 @@ class DataParallel:
         Args:
             model: On its device, complete, with its starting weights: every rank takes rank 0's.
             optimizer: Over the model's trainable parameters, in any groups. Its class and settings are read;
-                it stays the face that schedulers turn, and must not be stepped by hand.
+                it stays the face that schedulers turn, and must not be stepped by hand. Several optimizers share the
+                parameters between them.
             strategy: How gradients become updates; None is `ZeRO1()`, which is exact.
             micro_batches: Per rank and update, or a `Clock` per round.
             scheduler: Of `optimizer`, turned by the library at every committed update; None leaves it to the caller.
+                One, or a sequence of them.
             wire: Short for `Options(wire=...)`.
             guards: What watches over the job's values, in the order in which they are asked; see docs/guards.md.
                 "standard" takes what fits the strategy: `AtRest`, `ReplicaGuard` and a verified exchange.
@@ -78,9 +81,11 @@ class DataParallel:
             ConfigError: Something cannot work, or differs between ranks.
         """
         self.model = model
-        self.optimizer = optimizer
+        self.optimizer: torch.optim.Optimizer = as_one(optimizer)
+        """What was given; several as one, whose groups are theirs in order."""
+        self.scheduler = SeveralSchedulers(scheduler) if isinstance(scheduler, list | tuple) else scheduler
         self.strategy = check_strategy(ZeRO1() if strategy is None else strategy)
-        self.options = _with_wire(Options() if options is None else options, wire)
+        self.options = (Options() if options is None else options).with_wire(wire)
         if not isinstance(guards, Sequence):
             raise ConfigError(f"guards: expected 'standard' or a sequence of guards, found {guards!r}")
         self.guards: tuple[Guard, ...]
@@ -92,23 +97,20 @@ class DataParallel:
             self.guards = tuple(guards)
         parts = Parts(
             model=model,
-            optimizer=optimizer,
+            optimizer=self.optimizer,
             strategy=self.strategy,
             micro_batches=micro_batches,
-            scheduler=scheduler,
+            scheduler=self.scheduler,
             guards=self.guards,
             options=self.options,
         )
-        if group is None:
-            parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
-            join_launched_group(next(parameters, torch.empty(0)).device)
-        self.scheduler = scheduler
+        if group is None and isinstance(model, nn.Module):
+            join_launched_group(next(model.parameters(), torch.empty(0)).device)
         self._group = private_group(
             group, ranks, timeout_seconds=self.options.timeout_seconds + _BACKEND_MARGIN_SECONDS
         )
         self.late_incidents: tuple[Incident, ...] = ()
-        """What guards and the verified exchange found behind the last update; known once `finish` has
-        returned."""
+        """What guards and the verified exchange found behind the last update; known once `finish` has returned."""
         self.job: Job = start(parts, self._group)
         """The job's parts, for checkpoints, faults and tests."""
         self._compute = self.job.compute
@@ -229,6 +231,20 @@ class DataParallel:
             self._compute.check_untouched()
             self._compute.accumulation.collect()
             return self._count(weight, loss, samples)
+
+    def commit(self) -> list[Update]:
+        """Commit what was counted, however little, and land everything; return the updates nobody was told of yet.
+
+        For loops without `feed`. Does nothing if no update is under way, or after `finish`. A strategy that overlaps
+        then starts with nothing in flight, as at first. All ranks must call, after the same micro-batch.
+
+        Raises:
+            OutOfTurn: A round is in flight under a `Clock`.
+        """
+        if self._compute.lifetime.has_finished:
+            return []
+        with self._compute.lifetime.running():
+            return self._feed.commit()
 
     def discard(self) -> None:
         """Drop gradients of backward passes that were not this job's.
@@ -382,13 +398,3 @@ class DataParallel:
                 f"{self._compute.where}: the loss depends on no parameter that requires a gradient: expected one "
                 "computed by the model outside torch.no_grad(), and not detached"
             )
-
-
-def _with_wire(options: Options, wire: str | None) -> Options:
-    if wire is None:
-        return options
-    if options.wire not in (wire, Options().wire):
-        raise ConfigError(
-            f"DataParallel(wire={wire!r}, options=Options(wire={options.wire!r})): expected one of them"
-        )
-    return dataclasses.replace(options, wire=wire)

@@ -23,16 +23,23 @@ from stretto.engine.replica import Replica
 from stretto.engine.report import settings_text
 from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
-from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
+from stretto.errors import ConfigError, UnsupportedModel
 from stretto.exchange import WIRES, Exchange, NativeExchange, PackedWire, TwoLevelExchange, VerifiedExchange
 from stretto.fields import did_you_mean
-from stretto.flat import Layout, original_name, plan_layout
+from stretto.flat import Layout, check_parameters, original_name, plan_layout
 from stretto.guards import AtRest, Guard, ReplicaGuard
 from stretto.guards.interpreter import GuardInterpreter, RehearsingOptimizer
 from stretto.guards.replay import GuardedRounds
 from stretto.guards.strikes import Strikes, describe_seat
 from stretto.guards.weave import guarded
-from stretto.optimizer import ShardedOptimizer, check_shardable, read_hyperparameters, wrapped_optimizer
+from stretto.optimizer import (
+    SeveralSchedulers,
+    ShardedOptimizer,
+    members_of,
+    name_of,
+    read_hyperparameters,
+    whole_groups,
+)
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
 
@@ -72,19 +79,6 @@ class Parts:
                 "model: expected parameters of no other job, found some of a DataParallel that has not ended; call its "
                 "finish() first, or its fail(error) to give it up"
             )
-        held = wrapped_optimizer(self.optimizer)
-        if held is not None or not isinstance(self.optimizer, torch.optim.Optimizer):
-            found = f"found a {type(self.optimizer).__name__}"
-            meant = f" around another optimizer; hand over its .{held}, without what the wrapper adds"
-            raise UnsupportedOptimizer(
-                f"optimizer: expected a torch.optim.Optimizer, {found}{meant if held else ''}"
-            )
-        # Adagrad has state from the start, at step 0; a momentum has no step count.
-        if any(float(state.get("step", 1)) > 0 for state in self.optimizer.state.values() if state):
-            raise UnsupportedOptimizer(
-                "optimizer: expected one that has not stepped yet, found state that the library's private optimizer "
-                "would not have; make it anew and wrap it before training, or go on from a checkpoint"
-            )
         _check_scheduler(self.scheduler, self.optimizer)
         for guard in self.guards:
             if not isinstance(guard, Guard):
@@ -121,6 +115,7 @@ def _start(parts: Parts, progress: Progress, failures: FailureDetector) -> Job:
     ledger = ledger_of(strategy)
     _check_guards(parts.guards, strategy, ledger)
     quota = plan_quota(strategy, parts.micro_batches, ledger.rounds)
+    check_parameters(parts.model)
     layout, parameters = plan_layout(
         parts.model,
         parts.optimizer,
@@ -128,9 +123,10 @@ def _start(parts: Parts, progress: Progress, failures: FailureDetector) -> Job:
         bucket_bytes=options.bucket_bytes,
         widen=options.accumulate == "fp32",
         parts=max(1, ledger.fragments),
+        whole_groups=whole_groups(
+            parts.optimizer
+        ),  # a replicated optimizer, too, sees flat slices where owners do
     )
-    # A replicated optimizer, too, sees flat slices and not the parameters' shapes.
-    check_shardable(parts.optimizer)
     exchange = _exchange(options, group, layout, failures)
     agree(exchange, {**_settings(parts), "model": layout.text()}, f"rank {group.rank()}, before step 1")
     for slot in layout.slots:
@@ -292,6 +288,10 @@ def standard_guards(
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     if scheduler is None:
         return
+    if isinstance(scheduler, SeveralSchedulers):
+        for member in scheduler.members:
+            _check_scheduler(member, optimizer)
+        return
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
             "scheduler: a ReduceLROnPlateau needs a metric at every step, which the library does not have; leave "
@@ -303,7 +303,7 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             f"scheduler: expected one of torch.optim.lr_scheduler, or anything with step(), found {scheduler!r}"
         )
     of_another = getattr(scheduler, "optimizer", optimizer)
-    if of_another is not optimizer:
+    if not any(of_another is one for one in (optimizer, *members_of(optimizer))):
         raise ConfigError(
             f"scheduler: expected one of the optimizer that is handed over, found one of another "
             f"{type(of_another).__name__}: its learning rates would have no effect"
@@ -364,7 +364,7 @@ def _settings(parts: Parts) -> dict[str, str]:
         "strategy": repr(parts.strategy),
         "micro_batches": repr(parts.micro_batches),
         "options": "\n".join(chosen),
-        "optimizer": type(parts.optimizer).__name__,
+        "optimizer": name_of(parts.optimizer),
         "optimizer settings": settings_text(read_hyperparameters(parts.optimizer)),
         "frozen parameters and buffers": "\n".join(fixed),
         "guards": "\n".join(map(repr, parts.guards)),

@@ -8,6 +8,7 @@ import pytest
 
 import stretto
 from stretto.cli import main
+from stretto.cli.help import COMMANDS
 
 
 @pytest.mark.parametrize(
@@ -15,8 +16,7 @@ from stretto.cli import main
     [
         (
             "tarin stdlib-gpt",
-            "no command is called 'tarin'; there are train, resume, compare, simulate, diagnose, campaign, doctor; did "
-            "you mean 'train'?",
+            f"no command is called 'tarin'; there are {', '.join(COMMANDS)}; did you mean 'train'?",
         ),
         ("train", "train needs a recipe first: stdlib-gpt, digits-resnet"),
         ("train --updates 3", "train needs a recipe first"),
@@ -37,10 +37,13 @@ from stretto.cli import main
         ("train digits-resnet --strategy acco:frist=1", "acco has no setting 'frist'; there are first"),
         ("train digits-resnet --strategy torch-ddp", "torch-ddp is there to compare with"),
         ("train digits-resnet --upadtes 3", "has no option '--upadtes'"),
+        ("report --otu page.html", "report needs the folder of a run first"),
         ("doctor --secnods 3", "did you mean '--seconds'?"),
         ("train digits-resnet --task.wdith 3", "has no option '--task.wdith'"),
         ("campaign stdlib", "no recipe is called 'stdlib'; there are stdlib-gpt, digits-resnet"),
         ("campaign --falts 3", "has no option '--falts'"),
+        ("train language --preset acco-alpca", "did you mean 'acco-alpaca'?"),
+        ("presets --nmae x", "did you mean '--name'?"),
         ("compare digits-resnet --strategies ddp,bogus", "no strategy is called 'bogus'"),
         ("compare digits-resnet --strategies ddp --learning-rates acco=1", "learning rates for acco"),
     ],

@@ -60,6 +60,7 @@ def test_the_end_says_what_to_do_next(finished: tuple[Path, list[str]]) -> None:
         f"the run is in   {run}",
         f"go on with it   stretto resume {run} --updates 8",
         f"look at it      tensorboard --logdir {run}",
+        f"make a page     stretto report {run}",
     ]
 
 

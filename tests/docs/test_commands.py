@@ -5,6 +5,8 @@ import pytest
 from stretto.campaign import CampaignConfig
 from stretto.cli.options import parse_alone, parse_options
 from stretto.doctor import Examination
+from stretto.page import ReportConfig
+from stretto.plan import PlanConfig
 from stretto.train.arms import parse_arms
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.simulation import SimulateConfig
@@ -35,8 +37,16 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
             [*(recipe or ["stdlib-gpt"]), *rest[len(recipe) :]],
             lambda task: CampaignConfig(task=task),
         )
+    elif command == "report":
+        parse_alone(
+            "report",
+            rest[next((at for at, word in enumerate(rest) if word[0] == "-"), len(rest)) :],
+            ReportConfig(),
+        )
     elif command == "doctor":
         parse_alone("doctor", rest, Examination())
+    elif command == "plan":
+        parse_options("plan", rest, lambda task: PlanConfig(task=task))
     elif command == "diagnose":
         parse_options("diagnose", rest, lambda task: DiagnoseConfig(task=task))
     else:
@@ -50,7 +60,9 @@ def test_the_pages_print_commands() -> None:
         "train",
         "compare",
         "simulate",
+        "report",
         "diagnose",
+        "plan",
         "campaign",
         "doctor",
     }

@@ -93,7 +93,9 @@ def test_updates_without_guards_pass_no_guard() -> None:
             train(model, parallel, 100)
             parallel.finish()
         assert [
-            name for name in passed.functions if name.startswith(("guards/", "averaging/", "faults/"))
+            name
+            for name in passed.functions
+            if name.startswith(("guards/", "averaging/", "faults/", "observe/", "page/"))
         ] == []
 
 

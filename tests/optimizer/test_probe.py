@@ -9,12 +9,13 @@ from torch import Tensor, nn, optim
 
 from stretto import DDP, DataParallel
 from stretto.errors import UnsupportedOptimizer
-from stretto.optimizer import check_shardable
-from stretto.optimizer.probe import _Described, _reason_against, _reason_once
+from stretto.optimizer import whole_groups
+from stretto.optimizer.probe import _Described, _verdict, _verdict_once
 from stretto.optimizer.trial import Trial
 from tests.optimizer.written import (
     ELEMENT_WISE,
     REFUSED,
+    WHOLE,
     Around,
     ClipsByNorm,
     Lamb,
@@ -61,70 +62,71 @@ def test_element_wise_optimizer_is_accepted(name: str, lr: float) -> None:
     optimizer = ELEMENT_WISE[name](two_groups())
     for group in optimizer.param_groups:
         group["lr"] = lr
-    check_shardable(optimizer)
+    assert whole_groups(optimizer) == set()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizer_that_sees_whole_tensors_is_accepted_with_the_groups_that_need_them(name: str) -> None:
+    make, expected = WHOLE[name]
+    assert whole_groups(make(two_groups())) == expected
 
 
 @pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True}, {"lr": torch.tensor(0.1)}], ids=str)
 def test_implementation_of_adamw_does_not_matter(settings: dict) -> None:
-    check_shardable(optim.AdamW(matrix(), **settings))
+    assert whole_groups(optim.AdamW(matrix(), **settings)) == set()
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_any_other_optimizer_is_refused_by_name_with_its_reason(name: str) -> None:
     make, reason = REFUSED[name]
     with pytest.raises(UnsupportedOptimizer, match=f"^{name} .*{reason}"):
-        check_shardable(make(two_groups()))
+        whole_groups(make(two_groups()))
 
 
 def test_every_optimizer_of_torch_is_either_accepted_or_refused_here() -> None:
     kinds = {name for name in optim.__all__ if isinstance(getattr(optim, name), type)} - {"Optimizer"}
-    assert kinds - {*ELEMENT_WISE, *REFUSED} == set()
+    assert kinds - {*ELEMENT_WISE, *WHOLE, *REFUSED} == set()
 
 
 @pytest.mark.parametrize("decays", [(0.1, 0.0), (0.0, 0.1), (0.0, 0.0)])
 def test_every_group_is_tried_with_its_own_settings(decays: tuple[float, float]) -> None:
     groups = [{**group, "weight_decay": decay} for group, decay in zip(two_groups(), decays, strict=True)]
-    if any(decays):
-        with pytest.raises(UnsupportedOptimizer, match="Lamb cannot be cut"):
-            check_shardable(Lamb(groups))
-    else:
-        check_shardable(Lamb(groups))
+    assert whole_groups(Lamb(groups)) == {index for index, decay in enumerate(decays) if decay}
 
 
 @pytest.mark.parametrize("bound", [1e-3, 1.0, 1e3])
 def test_clip_inside_a_step_shows_whatever_its_bound(bound: float) -> None:
     with pytest.raises(UnsupportedOptimizer, match="depends on others"):
-        check_shardable(ClipsByNorm(matrix(), bound=bound))
+        whole_groups(ClipsByNorm(matrix(), bound=bound))
 
 
 def test_size_at_which_a_rule_begins_is_reached_if_the_model_reaches_it() -> None:
-    check_shardable(LargeOnesByBlock(matrix()))
-    with pytest.raises(UnsupportedOptimizer, match="the shape, the norm"):
-        check_shardable(LargeOnesByBlock([nn.Parameter(torch.ones(70, 70))]))
+    assert whole_groups(LargeOnesByBlock(matrix())) == set()
+    assert whole_groups(LargeOnesByBlock([nn.Parameter(torch.ones(70, 70))])) == {0}
 
 
 def test_attribute_of_a_parameter_shows_if_the_optimizer_reads_it() -> None:
     parameters = [nn.Parameter(torch.ones(4, 3)) for _ in range(3)]
-    check_shardable(RatePerParameter(parameters))
+    whole_groups(RatePerParameter(parameters))
     parameters[1].rate = 0.5
-    check_shardable(SignSGD(parameters))
+    whole_groups(SignSGD(parameters))
     with pytest.raises(UnsupportedOptimizer, match="attribute of the parameter"):
-        check_shardable(RatePerParameter(parameters))
+        whole_groups(RatePerParameter(parameters))
 
 
 def test_rank_that_owns_nothing_is_tried_too() -> None:
     with pytest.raises(UnsupportedOptimizer, match=r"FirstParameter cannot step .* by itself \(IndexError"):
-        check_shardable(FirstParameter(matrix()))
+        whole_groups(FirstParameter(matrix()))
 
 
 def test_object_that_the_constructor_makes_by_itself_is_refused_only_if_it_was_given_one() -> None:
     with pytest.raises(UnsupportedOptimizer, match="attribute 'rule'"):
-        check_shardable(RuleObject(matrix(), rule=nn.Tanh()))
+        whole_groups(RuleObject(matrix(), rule=nn.Tanh()))
 
 
 def test_a_verdict_that_is_remembered_is_that_of_a_fresh_trial() -> None:
     draw = random.Random(0)
-    fresh: dict[tuple, str | None] = {}
+    fresh: dict[tuple, frozenset[int] | str] = {}
     for _ in range(200):
         kind, decay = draw.choice([(optim.SGD, 0.1), (Lamb, 0.0), (Lamb, 0.1), (LargeOnesByBlock, None)])
         shape = draw.choice([(4,), (4, 3), (65, 128)])
@@ -132,9 +134,9 @@ def test_a_verdict_that_is_remembered_is_that_of_a_fresh_trial() -> None:
         trial = Trial(kind([nn.Parameter(torch.ones(shape))], lr=0.1, **settings))
         assert trial.description is not None
         if (kind, decay, shape) not in fresh:
-            fresh[kind, decay, shape] = _reason_against(trial)
-        assert _reason_once(_Described(trial)) == fresh[kind, decay, shape]
-    assert {reason is None for reason in fresh.values()} == {True, False}
+            fresh[kind, decay, shape] = _verdict(trial)
+        assert _verdict_once(_Described(trial)) == fresh[kind, decay, shape]
+    assert set(fresh.values()) == {frozenset(), frozenset([0])}
 
 
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
@@ -142,24 +144,24 @@ def test_hooks_that_would_never_be_called_are_refused(register: str) -> None:
     optimizer = optim.SGD(matrix())
     handle = getattr(optimizer, register)(lambda *_: None)
     with pytest.raises(UnsupportedOptimizer, match="SGD has step hooks"):
-        check_shardable(optimizer)
+        whole_groups(optimizer)
     handle.remove()
-    check_shardable(optimizer)
+    whole_groups(optimizer)
 
 
 def test_step_that_was_replaced_is_refused_unless_a_scheduler_did_it() -> None:
     optimizer = optim.SGD(matrix())
     optim.lr_scheduler.LinearLR(optimizer)
-    check_shardable(optimizer)
+    whole_groups(optimizer)
     optimizer.step = lambda: None
     with pytest.raises(UnsupportedOptimizer, match=r"SGD.step was replaced"):
-        check_shardable(optimizer)
+        whole_groups(optimizer)
 
 
 def test_random_state_is_left_as_it_is() -> None:
     state = torch.get_rng_state()
     with pytest.raises(UnsupportedOptimizer, match="random numbers"):
-        check_shardable(REFUSED["Noisy"][0](two_groups()))
+        whole_groups(REFUSED["Noisy"][0](two_groups()))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -183,20 +185,20 @@ def test_wrapped_optimizer_is_refused_with_the_attribute_that_holds_it(wrapper: 
 
 
 def test_class_that_cannot_be_built_again_is_refused() -> None:
-    with pytest.raises(UnsupportedOptimizer, match="Positional cannot be built over flat slices"):
-        check_shardable(Positional(matrix(), 0.1))
+    with pytest.raises(UnsupportedOptimizer, match="Positional cannot be built over other tensors"):
+        whole_groups(Positional(matrix(), 0.1))
 
 
 def test_probe_does_not_touch_the_users_optimizer() -> None:
     parameters = matrix()
     optimizer = optim.AdamW(parameters, lr=0.5)
     before = copy.deepcopy(optimizer.state_dict())
-    check_shardable(optimizer)
+    whole_groups(optimizer)
     assert torch.equal(parameters[0], torch.ones(4, 3))
     assert optimizer.state_dict() == before
 
 
 def test_refusal_comes_with_wrapping() -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(UnsupportedOptimizer, match="Adafactor"):
-        DataParallel(model, optim.Adafactor(model.parameters()), DDP())
+    with pytest.raises(UnsupportedOptimizer, match="ClipsByNorm"):
+        DataParallel(model, ClipsByNorm(model.parameters()), DDP())

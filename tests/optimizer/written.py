@@ -86,7 +86,7 @@ class WarmsUp(Written):
         p.sub_(group["lr"] * min(1.0, state["step"] / 4) * (average if state["step"] > 3 else g))
 
 
-# What follows sees more than one element, or remembers in another place.
+# What follows sees a whole tensor.
 
 
 class Lamb(Written):
@@ -100,6 +100,37 @@ class Lamb(Written):
         direction = first / (second.sqrt() + 1e-6) + group["weight_decay"] * p
         ratio = p.norm() / direction.norm() if group["weight_decay"] else 1.0
         p.sub_(group["lr"] * ratio * direction)
+
+
+class Lars(Written):
+    """You et al., 2017."""
+
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        velocity = state.setdefault("velocity", torch.zeros_like(p))
+        trust = p.norm() / (g.norm() + group["weight_decay"] * p.norm() + 1e-9)
+        velocity.mul_(group["momentum"]).add_(trust * (g + group["weight_decay"] * p))
+        p.sub_(velocity, alpha=group["lr"])
+
+
+class DecaysMatrices(Written):
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(p, g + 0.1 * p if p.dim() > 1 else g, group, state)
+
+
+class RulePerGroupAndShape(Written):
+    """Scales matrices by their norm in groups that ask for it, and raises for anything else there."""
+
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.1, "matrices": False}
+
+    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if group["matrices"] and g.dim() != 2:
+            raise ValueError("expected a matrix")
+        super().update(p, g / g.norm() if group["matrices"] else g, group, state)
+
+
+# What follows sees several tensors, or remembers in another place.
 
 
 class ScheduleFree(Written):
@@ -159,14 +190,16 @@ class ClipsByNorm(Written):
         super().update(p, g * self.factor, group, state)
 
 
-class LayerwiseSGD(Written):
-    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        p.sub_(group["lr"] * p.norm() / g.norm() * g)
+class NormalisesGroups(Written):
+    """Divides by the norm of all gradients of a group."""
 
-
-class DecaysMatrices(Written):
-    def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        super().update(p, g + 0.1 * p if p.dim() > 1 else g, group, state)
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            members = [p for p in group["params"] if p.grad is not None]
+            norm = torch.cat([torch.zeros(1), *(p.grad.flatten() for p in members)]).norm()
+            for p in members:
+                self.update(p, p.grad / norm, group, self.state[p])
 
 
 class RatePerParameter(Written):
@@ -282,17 +315,27 @@ ELEMENT_WISE: dict[str, Make] = {
 }
 """By name, from groups; a plain loop equals a sharded one."""
 
+WHOLE: dict[str, tuple[Make, set[int]]] = {
+    "Adafactor": (lambda groups: optim.Adafactor(groups, lr=0.1), {0, 1}),
+    "Adafactor foreach": (lambda groups: optim.Adafactor(groups, lr=torch.tensor(0.1), foreach=True), {0, 1}),
+    "Muon": (lambda groups: optim.Muon(groups[:1], lr=0.05), {0}),
+    "Lamb": (lambda groups: Lamb([groups[0], {**groups[1], "weight_decay": 0.1}]), {1}),
+    "Lars": (Lars, {0, 1}),
+    "DecaysMatrices": (DecaysMatrices, {0}),
+    "RulePerGroupAndShape": (
+        lambda groups: RulePerGroupAndShape([{**groups[0], "matrices": True}, groups[1]]),
+        {0},
+    ),
+}
+"""By name, from two groups, matrices first; which of the groups must stay whole."""
+
 REFUSED: dict[str, tuple[Make, str]] = {
-    "Adafactor": (optim.Adafactor, "cannot be cut"),
     "LBFGS": (lambda groups: optim.LBFGS(groups[0]["params"]), "by itself .*closure"),
-    "Muon": (lambda groups: optim.Muon([{**groups[0]}]), "built over flat slices"),
     "SparseAdam": (optim.SparseAdam, "by itself .*dense gradients"),
-    "Lamb": (lambda groups: Lamb([groups[0], {**groups[1], "weight_decay": 0.1}]), "the shape, the norm"),
     "ScheduleFree": (ScheduleFree, r"parameter groups \(k, weight_sum\)"),
-    "Prodigy": (Prodigy, r"parameter groups \(numerator\)"),
+    "Prodigy": (Prodigy, r"parameter groups \(d, numerator\)"),
     "ClipsByNorm": (ClipsByNorm, r"depends on others.*Options\(clip_norm=...\)"),
-    "LayerwiseSGD": (LayerwiseSGD, "the shape, the norm"),
-    "DecaysMatrices": (DecaysMatrices, "the shape, the norm"),
+    "NormalisesGroups": (NormalisesGroups, "depends on others"),
     "CountsInGroup": (CountsInGroup, r"parameter groups \(count\)"),
     "CountsOnItself": (CountsOnItself, "outside optimizer.state"),
     "EveryThirdStep": (EveryThirdStep, "outside optimizer.state"),

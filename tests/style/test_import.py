@@ -4,7 +4,17 @@ import json
 import subprocess
 import sys
 
-EXTRAS = ("transformers", "tokenizers", "datasets", "sklearn", "docstring_parser", "rich", "tensorboard")
+EXTRAS = (
+    "accelerate",
+    "datasets",
+    "docstring_parser",
+    "lightning",
+    "rich",
+    "sklearn",
+    "tensorboard",
+    "tokenizers",
+    "transformers",
+)
 
 IMPORTED = {"importlib", "TYPE_CHECKING", "Any"}
 """What the package's own file imports for itself."""

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,17 @@ from torch import Tensor
 from stretto.echo import EchoLoader, Even
 from stretto.errors import ConformanceFailed
 from stretto.recipes.batches import MicroBatches, reshard
+from stretto.recipes.blocks import Packed, Streams
 from stretto.recipes.corpus import Text
 from stretto.recipes.digits_resnet import DigitsResNet
+from stretto.recipes.instructions import read_text
 from stretto.recipes.stdlib_gpt import StdlibGPT
 from stretto.recipes.task import TaskConfig
+from stretto.recipes.text import BytePairs
 from stretto.testing import LoaderConformance
 
 SAMPLES, SIZE = 23, 3
+BYTES = BytePairs((), 257)
 
 
 class Rows:
@@ -74,6 +78,31 @@ class TestStdlibLoader(TestDigitsLoader):
     @property
     def per_epoch(self) -> int:
         return built(self.config, 0, 1).per_epoch
+
+
+class Documents:
+    """Every document is a parcel of one block of 8 tokens, its number and its end: so micro-batches never share one."""
+
+    def __len__(self) -> int:
+        return 70
+
+    def __getitem__(self, indices: list[int]) -> dict[str, list[str]]:
+        return {"text": [f"{index:07}" for index in indices]}
+
+
+class TestPackedLoader(LoaderConformance):
+    per_epoch = 70
+    reshards = True
+
+    def make_loader(self, rank: int, world_size: int) -> Packed:
+        streams = Streams(Documents(), partial(read_text, column="text"), BYTES)
+        return Packed(streams, length=8, size=1, rank=rank, world_size=world_size, seed=5)
+
+    def samples_of(self, batch: Any) -> list[str]:
+        return [BYTES.decode(row) for row in batch.inputs.tolist()]
+
+    def reshard(self, states: Sequence[Any], rank: int, world_size: int) -> Any:
+        return reshard(states, rank, world_size)
 
 
 class TestEchoLoader(TestMicroBatches):

@@ -71,7 +71,12 @@ def test_the_wheel_holds_every_module_and_no_test(wheel: Path) -> None:
     listed = {
         f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt", "entry_points.txt")
     }
-    assert names == modules | listed | {"stretto/py.typed", f"{about}/licenses/LICENSE"}
+    assert names == modules | listed | {
+        "stretto/py.typed",
+        "stretto/page/page.css",
+        "stretto/page/page.js",
+        f"{about}/licenses/LICENSE",
+    }
 
 
 def test_the_wheel_says_its_version_its_licence_and_its_readme(wheel: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from stretto.engine.accumulation import GradientBuffer
 from stretto.exchange import FP32, Exchange, PlainWire
 from stretto.flat import Layout
-from stretto.optimizer import ShardedOptimizer, adopt_states, average_states, piece_states
+from stretto.optimizer import ShardedOptimizer, StateKinds, adopt_states, average_states, piece_states
 
 Share: TypeAlias = float | Sequence[float]
 """This rank's part of the weight; where it differs between buckets, one number for each."""
@@ -40,6 +40,7 @@ class ReplicaMean:
         self._exchange = exchange
         self._sharded = sharded
         self._layout: Layout = sharded.layout
+        StateKinds(sharded).check_averages()
         if any(self._is_narrow(index) for index in range(len(sharded.masters))):
             self.last = [master.clone() for master in sharded.masters]
 

@@ -16,6 +16,7 @@ from stretto.checkpoint.pieces import LoadPlanner, Reader
 from stretto.checkpoint.save import Ranks, file_digest
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, TornCheckpoint
+from stretto.optimizer import name_of
 from stretto.packed import unpack
 from stretto.parallel import DataParallel
 
@@ -77,7 +78,7 @@ def load(
             same_strategy=same,
             same_layout=manifest.layout == parallel.job.layout.digest(),
         )
-    optimizer = type(parallel.optimizer).__name__
+    optimizer = name_of(parallel.optimizer)
     ranks.agree("checking a checkpoint", lambda: reading.check(state, optimizer))
     ranks.agree("reading a checkpoint", reading.read)
     positions = tuple(unpack(packed, "the loader's state") for packed in state.get("loader", {}).values())

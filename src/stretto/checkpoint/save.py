@@ -25,6 +25,7 @@ from stretto.errors import (
     ForeignCheckpoint,
     TornCheckpoint,
 )
+from stretto.optimizer import name_of
 from stretto.parallel import DataParallel
 
 
@@ -139,7 +140,7 @@ def _manifest(parallel: DataParallel, path: Path, metadata: Metadata, stored: tu
         step=parallel.steps,
         world_size=parallel.world_size,
         strategy=parallel.strategy.name,
-        optimizer=type(parallel.optimizer).__name__,
+        optimizer=name_of(parallel.optimizer),
         layout=parallel.job.layout.digest(),
         files={file.name: file.stat().st_size for file in path.iterdir()},
         metadata_digest=file_digest(path / METADATA),

@@ -11,18 +11,40 @@ from typing import Any
 
 from stretto.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto.cli.environment import find_ranks, is_joined
-from stretto.cli.help import HELP_ALL, command_help, first_clause
-from stretto.cli.options import named_as_options, options_of, parse_alone, parse_options
+from stretto.cli.help import COMMANDS, HELP, HELP_ALL, command_help, first_clause
+from stretto.cli.options import (
+    named_as_options,
+    options_of,
+    parse_alone,
+    parse_options,
+    parse_start,
+    started,
+)
+from stretto.cli.presets import PRESETS, PresetList
 from stretto.cli.run_folder import command_of, run_folder
-from stretto.cli.screens import print_diagnosis, print_report, print_run, print_simulation
+from stretto.cli.screens import (
+    how_to_see,
+    print_diagnosis,
+    print_plan,
+    print_preset,
+    print_report,
+    print_run,
+    print_simulation,
+    recommendation,
+)
 from stretto.doctor import Examination, Report, examine_rank
 from stretto.errors import ConfigError, UnknownName
+from stretto.fields import unknown_name
 from stretto.observe import print_campaign, print_comparison
-from stretto.recipes import RECIPES, TaskConfig, recipe
+from stretto.page import ReportConfig, report
+from stretto.plan import PlanConfig, plan
+from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
+from stretto.terminal import printable
 from stretto.train.arms import parse_arm
 from stretto.train.comparison import compare, diagnose_rank
-from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
+from stretto.train.configuration import AUTO, CompareConfig, DiagnoseConfig, Job, RunConfig, part_of
 from stretto.train.handle import check_run
+from stretto.train.launch import Ranks
 from stretto.train.outcome import describe_environment, new_run_folder
 from stretto.train.rank import title_of
 from stretto.train.restarts import train_on
@@ -34,12 +56,17 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "resume": lambda task: RunConfig(task=task),
         "compare": lambda task: CompareConfig(task=task),
         "simulate": lambda task: SimulateConfig(task=task),
+        "report": lambda _: ReportConfig(),
         "diagnose": lambda task: DiagnoseConfig(task=task),
+        "plan": lambda task: PlanConfig(task=task),
         "campaign": lambda task: CampaignConfig(task=small(task)),
         "doctor": lambda _: Examination(),
+        "presets": lambda _: PresetList(),
     }
 )
 """What makes the configuration of each command from a recipe's."""
+TASK = "--task."
+"""What the options of a recipe begin with."""
 CAMPAIGN_RECIPE = "stdlib-gpt"
 """What a campaign trains where no recipe is named."""
 BROKEN = FAILED = 1
@@ -53,18 +80,26 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "resume": resume_command,
         "compare": compare_command,
         "simulate": simulate_command,
+        "report": report_command,
         "diagnose": diagnose_command,
+        "plan": plan_command,
         "campaign": campaign_command,
         "doctor": doctor_command,
+        "presets": presets_command,
     }
     return commands[name](words) or 0
 
 
 def help_of(name: str, words: Sequence[str]) -> str:
     """Return the help that `words` ask for."""
-    takes_recipe = name not in ("resume", "doctor")
+    takes_recipe = "RECIPE" in COMMANDS[name].takes
     named = words[0] if takes_recipe and not words[0].startswith("-") else None
-    options = list(options_of(CONFIGURE[name](recipe(named or CAMPAIGN_RECIPE))))
+    config = CONFIGURE[name](recipe(named or CAMPAIGN_RECIPE))
+    options = list(options_of(config))
+    if takes_recipe:
+        asked = [word for word in words[1:] if word not in (*HELP, HELP_ALL)]
+        start, _ = parse_start(name, asked if named else ())
+        options = [*options_of(start), *options_of(started(config, named or "", start))]
     return command_help(name, _described_recipes(), options, named, whole=HELP_ALL in words)
 
 
@@ -79,7 +114,22 @@ def _described_recipes() -> dict[str, str]:
 def train_command(words: Sequence[str]) -> None:
     """Train a recipe on local workers, or as a rank of a launcher."""
     named, run = parse_options("train", words, CONFIGURE["train"])
-    _train(named, words[1:], _complete(named, run))
+    ranks, options = find_ranks(run.workers), list(words[1:])
+    if run.strategy == AUTO:
+        run = dataclasses.replace(run, strategy=_choose(run, ranks))
+        options += ["--strategy", run.strategy]  # the last one counts, also for `resume`
+    _train(named, options, _complete(named, run), ranks)
+
+
+def _choose(run: RunConfig[TaskConfig], ranks: Ranks) -> str:
+    """Return the strategy that a plan chooses, the same on all ranks."""
+    job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job))
+    with named_as_options(job), named_as_options(job.task, TASK):
+        check_run(job.run_of(parse_arm("zero1")), ranks.world_size)
+    log = _print_line if ranks.is_first else _print_nothing
+    (ranking,) = plan(job, ranks, log)
+    log(recommendation(ranking))
+    return ranking.choice.arm
 
 
 def resume_command(words: Sequence[str]) -> None:
@@ -92,7 +142,7 @@ def resume_command(words: Sequence[str]) -> None:
     _, run = parse_options(
         "train", [before["recipe"], *options, "--run-dir", folder, "--resume"], CONFIGURE["train"]
     )
-    _train(before["recipe"], options, _complete(before["recipe"], run))
+    _train(before["recipe"], options, _complete(before["recipe"], run), find_ranks(run.workers))
 
 
 def _complete(named: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
@@ -108,6 +158,8 @@ def _complete(named: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
                 "ranks of a launcher need --run-dir: they cannot agree on the name of a new folder"
             )
         run = dataclasses.replace(run, run_dir=new_run_folder(_short(named)))
+    if isinstance(run.task, OverFiles):
+        run = dataclasses.replace(run, task=run.task.kept_in(str(run.run_dir)))
     return run.run_of(arm)
 
 
@@ -116,9 +168,8 @@ def _short(named: str) -> str:
     return named.rpartition(":")[2]
 
 
-def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig]) -> None:
-    ranks = find_ranks(run.workers)
-    with named_as_options(run):
+def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks: Ranks) -> None:
+    with named_as_options(run), named_as_options(run.task, TASK):
         check_run(run, ranks.world_size)
     if not ranks.is_first:
         train_on(ranks, run, _print_nothing)
@@ -134,10 +185,11 @@ def compare_command(words: Sequence[str]) -> None:
     """Run strategies side by side on the same link."""
     _, comparison = parse_options("compare", words, CONFIGURE["compare"])
     ranks = find_ranks(comparison.workers)
-    with named_as_options(comparison):
+    with named_as_options(comparison), named_as_options(comparison.task, TASK):
         runs = compare(comparison, ranks, _print_line if ranks.is_first else _print_nothing)
     if ranks.is_first:
         print_comparison(runs)
+        print(how_to_see(comparison.out))
 
 
 def _print_line(line: str) -> None:
@@ -151,21 +203,47 @@ def _print_nothing(line: str) -> None:
 def simulate_command(words: Sequence[str]) -> None:
     """Train a recipe on a virtual cluster of many ranks."""
     _, simulation = parse_options("simulate", words, CONFIGURE["simulate"])
-    with named_as_options(simulation):
+    with named_as_options(simulation), named_as_options(simulation.task, TASK):
         results = simulate(simulation)
     print_simulation(results.values[0], simulation)
+
+
+def report_command(words: Sequence[str]) -> None:
+    """Make a page about the folders of runs, comparisons and campaigns."""
+    count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    if not count:
+        raise UnknownName("report needs the folder of a run first: stretto report FOLDER...")
+    config = parse_alone("report", words[count:], ReportConfig())
+    with named_as_options(config):
+        missing = report([Path(word) for word in words[:count]], config)
+    for line in missing:
+        print(f"missing: {printable(line)}")
+    print(f"open in a browser: {config.out}")
+    if config.perfetto is not None:
+        print(f"open in ui.perfetto.dev: {config.perfetto}")
 
 
 def diagnose_command(words: Sequence[str]) -> None:
     """Measure whether the input is the bottleneck, and what an echo would gain."""
     _, job = parse_options("diagnose", words, CONFIGURE["diagnose"])
     ranks = find_ranks(job.workers)
-    with named_as_options(job):
+    with named_as_options(job), named_as_options(job.task, TASK):
         check_run(job.run_of(parse_arm(job.strategy)), ranks.world_size)
     found = ranks.call(diagnose_rank, job)
     if ranks.is_first:
         # All ranks wait for the slowest loader.
         print_diagnosis(max(found, key=lambda diagnosis: diagnosis.free_uses))
+
+
+def plan_command(words: Sequence[str]) -> None:
+    """Measure a recipe, and say which strategy and wire to use."""
+    _, job = parse_options("plan", words, CONFIGURE["plan"])
+    ranks = find_ranks(job.workers)
+    with named_as_options(job), named_as_options(job.task, TASK):
+        check_run(job.run_of(parse_arm("zero1")), ranks.world_size)
+    rankings = plan(job, ranks, _print_line if ranks.is_first else _print_nothing)
+    if ranks.is_first:
+        print_plan(rankings)
 
 
 def campaign_command(words: Sequence[str]) -> int:
@@ -224,3 +302,15 @@ def _write(report: Report, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     content = {**report.as_json(), "environment": describe_environment()}
     (folder / "doctor.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def presets_command(words: Sequence[str]) -> None:
+    """List the settings of the papers, or explain one."""
+    asked = parse_alone("presets", words, PresetList())
+    if asked.name is None:
+        for name, preset in PRESETS.items():
+            print(f"{name:24}  {preset.recipe:8}  {preset.summary}")
+        return
+    if asked.name not in PRESETS:
+        raise unknown_name("no preset is called", asked.name, PRESETS)
+    print_preset(asked.name, PRESETS[asked.name])

@@ -15,7 +15,7 @@ _LEFT = 24
 HELP = ("-h", "--help")
 HELP_ALL = "--help-all"
 
-Takes = Literal["RECIPE", "[RECIPE]", "FOLDER", ""]
+Takes = Literal["RECIPE", "[RECIPE]", "FOLDER", "FOLDER...", ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +36,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             summary="train a recipe on local workers, or as a rank of torchrun",
             takes="RECIPE",
             basic=(
-                "strategy", "workers", "updates", "to-loss", "micro-batches", "wire", "link", "echo", "guards", "seed",
-                "run-dir", "resume",
+                "preset", "strategy", "workers", "updates", "to-loss", "micro-batches", "wire", "link", "echo",
+                "guards", "seed", "run-dir", "resume",
             ),
         ),
         "resume": Command(
@@ -61,10 +61,20 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "seed", "run-dir",
             ),
         ),
+        "report": Command(
+            summary="make a page that shows runs: loss, time, both lanes, damage",
+            takes="FOLDER...",
+            basic=("out", "updates", "perfetto"),
+        ),
         "diagnose": Command(
             summary="measure whether a recipe waits for its data",
             takes="RECIPE",
             basic=("workers", "strategy", "batches", "micro-batches", "link", "slow-loader"),
+        ),
+        "plan": Command(
+            summary="measure a recipe, and say which strategy and wire to use",
+            takes="RECIPE",
+            basic=("workers", "ranks", "network", "micro-batches", "link", "batches", "seed"),
         ),
         "campaign": Command(
             summary="strike small jobs with faults, and hold guards to their promises",
@@ -75,6 +85,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             summary="find out whether this machine can be trusted",
             takes="",
             basic=("workers", "seconds", "memory-megabytes", "link-megabytes", "out"),
+        ),
+        "presets": Command(
+            summary="list the settings of the papers, for --preset",
+            takes="",
+            basic=("name",),
         ),
     }
 )  # fmt: skip

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
+from stretto.cli.presets import PRESETS, Start
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
 from stretto.faults import Fault, faults_text, parse_faults
-from stretto.fields import did_you_mean, field_types, read_value
+from stretto.fields import did_you_mean, field_types, read_value, unknown_name
 from stretto.recipes import RECIPES, recipe
 from stretto.train.arms import parse_clock, parse_learning_rates, split_list
 from stretto.virtual import parse_slowness
@@ -57,7 +58,7 @@ class Option:
     @property
     def shown_default(self) -> str:
         """The default as the user would write it."""
-        return _shown(self.default)
+        return shown(self.default)
 
 
 def options_of(record: Any, prefix: str = "--") -> Iterator[Option]:
@@ -91,13 +92,71 @@ def parse_options(
         raise UnknownName(
             f"{command} needs a recipe first: {', '.join(RECIPES)}, or your own as FILE.py:FUNCTION"
         )
-    name, *options = words
-    return name, parse_alone(f"{command} {name}", options, configure(recipe(name)))
+    name, *rest = words
+    start, options = parse_start(f"{command} {name}", rest)
+    default = started(configure(recipe(name)), name, start)
+    return name, parse_alone(f"{command} {name}", options, default, [one.name for one in options_of(start)])
 
 
-def parse_alone(command: str, words: Sequence[str], default: ConfigT) -> ConfigT:
-    """Read the options of a command without a recipe; the errors are those of `parse_options`."""
+def parse_start(command: str, words: Sequence[str]) -> tuple[Start, list[str]]:
+    """Return where the defaults come from, and the words that say something else."""
+    values, others = _values(command, words, {option.name: option for option in options_of(Start())})
+    return _changed(Start(), values), others
+
+
+def started(config: ConfigT, recipe: str, start: Start) -> ConfigT:
+    """Return a command's configuration with the settings of a preset, and shrunk.
+
+    Args:
+        config: Of a recipe, with its defaults. What a preset sets for other commands is left out.
+        recipe: Its name.
+        start: The preset, and how much is shrunk.
+
+    Raises:
+        UnknownName: There is no such preset.
+        ConfigError: It is of another recipe, or the recipe cannot be shrunk.
+    """
+    values: dict[str, Any] = {}
+    if start.preset is not None:
+        if start.preset not in PRESETS:
+            raise unknown_name("no preset is called", start.preset, PRESETS)
+        preset = PRESETS[start.preset]
+        if preset.recipe != recipe:
+            raise ConfigError(f"--preset {start.preset} is of the recipe {preset.recipe}, not of {recipe}")
+        values.update((name, setting.value) for name, setting in preset.settings.items())
+        values["--updates"] = max(1, round(values["--updates"] * start.scale))
+    if start.scale != 1:
+        values["--task.scale"] = start.scale
+        if "--task.scale" not in {option.name for option in options_of(config)}:
+            raise ConfigError(
+                f"--scale {start.scale:g}: {recipe} has no --task.scale, only recipes over files have"
+            )
+    changed: ConfigT = _changed(config, values)
+    return changed
+
+
+def parse_alone(command: str, words: Sequence[str], default: ConfigT, others: Sequence[str] = ()) -> ConfigT:
+    """Read the options of a command without a recipe; the errors are those of `parse_options`.
+
+    Args:
+        command: Its name, for messages.
+        words: What follows it.
+        default: Its configuration.
+        others: Options that it has beside those of its configuration, for messages.
+    """
     options = {option.name: option for option in options_of(default)}
+    values, unknown = _values(command, words, options)
+    if unknown:
+        known = [*options, *others, *(option.off for option in options.values() if option.is_switch)]
+        raise _unknown_word(command, unknown[0], words, known)
+    changed: ConfigT = _changed(default, values)
+    return changed
+
+
+def _values(
+    command: str, words: Sequence[str], options: Mapping[str, Option]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values that are given for `options`, by name, and the words that belong to none of them."""
     parser = _Parser(
         prog=f"stretto {command}", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
@@ -109,15 +168,11 @@ def parse_alone(command: str, words: Sequence[str], default: ConfigT) -> ConfigT
             # Whatever their number: a wrong one is our error, not argparse's.
             parser.add_argument(option.name, dest=option.name, nargs="*")
     found, unknown = parser.parse_known_args(list(words))
-    if unknown:
-        known = [*options, *(option.off for option in options.values() if option.is_switch)]
-        raise _unknown_word(command, unknown[0], words, known)
     values = {
         name: given if options[name].is_switch else _read(given, options[name])
         for name, given in vars(found).items()
     }
-    changed: ConfigT = _changed(default, values)
-    return changed
+    return values, unknown
 
 
 class _Parser(argparse.ArgumentParser):
@@ -206,6 +261,10 @@ def _is_group(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and type(value) not in _READERS
 
 
+def _read_counts(text: str) -> tuple[int, ...]:
+    return tuple(read_value(number, int) for number in text.split(","))
+
+
 def _read_pair(text: str) -> tuple[float, ...]:
     numbers = tuple(read_value(number, float) for number in text.split(","))
     if len(numbers) != 2:
@@ -213,11 +272,20 @@ def _read_pair(text: str) -> tuple[float, ...]:
     return numbers
 
 
+def _read_range(text: str) -> tuple[int, ...]:
+    first, last = _read_pair(text)
+    if not (first.is_integer() and last.is_integer()):
+        raise ConfigError(f"expected two whole numbers, found {text}")
+    return int(first), int(last)
+
+
 _READERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType(
     {
         Clock: parse_clock,
         tuple[str, ...]: split_list,
         tuple[float, float]: _read_pair,
+        tuple[int, ...]: _read_counts,
+        tuple[int, int]: _read_range,
         tuple[Fault, ...]: parse_faults,
         dict[str, float]: parse_learning_rates,
         dict[int, float]: parse_slowness,
@@ -229,7 +297,9 @@ _METAVARS: Mapping[Any, str] = MappingProxyType(
         str: "TEXT",
         Clock: "MIN,MAX",
         tuple[str, ...]: "A,B,...",
+        tuple[int, ...]: "N,M,...",
         tuple[float, float]: "A,B",
+        tuple[int, int]: "FIRST,LAST",
         tuple[Fault, ...]: "SITE:rank=R:...,...",
         dict[str, float]: "ARM=RATE,...",
         dict[int, float]: "RANK=FACTOR,...",
@@ -245,7 +315,8 @@ def _metavar(kind: Any) -> str:
     return _METAVARS.get(kind) or getattr(kind, "__name__", str(kind)).upper()
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as the user would write it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, Clock):

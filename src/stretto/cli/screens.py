@@ -2,15 +2,20 @@
 
 import shlex
 import textwrap
+from collections.abc import Sequence
 
 import torch
 
 from stretto.cli.help import COLUMNS
+from stretto.cli.options import shown
+from stretto.cli.presets import Preset
 from stretto.cli.run_folder import resume_command
 from stretto.doctor import Finding, Report
 from stretto.echo import Diagnosis
 from stretto.exchange import WIRES
 from stretto.flat import ALIGNMENT
+from stretto.groups import Link
+from stretto.plan import EVIDENCE, Ranking
 from stretto.recipes import TaskConfig
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig
@@ -57,6 +62,12 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
         print(f"go on with it   {resume_command(run, *further)}")
     if run.tensorboard:
         print(f"look at it      {shlex.join(['tensorboard', '--logdir', str(run.run_dir)])}")
+    print(how_to_see(str(run.run_dir)))
+
+
+def how_to_see(folder: str) -> str:
+    """Return the line that says how to make a page of a folder."""
+    return f"make a page     {shlex.join(['stretto', 'report', folder])}"
 
 
 def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
@@ -117,6 +128,7 @@ def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -
     print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
     if simulation.run_dir is not None:
         print(f"records, trace and the model are in {simulation.run_dir}")
+        print(how_to_see(simulation.run_dir))
 
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
@@ -135,6 +147,48 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         print(textwrap.fill(f"  before an echo: {line}", COLUMNS, subsequent_indent=" " * 4))
 
 
+def print_plan(rankings: Sequence[Ranking]) -> None:
+    """Print what to use for each number of ranks, then how the last one came about."""
+    for ranking in rankings:
+        print(recommendation(ranking))
+    last = rankings[-1]
+    machine, choice = last.machine, last.choice
+    print(
+        f"\nmicro-batch {1000 * machine.micro_batch_seconds:.1f} ms, optimizer {1000 * machine.step_seconds:.1f} ms, "
+        f"loader {1000 * machine.load_seconds:.1f} ms,\nlink {_rate(machine.link)}, {machine.parameters:,} parameters, "
+        f"{machine.ranks} ranks,\n{choice.micro_batches} micro-batches per rank and update"
+    )
+    print(f"\n{'':32}{'s/update':>9}{'waits':>6}{'MB sent':>8}{'MB held':>8}")
+    for one in last.prices:
+        print(
+            f"{one.arm.replace(':wire=', ' '):32}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
+            f"{one.sent_bytes / 1e6:8,.1f}{one.memory_bytes / 1e6:8,.0f}  {last.why_not(one)}"
+        )
+
+
+def recommendation(ranking: Ranking) -> str:
+    """Return what to use, and why."""
+    choice, base = ranking.choice, ranking.base
+    arm = parse_arm(choice.arm)
+    wire = arm.settings.get("wire", "fp32")
+    options = f"--strategy {arm.name}" + ("" if wire == "fp32" else f" --wire {wire}")
+    gain = base.seconds_per_micro_batch / choice.seconds_per_micro_batch
+    evidence = EVIDENCE[arm.name]
+    loss = "exact" if not evidence.nats else f"{evidence.nats:+.3f} nats in {evidence.source}"
+    if wire != "fp32":
+        loss += f", but for the rounding of {wire}"
+    faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast as {base.arm} on fp32"
+    seconds = f"{choice.seconds:.4f} s per update"
+    text = f"{ranking.machine.ranks} ranks: use {options}: {seconds}, {faster}; {loss}"
+    return textwrap.fill(text, COLUMNS, subsequent_indent="  ")
+
+
+def _rate(link: Link) -> str:
+    if link.bits_per_second is None:
+        return "free"
+    return f"{link.bits_per_second / 1e6:,.0f} Mbit/s and {1e6 * link.latency_seconds:,.0f} us"
+
+
 def print_report(report: Report) -> None:
     """Print a row per finding of an examination."""
     checks = max(len(finding.check) for finding in report.findings)
@@ -150,3 +204,11 @@ def _whom(finding: Finding) -> str:
     if finding.link is not None:
         return f"rank {finding.link[0]} to rank {finding.link[1]}"
     return "all ranks" if finding.rank is None else f"rank {finding.rank}, {finding.device}"
+
+
+def print_preset(name: str, preset: Preset) -> None:
+    """Print what a preset sets, and where each figure is from."""
+    print(preset.summary)
+    print(f"stretto train {preset.recipe} --preset {name} --task.data PATH\n")
+    for option, (value, source) in preset.settings.items():
+        print(f"  {option:26} {shown(value):28} {source}")

@@ -35,7 +35,7 @@ class Use:
 class EchoDataset(IterableDataset[Any], Generic[Sample]):
     """An iterable dataset that gives every sample of a map-style dataset `uses` times per epoch.
 
-        DataLoader(EchoDataset(decoded, uses=3, transform=augment, shuffle=256), batch_size=32, num_workers=4)
+    DataLoader(EchoDataset(decoded, uses=3, transform=augment, shuffle=256), batch_size=32, num_workers=4)
     """
 
     def __init__(

@@ -256,12 +256,9 @@ class ComputeLane:
         self._accounts.skipped_rounds += landing.reduction.skipped
         self.at_boundary = landing.at_boundary
         before, self.steps = self.steps, self.comm.progress.step
-        if landing.commit is not None:
-            if not self._accounts.use_is_known:
-                self._accounts.check_used(landing.commit, self.layout, self.where)
-            self.model.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
-        if self._scheduler is not None:
-            self.model.turn(self._scheduler, self.steps - before, self.where)
+        if landing.commit is not None and not self._accounts.use_is_known:
+            self._accounts.check_used(landing.commit, self.layout, self.where)
+        self.model.turn(self._scheduler, self.steps - before, self.where)
         return (
             None
             if landing.commit is None
@@ -277,6 +274,14 @@ class ComputeLane:
             self._in_flight = Arrived(self._in_flight.result())
             self._accounts.exposed_seconds += self.runtime.now() - started
         return self._in_flight.result()
+
+    def check_alike(self, what: str) -> None:
+        """Raise `OutOfTurn` if a round is in flight that other ranks may not have handed over, under a `Clock`."""
+        if self._in_flight is not None and not self._quota.is_fixed:
+            raise OutOfTurn(
+                f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have handed over "
+                "fewer rounds; do it right after an Update was returned, before the next forward pass"
+            )
 
     def check_between_updates(self, what: str) -> None:
         """Raise in the middle of an update, or if a micro-batch was counted since the last update ended.
@@ -295,11 +300,7 @@ class ComputeLane:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Show the committed parameters and the agreed buffers inside the block; all ranks must enter, alike.
-
-        Raises:
-            OutOfTurn: A round is in flight that other ranks may not have handed over yet.
-        """
+        """Show the committed parameters and the agreed buffers inside the block; see `show_committed`."""
         if self.model.is_settled:
             yield
             return
@@ -310,12 +311,8 @@ class ComputeLane:
             self.model.show_again()
 
     def show_committed(self) -> None:
-        """Put the committed parameters and the agreed buffers into the model; all ranks must call."""
-        if self._in_flight is not None and not self._quota.is_fixed:
-            raise OutOfTurn(
-                f"{self.where}: settling while a round is in flight, under a Clock: other ranks may have handed over "
-                "fewer rounds; do it right after an Update was returned, before the next forward pass"
-            )
+        """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike."""
+        self.check_alike("settling")
         self._finish_opening()
         landing = self.wait_for_lane()
         for listener in self.model.listeners:

@@ -22,6 +22,7 @@ from stretto.engine.round import Listener, Shown
 from stretto.engine.statistics import Statistics
 from stretto.errors import EstimateShown, OptimizerStepped, OutOfTurn, ParametersTouched, UsageError
 from stretto.flat import Layout, original_name
+from stretto.optimizer import members_of
 
 _version = operator.attrgetter("_version")
 
@@ -109,6 +110,7 @@ class UserModel:
         self.model = model
         self.parameters = parameters
         self.optimizer = optimizer
+        self._members = members_of(optimizer)
         self.names = [slot.name for slot in layout.slots]
         self.statistics = Statistics(model)
         self.shown: Shown = "committed"
@@ -117,7 +119,8 @@ class UserModel:
         self._before: Held | None = None
         """Inside `settled`, what the model showed before; otherwise None."""
         self._ids = {id(parameter) for parameter in parameters}
-        self._num_groups = len(optimizer.param_groups)
+        self._groups = [member.param_groups for member in self._members]
+        self._num_groups = sum(map(len, self._groups))
         self._handles: list[Any] = []
         self._nodes = [_adding_node(parameter) for parameter in parameters]
         """Kept: a node and its hooks end with the last reference."""
@@ -190,9 +193,10 @@ class UserModel:
                 "its place: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
             )
 
-        self._handles.append(self.optimizer.register_step_pre_hook(step))
-        self._handles.append(self.optimizer.register_state_dict_pre_hook(state))
-        self._handles.append(self.optimizer.register_load_state_dict_pre_hook(state))
+        for member in self._members:
+            self._handles.append(member.register_step_pre_hook(step))
+            self._handles.append(member.register_state_dict_pre_hook(state))
+            self._handles.append(member.register_load_state_dict_pre_hook(state))
 
     def unhook(self) -> None:
         """Remove every hook from model and optimizer."""
@@ -296,11 +300,16 @@ class UserModel:
         self._turned_to = None
 
     def turn(self, scheduler: Any, times: int, where: str) -> None:
-        """Turn a scheduler once for every update.
+        """Turn a scheduler once for every update; None leaves it to the caller.
 
         Raises:
             UsageError: It has been turned by hand too, or its schedule has ended.
         """
+        if times:
+            for one in (self.optimizer, *self._members):
+                one._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+        if scheduler is None:
+            return
         position = getattr(scheduler, "last_epoch", None)
         if self._turned_to not in (None, position):
             raise UsageError(
@@ -355,9 +364,9 @@ class UserModel:
         Raises:
             ParametersTouched: Says which, or how many.
         """
-        if len(self.optimizer.param_groups) != self._num_groups:
+        if (num_groups := sum(map(len, self._groups))) != self._num_groups:
             raise ParametersTouched(
-                f"{where}: the optimizer has {len(self.optimizer.param_groups)} parameter groups, {self._num_groups} "
+                f"{where}: the optimizer has {num_groups} parameter groups, {self._num_groups} "
                 "when it was wrapped; add groups before wrapping"
             )
         trainable = {id(parameter) for parameter in self._every_parameter() if parameter.requires_grad}

@@ -54,7 +54,7 @@ class Options:
     bucket_bytes: int = 2**20
     """Largest collective, in bytes of the gradient buffer. Four buckets travel at a time, and a rank holds scratch
     memory for these. Larger buckets need fewer calls, but a single large one fills the queue of a slow link and then
-    waits for itself."""
+    waits for itself. Where an optimizer needs whole tensors, a bucket is larger if even slices need it."""
     hide_reductions: bool = True
     """Let gradients leave during the last backward pass of an update, bucket by bucket, under `ddp`, `zero1`,
     `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; docs/architecture.md says when
@@ -105,6 +105,20 @@ class Options:
                 f"Options(wire={self.wire!r}, exchange='native'): a backend cannot sum packed contributions: expected "
                 "exchange='direct' or 'auto'"
             )
+
+    def with_wire(self, wire: str | None) -> "Options":
+        """Return these options with another wire than the default; with None they stay.
+
+        Raises:
+            ConfigError: They name another one themselves.
+        """
+        if wire is None:
+            return self
+        if self.wire not in (wire, Options().wire):
+            raise ConfigError(
+                f"DataParallel(wire={wire!r}, options=Options(wire={self.wire!r})): expected one of them"
+            )
+        return dataclasses.replace(self, wire=wire)
 
     @property
     def wire_of_changes(self) -> Wire:

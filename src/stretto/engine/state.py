@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from stretto.engine.job import Job
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
 from stretto.flat import Fragments, PartedTensor, Shares, Slot, original_name
-from stretto.optimizer import Piece, PieceState, adopt_states, piece_states, read_hyperparameters, state_like
+from stretto.optimizer import (
+    Piece,
+    PieceState,
+    StateKinds,
+    adopt_states,
+    name_of,
+    piece_states,
+    read_hyperparameters,
+)
 
 State = dict[str, Any]
 
@@ -40,7 +48,7 @@ class JobState:
         for piece in job.sharded.pieces:
             self.pieces[piece.slot.index].append(piece)
         self._shares = Shares(job.layout, job.exchange.rank)
-        self._kinds: dict[tuple[int, torch.dtype], PieceState] = {}
+        self._kinds = StateKinds(job.sharded)
 
     def write(self) -> State:
         """Return the state as nested dictionaries of `PartedTensor`s and numbers; all ranks must call."""
@@ -149,29 +157,32 @@ class JobState:
         for slot in self.slots:
             pieces = self.pieces[slot.index]
             own = [(piece.offset, found.get(piece, {})) for piece in pieces]
-            if not slot.numel:  # nobody owns a part of it, but plain PyTorch asks for its state
-                own = [(0, self._kind(slot))]
-            for key, kind in self._kind(slot).items() if own else ():
+            if not slot.numel and not slot.is_whole:
+                own = [
+                    (0, self._kinds.of(slot))
+                ]  # nobody owns a part of it, but plain PyTorch asks for its state
+            known = next((state for _, state in own if state), None)
+            for key, kind in (known or self._kinds.of(slot)).items() if own else ():
                 name = f"state.{slot.name}.{key}"
                 values = [(offset, state[key]) for offset, state in own if key in state]
                 if not isinstance(kind, Tensor):
                     entries[name] = values[0][1] if values else None
-                elif kind.dim():
+                elif kind.dim() and not slot.is_whole:
                     entries[name] = self._cut(slot, kind.dtype, values)
                 else:
                     # A copy: parameters of one segment share the number, but may later get different ones.
-                    number = values[0][1].clone() if values else None
-                    entries[name] = self._shares.number(slot, kind.dtype, number)
+                    value = values[0][1].clone() if values else None
+                    entries[name] = self._shares.whole(slot, kind, value)
         return entries
 
     def _piece_state(self, piece: Piece, entries: Mapping[str, Any]) -> PieceState:
         found = {}
-        kind = self._kind(piece.slot)
+        kind = self._kinds.of(piece.slot)
         for key, like in kind.items():
             entry = entries.get(f"state.{piece.slot.name}.{key}")
             if not isinstance(like, Tensor):
                 found[key] = entry
-            elif like.dim():
+            elif like.dim() and not piece.slot.is_whole:
                 found[key] = _run(entry, piece)
             else:
                 found[key] = None if entry is None else _whole(entry)
@@ -181,15 +192,9 @@ class JobState:
         if missing:
             raise ForeignCheckpoint(
                 f"{self.job.compute.where}: the checkpoint's optimizer state of {piece.slot.name!r} has no {missing}, "
-                f"which {type(self.job.model.optimizer).__name__} keeps: expected the optimizer that was saved"
+                f"which {name_of(self.job.model.optimizer)} keeps: expected the optimizer that was saved"
             )
         return found
-
-    def _kind(self, slot: Slot) -> PieceState:
-        key = slot.group, self._master_dtype(slot)
-        if key not in self._kinds:
-            self._kinds[key] = state_like(self.job.sharded, *key)
-        return self._kinds[key]
 
     def _hyperparameters(self) -> State:
         settings = read_hyperparameters(self.job.model.optimizer)

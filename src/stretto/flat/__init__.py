@@ -1,7 +1,8 @@
 """Flat storage: which element of which parameter lies where, and who owns it."""
 
-from stretto.flat.layout import ALIGNMENT, Bucket, FlatSet, Layout, Slot, original_name, plan_layout
+from stretto.flat.layout import Bucket, FlatSet, Layout, Slot, check_parameters, original_name, plan_layout
 from stretto.flat.parted import Fragments, PartedTensor, Shares
+from stretto.flat.whole import ALIGNMENT
 
 __all__ = [
     "ALIGNMENT",
@@ -12,6 +13,7 @@ __all__ = [
     "PartedTensor",
     "Shares",
     "Slot",
+    "check_parameters",
     "original_name",
     "plan_layout",
 ]

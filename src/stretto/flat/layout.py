@@ -1,11 +1,14 @@
 """The layout: which flat elements each trainable parameter occupies, and which rank owns them.
 
 Note [Layout]
-    Parameters of one dtype and device form a flat set. A set is cut into buckets, a bucket travels in one
+    Parameters of one dtype, device and cut form a flat set. A set is cut into buckets, a bucket travels in one
     collective, and rank r owns the r-th equal slice of *every* bucket. Every parameter and every slice starts at a
     multiple of `ALIGNMENT` elements. So an optimizer kernel sees the same vector lanes however a set is cut: fused
     CPU optimizers give the same result for cuts at multiples of 8 to 64 elements, but not for other cuts. Padding
     always holds zero gradients and zero masters.
+
+    A set cut by element may be cut anywhere between two multiples of `ALIGNMENT`. In a set cut by tensor no slice ends
+    within a parameter (`stretto.flat.whole`).
 """
 
 import dataclasses
@@ -13,7 +16,7 @@ import hashlib
 import math
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -21,9 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from stretto.errors import UnsupportedModel, UnsupportedOptimizer
 from stretto.flat.memory import check_memory
-
-ALIGNMENT = 64
-"""Elements; a multiple of the widest vector unit times the unrolling of PyTorch's fused CPU optimizers."""
+from stretto.flat.whole import ALIGNMENT, place_whole, round_up
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Slot:
     shape: tuple[int, ...]
     group: int
     """Index of the optimizer's parameter group."""
+    is_whole: bool = False
+    """Whether one owner holds all of it, and the optimizer sees it in its shape."""
 
     @property
     def stop(self) -> int:
@@ -70,7 +73,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatSet:
-    """All parameters of one dtype on one device."""
+    """All parameters of one dtype on one device that are cut alike."""
 
     dtype: torch.dtype
     """Dtype of the parameters."""
@@ -100,7 +103,7 @@ class Layout:
         """Return everything that ranks must agree on, one line each; device indices may differ and are left out."""
         slots = [
             f"parameter {slot.name}: {slot.shape} {self.sets[slot.set_index].dtype}, optimizer group {slot.group}, "
-            f"elements {slot.start} to {slot.stop} of set {slot.set_index}"
+            f"elements {slot.start} to {slot.stop} of set {slot.set_index}{', whole' if slot.is_whole else ''}"
             for slot in self.slots
         ]
         sets = [f"set of {s.numel} {s.dtype}, {s.accumulation_dtype} on {s.device.type}" for s in self.sets]
@@ -135,19 +138,23 @@ def plan_layout(
     bucket_bytes: int,
     widen: bool,
     parts: int = 1,
+    whole_groups: Collection[int] = (),
 ) -> tuple[Layout, list[nn.Parameter]]:
     """Plan the flat layout of the parameters that `optimizer` trains.
 
     Parameters are in the order in which their gradients become ready, approximately: the reverse of registration.
-    Groups of the optimizer stay together, so that an owner has few segments. Buckets are sorted by what is ready last.
+    Groups of the optimizer stay together where parameters may be cut, so that an owner has few segments. Buckets are
+    sorted by what is ready last.
 
     Args:
         model: Holds the parameters; tied ones count once, frozen ones are left out.
         optimizer: Holds the parameter groups.
         world_size: Number of ranks.
-        bucket_bytes: Upper bound of a bucket in the gradient buffer, in bytes.
+        bucket_bytes: Upper bound of a bucket in the gradient buffer, in bytes; with whole tensors it is a lower one.
         widen: Accumulate 16-bit parameters' gradients in float32.
-        parts: Cut every set into a multiple of so many buckets, as far as its elements go.
+        parts: Cut every set into a multiple of so many buckets, as far as its elements go; about so many at least
+            with whole tensors.
+        whole_groups: Indices of the optimizer's groups whose tensors are not to be cut.
 
     Returns:
         The layout, and the parameters in the order of its slots.
@@ -156,47 +163,69 @@ def plan_layout(
         UnsupportedModel: Nothing trains, a parameter cannot be averaged or has no values, or elements share memory.
         UnsupportedOptimizer: Model and optimizer disagree on what trains.
     """
-    every = [(original_name(name), parameter) for name, parameter in model.named_parameters()]
-    named = [(name, parameter) for name, parameter in every if parameter.requires_grad]
-    if not named:
-        raise UnsupportedModel(
-            "the model has no trainable parameter: expected at least one requires_grad=True"
-        )
-    for name, parameter in every:
-        _check_parameter(name, parameter)
-    check_memory([*model.named_parameters(), *model.named_buffers()])
+    check_parameters(model)
+    named = [(original_name(name), one) for name, one in model.named_parameters() if one.requires_grad]
     groups = _group_of_parameter(named, optimizer)
-    keys = sorted({_set_key(parameter) for _, parameter in named})
-    ordered = sorted(reversed(named), key=lambda item: (keys.index(_set_key(item[1])), groups[id(item[1])]))
+    whole = {id(parameter) for _, parameter in named if groups[id(parameter)] in whole_groups}
+
+    def key_of(parameter: nn.Parameter) -> tuple[str, str, bool]:
+        return str(parameter.device), str(parameter.dtype), id(parameter) in whole
+
+    keys = sorted({key_of(parameter) for _, parameter in named})
     sets: list[FlatSet] = []
     slots: list[Slot] = []
     buckets: list[Bucket] = []
+    ordered: list[nn.Parameter] = []
     for set_index, key in enumerate(keys):
-        members = [(name, parameter) for name, parameter in ordered if _set_key(parameter) == key]
+        members = [(name, parameter) for name, parameter in reversed(named) if key_of(parameter) == key]
         first = members[0][1]
         accumulation_dtype = torch.float32 if widen and first.dtype.itemsize < 4 else first.dtype
-        stop = 0
-        for name, parameter in members:
+        is_whole = id(first) in whole
+        if not is_whole:
+            members.sort(key=lambda item: groups[id(item[1])])
+        starts, cuts = (place_whole if is_whole else _place)(
+            [parameter.numel() for _, parameter in members],
+            bucket_bytes // accumulation_dtype.itemsize,
+            world_size,
+            parts,
+        )
+        # In flat order; one without elements comes before what starts at the same place.
+        placed = sorted(zip(starts, members, strict=True), key=lambda item: (item[0], item[1][1].numel()))
+        for start, (name, parameter) in placed:
             slots.append(
                 Slot(
                     name=name,
                     index=len(slots),
                     set_index=set_index,
-                    start=stop,
+                    start=start,
                     numel=parameter.numel(),
                     shape=tuple(parameter.shape),
                     group=groups[id(parameter)],
+                    is_whole=is_whole,
                 )
             )
-            stop = _round_up(stop + parameter.numel(), ALIGNMENT)
-        # At least one element, so that there is something to send even if all parameters are empty.
-        cuts = _cut(max(stop, 1), bucket_bytes // accumulation_dtype.itemsize, world_size * ALIGNMENT, parts)
+            ordered.append(parameter)
         buckets.extend(Bucket(set_index, start, numel) for start, numel in cuts)
         sets.append(FlatSet(first.dtype, accumulation_dtype, first.device, buckets[-1].stop))
     registered = {id(parameter): index for index, (_, parameter) in enumerate(named)}
-    arrival = [-registered[id(parameter)] for _, parameter in ordered]
+    arrival = [-registered[id(parameter)] for parameter in ordered]
     layout = Layout(world_size, tuple(sets), tuple(slots), tuple(_by_arrival(slots, buckets, arrival)))
-    return layout, [parameter for _, parameter in ordered]
+    return layout, ordered
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raise unless a job can train the model's parameters.
+
+    Raises:
+        UnsupportedModel: Nothing trains, a parameter cannot be averaged or has no values, or elements share memory.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UnsupportedModel(
+            "the model has no trainable parameter: expected at least one requires_grad=True"
+        )
+    for name, parameter in model.named_parameters():
+        _check_parameter(original_name(name), parameter)
+    check_memory([*model.named_parameters(), *model.named_buffers()])
 
 
 def _by_arrival(slots: Sequence[Slot], buckets: Sequence[Bucket], arrival: Sequence[int]) -> list[Bucket]:
@@ -286,20 +315,21 @@ def _group_of_parameter(
     return groups
 
 
-def _set_key(parameter: nn.Parameter) -> tuple[str, str]:
-    return str(parameter.device), str(parameter.dtype)
+def _place(
+    sizes: Sequence[int], numel_max: int, world_size: int, parts: int
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return where tensors start that may be cut, one behind the other, and start and length of every bucket.
 
-
-def _cut(numel: int, numel_max: int, multiple: int, parts: int) -> list[tuple[int, int]]:
-    """Cut `numel` elements into equal ranges of at most about `numel_max`, each a multiple of `multiple`.
-
-    Their number is a multiple of `parts` where there are enough elements.
+    Buckets are equal but for the last, of at most about `numel_max` elements. Their number is a multiple of `parts`
+    where there are enough elements.
     """
-    count = _round_up(max(1, math.ceil(numel / max(numel_max, multiple))), parts)
-    each = _round_up(math.ceil(numel / count), multiple)
-    starts = range(0, numel, each)
-    return [(start, min(each, _round_up(numel - start, multiple))) for start in starts]
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    starts, stop = [], 0
+    for numel in sizes:
+        starts.append(stop)
+        stop += round_up(numel, ALIGNMENT)
+    # At least one element, so that there is something to send even if all parameters are empty.
+    numel, multiple = max(stop, 1), world_size * ALIGNMENT
+    count = round_up(max(1, math.ceil(numel / max(numel_max, multiple))), parts)
+    each = round_up(math.ceil(numel / count), multiple)
+    cuts = [(start, min(each, round_up(numel - start, multiple))) for start in range(0, numel, each)]
+    return starts, cuts

@@ -228,11 +228,19 @@ class Shares:
             value.shape, value.dtype, [Part(whole(value.shape), flat, alike or self.rank == 0)]
         )
 
-    def number(self, slot: Slot, dtype: torch.dtype, value: Tensor | None) -> PartedTensor:
-        """Return a number that belongs to a parameter; the rank that writes the first element writes it too."""
+    def whole(self, slot: Slot, like: Tensor, value: Tensor | None) -> PartedTensor:
+        """Return a number or a tensor of any shape that belongs to a parameter.
+
+        The rank that writes the parameter's first element writes it too.
+
+        Args:
+            slot: The parameter.
+            like: Gives the shape and the dtype.
+            value: None if there is none yet.
+        """
         writer = self._of_slot[slot.index][0].rank
-        flat = None if value is None else value.reshape(1)
-        return PartedTensor((), dtype, [Part(whole(()), flat, writer == self.rank)])
+        flat = None if value is None else value.reshape(-1)
+        return PartedTensor(like.shape, like.dtype, [Part(whole(like.shape), flat, writer == self.rank)])
 
 
 def _shares_of(layout: Layout, slot: Slot) -> Iterator[Share]:

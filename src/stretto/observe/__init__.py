@@ -11,6 +11,7 @@ from stretto.observe.records import (
 )
 from stretto.observe.tables import print_campaign, print_comparison
 from stretto.observe.tensorboard import TensorBoard
+from stretto.observe.trace import Trace, trace_file
 
 __all__ = [
     "Header",
@@ -19,9 +20,11 @@ __all__ = [
     "Progress",
     "Recorder",
     "TensorBoard",
+    "Trace",
     "append_json_line",
     "print_campaign",
     "print_comparison",
     "read_json_lines",
     "replace_json",
+    "trace_file",
 ]

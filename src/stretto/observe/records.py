@@ -18,10 +18,13 @@ from stretto.records import Incident, Update
 
 
 class Observer:
-    """Is told of a run on rank 0; must not touch model, optimizer or random states.
+    """Is told of a run, on rank 0 or on all ranks; must not touch model, optimizer or random states.
 
     A subclass implements what it wants to hear of; the rest does nothing.
     """
+
+    def begins(self, loop: Any) -> None:
+        """Hear that training begins, before the first evaluation; a trace puts its hooks into the loop."""
 
     def updated(self, update: Update, training_seconds: float) -> None:
         """Hear of a committed update, `training_seconds` of training after the start of the run."""

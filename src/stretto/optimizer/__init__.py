@@ -1,10 +1,11 @@
 """An owner's fp32 masters and its private optimizer, which can commit a step or preview one."""
 
-from stretto.optimizer.private import Hyperparameters, learning_rate, read_hyperparameters, wrapped_optimizer
-from stretto.optimizer.probe import check_shardable
+from stretto.optimizer.private import Hyperparameters, learning_rate, read_hyperparameters
+from stretto.optimizer.probe import whole_groups
 from stretto.optimizer.segments import Piece, Segment
+from stretto.optimizer.several import SeveralSchedulers, as_one, members_of, name_of
 from stretto.optimizer.sharded import MASTER, ReducedGradient, ShardedOptimizer
-from stretto.optimizer.state import PieceState, adopt_states, average_states, piece_states, state_like
+from stretto.optimizer.state import PieceState, StateKinds, adopt_states, average_states, piece_states
 
 __all__ = [
     "MASTER",
@@ -13,13 +14,16 @@ __all__ = [
     "PieceState",
     "ReducedGradient",
     "Segment",
+    "SeveralSchedulers",
     "ShardedOptimizer",
+    "StateKinds",
     "adopt_states",
+    "as_one",
     "average_states",
-    "check_shardable",
     "learning_rate",
+    "members_of",
+    "name_of",
     "piece_states",
     "read_hyperparameters",
-    "state_like",
-    "wrapped_optimizer",
+    "whole_groups",
 ]

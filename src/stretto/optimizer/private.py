@@ -5,12 +5,14 @@ import inspect
 import math
 import types
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stretto.errors import UnsupportedOptimizer
+from stretto.optimizer.several import Several
 
 Hyperparameters = list[dict[str, Any]]
 """Per parameter group, every entry but the parameters."""
@@ -46,6 +48,11 @@ def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]
     Raises:
         UnsupportedOptimizer: Its class cannot be built from its own defaults.
     """
+    if isinstance(optimizer, Several):
+        rest = iter(groups)
+        return Several(
+            [rebuild(member, list(islice(rest, len(member.param_groups)))) for member in optimizer.members]
+        )
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
@@ -58,8 +65,8 @@ def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]
         rebuilt = kind(param_groups, **defaults)
     except (TypeError, ValueError) as error:
         raise UnsupportedOptimizer(
-            f"{kind.__name__} cannot be built over flat slices of parameters ({error}): expected an element-wise "
-            "optimizer such as AdamW or SGD, whose constructor takes (params, **defaults)"
+            f"{kind.__name__} cannot be built over other tensors ({error}): expected an optimizer such as AdamW, whose "
+            "constructor takes (params, **defaults)"
         ) from error
     _take_attributes(rebuilt, optimizer, [name for name in list(accepted)[1:] if name not in defaults])
     return rebuilt

@@ -41,9 +41,9 @@ class Segment:
     start: int
     """First element within the owned slice."""
     stop: int
-    """One past the last element within the owned slice, with padding."""
+    """One past the last element within the owned slice; with padding, but for a whole tensor."""
     master: Tensor
-    """View of the masters, `(stop - start,)`; what the private optimizer steps."""
+    """View of the masters; what the private optimizer steps. `(stop - start,)`, or the shape of a whole tensor."""
 
 
 def owned_pieces(layout: Layout, rank: int, num_owners: int) -> Iterator[Piece]:
@@ -57,13 +57,19 @@ def owned_pieces(layout: Layout, rank: int, num_owners: int) -> Iterator[Piece]:
 
 
 def segment_of(pieces: Sequence[Piece], masters: Sequence[Tensor]) -> Segment:
-    """Return the segment over neighbouring pieces of one bucket and group."""
-    first, start, stop = pieces[0], pieces[0].start, pieces[-1].padded_stop
-    master = masters[first.bucket][start:stop]
+    """Return the segment over neighbouring pieces of one bucket and group, or over one whole tensor."""
+    first, start = pieces[0], pieces[0].start
+    stop = start + first.numel if first.slot.is_whole else pieces[-1].padded_stop
+    shape = first.slot.shape if first.slot.is_whole else (stop - start,)
+    master = masters[first.bucket][start:stop].view(shape)
     return Segment(first.bucket, first.slot.group, tuple(pieces), start, stop, master)
 
 
+def segment_key(piece: Piece) -> tuple[int, int, int]:
+    """Return what neighbouring pieces of one segment have in common; a whole tensor has no neighbours."""
+    return piece.bucket, piece.slot.group, piece.slot.index if piece.slot.is_whole else -1
+
+
 def cut_segments(pieces: Sequence[Piece], masters: Sequence[Tensor]) -> list[Segment]:
-    """Cut the owned pieces into as few segments as buckets and groups allow."""
-    runs = groupby(pieces, key=lambda piece: (piece.bucket, piece.slot.group))
-    return [segment_of(list(run), masters) for _, run in runs]
+    """Cut the owned pieces into as few segments as buckets, groups and whole tensors allow."""
+    return [segment_of(list(run), masters) for _, run in groupby(pieces, key=segment_key)]

@@ -89,7 +89,7 @@ class ReducedGradient:
         """Return the sums over one segment; None if no rank's micro-batch used its parameters."""
         if not self.used[segment.pieces[0].slot.index]:
             return None
-        return self.sums[segment.bucket][segment.start : segment.stop]
+        return self.sums[segment.bucket][segment.start : segment.stop].view(segment.master.shape)
 
     def mean_of(self, piece: Tensor, clip: float) -> Tensor:
         """Return the mean of one `piece` of the sums; a copy unless `become_mean` has been there already."""
@@ -122,6 +122,9 @@ class ShardedOptimizer:
     Memory, per owned element: 4 bytes of master, what the optimizer's state takes, and for a `preview` both
     once more for one segment.
 
+    A tensor that may not be cut is a segment of its own, in its shape and contiguous, so the optimizer sees what a
+    plain loop shows it; its state is kept as the optimizer keeps it.
+
     Note [Unused parameters]
         Stock optimizers skip a parameter without gradient: no decay, no momentum, no step count. A zero in
         the flat buffer is not that. So a parameter that no rank used in an update is cut out into a segment
@@ -149,7 +152,7 @@ class ShardedOptimizer:
         self.optimizer = rebuild(
             optimizer, [[s.master for s in self.segments if s.group == index] for index in range(num_groups)]
         )
-        self._ghost = rebuild(optimizer, [[torch.zeros(1)] for _ in range(num_groups)])
+        self._ghost = rebuild(optimizer, [[] for _ in range(num_groups)])
 
     def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
         """Copy the parameters' present values into the masters."""
@@ -210,7 +213,8 @@ class ShardedOptimizer:
         self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
         for segment in self.segments:
-            published = self._owned(flats, segment.bucket)[segment.start : segment.stop]
+            run = self._owned(flats, segment.bucket)[segment.start : segment.stop]
+            published = run.view(segment.master.shape)
             # The copy can be stepped in the memory that is sent, unless that has a narrower dtype.
             fits = published.dtype == segment.master.dtype
             ghost = (published if fits else torch.empty_like(segment.master)).copy_(segment.master)

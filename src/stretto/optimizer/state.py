@@ -1,8 +1,10 @@
 """The optimizer's state by parameter: cut out of its segments, put back into new ones, and averaged over ranks.
 
-In an average, element-wise entries become weighted means. Numbers, such as a step count, cannot be averaged: for each
-parameter, all ranks take them from the rank that has stepped it most often, the first of several. A rank that has no
-state yet, because it has not used a parameter, contributes zeros.
+In an average, element-wise entries become weighted means, and so do tensors of any shape that belong to a whole
+parameter; these travel in its place, so they must fit there. Numbers, such as a step count, cannot be averaged: for
+each parameter, all ranks take them from the rank that has stepped it most often, the first of several. All state of a
+whole parameter without dimensions is numbers. A rank that has no state yet, because it has not used a parameter,
+contributes zeros.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,19 +16,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stretto.flat import ALIGNMENT
+from stretto.errors import UnsupportedOptimizer
+from stretto.flat import ALIGNMENT, Slot
 from stretto.optimizer.private import is_elementwise, rebuild
-from stretto.optimizer.segments import Piece, Segment, segment_of
+from stretto.optimizer.segments import Piece, Segment, segment_key, segment_of
 from stretto.optimizer.sharded import ShardedOptimizer
 
 PieceState = Mapping[str, Any]
-"""The state of one piece by the optimizer's own keys: flat tensors where it is element-wise, otherwise as it is."""
+"""The state of one piece by the optimizer's own keys: flat tensors where it is element-wise, otherwise as it is. That
+of a whole tensor is as the optimizer keeps it, tensors of any shape."""
 
 
 def piece_states(owner: ShardedOptimizer) -> Iterator[tuple[Piece, PieceState]]:
-    """Yield every owned piece with views of its state, `(piece.numel,)`; empty before the first step."""
+    """Yield every owned piece and its state, empty before the first step: element-wise as views, `(piece.numel,)`."""
     for segment in owner.segments:
         state = owner.optimizer.state.get(segment.master, {})
+        if segment.pieces[0].slot.is_whole:
+            yield segment.pieces[0], dict(state)
+            continue
         for piece in segment.pieces:
             low = piece.start - segment.start
             run = slice(low, low + piece.numel)
@@ -36,23 +43,53 @@ def piece_states(owner: ShardedOptimizer) -> Iterator[tuple[Piece, PieceState]]:
             )
 
 
-def state_like(owner: ShardedOptimizer, group: int, dtype: torch.dtype) -> PieceState:
-    """Return state of the kind that one step would give a piece, found out by stepping a probe.
+class StateKinds:
+    """State of the kind that one step would give a piece of a parameter, found out by stepping probes.
 
     Args:
         owner: Whose optimizer.
-        group: Index of the parameter group.
-        dtype: Of the masters.
-
-    Returns:
-        Meaningless values under the optimizer's keys; tensors with one dimension are element-wise.
     """
-    probe = torch.zeros(ALIGNMENT, dtype=dtype, device=owner.masters[0].device)
-    probe.grad = torch.zeros_like(probe)
-    groups = [[probe] if index == group else [] for index in range(len(owner.optimizer.param_groups))]
-    optimizer = rebuild(owner.optimizer, groups)
-    optimizer.step()
-    return dict(optimizer.state.get(probe, {}))
+
+    def __init__(self, owner: ShardedOptimizer) -> None:
+        self._owner = owner
+        self._found: dict[tuple[int, int, tuple[int, ...]], PieceState] = {}
+
+    def of(self, slot: Slot) -> PieceState:
+        """Return meaningless values under the optimizer's keys; those of a whole parameter in their shapes.
+
+        Of any other parameter, tensors with one dimension are element-wise.
+        """
+        shape = slot.shape if slot.is_whole else (ALIGNMENT,)
+        key = slot.set_index, slot.group, shape
+        if key not in self._found:
+            self._found[key] = self._probe(*key)
+        return self._found[key]
+
+    def check_averages(self) -> None:
+        """Raise unless all state can be averaged in the parameters' places.
+
+        Raises:
+            UnsupportedOptimizer: Names the first parameter and the entry that cannot.
+        """
+        for slot in self._owner.layout.slots:
+            for key, value in self.of(slot).items() if slot.is_whole and slot.numel else ():
+                if _is_moment(value) and (value.numel() > slot.numel or not value.is_floating_point()):
+                    raise UnsupportedOptimizer(
+                        f"the optimizer keeps {key!r}, {value.dtype} of shape {tuple(value.shape)}, for parameter "
+                        f"{slot.name!r} of shape {slot.shape}: expected floating-point values, and no more than the "
+                        "parameter has, because averages of state travel in its place; take a strategy without "
+                        "averages, such as ZeRO1()"
+                    )
+
+    def _probe(self, set_index: int, group: int, shape: tuple[int, ...]) -> PieceState:
+        flat, sharded = self._owner.layout.sets[set_index], self._owner.optimizer
+        # Not zeros: an optimizer may divide by the norm of a whole tensor.
+        probe = torch.ones(shape, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
+        probe.grad = torch.ones_like(probe)
+        groups = [[probe] if index == group else [] for index in range(len(sharded.param_groups))]
+        optimizer = rebuild(sharded, groups)
+        optimizer.step()
+        return dict(optimizer.state.get(probe, {}))
 
 
 def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) -> None:
@@ -65,9 +102,7 @@ def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) ->
         owner: Whose optimizer.
         states: For every owned piece; empty where the optimizer has not stepped it.
     """
-    runs = groupby(
-        owner.pieces, key=lambda piece: (piece.bucket, piece.slot.group, _signature(states[piece]))
-    )
+    runs = groupby(owner.pieces, key=lambda piece: (segment_key(piece), _signature(states[piece])))
     owner.segments = [segment_of(list(run), owner.masters) for _, run in runs]
     owner.optimizer.state.clear()
     for index, group in enumerate(owner.optimizer.param_groups):
@@ -92,6 +127,9 @@ def _number(value: Any) -> Any:
 
 def _join(segment: Segment, states: Mapping[Piece, PieceState]) -> dict[str, Any]:
     """Return the state of a segment from that of its pieces."""
+    if segment.pieces[0].slot.is_whole:
+        state = states[segment.pieces[0]]
+        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
     joined: dict[str, Any] = {}
     for key, value in states[segment.pieces[0]].items():
         if not isinstance(value, Tensor):
@@ -119,7 +157,8 @@ def average_states(
         mean: Replaces tensors, one per bucket, by their weighted mean over ranks.
     """
     own = dict(piece_states(owner))
-    kinds = _kinds(owner)
+    probed = StateKinds(owner)
+    kinds = {piece: state or probed.of(piece.slot) for piece, state in own.items()}
     numbers = sorted({key for kind in kinds.values() for key, value in kind.items() if _is_number(value)})
     table = _agree(gather, _table(len(owner.layout.slots), own, numbers))
     states: dict[Piece, dict[str, Any]] = {}
@@ -132,23 +171,19 @@ def average_states(
     ):
         sums = owner.new_sums()
         for piece, state in own.items():
-            if key in state:
-                owner.values(sums, piece).copy_(state[key])
+            if _is_moment(state.get(key)):
+                _place(owner, sums, piece, state[key]).copy_(state[key])
         mean(sums)
         for piece, state in states.items():
             if _is_moment(state.get(key)):
-                state[key] = owner.values(sums, piece)
+                state[key] = _place(owner, sums, piece, state[key])
     adopt_states(owner, states)
 
 
-def _kinds(owner: ShardedOptimizer) -> Mapping[Piece, PieceState]:
-    """Return, for every piece, meaningless state of the kind that a step would give it."""
-    found: dict[tuple[int, torch.dtype], PieceState] = {}
-    for piece in owner.pieces:
-        key = piece.slot.group, owner.masters[piece.bucket].dtype
-        if key not in found:
-            found[key] = state_like(owner, *key)
-    return {piece: found[piece.slot.group, owner.masters[piece.bucket].dtype] for piece in owner.pieces}
+def _place(owner: ShardedOptimizer, sums: Sequence[Tensor], piece: Piece, moment: Tensor) -> Tensor:
+    """Return what an entry of a piece's state takes of its place in `sums`: all, or what a whole parameter's needs."""
+    place = owner.values(sums, piece)
+    return place[: moment.numel()].view(moment.shape) if piece.slot.is_whole else place
 
 
 def _table(num_slots: int, states: Mapping[Piece, PieceState], numbers: Sequence[str]) -> NDArray[np.float64]:
@@ -157,7 +192,8 @@ def _table(num_slots: int, states: Mapping[Piece, PieceState], numbers: Sequence
     for piece, state in states.items():
         if state:
             age = 1.0 + float(state.get("step", 0))
-            table[piece.slot.index] = [age, *(float(state.get(key, 0)) for key in numbers)]
+            own: list[Any] = [state.get(key) for key in numbers]
+            table[piece.slot.index] = [age, *(float(one) if _is_number(one) else 0.0 for one in own)]
     return table
 
 
@@ -181,4 +217,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_moment(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 1
+    return isinstance(value, Tensor) and value.dim() > 0

@@ -1,7 +1,7 @@
 """A few updates of small tensors by an optimizer of the user's class, as a plain loop makes them and as owners do."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -16,6 +16,7 @@ from stretto.optimizer.private import (
     read_hyperparameters,
     rebuild,
 )
+from stretto.optimizer.segments import Segment
 from stretto.optimizer.sharded import ReducedGradient, ShardedOptimizer
 from stretto.optimizer.state import adopt_states, piece_states
 
@@ -35,13 +36,14 @@ Values = list[Tensor]
 
 
 class Trial:
-    """Small tensors in the user's groups, one for every kind of parameter there, and gradients for them."""
+    """Small tensors in the user's groups, two for every kind of parameter there, and gradients for them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = rebuild(optimizer, [[] for _ in optimizer.param_groups])
         """Without the user's parameters, which a trial that is kept must not hold."""
         self.starts: Values = []
-        self._group_of: list[int] = []
+        self.group_of: list[int] = []
+        """The group of every trial tensor."""
         generator = torch.Generator().manual_seed(0)
         kinds = [
             (i, like) for i, group in enumerate(optimizer.param_groups) for like in _kinds(group["params"])
@@ -49,10 +51,10 @@ class Trial:
         largest = max((like.numel() for _, like in kinds), default=0)
         self.numel = min(max(largest, _NUMEL_MIN), _NUMEL_MAX)
         """Elements of every trial tensor, but for rounding."""
-        # At least two tensors, because what couples parameters shows between two.
-        for index, like in kinds if len(kinds) > 1 else kinds * 2:
+        # Two of a kind, because what couples parameters shows between two.
+        for index, like in kinds * 2:
             self.starts.append(_small(like, self.numel, generator))
-            self._group_of.append(index)
+            self.group_of.append(index)
         self.gradients = [
             [torch.randn(start.shape, generator=generator).to(start).mul_(scale) for start in self.starts]
             for scale in islice(cycle(_GRADIENT_SCALES), _UPDATES)
@@ -66,14 +68,14 @@ class Trial:
         kinds_tried = [(start.shape, start.dtype, start.device) for start in self.starts]
         chosen = (self.settings, optimizer.defaults, own_attributes(optimizer), attributes)
         told = [*map(_described, chosen), repr(kinds_tried)]
-        self.description = None if None in told else (type(optimizer), *told, tuple(self._group_of))
+        self.description = None if None in told else (type(optimizer), *told, tuple(self.group_of))
         """Equal for trials with the same outcome; None where it cannot be said."""
 
     def rebuilt(self, stands_for: Mapping[int, Tensor]) -> torch.optim.Optimizer:
         """Return a fresh optimizer over tensors, each of which stands for the trial tensor of that index."""
         groups: list[Values] = [[] for _ in self.optimizer.param_groups]
         for index, tensor in stands_for.items():
-            groups[self._group_of[index]].append(tensor)
+            groups[self.group_of[index]].append(tensor)
         return rebuild(self.optimizer, groups)
 
     def train(self, chosen: Sequence[int]) -> "PlainLoop":
@@ -117,21 +119,31 @@ class Owners:
 
     They preview every step. Once they are replaced by others that get the masters and the state by parameter, and
     nothing else, as from a checkpoint.
+
+    Args:
+        trial: What is tried.
+        whole: Groups whose tensors are not cut.
     """
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Trial, whole: Collection[int]) -> None:
         self.history: list[Values] = []
         """The values after every update; not a number where a preview has shown others."""
         self.wrote_gradients = False
-        self.state: dict[str, str] = {}
-        """Kind of every entry of the state after the first update, by name: number, moment, plain or other."""
-        self.later_state: dict[str, str] = {}
+        self.state: dict[tuple[int, str], str] = {}
+        """Kind of every entry of the state after the first update, by group and name: number, moment, tensor of a whole
+        parameter, plain or other."""
+        self.later_state: dict[tuple[int, str], str] = {}
         """The same after the last."""
         model = nn.ParameterList(_twin(start) for start in trial.starts)
         self._optimizer = trial.rebuilt(dict(enumerate(model)))
-        # No slice of such a bucket holds a whole tensor, so each is cut.
+        # No slice of such a bucket holds a whole tensor, so each is cut that may be.
         self._layout, self._parameters = plan_layout(
-            model, self._optimizer, world_size=_OWNERS, bucket_bytes=trial.numel * 4, widen=True
+            model,
+            self._optimizer,
+            world_size=_OWNERS,
+            bucket_bytes=trial.numel * 4,
+            widen=True,
+            whole_groups=whole,
         )
         self._owners = self._new_owners()
         for update, (gradients, settings) in enumerate(zip(trial.gradients, trial.settings, strict=True)):
@@ -181,9 +193,9 @@ class Owners:
             owner.values(sums, piece).copy_(flat[piece.offset : piece.offset + piece.numel])
         return ReducedGradient(sums, 1.0, 0.0, bytes([1] * len(self._layout.slots)))
 
-    def _kinds_of_state(self) -> dict[str, str]:
+    def _kinds_of_state(self) -> dict[tuple[int, str], str]:
         return {
-            key: _kind(value, segment.master)
+            (segment.group, key): _kind(value, segment)
             for owner in self._owners
             for segment in owner.segments
             for key, value in owner.optimizer.state.get(segment.master, {}).items()
@@ -222,11 +234,16 @@ def _kinds(parameters: Sequence[Tensor]) -> list[Tensor]:
 def _small(like: Tensor, numel: int, generator: torch.Generator) -> nn.Parameter:
     """Return a parameter of the kind of `like` with at least `numel` elements and the dtype of its master.
 
-    Its size is a multiple of `ALIGNMENT`, so that fused optimizers see the same vector lanes however it is cut.
+    Its size is a multiple of `ALIGNMENT`, so that fused optimizers see the same vector lanes however it is cut. A
+    matrix is nearly square, so that an optimizer that decomposes products of its rows or columns is soon done.
     """
-    shape = [2] * (like.dim() - 1)
-    row = ALIGNMENT * math.ceil(numel / (2 ** len(shape) * ALIGNMENT))
-    start = nn.Parameter(torch.randn(*shape, row, generator=generator).to(like.device, _master_dtype(like)))
+    leading = [2] * (like.dim() - 2)
+    rest = math.ceil(numel / 2 ** len(leading))
+    rows = [2 ** (rest.bit_length() // 2)] if like.dim() > 1 else []
+    before = math.prod(leading + rows)
+    unit = max(1, ALIGNMENT // before)
+    shape = [*leading, *rows, unit * math.ceil(numel / before / unit)]
+    start = nn.Parameter(torch.randn(shape, generator=generator).to(like.device, _master_dtype(like)))
     vars(start).update(vars(like))
     return start
 
@@ -242,7 +259,11 @@ def _with_rate(settings: dict[str, Any], rate: float) -> dict[str, Any]:
     return {**settings, "lr": torch.full_like(given, rate) if isinstance(given, Tensor) else rate}
 
 
-def _kind(value: Any, master: Tensor) -> str:
-    if isinstance(value, Tensor):
-        return "number" if value.dim() == 0 else "moment" if is_elementwise(value, master) else "other"
-    return "plain" if value is None or isinstance(value, bool | int | float | str) else "other"
+def _kind(value: Any, segment: Segment) -> str:
+    if not isinstance(value, Tensor):
+        return "plain" if value is None or isinstance(value, bool | int | float | str) else "other"
+    if value.dim() == 0:
+        return "number"
+    if segment.pieces[0].slot.is_whole:
+        return f"tensor of {value.numel()} for {segment.master.numel()}"
+    return "moment" if is_elementwise(value, segment.master) else "other"

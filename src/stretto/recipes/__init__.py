@@ -5,11 +5,18 @@ from collections.abc import Callable
 from stretto.fields import unknown_name
 from stretto.recipes.batches import MicroBatches, reshard
 from stretto.recipes.digits_resnet import DigitsResNet
+from stretto.recipes.images import ImageClassification
+from stretto.recipes.language import Language
 from stretto.recipes.own import absolute, digest, names_own, own_recipe
 from stretto.recipes.stdlib_gpt import StdlibGPT
-from stretto.recipes.task import Loss, ResumableLoader, Task, TaskConfig
+from stretto.recipes.task import Loss, OverFiles, ResumableLoader, Task, TaskConfig
 
-RECIPES: dict[str, Callable[[], TaskConfig]] = {"stdlib-gpt": StdlibGPT, "digits-resnet": DigitsResNet}
+RECIPES: dict[str, Callable[[], TaskConfig]] = {
+    "stdlib-gpt": StdlibGPT,
+    "digits-resnet": DigitsResNet,
+    "language": Language,
+    "images": ImageClassification,
+}
 """From the name on the command line to the recipe: what it returns are the default options."""
 
 
@@ -33,8 +40,11 @@ def recipe(name: str) -> TaskConfig:
 __all__ = [
     "RECIPES",
     "DigitsResNet",
+    "ImageClassification",
+    "Language",
     "Loss",
     "MicroBatches",
+    "OverFiles",
     "ResumableLoader",
     "StdlibGPT",
     "Task",

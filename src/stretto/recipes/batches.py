@@ -6,12 +6,15 @@ micro-batches `r, r + W, r + 2W, ...` of this order. So an update of `m` micro-b
 same samples at every world size that divides `m`.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from stretto import errors
 
@@ -40,6 +43,9 @@ class MicroBatches(Generic[Batch]):
         seed: Decides the order; not negative, equal on every rank.
         micro_batches: Length of the global order, all ranks together; None never ends. Where the world size
             does not divide it, the first ranks get one more.
+        workers: Processes that call `samples.batch` ahead of the loop; 0 calls it in the loop. The order and the
+            saved states are the same. An iterator with workers goes its own way: begin another, or load a state, only
+            where it is left.
 
     Raises:
         ConfigError: There are fewer samples than one micro-batch needs, or a number is out of its range.
@@ -54,6 +60,7 @@ class MicroBatches(Generic[Batch]):
         world_size: int,
         seed: int,
         micro_batches: int | None = None,
+        workers: int = 0,
     ) -> None:
         if size < 1 or len(samples) < size:
             raise errors.ConfigError(
@@ -70,15 +77,32 @@ class MicroBatches(Generic[Batch]):
         self.world_size = world_size
         self.seed = seed
         self.micro_batches = micro_batches
+        self.workers = workers
         self.per_epoch = len(samples) // size
         self.consumed = 0
         self._order = (-1, torch.empty(0, dtype=torch.int64))
 
     def __iter__(self) -> Iterator[Batch]:
-        while self.micro_batches is None or self.position < self.micro_batches:
-            batch = self.samples.batch(self._indices(self.position))
+        for batch in self._read_ahead() if self.workers else self._read():
             self.consumed += 1  # before the batch is given out: a state saved while it is in use counts it
             yield batch
+
+    def _read(self) -> Iterator[Batch]:
+        while self.micro_batches is None or self.position < self.micro_batches:
+            yield self.samples.batch(self._indices(self.position))
+
+    def _read_ahead(self) -> Iterable[Batch]:
+        places = itertools.count(self.position, self.world_size)
+        end = self.micro_batches
+        return DataLoader(
+            _Reading(self.samples),  # type: ignore[arg-type]  # DataLoader needs __getitem__ alone
+            sampler=map(self._indices, itertools.takewhile(lambda place: end is None or place < end, places)),
+            batch_size=None,
+            num_workers=self.workers,
+            # A rank comes from a fork server, and would start another one, which imports everything anew.
+            multiprocessing_context="fork",
+            generator=torch.Generator(),  # or it would draw from the model's, once per start
+        )
 
     @property
     def position(self) -> int:
@@ -120,12 +144,23 @@ class MicroBatches(Generic[Batch]):
         return self._order[1][index * self.size : (index + 1) * self.size]
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading(Generic[Batch]):
+    """What a worker process has of the data."""
+
+    samples: Samples[Batch]
+
+    def __getitem__(self, indices: Tensor) -> Batch:
+        return self.samples.batch(indices)
+
+
 def reshard(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """Return the loader state for `rank` of `world_size`, from the saved states of all ranks.
 
     At the same world size it is that rank's own state. At another one, the new ranks continue after the first
     `sum(consumed)` micro-batches of the global order. These are exactly the unseen ones if all ranks had consumed
-    equally many; otherwise a few are seen twice, and as many are left out.
+    equally many; otherwise a few are seen twice, and as many are left out. Where micro-batches are cut from parcels of
+    documents (`stretto.recipes.blocks`), a parcel that was begun is read again from its beginning.
 
     Args:
         states: `state_dict()` of every rank of the saved run, in rank order.
@@ -147,4 +182,5 @@ def reshard(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dic
     total = sum(state["consumed"] for state in states)
     # Of the positions rank, rank + world_size, ... those below `total` are consumed.
     consumed = len(range(rank, total, world_size))
-    return {**states[0], "rank": rank, "world_size": world_size, "consumed": consumed}
+    begun = {"given": 0} if "given" in states[0] else {}
+    return {**states[0], **begun, "rank": rank, "world_size": world_size, "consumed": consumed}

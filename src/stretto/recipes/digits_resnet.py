@@ -5,7 +5,7 @@ A residual network with batch normalisation (He et al., 2016, arXiv:1512.03385),
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,9 @@ from torch.nn import functional
 from stretto import errors
 from stretto.fields import check_at_least, check_fields
 from stretto.recipes.batches import MicroBatches
+from stretto.recipes.classify import Images, class_accuracy, class_loss
 from stretto.recipes.optimizers import SGD, AdamW, Schedule
-from stretto.recipes.task import Loss, Task, evaluating, extra, mean_loss
+from stretto.recipes.task import Task, extra, mean_loss
 
 CLASSES = 10
 
@@ -73,18 +74,8 @@ class DigitsResNet:
             loader=MicroBatches(Digits(train), self.batch, rank=rank, world_size=world_size, seed=seed),
             loss=class_loss,
             evaluate=partial(mean_loss, batches=[heldout], loss=class_loss),
-            accuracy=partial(class_accuracy, images=heldout),
+            accuracy=partial(class_accuracy, batches=[heldout]),
         )
-
-
-class Images(NamedTuple):
-    """Images and their classes."""
-
-    pixels: Tensor
-    """float32, (images, 1, 8, 8), from 0 to 1."""
-
-    classes: Tensor
-    """int64, (images,)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +103,6 @@ def load_digits(heldout_share: float, split_seed: int) -> tuple[Images, Images]:
     order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(split_seed))
     heldout, train = order.tensor_split([round(len(classes) * heldout_share)])
     return Images(pixels[train], classes[train]), Images(pixels[heldout], classes[heldout])
-
-
-def class_loss(model: nn.Module, images: Images) -> Loss:
-    """Return the mean cross-entropy per image, in nats, with weight 1."""
-    logits = logits_of(model, images)
-    value = functional.cross_entropy(logits.float(), images.classes.to(logits.device, non_blocking=True))
-    return Loss(value, 1.0, len(images.classes))
-
-
-def class_accuracy(model: nn.Module, images: Images) -> float:
-    """Return the share of `images` whose largest logit is that of their class."""
-    with evaluating(model):
-        chosen = logits_of(model, images).argmax(1).cpu()
-    return float((chosen == images.classes).double().mean())
-
-
-def logits_of(model: nn.Module, images: Images) -> Tensor:
-    """Return `model`'s output for the pixels, on its own device."""
-    device = next(model.parameters()).device
-    logits: Tensor = model(images.pixels.to(device, non_blocking=True))
-    return logits
 
 
 class Block(nn.Module):

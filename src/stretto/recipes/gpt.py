@@ -1,5 +1,7 @@
 """Language models of `transformers`, built from their configuration: nothing is downloaded."""
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -9,6 +11,7 @@ from stretto import errors
 from stretto.recipes.task import extra
 
 Architecture = Literal["gpt2", "llama"]
+Family = Literal["gpt2", "gpt_neo", "llama"]
 Size = Literal["0.1m", "0.2m", "0.5m", "1m", "2m", "5m", "10m", "20m", "50m", "100m"]
 
 
@@ -18,6 +21,15 @@ class Shape(NamedTuple):
     layers: int
     width: int
     heads: int
+
+    def scaled(self, scale: float) -> "Shape":
+        """Return about `scale` times as many layers, heads and width; heads stay of even width."""
+        heads = max(1, round(self.heads * scale))
+        return Shape(
+            max(1, round(self.layers * scale)),
+            heads * 2 * max(1, round(self.width * scale / heads / 2)),
+            heads,
+        )
 
 
 SHAPES: dict[Size, Shape] = {
@@ -36,20 +48,32 @@ SHAPES: dict[Size, Shape] = {
 }
 
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
 def causal_lm(
-    architecture: Architecture, shape: Shape, *, vocabulary: int, context: int, dtype: torch.dtype, seed: int
+    architecture: Family,
+    shape: Shape,
+    *,
+    vocabulary: int,
+    context: int,
+    dtype: torch.dtype,
+    seed: int,
+    settings: Mapping[str, Any] = _NONE,
 ) -> nn.Module:
     """Return a causal language model: int64 tokens (sequences, at most `context`) in, an output with `logits` out.
 
     Input and output embeddings are one parameter. There is no dropout, and no key-value cache.
 
     Args:
-        architecture: GPT-2 (learned positions, LayerNorm, GELU) or Llama (rotary positions, RMSNorm, SwiGLU).
+        architecture: GPT-2 (learned positions, LayerNorm, GELU), GPT-Neo (the same with every other attention over
+            the last 256 tokens alone) or Llama (rotary positions, RMSNorm, SwiGLU).
         shape: Layers, width and heads.
         vocabulary: Number of tokens.
         context: Longest input.
         dtype: Of the parameters.
         seed: Decides the initial parameters; the random state of the caller is left as it was.
+        settings: Of the configuration, in the words of `transformers`; they win.
 
     Raises:
         ConfigError: The heads do not divide the width.
@@ -62,22 +86,39 @@ def causal_lm(
             f"{architecture}: a width of {shape.width} cannot be cut into {shape.heads} heads of equal {parity}"
             "width: change width or heads"
         )
-    transformers = extra("transformers", "the recipe stdlib-gpt")
-    dimensions = _gpt2(shape, context) if architecture == "gpt2" else _llama(shape, context)
-    config = transformers.AutoConfig.for_model(
-        architecture,
-        **dimensions,
-        vocab_size=vocabulary,
-        tie_word_embeddings=True,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
+    transformers = extra("transformers", "a language model")
+    usual = {
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": True,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    dimensions = _DIMENSIONS[architecture](shape, context)
+    return from_config(
+        transformers.AutoConfig.for_model(architecture, **{**usual, **dimensions, **settings}), dtype, seed
     )
+
+
+def from_config(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
+    """Return a causal language model with new parameters; the arguments are those of `causal_lm`.
+
+    Args:
+        config: A configuration of `transformers`.
+        dtype: Of the parameters.
+        seed: Decides the initial parameters.
+    """
+    transformers = extra("transformers", "a language model")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return in_dtype(model, dtype)
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give the parameters of a model another dtype; not its buffers, as `model.to` would: rotary frequencies stay."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # not `model.to`: Llama's rotary frequencies stay float32
+        parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -106,3 +147,24 @@ def _llama(shape: Shape, context: int) -> dict[str, Any]:
         "num_key_value_heads": shape.heads,
         "attention_dropout": 0.0,
     }
+
+
+def _gpt_neo(shape: Shape, context: int) -> dict[str, Any]:
+    pairs, last = divmod(shape.layers, 2)
+    return {
+        "max_position_embeddings": context,
+        "hidden_size": shape.width,
+        "num_layers": shape.layers,
+        "num_heads": shape.heads,
+        "attention_types": [[["global", "local"], pairs], [["global"], last]],
+        "window_size": 256,
+        "resid_dropout": 0.0,
+        "embed_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_function": "gelu_pytorch_tanh",
+    }
+
+
+_DIMENSIONS: Mapping[Family, Callable[[Shape, int], dict[str, Any]]] = MappingProxyType(
+    {"gpt2": _gpt2, "gpt_neo": _gpt_neo, "llama": _llama}
+)

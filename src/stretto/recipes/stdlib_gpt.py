@@ -117,5 +117,8 @@ def next_token_loss(model: nn.Module, window: Window, weigh: Weigh) -> Loss:
     device = next(model.parameters()).device
     logits = model(window.inputs.to(device, non_blocking=True)).logits
     targets = window.targets.to(device, non_blocking=True)
-    value = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+    total = functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    value = total / max(1, window.predicted)  # a mean of nothing would be NaN, also with weight 0
     return Loss(value, float(window.predicted) if weigh == "token" else 1.0, len(window.inputs))

@@ -44,6 +44,24 @@ class TaskConfig(Protocol):
         ...
 
 
+@runtime_checkable
+class OverFiles(Protocol):
+    """Options of a task that reads files of the user's own."""
+
+    def check(self) -> None:
+        """Read so much that mistakes are found before there are workers or a run's folder.
+
+        Raises:
+            ConfigError: Something is missing, empty, or not what it should be.
+            MissingExtra: A package of the `recipes` extra is not installed.
+        """
+        ...
+
+    def kept_in(self, folder: str) -> TaskConfig:
+        """Return the options with which a run keeps in its `folder` what has to be the same after a resume."""
+        ...
+
+
 class ResumableLoader(Protocol[BatchOut]):
     """The micro-batches of one rank, in an order that a saved state can continue.
 

@@ -1,18 +1,21 @@
 """Text as tokens, tokens as windows to learn from, and a text that a model writes."""
 
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from stretto import errors
+from stretto.disk import UNFINISHED, writing_to
 from stretto.fields import check_fields
 from stretto.recipes.task import evaluating, extra
 
 END = 0
-"""The token after every document. For bytes it is NUL, which text does not contain."""
+"""The token after every document, of our own tokens. For bytes it is NUL, which text does not contain."""
 
 IGNORED = -100
 """Target that no loss is taken of."""
@@ -23,15 +26,20 @@ class Tokens(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """Number of different tokens, `END` included."""
+        """Number of different tokens, `end` included."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """The token after every document."""
         ...
 
     def encode(self, document: bytes) -> list[int]:
-        """Return the tokens of one text, without `END`."""
+        """Return the tokens of one text, without `end`."""
         ...
 
     def stream(self, documents: Iterable[bytes]) -> Tensor:
-        """Return the tokens of all documents in a row, `END` after each: one dimension, of a small integer dtype."""
+        """Return the tokens of all documents in a row, `end` after each: one dimension, of an integer dtype."""
         ...
 
     def decode(self, tokens: list[int]) -> str:
@@ -43,6 +51,7 @@ class Bytes:
     """One token per byte."""
 
     vocabulary = 256
+    end = END
 
     def encode(self, document: bytes) -> list[int]:
         return list(document)
@@ -67,6 +76,8 @@ class BytePairs:
         MissingExtra: `tokenizers` is not installed.
     """
 
+    end = END
+
     def __init__(self, documents: Iterable[bytes], vocabulary: int) -> None:
         tokenizers = extra("tokenizers", "a BPE trained on the spot (data.tokens bpe)")
         byte_level = tokenizers.pre_tokenizers.ByteLevel
@@ -84,7 +95,7 @@ class BytePairs:
         if self.vocabulary != vocabulary:
             raise errors.ConfigError(
                 f"the training text is too short for a BPE of {vocabulary} tokens: it gave "
-                f"{self.vocabulary}; lower data.vocabulary or give more text"
+                f"{self.vocabulary}; lower the vocabulary or give more text"
             )
 
     def encode(self, document: bytes) -> list[int]:
@@ -93,6 +104,55 @@ class BytePairs:
     def stream(self, documents: Iterable[bytes]) -> Tensor:
         encodings = self._tokenizer.encode_batch_fast([_text(document) for document in documents])
         return torch.cat([torch.tensor([*encoding.ids, END], dtype=torch.int32) for encoding in encodings])
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that `FolderTokens`, and `transformers`, can read."""
+        transformers = extra("transformers", "a tokenizer in a folder")
+        whole = transformers.PreTrainedTokenizerFast(tokenizer_object=self._tokenizer, eos_token="<end>")
+        unfinished = folder.with_name(folder.name + UNFINISHED)
+        with writing_to(folder):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            whole.save_pretrained(unfinished)
+            unfinished.rename(folder)
+
+
+class FolderTokens:
+    """The tokenizer in a folder of `transformers`, which is that of a model or one that `BytePairs` has written.
+
+    Args:
+        folder: With `tokenizer.json` or what else `AutoTokenizer` knows. Code in it is not run.
+
+    Raises:
+        ConfigError: It cannot be read, or has no token for the end of a text.
+        MissingExtra: `transformers` is not installed.
+    """
+
+    def __init__(self, folder: str) -> None:
+        transformers = extra("transformers", "a tokenizer in a folder")
+        try:
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # whatever a file of other people makes the reader raise
+            reason = " ".join(str(error).split())
+            raise errors.ConfigError(
+                f"{folder} holds no tokenizer that can be read: {reason}; set tokenizer"
+            ) from error
+        if self._tokenizer.eos_token_id is None:
+            raise errors.ConfigError(f"the tokenizer in {folder} has no eos_token, which has to end a text")
+        self.end: int = self._tokenizer.eos_token_id
+        self.vocabulary: int = len(self._tokenizer)
+
+    def encode(self, document: bytes) -> list[int]:
+        return list(self._tokenizer.encode(_text(document), add_special_tokens=False, verbose=False))
+
+    def stream(self, documents: Iterable[bytes]) -> Tensor:
+        # One after the other: threads of the tokenizer would not survive the fork into workers that read ahead.
+        tokens = [number for document in documents for number in (*self.encode(document), self.end)]
+        return torch.tensor(tokens, dtype=torch.int32)
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
@@ -123,12 +183,13 @@ class Windows:
     Args:
         stream: Integers, one dimension.
         context: Tokens read per window.
+        end: The token after every document.
 
     Raises:
         ConfigError: The stream is shorter than one window and its last target.
     """
 
-    def __init__(self, stream: Tensor, context: int) -> None:
+    def __init__(self, stream: Tensor, context: int, end: int = END) -> None:
         if len(stream) <= context:
             raise errors.ConfigError(
                 f"a text of {len(stream)} tokens has no window of {context} tokens and their targets: "
@@ -136,6 +197,7 @@ class Windows:
             )
         self.stream = stream
         self.context = context
+        self.end = end
 
     def __len__(self) -> int:
         return (len(self.stream) - 1) // self.context
@@ -145,7 +207,7 @@ class Windows:
         places = indices.unsqueeze(1) * self.context + torch.arange(self.context + 1)
         tokens = self.stream[places].long()
         inputs = tokens[:, :-1].contiguous()
-        targets = tokens[:, 1:].masked_fill(inputs == END, IGNORED)
+        targets = tokens[:, 1:].masked_fill(inputs == self.end, IGNORED)
         return Window(inputs, targets, int((targets != IGNORED).sum()))
 
     def spread(self, count: int) -> Tensor:
@@ -195,7 +257,7 @@ class Snippet:
             for _ in range(self.length):
                 recent = torch.tensor([written[-context:]], device=device)
                 chosen = self._choose(model(recent).logits[0, -1].float().cpu(), generator)
-                if chosen == END:
+                if chosen == tokens.end:
                     break
                 written.append(chosen)
         # A model that has learned little writes bytes that a terminal would obey.

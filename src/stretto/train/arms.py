@@ -27,7 +27,11 @@ from stretto.peers import PEERS
 from stretto.strategies import STRATEGIES, Strategy
 
 SETTINGS: Mapping[str, Any] = MappingProxyType(
-    {"wire": Wire, "clock": Clock, "micro_batches": int, "clip_norm": float, "lr": float}
+    {
+        **dict.fromkeys(("wire", "changes", "estimates"), Wire),
+        **dict.fromkeys(("micro_batches", "ranks_per_node"), int),
+        **{"clock": Clock, "clip_norm": float, "lr": float},
+    }
 )
 """Settings of a run that an arm may have for itself, and their types."""
 

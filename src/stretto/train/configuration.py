@@ -26,6 +26,8 @@ from stretto.train.slow_loader import SlowStore
 
 TaskT = TypeVar("TaskT", bound=TaskConfig)
 
+AUTO = "auto"
+"""In the place of a strategy: the one that `stretto plan` would say."""
 DEFAULT_UPDATES = 240
 """Length of a run whose end nobody chose."""
 DEFAULT_PATIENCE = 600.0
@@ -101,7 +103,7 @@ class Job(Training[TaskT]):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; auto takes CUDA where every local worker finds a device of its own."""
     updates: int | None = None
-    """Updates after which the run ends (240 if nothing else does); learning-rate schedules stretch over them."""
+    """Updates after which the run ends; 240 if nothing else ends it. Learning-rate schedules stretch over them."""
     seconds: float | None = None
     """Training time after which the run ends; evaluations and checkpoints do not count."""
     to_loss: float | None = None
@@ -164,7 +166,7 @@ class RunConfig(Job[TaskT]):
 
     strategy: str = "zero1"
     """ddp, zero1, dpu, wp, acco, local, diloco, paft-sync or paft-dyn; what is set for it alone follows after colons,
-    as in acco:first=1 or local:rate=0.1:state=on."""
+    as in acco:first=1 or local:rate=0.1:state=on. auto takes what `stretto plan` says."""
     run_dir: str | None = None
     """Folder for all files of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
     checkpoints."""
@@ -186,11 +188,14 @@ class RunConfig(Job[TaskT]):
     """Checkpoints that stay, the latest ones."""
     tensorboard: bool = True
     """Write TensorBoard events."""
+    trace: bool = False
+    """Record what both lanes of every rank do and when; `stretto report` shows it. See docs/report.md."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
         check_at_least(self, checkpoint_every=1, checkpoints_kept=1, restarts=0)
-        parse_arm(self.strategy)
+        if self.strategy != AUTO:
+            parse_arm(self.strategy)
         if self.resume and self.run_dir is None:
             raise ConfigError("resume needs the folder of the run to continue: set run_dir")
 

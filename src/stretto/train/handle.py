@@ -19,6 +19,7 @@ from stretto.groups import SoloGroup
 from stretto.guards.text import parse_guards
 from stretto.parallel import DataParallel
 from stretto.peers import make_peer
+from stretto.recipes import OverFiles
 from stretto.records import Incident, Update
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig, TaskT
@@ -105,7 +106,7 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     """Raise where settings of the run contradict each other, before there are workers, data or a folder.
 
     What the parts of the library have to say about each other is found by wrapping a model of one weight on a rank
-    that is alone.
+    that is alone. A recipe over the user's files looks at these.
 
     Raises:
         ConfigError: They do.
@@ -116,6 +117,8 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         )
     if run.ranks_per_node is not None:
         check_nodes(world_size, run.ranks_per_node)
+    if isinstance(run.task, OverFiles):
+        run.task.check()
     if parse_arm(run.strategy).is_ours:
         model = nn.ParameterList([torch.zeros(1)])
         open_handle(run, model, torch.optim.SGD(model.parameters(), lr=0.0), group=SoloGroup()).finish()

@@ -123,7 +123,7 @@ class Loop:
         task: What to train.
         handle: What its model is wrapped in.
         plan: When to evaluate, save and end.
-        observers: Told of every update, evaluation and incident; none on ranks other than 0.
+        observers: Told of every update, evaluation and incident; on ranks other than 0 at most a trace.
         save: Writes a checkpoint; called on all ranks at the same update.
         stopwatch: The training time.
         totals: Adds up the updates.
@@ -176,6 +176,11 @@ class Loop:
             for observer in self._observers:
                 observer.evaluated(step, evaluation.heldout_loss, evaluation.training_seconds)
 
+    def save(self) -> None:
+        """Write a checkpoint; all ranks must call, right after an update or at the end."""
+        with self.stopwatch.held():
+            self._save(self)
+
     def _committed(self, update: Update) -> None:
         """Do everything that happens between an update and the next micro-batch."""
         self.totals.arrived(update, self.stopwatch.seconds)
@@ -183,8 +188,7 @@ class Loop:
         if _is_due(update.step, self.plan.evaluate_every):
             self.evaluate()
         if _is_due(update.step, self.plan.checkpoint_every):
-            with self.stopwatch.held():
-                self._save(self)
+            self.save()
         # Rank 0's clock and losses alone decide; the others hear of it at the next round.
         if self.handle.rank == 0 and self._has_enough():
             self.handle.stop()

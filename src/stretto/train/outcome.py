@@ -1,6 +1,7 @@
 """The outcome of a run on one rank, a description of the machine it ran on, and the run's folder.
 
-The folder holds config.json, updates.jsonl, evaluations.jsonl, tensorboard/, checkpoints/ and model.pt.
+The folder holds config.json, updates.jsonl, evaluations.jsonl, tensorboard/, checkpoints/, traces/, model.pt, and the
+tokenizer/ of a language model that has made its own.
 """
 
 import dataclasses
@@ -199,7 +200,7 @@ def prepare_run_folder(run: RunConfig[TaskT], command: Mapping[str, Any] | None 
 _CONFIG = "config.json"
 """The first file of a run: a folder without it, and with anything else, is not a run's."""
 _OURS = (_CONFIG, "updates.jsonl", "evaluations.jsonl", "incidents.jsonl", "quarantine.jsonl", "model.pt")
-_OUR_FOLDERS = ("checkpoints", "tensorboard")
+_OUR_FOLDERS = ("checkpoints", "tensorboard", "tokenizer", "traces")
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:

@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import distributed as dist
 
 from stretto.disk import replace_file
 from stretto.groups import Link
-from stretto.observe import Header, Observer, Progress, Recorder, TensorBoard
+from stretto.observe import Header, Observer, Progress, Recorder, TensorBoard, Trace, trace_file
 from stretto.recipes import Task
 from stretto.terminal import printable
 from stretto.train.configuration import RunConfig, TaskT
@@ -39,6 +40,8 @@ class RankContext:
     """The group of all ranks; None is torch's default group."""
     now: Callable[[], float] = time.perf_counter
     """The clock of the training time, in seconds."""
+    epoch: float = dataclasses.field(default_factory=lambda: time.time() - time.perf_counter())
+    """Seconds from 1970 to the zero of that clock; 0 for a virtual one."""
 
 
 def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
@@ -126,13 +129,15 @@ def _train(
         stopwatch=stopwatch,
         totals=totals,
     )
+    for observer in observers:
+        observer.begins(loop)
     if not totals.evaluations:
         loop.evaluate()
     loop.run()
     training_seconds, cpu_seconds = loop.stopwatch.seconds, loop.stopwatch.cpu_seconds
     loop.evaluate()
     if loop.plan.checkpoint_every is not None:
-        save(loop)
+        loop.save()
     if handle.rank == 0 and run.run_dir is not None:
         state = task.model.state_dict()
         replace_file(Path(run.run_dir, "model.pt"), lambda path: torch.save(state, path))
@@ -200,8 +205,12 @@ def title_of(run: RunConfig[TaskT], world_size: int) -> str:
 def _observers(
     run: RunConfig[TaskT], start: TrainState, context: RankContext, progress: Progress | None
 ) -> list[Observer]:
-    """Return who hears of the run on this rank: nobody but on rank 0."""
+    """Return who hears of the run on this rank: but for a trace, nobody but on rank 0."""
     observers: list[Observer] = []
+    if run.trace and run.run_dir is not None:
+        path = trace_file(Path(run.run_dir), context.rank)
+        peak_bytes = partial(_peak_bytes, context.device)
+        observers.append(Trace(path, start.step, now=context.now, epoch=context.epoch, peak_bytes=peak_bytes))
     if context.rank == 0 and run.run_dir is not None:
         observers.append(Recorder(Path(run.run_dir), start.step))
         if run.tensorboard:
@@ -209,6 +218,11 @@ def _observers(
     if progress is not None:
         observers.append(progress)
     return observers
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Return the most memory so far where the model lives: allocated on a GPU, resident on the host."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def _seed(seed: int, rank: int) -> None:

@@ -59,6 +59,9 @@ class SimulateConfig(Training[TaskT]):
     """Updates between evaluations of the held-out loss, beside those before and after the run."""
     run_dir: str | None = None
     """Folder for config, records, trace and model; None writes no files."""
+    trace: bool = False
+    """Also record what both lanes of every rank do, in the form of `stretto train`; `stretto report` shows it. See
+    docs/report.md."""
 
     def __post_init__(self) -> None:
         Training.__post_init__(self)
@@ -81,6 +84,8 @@ class SimulateConfig(Training[TaskT]):
                 f"slow loader {self.slow_loader!r}: what decoding takes of a core is not modelled: expected one that "
                 "waits, as 30,jitter=0.5"
             )
+        if self.trace and self.run_dir is None:
+            raise ConfigError("trace needs a folder to write to: set run_dir")
         self.cluster()  # refuses a network and costs that cannot be
 
     def as_run(self) -> RunConfig[TaskT]:
@@ -90,6 +95,7 @@ class SimulateConfig(Training[TaskT]):
             strategy=self.strategy,
             faults=self.faults,
             run_dir=self.run_dir,
+            trace=self.trace,
             workers=self.ranks,
             device="cpu",
             checkpoint_every=None,
@@ -130,6 +136,7 @@ def simulate(simulation: SimulateConfig[TaskT]) -> Results[Outcome]:
             device=torch.device("cpu"),
             group=group,
             now=lambda: group.now_ns / 1e9,
+            epoch=0.0,
         )
         return train_at(context, run, STEADY_AFTER, shows_progress=False)
 

@@ -16,7 +16,7 @@ from stretto.parallel import DataParallel
 from stretto.recipes import ResumableLoader, Task, reshard
 from stretto.recipes.task import Batch
 from stretto.records import Incident
-from stretto.train.configuration import RunConfig, TaskT
+from stretto.train.configuration import RunConfig, TaskT, Training
 from stretto.train.handle import Handle
 from stretto.train.outcome import Evaluation
 from stretto.train.slow_loader import SlowLoader, SlowStore
@@ -46,7 +46,7 @@ def loader_of(
 
 
 def slowed(
-    run: RunConfig[TaskT],
+    run: Training[TaskT],
     loader: ResumableLoader[Batch],
     rank: int,
     group: dist.ProcessGroup | None = None,

@@ -1,0 +1,289 @@
+"""`StrettoTrainer`: the Trainer of Hugging Face transformers, on a job of this library.
+
+Note [What stays the Trainer's]
+    Its loop, losses, data, callbacks, logs and files. Two of its parts meet the job. The accelerator runs the backward
+    pass of each micro-batch, here through the job, which reduces, clips, steps and turns the schedule when an
+    accumulation is full. The optimizer is a face: the Trainer steps it at the end of an accumulation, when all that has
+    been done or is under way.
+
+Note [Where everything lands]
+    A strategy that overlaps commits an update after the Trainer has counted it. Where the Trainer evaluates or saves,
+    and after an accumulation that is shorter than the others, everything lands first. So what is evaluated and saved
+    has `global_step` updates, and a run that goes on from there goes on to the bit.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from stretto import checkpoint
+from stretto.engine import Options
+from stretto.errors import CheckpointError, ConfigError, MissingExtra, UsageError
+from stretto.feed import num_samples
+from stretto.guards import Guard
+from stretto.integrations.zero_grad import arm, disarm
+from stretto.parallel import DataParallel
+from stretto.records import Update
+from stretto.strategies import Strategy
+
+try:
+    import transformers
+    from accelerate.optimizer import AcceleratedOptimizer
+except ImportError as error:
+    raise MissingExtra("transformers", "recipes", "StrettoTrainer") from error
+
+FOLDER = "stretto"
+"""Inside each `checkpoint-N` of the Trainer, what the job needs to go on."""
+_log = logging.getLogger("stretto")
+
+
+class StrettoTrainer(transformers.Trainer):
+    """A `transformers.Trainer` whose ranks exchange through `DataParallel`; the same numbers by default.
+
+    Starts as the Trainer does: under torchrun, or on one process. docs/integrations.md says what differs.
+
+    Args:
+        args: Those of `transformers.Trainer`; `max_grad_norm` clips, and `gradient_accumulation_steps` are the
+            micro-batches of an update.
+        strategy: See `DataParallel`, as for the next three.
+        wire: Short for `Options(wire=...)`.
+        guards: What watches over the job's values.
+        options: Everything else but `clip_norm`; None accepts unused parameters, as the Trainer does.
+        kwargs: Those of `transformers.Trainer`.
+
+    Raises:
+        ConfigError: A setting of the Trainer cannot work here.
+    """
+
+    optimizer: Any  # None before training, and then a face
+    lr_scheduler: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        strategy: Strategy | None = None,
+        wire: str | None = None,
+        guards: Sequence[Guard] | Literal["standard"] = (),
+        options: Options | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.parallel: DataParallel | None = None
+        """The job of the running or last `train()`."""
+        self.last_update: Update | None = None
+        """What landed last: under a strategy that overlaps, often the update before `global_step`."""
+        self._start_job = functools.partial(DataParallel, strategy=strategy, wire=wire, guards=guards)
+        self._options = Options(allow_unused=True) if options is None else options
+        self._num_samples = 1
+        super().__init__(*args, **kwargs)
+
+    # The job
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, which wraps no model and leaves backward passes to the job."""
+        self._check_settings()
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = functools.partial(
+            self.accelerator.prepare_model,
+            evaluation_mode=True,  # places, compiles and casts, and no more
+        )
+        self.accelerator.backward = self._backward
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer, and return the face that the Trainer steps."""
+        optimizer = super().create_optimizer(model)
+        face = optimizer if isinstance(optimizer, _Face) else _Face(optimizer, device_placement=False)
+        self.optimizer = face
+        return face
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Make the schedule of the optimizer itself."""
+        return super().create_scheduler(num_training_steps, getattr(self.optimizer, "optimizer", optimizer))
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        before = self.parallel
+        model, loader = super()._prepare_for_training(  # type: ignore[no-untyped-call]  # as all its private methods
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        optimizer = self.optimizer.optimizer
+        if before is not None and before.optimizer is optimizer and resume_from_checkpoint is None:
+            raise UsageError(
+                "train() was called before: the state of the optimizer ended with that job; go on with "
+                "resume_from_checkpoint, or make a new StrettoTrainer"
+            )
+        has_metric = isinstance(
+            self.lr_scheduler, (torch.optim.lr_scheduler.ReduceLROnPlateau, transformers.GreedyLR)
+        )
+        self.last_update = None
+        self.parallel = self._start_job(
+            model,
+            optimizer,
+            micro_batches=self.args.gradient_accumulation_steps,
+            scheduler=None if has_metric else self.lr_scheduler,  # the Trainer turns one that needs a metric
+            options=dataclasses.replace(self._options, clip_norm=self.args.max_grad_norm or None),
+        )
+        disarm([model])
+        if resume_from_checkpoint is not None:
+            restored = checkpoint.load(self.parallel, _folder_in(resume_from_checkpoint))
+            if restored.extra is not None:
+                self.lr_scheduler.load_state_dict(restored.extra)
+            for note in restored.notes:
+                _log.warning("%s: %s", resume_from_checkpoint, note)
+        return model, loader
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        except BaseException as error:
+            if self.parallel is not None:
+                self.parallel.fail(error)
+            raise
+        finally:
+            arm([self.model_wrapped])
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]  # as above
+        self._commit()  # a callback may have ended the epoch inside an accumulation
+
+    def _finalize_training(self, *args: Any) -> Any:
+        for update in self._job.finish():
+            self.last_update = update
+        return super()._finalize_training(*args)  # type: ignore[no-untyped-call]  # as above
+
+    @property
+    def _job(self) -> DataParallel:
+        if self.parallel is None:
+            raise UsageError("StrettoTrainer: expected a call inside train(), found no job")
+        return self.parallel
+
+    # One micro-batch
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Return the batches of an accumulation; none where the data end inside one that was to be full."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return ([], None) if len(batches) < num_batches else (batches, num_items)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Run one micro-batch, as the Trainer does."""
+        self._num_samples = num_samples(inputs)
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return loss
+
+    def _backward(self, loss: Tensor, **_: Any) -> None:
+        """Stand for `Accelerator.backward`.
+
+        Args:
+            loss: This micro-batch's share of the rank's loss, which is their sum: by micro-batches or by tokens. The
+                mean over ranks is what the Trainer trains on.
+        """
+        count = self.current_gradient_accumulation_steps
+        update = self._job.backward(loss * count, samples=self._num_samples)
+        self.last_update = update or self.last_update
+        if self.accelerator.sync_gradients and count < self.args.gradient_accumulation_steps:
+            self._commit()
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Leave it to the job, which clips before it steps."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
+        return None if self.last_update is None else self.last_update.gradient_norm
+
+    def _get_learning_rate(self) -> float:
+        """Return the rate of the Trainer's step: as its update used it, or will where it has not landed yet."""
+        if self.last_update is not None and self._job.steps > self.state.global_step:
+            return self.last_update.learning_rates[0]
+        rate: float = super()._get_learning_rate()
+        return rate
+
+    # Evaluation and files
+
+    def _commit(self) -> None:
+        for update in self._job.commit():
+            self.last_update = update
+
+    def _settled(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.parallel is None else self.parallel.settled()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_evaluate or self.control.should_save:
+            self._commit()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict with the committed parameters; all ranks must call."""
+        with self._settled():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save the committed parameters, which `from_pretrained` reads; all ranks must call."""
+        with self._settled():
+            super().save_model(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        is_turned_by_the_job = self._job.scheduler is not None
+        extra = None if is_turned_by_the_job else self.lr_scheduler.state_dict()
+        checkpoint.save(self._job, Path(output_dir) / FOLDER, extra=extra, keep=1)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Check what `_prepare_for_training` will load once the job is there."""
+        if checkpoint is not None and not _folder_in(checkpoint).is_dir():
+            raise CheckpointError(
+                f"{checkpoint}: expected a folder {FOLDER!r} with the state of a job, found none: go on from a "
+                "checkpoint of a StrettoTrainer without save_only_model, or begin anew from this model"
+            )
+
+    def _check_settings(self) -> None:
+        """Raise if a setting of the Trainer cannot work here.
+
+        Raises:
+            ConfigError: Names it.
+        """
+        args = self.args
+        refused = {
+            "fp16": (args.mixed_precision == "fp16", "use bf16=True, which scales no loss"),
+            "deepspeed": (args.deepspeed_plugin is not None, "it exchanges on its own; leave it out"),
+            "fsdp": (args.fsdp_plugin_args is not None, "it exchanges on its own; leave it out"),
+            "parallelism_config": (args.parallelism_config is not None, "every rank holds the whole model"),
+            "several devices in one process": (args.n_gpu > 1, "start one process per device, with torchrun"),
+            "auto_find_batch_size": (args.auto_find_batch_size, "set per_device_train_batch_size"),
+            "save_on_each_node": (
+                args.save_on_each_node,
+                "checkpoints lie on a file system that all ranks share",
+            ),
+            "Options(clip_norm=...)": (self._options.clip_norm is not None, "set max_grad_norm"),
+        }
+        for setting, (is_set, remedy) in refused.items():
+            if is_set:
+                raise ConfigError(f"StrettoTrainer does not work with {setting}: {remedy}")
+
+
+class _Face(AcceleratedOptimizer):  # type: ignore[misc]  # it has no types
+    """What the Trainer steps and reads; the job steps the optimizer behind it, and turns its schedule."""
+
+    _is_accelerate_prepared = True
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing: when the Trainer calls, the job has stepped, or will where the update lands."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True, so that the Trainer does not turn the schedule a second time."""
+        return True
+
+
+def _folder_in(path: str) -> Path:
+    return Path(path) / FOLDER

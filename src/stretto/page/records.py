@@ -1,0 +1,94 @@
+"""Reading what a run has written, by somebody who cannot trust it: files may be damaged, half written or hostile.
+
+Nothing here raises because of what a file holds. What cannot be read is left out and named in a list of gaps.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stretto.disk import read_whole
+
+LARGEST = 1e100
+"""Magnitude of a number that something can have measured; sums and squares of such numbers are finite."""
+
+
+def number(value: object) -> float:
+    """Return a number up to `LARGEST` as it is, and NaN for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        found = float(value)
+    except OverflowError:
+        return math.nan
+    return found if abs(found) <= LARGEST else math.nan
+
+
+def items(value: object) -> list[Any]:
+    """Return a list as it is, and an empty one for anything else."""
+    return value if isinstance(value, list) else []
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """Return a JSON object as it is, and an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def read_json(path: Path, gaps: list[str]) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one, and a gap, where there is none."""
+    try:
+        content = json.loads(read_whole(path))
+    except FileNotFoundError:
+        gaps.append(f"{path.name} is missing")
+    except OSError as error:
+        gaps.append(f"{path.name} cannot be read: {error.strerror}")
+    except (ValueError, RecursionError):
+        gaps.append(f"{path.name} is damaged: it is no JSON")
+    else:
+        if isinstance(content, dict):
+            return content
+        gaps.append(f"{path.name} is damaged: it holds no object")
+    return {}
+
+
+def read_records(path: Path, gaps: list[str], *, expected: bool) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a file of JSON lines, and name the lines that are none.
+
+    Args:
+        path: The file.
+        gaps: Where to name what is left out.
+        expected: Whether a missing file is a gap.
+    """
+    if not path.is_file():
+        if path.exists() or path.is_symlink():
+            gaps.append(f"{path.name} is no file")
+        elif expected:
+            gaps.append(f"{path.name} is missing")
+        return
+    damaged: list[int] = []
+    try:
+        with path.open("rb") as file:
+            for line_number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    gaps.append(f"{path.name} ends in the middle of line {line_number}")
+                    break
+                record = _record(line)
+                if record is None:
+                    damaged.append(line_number)
+                else:
+                    yield record
+    except OSError as error:
+        gaps.append(f"{path.name} cannot be read: {error.strerror}")
+    if damaged:
+        lines = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+        gaps.append(f"{path.name}: {len(damaged)} damaged lines are left out ({lines})")
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None

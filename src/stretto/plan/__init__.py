@@ -1,0 +1,18 @@
+"""What to use: a job's work and link are measured, every strategy and wire is priced by them, and the prices ranked."""
+
+from stretto.plan.measure import Machine, measure
+from stretto.plan.price import Price, price
+from stretto.plan.ranking import EVIDENCE, Evidence, PlanConfig, Ranking, plan, rank_by_time
+
+__all__ = [
+    "EVIDENCE",
+    "Evidence",
+    "Machine",
+    "PlanConfig",
+    "Price",
+    "Ranking",
+    "measure",
+    "plan",
+    "price",
+    "rank_by_time",
+]

@@ -1,0 +1,204 @@
+"""The numbers that decide how long an update takes, measured on the ranks of a job.
+
+Note [What is measured where]
+    Micro-batches and the optimizer are timed with all ranks at work, as in training. An exchange is timed twice: its
+    work on a rank that is alone, for every wire (packing, sums, norms, copies, the round report), and the link by
+    sending bytes that nobody looks at. All this takes seconds, and changes a model that nobody keeps.
+"""
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from stretto.engine import Options
+from stretto.errors import ConfigError
+from stretto.groups import Link, SoloGroup
+from stretto.parallel import DataParallel
+from stretto.recipes import Task
+from stretto.strategies import ZeRO1
+from stretto.train.configuration import Job, TaskT
+from stretto.train.state import slowed
+from stretto.train.workers import RankInfo, choose_device, joined_group
+
+WIRES = ("fp32", "bf16", "int8", "int4")
+"""Wires that cost next to nothing in the loss."""
+_WARM_UP = 2
+"""First repeats of anything, which are left out: memory is new."""
+_EXCHANGES = 4
+"""Updates of a lone rank, by wire."""
+_ROUND_TRIPS = 10
+_LINK_SECONDS = 0.3
+"""How long a transfer has to take to tell the link's rate."""
+_LARGEST_TRANSFER = 2**25
+"""Bytes that a rank sends at most to find out."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """One rank's work, and the link to the others."""
+
+    ranks: int
+    parameters: int
+    """Trainable ones."""
+    forward_seconds: float
+    """Of one micro-batch."""
+    backward_seconds: float
+    """Of one micro-batch."""
+    load_seconds: float
+    """Until the loader has the next micro-batch, if nothing else is done meanwhile."""
+    step_seconds: float
+    """Of the optimizer, over all parameters."""
+    exchange_seconds: dict[str, float]
+    """By wire: what a whole exchange costs a rank that is alone, without the optimizer."""
+    link: Link
+    """In each direction, with all ranks sending."""
+    cores: float
+    """Processor cores for each rank of a machine; infinite where a device computes."""
+
+    @property
+    def micro_batch_seconds(self) -> float:
+        """Forward and backward pass of one micro-batch."""
+        return self.forward_seconds + self.backward_seconds
+
+
+def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
+    """Measure on all ranks, and return the slowest one's times; every rank calls this with equal settings.
+
+    Args:
+        info: Which rank this is.
+        job: What is trained, and over which link.
+        batches: Micro-batches to time.
+
+    Raises:
+        ConfigError: The recipe has no loss that trains, or its loader ends too soon.
+    """
+    torch.set_num_threads(job.threads)
+    device = choose_device(job.device, info)
+    with joined_group(info, Link.parse(job.link), device, job.timeout_seconds):
+        task = job.task.build(info.rank, info.world_size, job.seed, None)
+        task.model.to(device)
+        fresh = list(islice(_timed(slowed(job, task.loader, info.rank)), batches + _WARM_UP))
+        if len(fresh) <= _WARM_UP:
+            raise ConfigError(
+                f"plan: expected more than {_WARM_UP} micro-batches from the loader, found {len(fresh)}"
+            )
+        link = measure_link(device)
+        dist.barrier()
+        passes = [_passes(task, batch, device) for batch, _ in fresh][_WARM_UP:]
+        exchanges = {wire: _exchange_seconds(task, fresh[0][0], wire) for wire in WIRES}
+        step_seconds = _step_seconds(task, fresh[0][0], device)
+        own = Machine(
+            ranks=info.world_size,
+            parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
+            forward_seconds=statistics.median(forward for forward, _ in passes),
+            backward_seconds=statistics.median(backward for _, backward in passes),
+            load_seconds=statistics.fmean(seconds for _, seconds in fresh[_WARM_UP:]),
+            step_seconds=step_seconds,
+            exchange_seconds={wire: max(0.0, taken - step_seconds) for wire, taken in exchanges.items()},
+            link=link,
+            cores=float("inf")
+            if device.type != "cpu"
+            else len(os.sched_getaffinity(0)) / info.local_world_size,
+        )
+        return _slowest(own, device)
+
+
+def _slowest(own: Machine, device: torch.device) -> Machine:
+    """Return the longest of all ranks' times: ranks wait for each other, and shall plan alike."""
+    link = own.link
+    seconds_per_bit = 0.0 if link.bits_per_second is None else 1 / link.bits_per_second
+    times = [own.forward_seconds, own.backward_seconds, own.load_seconds, own.step_seconds]
+    times += [*own.exchange_seconds.values(), seconds_per_bit, link.latency_seconds, -own.cores]
+    longest = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    forward, backward, load, step, *exchanges, per_bit, latency, cores = longest.tolist()
+    return dataclasses.replace(
+        own,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        load_seconds=load,
+        step_seconds=step,
+        exchange_seconds=dict(zip(own.exchange_seconds, exchanges, strict=True)),
+        link=Link(bits_per_second=1 / per_bit if per_bit else None, latency_seconds=latency),
+        cores=-cores,
+    )
+
+
+def measure_link(device: torch.device) -> Link:
+    """Return the link that every rank has to the others; all ranks of the default group must call.
+
+    The latency is that of the smallest message, there. The rate is that of a transfer which is long enough.
+    """
+    world_size = dist.get_world_size()
+    if world_size == 1:
+        return Link()
+
+    def seconds(numel: int) -> float:
+        outgoing = torch.zeros(world_size * numel, dtype=torch.uint8, device=device)
+        return _seconds(lambda: dist.all_to_all_single(torch.empty_like(outgoing), outgoing), device)
+
+    latency = statistics.median(seconds(1) for _ in range(_ROUND_TRIPS))
+    numel = 2**14
+    taken = seconds(numel)
+    longest = torch.tensor([taken], device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)  # all ranks send equally much
+    while longest.item() < _LINK_SECONDS and numel * (world_size - 1) < _LARGEST_TRANSFER:
+        numel *= 4
+        longest[0] = seconds(numel)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+    sent_bytes = numel * (world_size - 1)
+    return Link(bits_per_second=8 * sent_bytes / max(longest.item() - latency, 1e-9), latency_seconds=latency)
+
+
+def _timed(loader: Any) -> Iterator[tuple[Any, float]]:
+    """Yield the loader's batches, epoch after epoch, with the seconds that each has taken."""
+    while True:
+        batches, started = iter(loader), time.perf_counter()
+        for batch in batches:
+            yield batch, time.perf_counter() - started
+            started = time.perf_counter()
+
+
+def _passes(task: Task, batch: Any, device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a forward and a backward pass."""
+    losses: list[Tensor] = []
+    forward = _seconds(lambda: losses.append(task.loss(task.model, batch).value), device)
+    return forward, _seconds(losses[0].backward, device)
+
+
+def _exchange_seconds(task: Task, batch: Any, wire: str) -> float:
+    """Return how long the communication lane of a rank that is alone is busy with an update."""
+    task.optimizer.zero_grad()
+    parallel = DataParallel(
+        task.model, task.optimizer, ZeRO1(), group=SoloGroup(), options=Options(wire=wire, allow_unused=True)
+    )
+    taken = []
+    for _ in range(_WARM_UP + _EXCHANGES):
+        update = parallel.backward(task.loss(task.model, batch).value)
+        taken.append(0.0 if update is None else update.lane_seconds)
+    parallel.finish()
+    return statistics.median(taken[_WARM_UP:])
+
+
+def _step_seconds(task: Task, batch: Any, device: torch.device) -> float:
+    """Return the seconds of an optimizer step over all parameters."""
+    task.loss(task.model, batch).value.backward()
+    return statistics.median(
+        [_seconds(task.optimizer.step, device) for _ in range(_WARM_UP + _EXCHANGES)][_WARM_UP:]
+    )
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started

@@ -1,0 +1,184 @@
+"""What an update of a strategy costs on a machine, by the virtual cluster: the code that would run, in virtual time.
+
+Note [A small twin]
+    A job's time depends on its parameters through bytes and through seconds per element. So a twin with a thousandth of
+    the parameters, of the bucket size and of the link's rate takes the same virtual time, and next to no real time.
+    Many ranks are scaled down alike: what each rank sends grows as (N - 1)/N, and its share of the optimizer falls as
+    1/N. What grows with N and not with the model is left out: the round report, some hundred bytes per rank.
+"""
+
+import dataclasses
+import math
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from stretto.engine import Options
+from stretto.flat import ALIGNMENT
+from stretto.groups import Link
+from stretto.parallel import DataParallel
+from stretto.plan.measure import Machine
+from stretto.strategies import Strategy
+from stretto.strategies.ledger import ledger_of
+from stretto.train.arms import Arm
+from stretto.virtual import Compute, Network, VirtualCluster
+
+_RANKS = 2
+"""Ranks of a twin, at most."""
+_PARAMETERS = 2**15
+"""Elements of a twin, about."""
+_TENSORS = 16
+"""Parameters of a twin: gradients come evenly over a backward pass."""
+_WARM_UP = 3
+"""First updates, in which overlapping only begins."""
+_UPDATES = 6
+"""Updates that are counted; of strategies that send now and then, those of several intervals."""
+_INTERVALS = 3
+_BUSY_CORES = 2.0
+"""Cores per rank below which a communication lane takes its time from computing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Price:
+    """What a strategy costs, per update and rank."""
+
+    arm: str
+    """The strategy with its settings, as the command line takes it."""
+    seconds: float
+    """Of an update."""
+    exposed_seconds: float
+    """Of it, waiting for communication."""
+    sent_bytes: float
+    memory_bytes: float
+    """Parameters, gradients, masters and an optimizer with two moments."""
+    micro_batches: int
+    """Per update and rank."""
+
+    @property
+    def seconds_per_micro_batch(self) -> float:
+        """What decides the time to a number of samples."""
+        return self.seconds / self.micro_batches
+
+
+def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) -> Price:
+    """Return what an arm costs on `machine`.
+
+    Args:
+        arm: A strategy of the library; it may set `wire` and `micro_batches`.
+        machine: What was measured, perhaps with other ranks or another link.
+        micro_batches: Per rank and update, where the arm sets none.
+        bucket_bytes: Of the job.
+    """
+    strategy = arm.strategy()
+    micro_batches = arm.settings.get("micro_batches", micro_batches)
+    wire = arm.settings.get("wire", "fp32")
+    ledger = ledger_of(strategy)
+    twin = _Twin.of(machine, bucket_bytes)
+    owned = 1.0 if ledger.replicated else 1.0 / machine.ranks
+    lane_seconds = machine.exchange_seconds[wire] + machine.step_seconds * owned
+    compute_seconds = machine.micro_batch_seconds
+    if machine.cores < _BUSY_CORES and strategy.overlaps:
+        compute_seconds += lane_seconds * ledger.rounds / micro_batches
+    cluster = VirtualCluster(
+        twin.ranks,
+        Network(link=twin.link),
+        Compute(
+            micro_batch_ns=_nanoseconds(max(compute_seconds, machine.load_seconds)),
+            step_ns=_nanoseconds(lane_seconds),
+            backward_share=machine.backward_seconds / machine.micro_batch_seconds,
+        ),
+    )
+    options = Options(wire=wire, bucket_bytes=twin.bucket_bytes, allow_unused=True)
+    updates = _WARM_UP + _counted(strategy)
+
+    def program(rank: int, group: dist.ProcessGroup) -> tuple[list[float], list[float], list[int]]:
+        return twin.train(strategy, options, micro_batches, updates, group)
+
+    ends, exposed, sent = cluster.run(program).values[0]
+    counted = updates - _WARM_UP
+    traffic = (sent[-1] - sent[_WARM_UP - 1]) / counted / twin.scale
+    return Price(
+        arm=arm.text,
+        seconds=(ends[-1] - ends[_WARM_UP - 1]) / counted,
+        exposed_seconds=statistics.fmean(exposed[_WARM_UP:]),
+        sent_bytes=traffic * _share_sent(machine.ranks) / _share_sent(twin.ranks)
+        if machine.ranks > 1
+        else 0.0,
+        memory_bytes=machine.parameters
+        * ledger.memory_bytes(strategy, parameter=4, accumulation=4, world_size=machine.ranks),
+        micro_batches=micro_batches,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Twin:
+    """A job that takes the same virtual time."""
+
+    ranks: int
+    numel: int
+    """Of each of its tensors."""
+    bucket_bytes: int
+    link: Link
+    scale: float
+    """Its elements over those of the job."""
+
+    @classmethod
+    def of(cls, machine: Machine, bucket_bytes: int) -> "_Twin":
+        """Return the twin of a job."""
+        ranks = min(machine.ranks, _RANKS)
+        smallest = ranks * ALIGNMENT  # of a bucket
+        buckets = max(1, math.ceil(machine.parameters * 4 / bucket_bytes))
+        elements = min(machine.parameters, max(_PARAMETERS, buckets * smallest))
+        numel = max(ALIGNMENT, elements // _TENSORS // ALIGNMENT * ALIGNMENT)
+        scale = numel * _TENSORS / machine.parameters
+        rate = machine.link.bits_per_second
+        if rate is not None and machine.ranks > 1:
+            rate *= scale * _share_sent(ranks) / _share_sent(machine.ranks)
+        return cls(
+            ranks=ranks,
+            numel=numel,
+            bucket_bytes=max(4 * smallest, round(bucket_bytes * scale)),
+            link=dataclasses.replace(machine.link, bits_per_second=rate),
+            scale=scale,
+        )
+
+    def train(
+        self, strategy: Strategy, options: Options, micro_batches: int, updates: int, group: Any
+    ) -> tuple[list[float], list[float], list[int]]:
+        """Return, for each update, when it came, the seconds that it waited, and the bytes sent until then."""
+        model = nn.ParameterList(nn.Parameter(torch.ones(self.numel)) for _ in range(_TENSORS))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        parallel = DataParallel(
+            model, optimizer, strategy, micro_batches=micro_batches, group=group, options=options
+        )
+        ends: list[float] = []
+        exposed: list[float] = []
+        sent: list[int] = []
+        while len(ends) < updates:
+            loss: Tensor = torch.zeros(())
+            for parameter in model:
+                loss = loss + parameter.sum()
+            if update := parallel.backward(loss):
+                ends.append(group.now_ns / 1e9)
+                exposed.append(update.exposed_seconds)
+                sent.append(parallel.sent_bytes)
+        parallel.finish()
+        return ends, exposed, sent
+
+
+def _counted(strategy: Strategy) -> int:
+    """Return how many updates to count."""
+    interval: int = getattr(strategy, "interval", None) or round(1 / getattr(strategy, "rate", 1.0))
+    return max(_UPDATES, _INTERVALS * interval)
+
+
+def _share_sent(ranks: int) -> float:
+    """Return the part of a buffer that a rank sends to others."""
+    return (ranks - 1) / ranks
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

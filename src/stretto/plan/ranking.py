@@ -1,0 +1,154 @@
+"""Which strategy and wire to use: the fastest of those whose price in loss is known to be small."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from stretto.errors import ConfigError
+from stretto.fields import check_at_least
+from stretto.plan.measure import WIRES, Machine, measure
+from stretto.plan.price import Price, price
+from stretto.train.arms import parse_arm
+from stretto.train.configuration import Job, TaskT
+from stretto.train.launch import Ranks
+from stretto.virtual import parse_network
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a strategy costs in held-out loss, on the same samples as synchronous training."""
+
+    nats: float | None
+    """More of them; None where nothing is known."""
+    source: str
+    """Where that was measured; empty where it is exact."""
+
+
+_LEARNING = "benchmarks/results/2026-11-21-learning"
+EVIDENCE: Mapping[str, Evidence] = MappingProxyType(
+    {
+        "zero1": Evidence(0.0, ""),
+        "ddp": Evidence(0.0, ""),
+        "acco": Evidence(0.005, _LEARNING),
+        "wp": Evidence(0.22, _LEARNING),
+        "dpu": Evidence(0.60, _LEARNING),
+        "local": Evidence(None, "replicas drift"),
+        "diloco": Evidence(None, "replicas drift"),
+    }
+)
+"""By strategy, in the order of preference where times are alike."""
+SMALL = 0.01
+"""Nats that nobody would notice, and below what the measurements could tell from nothing."""
+ALIKE = 0.02
+"""Share of the time below which two prices count as the same."""
+RARE = ("local:rate=0.1", "diloco:interval=10:delay=9")
+"""Strategies that send now and then."""
+_BASE = "zero1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig(Job[TaskT]):
+    """Which strategy and wire to use for a job: measured here, and priced for any ranks and network."""
+
+    ranks: tuple[int, ...] = ()
+    """Ranks to plan for, as 8,64,512, instead of those that measure."""
+    network: str | None = None
+    """free, datacenter, ethernet, office, internet, or a link of every rank's own such as 100mbit,2ms; None is the link
+    that was measured."""
+    batches: int = 8
+    """Micro-batches to time."""
+
+    def __post_init__(self) -> None:
+        Job.__post_init__(self)
+        check_at_least(self, batches=1)
+        if any(ranks < 1 for ranks in self.ranks):
+            raise ConfigError(f"ranks={self.ranks}: expected at least 1")
+        if self.network is not None:
+            parse_network(self.network)
+
+    def machines(self, measured: Machine) -> list[Machine]:
+        """Return the machines to plan for: as measured, but with the ranks and the network that were asked for."""
+        link = measured.link if self.network is None else parse_network(self.network).link
+        return [
+            dataclasses.replace(measured, ranks=ranks, link=link) for ranks in self.ranks or (measured.ranks,)
+        ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ranking:
+    """The prices of all arms on one machine, the fastest first."""
+
+    machine: Machine
+    prices: tuple[Price, ...]
+
+    @property
+    def choice(self) -> Price:
+        """The fastest arm that costs little in loss; of those that are alike, the most exact."""
+        exact = [one for one in self.prices if _nats(one) <= SMALL]
+        limit = exact[0].seconds_per_micro_batch * (1 + ALIKE)
+        return min(
+            (one for one in exact if one.seconds_per_micro_batch <= limit),
+            key=lambda one: _preference(one.arm),
+        )
+
+    @property
+    def base(self) -> Price:
+        """What is exact and what nobody has to choose: the default."""
+        return next(one for one in self.prices if one.arm == _BASE)
+
+    def why_not(self, other: Price) -> str:
+        """Return why an arm is not the choice, in a word or two."""
+        choice, evidence = self.choice, EVIDENCE[parse_arm(other.arm).name]
+        if other == choice:
+            return "the choice"
+        if _nats(other) > SMALL:
+            return evidence.source if evidence.nats is None else f"costs {evidence.nats:.2f} nats"
+        slower = other.seconds_per_micro_batch / choice.seconds_per_micro_batch - 1
+        if slower <= ALIKE:
+            return "no faster"
+        return "waits" if other.exposed_seconds > ALIKE * other.seconds else "computes more"
+
+
+def rank_by_time(machine: Machine, *, micro_batches: int, bucket_bytes: int) -> Ranking:
+    """Return the ranking of every strategy and wire on a machine, by the time to a number of samples."""
+    wired = [
+        arm if wire == "fp32" else f"{arm}:wire={wire}"
+        for arm in EVIDENCE
+        if arm not in ("local", "diloco")
+        for wire in WIRES
+    ]
+    rare = [arm if wire == "fp32" else f"{arm}:wire={wire}" for arm in RARE for wire in ("fp32", "int4")]
+    arms = [parse_arm(text) for text in (*wired, *rare)]
+    prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in arms]
+    return Ranking(machine, tuple(sorted(prices, key=lambda one: one.seconds_per_micro_batch)))
+
+
+def plan(job: PlanConfig[TaskT], ranks: Ranks, log: Callable[[str], None]) -> list[Ranking]:
+    """Measure a job on all ranks, and return a ranking for each number of ranks that is asked for.
+
+    Args:
+        job: What to measure and to plan for.
+        ranks: The ranks that measure.
+        log: Called with one line of text at a time.
+
+    Raises:
+        WorkerFailed: A rank failed.
+    """
+    log("measuring")
+    measured = ranks.call(measure, job, job.batches)[0]
+    log("pricing every strategy and wire in virtual time")
+    return [
+        rank_by_time(machine, micro_batches=job.micro_batches, bucket_bytes=job.bucket_bytes)
+        for machine in job.machines(measured)
+    ]
+
+
+def _nats(one: Price) -> float:
+    nats = EVIDENCE[parse_arm(one.arm).name].nats
+    return float("inf") if nats is None else nats
+
+
+def _preference(arm: str) -> tuple[int, int]:
+    """Return how exact an arm is: the smaller, the more."""
+    parsed = parse_arm(arm)
+    return list(EVIDENCE).index(parsed.name), WIRES.index(parsed.settings.get("wire", "fp32"))

@@ -1,0 +1,112 @@
+"""In a set cut by tensor every slice holds whole tensors, and padding is bounded."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.flat import ALIGNMENT, Layout, plan_layout
+from tests.flat.test_layout import Shapes
+
+
+def random_shapes(draw: random.Random) -> list[tuple[int, ...]]:
+    """Draw a model: many tensors alike, many unlike, or one that outweighs the rest; some without elements."""
+    largest = draw.choice((1, 8, 60))
+    shapes = [
+        tuple(draw.randint(1, largest) for _ in range(draw.randint(0, 3))) for _ in range(draw.randint(1, 60))
+    ]
+    return shapes + draw.choice(([], [(0, 3)], [(300, 200)], [(64, 64)] * 24))
+
+
+def plan(shapes: list[tuple[int, ...]], draw: random.Random, whole_groups: set[int]) -> Layout:
+    """Plan the shapes, dealt to two groups, with a random number of ranks, size of buckets and number of parts."""
+    values = list(Shapes(shapes, mixed=False).values)
+    model = nn.ParameterList(values)
+    groups = [{"params": values[::2]}, {"params": values[1::2]}]
+    return plan_layout(
+        model,
+        torch.optim.SGD(groups, lr=0.1),
+        world_size=draw.choice((1, 2, 3, 8)),
+        bucket_bytes=draw.choice((1, 4096, 2**16, 2**24)),
+        widen=True,
+        parts=draw.choice((1, 1, 3)),
+        whole_groups=whole_groups,
+    )[0]
+
+
+def aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whole_tensors_lie_in_one_slice_each_and_padding_is_bounded(seed: int) -> None:
+    draw = random.Random(seed)
+    shapes = random_shapes(draw)
+    layout = plan(shapes, draw, {0, 1})
+    (flat,), world_size = layout.sets, layout.world_size
+
+    assert sorted(slot.shape for slot in layout.slots) == sorted(shapes)
+    assert all(slot.is_whole and slot.start % ALIGNMENT == 0 for slot in layout.slots)
+    assert [slot.index for slot in layout.slots] == list(range(len(shapes)))
+    places = [(slot.start, slot.stop) for slot in layout.slots]
+    assert places == sorted(places)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(places))
+
+    buckets = sorted(layout.buckets, key=lambda bucket: bucket.start)
+    slices = [bucket.owned_range(rank, world_size) for bucket in buckets for rank in range(world_size)]
+    assert slices[0][0] == 0
+    assert slices[-1][1] == flat.numel
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(slices))
+    for start, stop in places:
+        assert any(low <= start and stop <= high for low, high in slices)
+
+    content = sum(aligned(slot.numel) for slot in layout.slots)
+    largest = max(aligned(slot.numel) for slot in layout.slots)
+    if len(buckets) > 1:
+        assert flat.numel <= 1.1 * content
+    else:
+        assert flat.numel <= max(world_size * ALIGNMENT, content + (world_size - 1) * largest)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_groups_cut_in_different_ways_have_sets_of_their_own(seed: int) -> None:
+    draw = random.Random(seed)
+    shapes = [*random_shapes(draw), (3, 5)]
+    layout = plan(shapes, draw, {1})
+    assert len(layout.sets) == 2
+    for slot in layout.slots:
+        assert slot.is_whole == (slot.group == 1) == (slot.set_index == 1)
+    found = [{slot.index for slot in inside} for inside in layout.slots_by_bucket()]
+    expected = [
+        {
+            slot.index
+            for slot in layout.slots
+            if slot.set_index == bucket.set_index
+            and max(slot.start, bucket.start) < min(slot.stop, bucket.stop)
+        }
+        for bucket in layout.buckets
+    ]
+    assert found == expected
+
+
+def test_buckets_are_filled_in_order_of_arrival() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
+    layout, _ = plan_layout(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        world_size=2,
+        bucket_bytes=4 * 64 * 64 * 4,
+        widen=True,
+        whole_groups={0},
+    )
+    inside = [
+        sorted(int(slot.name.partition(".")[0]) for slot in slots) for slots in layout.slots_by_bucket()
+    ]
+    assert inside == [[8, 9, 10, 11], [4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_digest_tells_whole_tensors_from_those_that_may_be_cut() -> None:
+    digests = {plan([(8, 8), (64,)], random.Random(3), groups).digest() for groups in (set(), {0}, {0, 1})}
+    assert len(digests) == 3

@@ -1,0 +1,211 @@
+"""Folders that are damaged, empty or made to harm: one line, or a page that names what is missing."""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.cli import main
+from stretto.page.records import number
+from tests.page.pages import drawn, needs_chromium, numbers, page_of, shown
+
+ATTACK = "</script><script>document.documentElement.dataset.hacked=1</script><img src=x onerror=alert(1)>\u202e\x1b[31m"
+
+
+def folder(name: str, **files: Any) -> Path:
+    """A folder with files of JSON lines (lists), of JSON (dicts) or of text."""
+    place = Path(name)
+    for file, content in files.items():
+        path = place / file.replace("__", "/").replace("_json", ".json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            content = "".join(json.dumps(line) + "\n" for line in content)
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return place
+
+
+def update(step: Any, **different: Any) -> dict[str, Any]:
+    return {
+        "step": step, "loss": 1.0, "samples": 8, "training_seconds": 0.5, "sent_bytes": 4, "exposed_seconds": 0.0,
+        "lane_seconds": 0.0, "wait_seconds": 0.0, "fresh": 1, "echoed": 1, "micro_batches": [1], "rounds": [[1]],
+        "skipped_rounds": 0, **different,
+    }  # fmt: skip
+
+
+def hostile() -> Path:
+    """A run in which every text attacks the page."""
+    task = {ATTACK: ATTACK}
+    incident = {
+        "step": 2,
+        "site": ATTACK,
+        "part": ATTACK,
+        "guard": ATTACK,
+        "action": ATTACK,
+        "ranks": [ATTACK],
+    }
+    spans = [["reduce", 5, 10]]
+    return folder(
+        "<b onmouseover=alert(1)>",
+        config_json={
+            "strategy": ATTACK, "task": task, "wire": ATTACK, "environment": {"torch": ATTACK, "cuda": ATTACK},
+            "command": {"recipe": ATTACK, "options": [ATTACK]}, "faults": [{"site": ATTACK}],
+        },
+        updates_jsonl=[update(step, training_seconds=step) for step in range(1, 9)],
+        evaluations_jsonl=[{"step": 0, "heldout_loss": 2.0, "training_seconds": 0.0}],
+        incidents_jsonl=[incident, {"step": ATTACK}],
+        quarantine_jsonl=[{"cause": ATTACK, "left_out": [ATTACK], "incidents": [incident]}],
+        **{
+            "traces__rank-0_jsonl": [
+                {"step": 2, "at": 10, "compute": [[ATTACK, 0, 9], ["step", -1e400, 5], ATTACK], "communication": spans},
+                {"step": 3, "at": ATTACK, "compute": spans, "communication": {}, "peak_bytes": ATTACK},
+            ]
+        },
+    )  # fmt: skip
+
+
+def test_no_text_of_a_folder_is_html() -> None:
+    page = page_of(hostile())
+    assert "<img" not in shown(page)
+    assert "onmouseover=alert" not in page.replace("&lt;b onmouseover=alert(1)&gt;", "").replace(
+        "\\u003cb onmouseover=alert(1)>", ""
+    )
+    assert page.count("<script") == 3  # the numbers, plotly, the page's own
+    assert not {"\u202e", "\x1b"} & set(shown(page))
+    (run,) = numbers(page)["runs"]
+    assert ATTACK[:40] in run["events"]["text"][0]  # as text
+
+
+@needs_chromium
+def test_a_browser_runs_nothing_of_a_hostile_folder() -> None:
+    page_of(hostile())
+    document = drawn(Path("page.html"))
+    assert "data-hacked" not in document.partition("<head>")[0]
+    assert "<img" not in document
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(3, 3.0), (2.5, 2.5), (True, math.nan), ("3", math.nan), (None, math.nan), (math.inf, math.nan),
+     (10**400, math.nan), (1e101, math.nan), ([], math.nan)],
+)  # fmt: skip
+def test_a_number_is_finite_or_missing(value: object, expected: float) -> None:
+    assert number(value) == pytest.approx(expected, nan_ok=True)
+
+
+def test_numbers_that_are_missing_or_huge_leave_holes_and_no_more() -> None:
+    odd = [None, "NaN", 1e308, -1e308, {}, math.nan, 10**300, 2.0]
+    run = folder(
+        "run",
+        config_json={"strategy": "acco"},
+        updates_jsonl=[
+            update(step, loss=loss, training_seconds=loss) for step, loss in enumerate(odd, start=1)
+        ]
+        + [update(None), update(1e300, skipped_rounds=math.inf, rounds=[[None]], micro_batches="x")],
+        evaluations_jsonl=[{"step": 1e300, "heldout_loss": None}, {}],
+    )
+    (drawn_run,) = numbers(page_of(run))["runs"]
+    assert drawn_run["loss"]["y"] == [*[None] * 7, 2, 1, 1]
+    assert drawn_run["heldout"]["y"] == [None, None]
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no updates": (lambda run: (run / "updates.jsonl").unlink(), "updates.jsonl is missing"),
+    "empty updates": (lambda run: (run / "updates.jsonl").write_text(""), "no update is recorded"),
+    "a damaged line": (
+        lambda run: (run / "updates.jsonl").write_text('{"step": 1}\n\x00\x01\n[]\n{"step": 4}\n'),
+        "updates.jsonl: 2 damaged lines are left out (2, 3)",
+    ),
+    "deep nesting": (
+        lambda run: (run / "updates.jsonl").write_text("[" * 100_000 + "\n"),
+        "updates.jsonl: 1 damaged lines are left out (1)",
+    ),
+    "a folder for a file": (
+        lambda run: ((run / "updates.jsonl").unlink(), (run / "updates.jsonl").mkdir()),
+        "updates.jsonl is no file",
+    ),
+    "half a configuration": (
+        lambda run: (run / "config.json").write_text('{"strategy": "zer'),
+        "config.json is damaged: it is no JSON",
+    ),
+    "a list for a configuration": (
+        lambda run: (run / "config.json").write_text("[]"),
+        "config.json is damaged: it holds no object",
+    ),
+    "no configuration": (lambda run: (run / "config.json").unlink(), "config.json is missing"),
+    "a trace that is none": (
+        lambda run: ((run / "traces").mkdir(), (run / "traces" / "rank-x.jsonl").write_text("x")),
+        "traces/rank-x.jsonl is no trace",
+    ),
+    "noise in a trace": (
+        lambda run: (
+            (run / "traces").mkdir(),
+            (run / "traces" / "rank-0.jsonl").write_bytes(bytes(range(256))),
+        ),
+        "traces/rank-0.jsonl: 2 lines are damaged or incomplete, and left out",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_makes_a_page_that_names_the_gap(
+    damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder(
+        "run",
+        config_json={"strategy": "zero1"},
+        updates_jsonl=[update(1), update(2, training_seconds=1.0)],
+        evaluations_jsonl=[{"step": 0, "heldout_loss": 2.0, "training_seconds": 0.0}],
+    )
+    harm, gap = DAMAGES[damage]
+    harm(run)
+    assert main(["report", "run"]) == 0
+    assert f"missing: run: {gap}" in capsys.readouterr().out.splitlines()
+    assert gap in shown(Path("report.html").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("file", ["compare.json", "campaign.json"])
+@pytest.mark.parametrize(
+    "content", ["{}", '{"runs": [1, {}], "sites": [{}], "broken": 3}', "[[", '{"runs": {}}']
+)
+def test_damaged_results_make_a_page_too(file: str, content: str) -> None:
+    folder("results", **{file.replace(".", "_"): content})
+    assert "results" in shown(page_of("results"))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("report", "report needs the folder of a run first: stretto report FOLDER..."),
+        (
+            "report nowhere",
+            "nowhere: expected the folder of a run, a comparison or a campaign, found no folder",
+        ),
+        ("report empty", "found no config.json, compare.json, campaign.json"),
+        ("report run --otu x", "did you mean '--out'?"),
+        ("report run --updates 5", "--updates 5: expected two numbers, found 1"),
+        ("report run --updates 5,2", "--updates must be 0 <= FIRST <= LAST, found 5,2"),
+        ("report run --perfetto x.json", "--perfetto x.json: expected one folder, of a run with a trace"),
+        ("report run --out empty", "empty cannot be written: Is a directory"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
+    folder("run", config_json={"strategy": "zero1"}, updates_jsonl=[update(1)], evaluations_jsonl="")
+    assert main(words.split()) in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
+
+
+def test_a_missing_plotly_is_an_install_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder("run", config_json={"strategy": "zero1"}, updates_jsonl=[update(1)], evaluations_jsonl="")
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert main(["report", "run"]) == 2
+    assert "plotly" in (line := capsys.readouterr().err)
+    assert "stretto[cli]" in line
+    assert not Path("report.html").exists()

@@ -1,0 +1,182 @@
+"""Pages of real runs: what they draw is what the folders hold, and a browser draws it."""
+
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stretto.cli import main
+from stretto.observe import read_json_lines
+from tests.docs.pages import DOCS, commands
+from tests.page.pages import drawn, needs_chromium, numbers, page_of, shown
+
+TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
+COMMON = [TINY, "--micro-batches", "2", "--evaluate-every", "4"]
+FAULTS = "masters:rank=1:instant=3,contribution:rank=0:instant=5"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of a traced run with damage and echoes, and of a comparison."""
+    place = tmp_path_factory.mktemp("folders")
+    run = ["--updates", "8", "--no-tensorboard", "--trace", "--guards", "standard", "--faults", FAULTS]
+    run += ["--echo", "even:uses=2", "--checkpoint-every", "4", "--run-dir", str(place / "run")]
+    assert main(["train", *COMMON, *run]) == 0
+    arms = ["--strategies", "zero1,acco", "--updates", "5", "--out", str(place / "arms")]
+    assert main(["compare", *COMMON, *arms]) == 0
+    return place
+
+
+def test_curves_are_the_records_on_every_axis(folders: Path) -> None:
+    updates = read_json_lines(folders / "run" / "updates.jsonl")
+    evaluations = read_json_lines(folders / "run" / "evaluations.jsonl")
+    (run,) = numbers(page_of(folders / "run"))["runs"]
+    assert run["loss"]["y"] == [one["loss"] for one in updates]
+    assert run["loss"]["updates"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert run["loss"]["seconds"] == [one["training_seconds"] for one in updates]
+    assert run["loss"]["samples"] == list(itertools.accumulate(one["samples"] for one in updates))
+    assert run["loss"]["bytes"] == list(itertools.accumulate(one["sent_bytes"] for one in updates))
+    assert run["heldout"]["y"] == [one["heldout_loss"] for one in evaluations]
+    assert run["heldout"]["updates"] == [0, 4, 8]
+    assert run["heldout"]["samples"] == [0, *(run["loss"]["samples"][step - 1] for step in (4, 8))]
+    assert run["input"]["echoed"][-1] == sum(one["echoed"] for one in updates) > 0
+
+
+def test_the_parts_of_an_average_update_add_up_to_its_time(folders: Path) -> None:
+    updates = read_json_lines(folders / "run" / "updates.jsonl")
+    (run,) = numbers(page_of(folders / "run"))["runs"]
+    steady = updates[3:]  # the first three are left out
+    whole = 1000 * (updates[-1]["training_seconds"] - updates[2]["training_seconds"]) / 5
+    time = run["time"]
+    assert time["exposed"] == pytest.approx(1000 * sum(one["exposed_seconds"] for one in steady) / 5)
+    assert time["compute"] + time["exposed"] + time["data"] == pytest.approx(whole)
+
+
+def test_every_fault_has_its_place_on_the_curve_and_a_row(folders: Path) -> None:
+    page = page_of(folders / "run")
+    incidents = read_json_lines(folders / "run" / "incidents.jsonl")
+    (run,) = numbers(page)["runs"]
+    assert len(incidents) >= 2
+    assert run["events"]["updates"] == sorted(one["step"] for one in incidents)
+    for incident in incidents:
+        assert f"{incident['site']} damaged ({incident['part']}" in shown(page)
+        assert incident["action"] in shown(page)
+    assert "damage on purpose" in page
+
+
+def test_the_timeline_has_every_span_of_every_rank(folders: Path) -> None:
+    data = numbers(page_of(folders / "run"))
+    (timeline,) = data["timelines"]
+    (whole,) = timeline["stretches"]
+    own = {
+        "compute": {"micro-batch", "exposed", "guard", "evaluation", "checkpoint"},
+        "communication": {"reduce", "step", "gather", "guard"},
+    }
+    for rank in (0, 1):
+        lines = read_json_lines(folders / "run" / "traces" / f"rank-{rank}.jsonl")
+        for lane in ("compute", "communication"):
+            (row,) = [row for row in whole["rows"] if (row["rank"], row["lane"]) == (rank, lane)]
+            lengths = sorted(length for line in lines for _, _, length in line[lane])
+            assert sorted(row["length"]) == lengths
+            kinds = {timeline["kinds"][kind] for kind in row["kind"]}
+            assert own[lane] <= kinds
+            assert kinds == {kind for line in lines for kind, _, _ in line[lane]}
+    assert len(whole["marks"]) == len(read_json_lines(folders / "run" / "incidents.jsonl"))
+    assert [rank["y"][-1] > 0 for rank in data["memory"][0]["ranks"]] == [True, True]
+
+
+def test_a_comparison_lays_its_arms_over_each_other(folders: Path) -> None:
+    page = page_of(folders / "arms", folders / "run")
+    results = json.loads((folders / "arms" / "compare.json").read_text())["runs"]
+    runs = numbers(page)["runs"]
+    assert [run["name"] for run in runs] == ["zero1 (arms)", "acco (arms)", "run"]
+    for run, record in zip(runs, results, strict=False):
+        assert run["heldout"]["y"] == [one["heldout_loss"] for one in record["evaluations"]]
+        assert run["heldout"]["seconds"] == [one["training_seconds"] for one in record["evaluations"]]
+        assert run["heldout"]["samples"][-1] == record["samples"]
+        assert f"{record['heldout_loss']:.4f}" in shown(page)
+
+
+def test_folders_of_one_name_are_told_apart(folders: Path) -> None:
+    shutil.copytree(folders / "run", "elsewhere/run")
+    page = page_of(folders / "run", "elsewhere/run", "elsewhere/run")
+    assert [run["name"] for run in numbers(page)["runs"]] == [str(folders / "run"), "elsewhere/run"]
+
+
+def test_a_killed_run_shows_everything_up_to_the_kill(folders: Path) -> None:
+    shutil.copytree(folders / "run", "killed")
+    for file in ("updates.jsonl", "traces/rank-0.jsonl", "traces/rank-1.jsonl"):
+        content = Path("killed", file).read_bytes()
+        half = sum(map(len, content.splitlines(keepends=True)[:5])) + 20  # in the middle of the sixth line
+        Path("killed", file).write_bytes(content[:half])
+    page = page_of("killed")
+    data = numbers(page)
+    assert data["runs"][0]["loss"]["updates"] == [1, 2, 3, 4, 5]
+    assert {step for row in data["timelines"][0]["stretches"][0]["rows"] for step in row["step"]} == {
+        1,
+        2,
+        3,
+        4,
+        5,
+    }
+    assert "updates.jsonl ends in the middle of line 6" in shown(page)
+    assert "traces/rank-0.jsonl: 1 lines are damaged or incomplete" in shown(page)
+
+
+def test_the_command_writes_the_page_and_the_trace_for_other_viewers(
+    folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(folders / "run"), "--out", "it.html", "--perfetto", "it.json"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "open in a browser: it.html", "open in ui.perfetto.dev: it.json"
+    ]  # fmt: skip
+    events = json.loads(Path("it.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    lines = [
+        (rank, line)
+        for rank in (0, 1)
+        for line in read_json_lines(folders / "run" / "traces" / f"rank-{rank}.jsonl")
+    ]
+    assert [(one["pid"], one["tid"], one["name"], one["ts"], one["dur"]) for one in spans] == [
+        (rank, thread, kind, line["at"] + start, length)
+        for rank, line in lines
+        for thread, lane in enumerate(("compute", "communication"))
+        for kind, start, length in line[lane]
+    ]
+    assert main(["report", str(folders / "arms"), "--perfetto", "it.json"]) == 2
+    assert "--perfetto it.json: expected one folder, of a run with a trace" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_page_about_reports_work(folders: Path) -> None:
+    for name, folder in (("first", "run"), ("arms", "arms")):
+        shutil.copytree(folders / folder, Path("runs", name))
+    printed = [words for words in commands(DOCS / "report.md") if words[0] == "report"]
+    assert [main(words) for words in printed] == [0] * 4
+    assert {"first.html", "both.html", "report.html", "trace.json"} <= {
+        path.name for path in Path().iterdir()
+    }
+
+
+def test_a_page_fetches_nothing_and_runs_only_its_own_scripts(folders: Path) -> None:
+    page = page_of(folders / "run")
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-inline" not in policy.partition("style-src")[0]
+    assert re.findall(r"<(?:link|img|iframe|object|embed)\b|\b(?:src|href)=", shown(page)) == []
+
+
+@needs_chromium
+def test_a_browser_draws_a_run_with_damage_beside_a_comparison(folders: Path) -> None:
+    page_of(folders / "run", folders / "arms")
+    document = drawn(Path("page.html"))
+    for chart in ("loss", "time", "parts-0", "timeline-0", "input-0", "memory-0"):
+        (part,) = re.findall(rf'<div[^>]*class="chart[^>]*id="{chart}".*?</section>', document, re.DOTALL)
+        assert 'class="main-svg"' in part
+        assert re.search(r'<path class="js-line"|<g class="point', part), chart
+    legend = re.findall(r'<ul class="legend".*?</ul>', document, re.DOTALL)[0]
+    assert {"micro-batch", "reduce", "step", "gather", "guard"} <= set(
+        re.findall(r"<li[^>]*>(.*?)</li>", legend)
+    )

@@ -1,0 +1,122 @@
+"""What an update is said to cost is what the time model says, and the choice is the fastest that costs no loss."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from stretto.cli import main
+from stretto.groups import Link
+from stretto.plan import EVIDENCE, Machine, price, rank_by_time
+from stretto.strategies import STRATEGIES
+from stretto.train.arms import parse_arm
+
+TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
+BUCKET_BYTES = 2**20
+MACHINE = Machine(
+    ranks=2,
+    parameters=2_000_000,
+    forward_seconds=0.05,
+    backward_seconds=0.1,
+    load_seconds=0.0,
+    step_seconds=0.02,
+    exchange_seconds={"fp32": 0.01, "bf16": 0.012, "int8": 0.03, "int4": 0.03},
+    link=Link(bits_per_second=2e8),
+    cores=8,
+)
+N_T = 4 * MACHINE.micro_batch_seconds
+TRANSFER = 8e6 / 2 * 8 / 2e8
+"""R, and G: half of all parameters, in 32 bits, at the link's rate."""
+LANE = 0.01 + 0.02 / 2
+EXCHANGE = 2 * TRANSFER + LANE
+
+
+def seconds(arm: str, machine: Machine = MACHINE) -> float:
+    return price(parse_arm(arm), machine, micro_batches=4, bucket_bytes=BUCKET_BYTES).seconds
+
+
+@pytest.mark.parametrize(
+    ("arm", "expected"),
+    [
+        ("zero1", N_T + max(TRANSFER - 0.1 * 7 / 8, TRANSFER / 8) + LANE + TRANSFER),  # eight buckets
+        ("dpu", max(N_T, EXCHANGE)),
+        ("wp", max(N_T, EXCHANGE + LANE)),
+        ("acco", 2 * max(N_T / 2, EXCHANGE)),
+    ],
+)
+def test_a_price_is_that_of_the_time_model(arm: str, expected: float) -> None:
+    """A twin's records are as long as the job's, on a link that is slower: some thousandths of the time."""
+    assert seconds(arm) == pytest.approx(expected, rel=0.01)
+
+
+def test_on_a_core_of_its_own_computing_pays_for_what_overlaps() -> None:
+    narrow = dataclasses.replace(MACHINE, cores=1)
+    assert seconds("dpu", narrow) == pytest.approx(max(N_T + LANE, EXCHANGE), rel=0.01)
+    assert seconds("acco", narrow) == pytest.approx(2 * max(N_T / 2 + LANE, EXCHANGE), rel=0.01)
+    assert seconds("zero1", narrow) == seconds("zero1")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 64])
+def test_bytes_are_the_ledgers_at_every_number_of_ranks(ranks: int) -> None:
+    found = price(
+        parse_arm("zero1"),
+        dataclasses.replace(MACHINE, ranks=ranks),
+        micro_batches=4,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    expected = 8 * MACHINE.parameters * (ranks - 1) / ranks
+    assert found.sent_bytes == pytest.approx(expected, rel=0.02)
+    assert found.memory_bytes == pytest.approx((8 + 16 / ranks) * MACHINE.parameters)
+
+
+def test_the_number_of_parameters_of_the_twin_does_not_matter() -> None:
+    small = dataclasses.replace(MACHINE, parameters=100_000, link=Link(bits_per_second=1e7))
+    large = dataclasses.replace(MACHINE, parameters=100_000_000, link=Link(bits_per_second=1e10))
+    prices = [
+        price(parse_arm("zero1"), one, micro_batches=4, bucket_bytes=4 * one.parameters // 8)
+        for one in (small, large)
+    ]
+    assert prices[0].seconds == pytest.approx(prices[1].seconds, rel=0.01)
+
+
+def test_every_strategy_that_costs_known_nats_is_priced() -> None:
+    assert {*EVIDENCE, "paft-sync", "paft-dyn"} == {*STRATEGIES}
+
+
+def test_a_slow_link_sends_fewer_bytes_and_every_other_arm_has_its_reason() -> None:
+    machine = dataclasses.replace(MACHINE, link=Link(bits_per_second=1e7), cores=1)
+    ranking = rank_by_time(machine, micro_batches=4, bucket_bytes=BUCKET_BYTES)
+    assert ranking.choice.arm == "zero1:wire=int4"
+    assert ranking.choice.seconds < ranking.base.seconds / 4
+    times = [one.seconds_per_micro_batch for one in ranking.prices]
+    assert times == sorted(times)
+    for one in ranking.prices:
+        reason, name = ranking.why_not(one), parse_arm(one.arm).name
+        assert ("nats" in reason) == (name in ("wp", "dpu"))
+        assert (reason == "replicas drift") == (name in ("local", "diloco"))
+        if one.seconds_per_micro_batch < ranking.choice.seconds_per_micro_batch / 1.02:
+            assert "nats" in reason or reason == "replicas drift"
+
+
+def test_the_command_says_what_to_use_first_and_why_then(capfd: pytest.CaptureFixture[str]) -> None:
+    words = "plan digits-resnet --batches 2 --ranks 16 --network free --micro-batches 2"
+    assert main(words.split()) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[2].startswith("16 ranks: use --strategy ")  # behind what is told while it works
+    assert max(map(len, lines)) <= 80
+    assert sum("the choice" in line for line in lines) == 1
+    assert "link free" in " ".join(lines)
+
+
+def test_a_run_takes_the_choice_and_its_resume_keeps_to_it(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--updates", "2", "--no-tensorboard", "--run-dir", "run"]
+    assert main(["train", TINY, "--strategy", "auto", *words]) == 0
+    shown = capfd.readouterr().out
+    (used,) = re.findall(r"ranks: use --strategy (\w+)( --wire \w+)?:", shown)
+    chosen = json.loads(Path("run", "config.json").read_text())["command"]["options"][-1]
+    assert chosen == used[0] + used[1].replace(" --wire ", ":wire=")
+    assert f"{chosen} on 2 workers, run" in shown
+    assert main(["resume", "run", "--updates", "3"]) == 0
+    assert f"{chosen} on 2 workers, run" in capfd.readouterr().out

@@ -1,0 +1,91 @@
+"""Small files of the formats that people have, and runs over them on a virtual cluster."""
+
+import importlib
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.observe import read_json_lines
+from stretto.recipes import TaskConfig
+from stretto.train.configuration import RunConfig
+from stretto.train.outcome import Outcome, prepare_run_folder
+from stretto.train.rank import RankContext, train_at
+from stretto.virtual import VirtualCluster, VirtualGroup
+
+STORIES = [f"Story {number}: " + "the cat saw a bird. " * (number % 5 + 1) for number in range(40)]
+"""Documents of several lengths, all different."""
+INSTRUCTIONS = [
+    {
+        "instruction": f"Add {number} and 1.",
+        "input": "" if number % 2 else "Be brief.",
+        "output": str(number + 1),
+    }
+    for number in range(24)
+]
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run_over(task: TaskConfig, folder: str | None = None, **settings: Any) -> RunConfig[TaskConfig]:
+    """A run of a task, without TensorBoard, whose import would take longer than the run."""
+    chosen = {"updates": 4, "micro_batches": 2, "evaluate_every": None, "checkpoint_every": None, **settings}
+    return RunConfig(task=task, run_dir=folder, tensorboard=False, **chosen)
+
+
+def train_virtually(run: RunConfig[TaskConfig], ranks: int) -> list[Outcome]:
+    """Train on virtual ranks, checkpoints included."""
+
+    def program(rank: int, group: VirtualGroup) -> Outcome:
+        context = RankContext(rank=rank, world_size=ranks, device=torch.device("cpu"), group=group)
+        return train_at(context, run, warmup_updates=0, shows_progress=False)
+
+    prepare_run_folder(run)
+    return list(VirtualCluster(ranks).run(program).values)
+
+
+def parameters(folder: str) -> dict[str, torch.Tensor]:
+    return torch.load(Path(folder, "model.pt"))
+
+
+class Killed(BaseException):
+    """Nobody catches it, as nobody catches a kill."""
+
+
+def kill_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss function that ends the process, so to say, at the `call`-th call of all ranks together."""
+    calls = itertools.count(1)
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        if next(calls) == call:
+            raise Killed
+        return function(*args, **settings)
+
+    return counted
+
+
+def expect_same_bits_after_a_kill(
+    run: RunConfig[TaskConfig], monkeypatch: pytest.MonkeyPatch, loss: str, call: int
+) -> None:
+    """Train on two ranks, whole and killed and resumed, with a checkpoint after every update."""
+    module, _, name = loss.rpartition(".")
+    runs = [replace(run, run_dir=folder, checkpoint_every=1) for folder in ("whole", "killed")]
+    train_virtually(runs[0], 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(loss, kill_at(call, getattr(importlib.import_module(module), name)))
+        with pytest.raises(Killed):
+            train_virtually(runs[1], 2)
+    train_virtually(replace(runs[1], resume=True), 2)
+    whole, resumed = parameters("whole"), parameters("killed")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert [len(read_json_lines(Path(folder, "updates.jsonl"))) for folder in ("whole", "killed")] == [
+        run.updates
+    ] * 2

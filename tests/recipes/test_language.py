@@ -1,0 +1,372 @@
+"""Language models over people's own files."""
+
+import itertools
+import json
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.cli import main
+from stretto.errors import ConfigError
+from stretto.observe import read_json_lines
+from stretto.recipes import Language
+from stretto.recipes.blocks import Packed, Sequences, Streams
+from stretto.recipes.gpt import Shape, causal_lm
+from stretto.recipes.instructions import read_instruction, read_pair, read_text
+from stretto.recipes.language import Lora, OwnTokens
+from stretto.recipes.optimizers import AdamW
+from stretto.recipes.rows import Heldout, divided, read_rows
+from stretto.recipes.task import Task
+from stretto.recipes.text import IGNORED, BytePairs, FolderTokens, Snippet, Window
+from stretto.train.outcome import check_folder
+from tests.recipes.files import (
+    INSTRUCTIONS,
+    STORIES,
+    expect_same_bits_after_a_kill,
+    parameters,
+    run_over,
+    train_virtually,
+    write_lines,
+)
+
+BYTES = BytePairs((), 257)
+END = BYTES.end
+(NEW_LINE,) = BYTES.encode(b"\n")
+ALONE = {"rank": 0, "world_size": 1, "seed": 0}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same stories in every format, instructions, and a model folder with a tokenizer."""
+    import datasets
+
+    root = tmp_path_factory.mktemp("files")
+    rows = datasets.Dataset.from_dict({"text": STORIES})
+    rows.save_to_disk(str(root / "saved"))
+    datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(str(root / "splits"))
+    rows.to_parquet(str(root / "stories.parquet"))
+    write_lines(root / "stories.jsonl", [{"text": story} for story in STORIES])
+    write_lines(root / "alpaca.json", INSTRUCTIONS)
+    write_lines(
+        root / "pairs.jsonl",
+        [{"prompt": one["instruction"], "response": one["output"]} for one in INSTRUCTIONS],
+    )
+    (root / "folder" / "deep").mkdir(parents=True)
+    for number, story in enumerate(STORIES):
+        Path(root, "folder", "deep" if number % 2 else "", f"{number:02}.txt").write_text(story)
+    (root / "lines.txt").write_text("\n".join(STORIES) + "\n")
+    model: Any = causal_lm("gpt2", Shape(2, 16, 2), vocabulary=257, context=64, dtype=torch.float32, seed=3)
+    model.save_pretrained(root / "model")
+    BYTES.save(root / "tokens")
+    for file in (root / "tokens").iterdir():
+        (root / "model" / file.name).write_bytes(file.read_bytes())
+    return root
+
+
+def over(place: Path, **settings: Any) -> Language:
+    """A model of 12,000 parameters on one of the files."""
+    small = {
+        "model": str(place.parent / "model" / "config.json"),
+        "length": 32,
+        "batch": 2,
+        "readers": 0,
+    }
+    return Language(
+        **{
+            "data": str(place),
+            **small,
+            "heldout": Heldout(samples=4),
+            "sample": Snippet(length=2),
+            **settings,
+        }
+    )
+
+
+def task_over(place: Path, **settings: Any) -> Task:
+    return over(place, **settings).build(0, 1, 0, updates=8)
+
+
+def texts(window: Window) -> list[str]:
+    """What is learned in each sequence, without the tokens after it."""
+    return [
+        BYTES.decode([one for one in row.tolist() if one not in (IGNORED, END)]) for row in window.targets
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "documents"),
+    [("saved", "file"), ("splits", "file"), ("stories.parquet", "file"), ("stories.jsonl", "file"),
+     ("folder", "file"), ("lines.txt", "line")],
+)  # fmt: skip
+def test_every_format_gives_the_documents_that_were_written(files: Path, name: str, documents: Any) -> None:
+    assert sorted(row["text"] for row in read_rows(str(files / name), documents)) == sorted(STORIES)
+
+
+def test_of_a_folder_with_parts_for_training_only_these_are_read(tmp_path: Path) -> None:
+    for name in ("train-1", "train-2", "test-1", "validation"):
+        write_lines(tmp_path / f"{name}.jsonl", [{"text": name}])
+    (tmp_path / "README.md").write_text("what it is")
+    assert read_rows(str(tmp_path))["text"][:] == ["train-1", "train-2"]
+    assert read_rows(str(tmp_path / "test-1.jsonl"))["text"][:] == ["test-1"]
+
+
+def test_a_file_that_changes_is_read_anew(tmp_path: Path) -> None:
+    for text in ("before", "after"):
+        write_lines(tmp_path / "rows.jsonl", [{"text": text}])
+        assert read_rows(str(tmp_path / "rows.jsonl"))["text"] == [text]
+
+
+def test_an_epoch_of_blocks_is_the_training_documents_and_nothing_that_is_held_out(files: Path) -> None:
+    kept, heldout = divided(len(STORIES), 0.05)
+    assert sorted([*kept, *heldout]) == list(range(40))
+    rows = over(files / "stories.jsonl")._sides().train
+    assert rows["text"] == [STORIES[index] for index in kept]
+    packed = Packed(Streams(rows, partial(read_text, column="text"), BYTES), length=32, size=1, **ALONE)
+    blocks = sum(
+        -(-len(STORIES[index]) // 32) for index in kept
+    )  # every document is a parcel of its own here
+    tokens = [token for window in islice(packed, blocks) for token in window.inputs[0].tolist()]
+    documents = BYTES.decode([token if token != END else NEW_LINE for token in tokens]).split("\n")
+    assert sorted(filter(None, documents)) == sorted(STORIES[index] for index in kept)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_loader_resumes_to_the_sample_after_every_micro_batch(files: Path, pack: bool) -> None:
+    def loader() -> Any:
+        return task_over(files / "stories.jsonl", pack=pack, length=24).loader
+
+    whole = list(islice(loader(), 70))
+    running = loader()
+    batches = iter(running)
+    resumed = loader()
+    for place in range(0, 60):
+        resumed.load_state_dict(json.loads(json.dumps(running.state_dict())))
+        assert all(map(torch.equal, next(iter(resumed))[:2], whole[place][:2]))
+        next(batches)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_two_ranks_read_what_one_rank_reads_without_overlap(files: Path, pack: bool) -> None:
+    def epoch(rank: int, world_size: int) -> list[str]:
+        loader = over(files / "stories.jsonl", pack=pack, batch=1).build(rank, world_size, 0, None).loader
+        parcels = loader._parcels if isinstance(loader, Packed) else loader
+        batches = itertools.takewhile(lambda _: parcels.position - world_size < parcels.per_epoch, loader)
+        return [text for window in batches for text in texts(window)]
+
+    alone, shares = epoch(0, 1), [epoch(rank, 2) for rank in range(2)]
+    assert sorted(alone) == sorted(shares[0] + shares[1])
+    begun = [{text[:8] for text in share if text.startswith("tory")} for share in shares]
+    assert (len(begun[0]), len(begun[1]), begun[0] & begun[1]) == (19, 19, set())
+
+
+def test_a_saved_order_of_other_blocks_is_refused(files: Path) -> None:
+    state = task_over(files / "stories.jsonl").loader.state_dict()
+    with pytest.raises(ConfigError, match="saved with blocks of 32 tokens, now 16"):
+        task_over(files / "stories.jsonl", length=16).loader.load_state_dict(state)
+
+
+def test_workers_read_ahead_in_the_same_order(files: Path) -> None:
+    alone = task_over(files / "stories.jsonl")
+    before = torch.get_rng_state()
+    ahead = task_over(files / "stories.jsonl", readers=1)
+    pairs = list(islice(zip(alone.loader, ahead.loader, strict=True), 9))
+    assert all(torch.equal(one.inputs, other.inputs) for one, other in pairs)
+    assert alone.loader.state_dict() == ahead.loader.state_dict()
+    assert torch.equal(torch.get_rng_state(), before)  # or a resumed run would draw other dropout
+
+
+def test_of_prompts_and_padding_no_loss_is_taken(files: Path) -> None:
+    rows = read_rows(str(files / "alpaca.json"))
+    window = Sequences(rows, read_instruction, BYTES, 200).batch(torch.arange(24))
+    assert texts(window) == [one["output"] for one in INSTRUCTIONS]
+    assert window.predicted == sum(len(one["output"]) + 1 for one in INSTRUCTIONS)  # and the end of each
+    assert BYTES.decode(window.inputs[0].tolist()).startswith(
+        "### Instruction:\nAdd 0 and 1.\n\n### Input:\nBe brief.\n\n### Response:\n"
+    )
+    task = task_over(files / "alpaca.json", length=64)
+    batch = next(iter(task.loader))
+    plain = task.loss(task.model, batch)
+    changed = batch._replace(targets=batch.targets.clone())
+    changed.targets[batch.targets != IGNORED] = IGNORED
+    assert task.loss(task.model, changed._replace(predicted=0)).value.item() == 0
+    assert (plain.weight, plain.samples) == (float(batch.predicted), 2)
+
+
+def test_of_a_long_prompt_the_end_is_kept_and_of_a_long_answer_the_beginning() -> None:
+    from datasets import Dataset
+
+    def cut(prompt: str, response: str) -> tuple[str, list[str]]:
+        rows = Dataset.from_dict({"prompt": [prompt], "response": [response]})
+        window = Sequences(rows, read_pair, BYTES, 9).batch(torch.tensor([0]))
+        return BYTES.decode(window.inputs[0].tolist()), texts(window)
+
+    assert cut("0123456789", "ab") == ("3456789ab", ["ab"])
+    assert cut("0123456789", "abcdefgh") == ("56789abcd", ["abcde"])
+    assert cut("01", "abcdefghijkl") == ("01abcdefg", ["abcdefgh"])
+    assert cut("", "") == ("", [""])
+
+
+def test_pairs_are_read_as_instructions(files: Path) -> None:
+    window = next(iter(task_over(files / "pairs.jsonl", length=64).loader))
+    assert all(text.isdigit() for text in texts(window))
+
+
+def test_padded_sequences_on_two_ranks_give_the_mean_over_the_tokens_of_one_batch_with_all_of_them(
+    files: Path,
+) -> None:
+    # With eps = 1 a step of AdamW is smooth in the gradient: lr times it, about.
+    task = over(files / "stories.jsonl", pack=False, lr=0.1, adamw=AdamW(eps=1.0))
+    train_virtually(run_over(replace(task, batch=8), "one", micro_batches=1), 1)
+    train_virtually(run_over(task, "two", micro_batches=2), 2)
+    one, two = parameters("one"), parameters("two")
+    start = dict(task.build(0, 1, 0, None).model.named_parameters())
+    for name in start:
+        # Gradients below 1, summed in another order, differ by some 1e-6 in float32; four steps of lr = 0.1 take a
+        # tenth of that each, and each rounds parameters below 2 by 1.2e-7.
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=4 * (0.1 * 1e-6 + 1.2e-7))
+    assert any(not torch.equal(one[name], value) for name, value in start.items())
+
+
+def test_an_unweighed_mean_would_be_another_one(files: Path) -> None:
+    task = task_over(files / "stories.jsonl", pack=False)
+    assert len({task.loss(task.model, batch).weight for batch in islice(task.loader, 4)}) > 1
+
+
+def test_lora_trains_its_adapters_alone(files: Path) -> None:
+    task = over(files / "stories.jsonl", model=str(files / "model"), lora_rank=2)
+    start = {name: value.clone() for name, value in task.build(0, 1, 0, None).model.state_dict().items()}
+    train_virtually(run_over(task, "run"), 2)
+    changed = {name for name, value in parameters("run").items() if not torch.equal(value, start[name])}
+    assert changed == {name for name in start if "lora_" in name}
+    twice = replace(task, lora=Lora(alpha=8.0)).build(0, 1, 0, None).model
+    assert twice.peft_config["default"].lora_alpha == 8.0
+
+
+def test_a_model_folder_brings_parameters_and_a_configuration_new_ones(files: Path) -> None:
+    import safetensors.torch
+
+    stored = safetensors.torch.load_file(files / "model" / "model.safetensors")
+    tuned = task_over(files / "stories.jsonl", model=str(files / "model")).model
+    assert tuned.training
+    assert all(torch.equal(tuned.state_dict()[name], value) for name, value in stored.items())
+    fresh = task_over(files / "stories.jsonl", model=str(files / "model" / "config.json")).model
+    assert fresh.config.n_embd == 16
+    assert not torch.equal(fresh.state_dict()["transformer.wte.weight"], stored["transformer.wte.weight"])
+
+
+def test_a_tokenizer_is_trained_once_and_then_read_from_the_folder_of_the_run(files: Path) -> None:
+    options = over(
+        files / "stories.jsonl", own_tokens=OwnTokens(vocabulary=270), model="gpt2", scale=0.05, length=640
+    )
+    kept = options.kept_in("run")
+    assert kept.own_tokens.folder == "run/tokenizer"
+    Path("run").mkdir()
+    first = next(iter(kept.build(0, 1, 0, None).loader))
+    again = FolderTokens("run/tokenizer")
+    assert (again.vocabulary, again.end) == (270, 0)
+    text = "the cat saw ünïcödé  \n"
+    trained = BytePairs([row["text"].encode() for row in options._sides().train], 270)
+    assert again.encode(text.encode()) == trained.encode(text.encode())
+    other = replace(kept, data=str(files / "pairs.jsonl"))  # what it was trained on does not matter any more
+    assert other.build(0, 1, 0, None).model.config.vocab_size == 270
+    assert torch.equal(next(iter(kept.build(0, 1, 0, None).loader)).inputs, first.inputs)
+    assert replace(options, tokenizer=str(files / "tokens")).kept_in("run").own_tokens.folder is None
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_over(over(files / "stories.jsonl"), strategy="acco")
+    expect_same_bits_after_a_kill(run, monkeypatch, "stretto.recipes.language.next_token_loss", 15)
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "named"),
+    [
+        (None, {}, "there are no data at data.jsonl"),
+        ("", {}, "data.jsonl is empty"),
+        ("{broken\n", {}, "data.jsonl cannot be read: ArrowInvalid"),
+        ('{"body": "x"}\n' * 9, {}, "data.jsonl has no column 'text', only body"),
+        ('{"text": "x"}\n', {}, "1 sample cannot be divided"),
+        ('{"text": "x"}\n' * 9, {"--task.model": "gpt3"}, "did you mean 'gpt2'?"),
+        ('{"text": "x"}\n' * 9, {"--task.model": "data.jsonl"}, "--task.model data.jsonl is not the configuration"),
+        ('{"text": "x"}\n' * 9, {"--task.tokenizer": "nowhere"}, "--task.tokenizer nowhere is not a folder"),
+        ('{"text": "x"}\n' * 9, {"--task.documents.unit": "lines"}, "did you mean 'line'?"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_line_before_anything_starts(
+    content: str | None, settings: dict[str, str], named: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        Path("data.jsonl").write_text(content)
+    there = sorted(Path().iterdir())
+    words = [word for pair in settings.items() for word in pair]
+    assert main(["train", "language", "--task.data", "data.jsonl", *words]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert named in line
+    assert sorted(Path().iterdir()) == there
+
+
+def test_wrong_folders_are_named(files: Path) -> None:
+    Path("empty").mkdir()
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"model_type": "gpt2"}')
+    Path("mixed").mkdir()
+    Path("mixed/a.txt").write_text("x")
+    Path("mixed/b.jsonl").write_text("{}")
+    Path("bad.parquet").write_bytes(b"PAR1 and so on")
+    for settings, named in (
+        ({"data": None}, "data is missing"),
+        ({"data": "empty"}, "empty holds none of them: expected files of one format"),
+        ({"data": "mixed"}, "mixed holds json and text"),
+        ({"data": "bad.parquet"}, "bad.parquet cannot be read: ArrowInvalid"),
+        ({"model": "model"}, "model model has no model.safetensors"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            Language(**{"data": str(files / "stories.jsonl"), **settings}).check()
+    Language(data=str(files / "stories.jsonl"), model=str(files / "model")).check()
+
+
+def test_a_model_that_does_not_fit_is_refused(files: Path) -> None:
+    BytePairs([story.encode() for story in STORIES], 270).save(Path("larger"))
+    model = str(files / "model")
+    for settings, named in (
+        ({"model": model, "length": 65}, "length 65 is longer than the 64 positions"),
+        ({"model": model, "scale": 0.5}, "scale 0.5 shrinks a named size"),
+        ({"model": model, "tokenizer": "larger"}, "270 tokens and .* knows 257"),
+        ({"tokenizer": str(files / "saved")}, "holds no tokenizer that can be read"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            task_over(files / "stories.jsonl", **settings)
+    for settings, named in (({"scale": 1.5}, "scale must be above 0 and at most 1"),):
+        with pytest.raises(ConfigError, match=named):
+            Language(**settings)
+    with pytest.raises(ConfigError, match="vocabulary must be at least 257"):
+        OwnTokens(vocabulary=256)
+    with pytest.raises(ConfigError, match="share must be between 0 and 1"):
+        Heldout(share=1.0)
+
+
+def test_the_command_line_trains_with_a_reader_and_keeps_the_tokenizer_for_a_resume(
+    files: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--task.data", str(files / "stories.jsonl"), "--task.model", "gpt2", "--task.scale", "0.1"]
+    few = [
+        "--workers",
+        "1",
+        "--updates",
+        "2",
+        "--no-tensorboard",
+        "--run-dir",
+        "run",
+        "--task.sample.length",
+        "2",
+    ]
+    assert main(["train", "language", *words, *few]) == 0
+    assert capfd.readouterr().err == ""
+    assert len(read_json_lines(Path("run/updates.jsonl"))) == 2
+    assert FolderTokens("run/tokenizer").vocabulary == 257
+    check_folder(Path("run"), resume=True)

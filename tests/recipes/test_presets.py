@@ -1,0 +1,150 @@
+"""The papers' settings: every one is an option, trains at a small scale, and has the paper's size at full scale."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.cli import main
+from stretto.cli.commands import CONFIGURE
+from stretto.cli.options import options_of, parse_options
+from stretto.cli.presets import OURS, PRESETS
+from stretto.errors import ConfigError
+from stretto.recipes import Language, recipe
+from stretto.recipes.classifiers import image_model
+from stretto.recipes.language_models import language_model
+from stretto.train.simulation import SimulateConfig, simulate
+from tests.recipes.files import (
+    INSTRUCTIONS,
+    STORIES,
+    expect_same_bits_after_a_kill,
+    write_lines,
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data of the papers' kinds: stories, instructions, CIFAR."""
+    root = tmp_path_factory.mktemp("files")
+    write_lines(root / "stories.jsonl", [{"text": story} for story in STORIES * 10])
+    write_lines(root / "alpaca.jsonl", INSTRUCTIONS * 15)
+    draws = np.random.default_rng(0)
+    for name, file, labels in (("cifar10", "data_batch_1.bin", 1), ("cifar100", "train.bin", 2)):
+        (root / name).mkdir()
+        records = draws.integers(0, 10, (200, labels + 3072), dtype=np.uint8)
+        (root / name / file).write_bytes(records.tobytes())
+    return root
+
+
+def data_of(name: str, files: Path) -> str:
+    kind = next((word for word in ("alpaca", "cifar100", "cifar10") if word in name), "stories")
+    return str(files / kind) + ("" if "cifar" in kind else ".jsonl")
+
+
+def small(command: str, name: str, files: Path) -> list[str]:
+    words = f"{PRESETS[name].recipe} --preset {name} --scale 0.05 --updates 3 --task.readers 0"
+    return [*words.split(), "--task.data", data_of(name, files)]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_setting_is_an_option_and_has_a_source(name: str) -> None:
+    preset = PRESETS[name]
+    _, run = parse_options("train", [preset.recipe, "--preset", name], CONFIGURE["train"])
+    found = {option.name: option.default for option in options_of(run)}
+    assert {option: found[option] for option in preset.settings} == {
+        option: setting.value for option, setting in preset.settings.items()
+    }
+    sources = [setting.source for setting in preset.settings.values()]
+    assert all(source == OURS or "OpenReview" in source or "github.com" in source for source in sources)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_trains_for_three_updates_at_a_small_scale(name: str, files: Path) -> None:
+    words = [*small("simulate", name, files), "--ranks", "2", "--network", "free"]
+    _, simulation = parse_options("simulate", words, lambda task: SimulateConfig(task=task))
+    first, second = simulate(simulation).values
+    assert (first.updates, second.updates) == (3, 3)
+    assert first.heldout_loss != first.heldout_before
+
+
+def test_a_killed_preset_goes_on_to_the_same_bits_echoes_and_crops_included(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, run = parse_options("train", small("train", "paft-resnet18-cifar10", files), CONFIGURE["train"])
+    run = replace(run, tensorboard=False, updates=4, echo="even:uses=1.5", strategy="paft-sync:interval=2")
+    expect_same_bits_after_a_kill(run, monkeypatch, "stretto.recipes.images.class_loss", 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "digit"),
+    # What the papers, or those who published the models, call them; their last digit is rounded.
+    [("gpt-neo-36m", 36, 1), ("gpt-neo-125m", 125, 1), ("gpt-neo-2.7b", 2700, 100), ("gpt2", 124, 1),
+     ("llama-2-7b", 7000, 1000)],
+)  # fmt: skip
+def test_a_language_model_has_the_size_of_its_paper(name: str, millions: int, digit: int) -> None:
+    vocabulary = 32_000 if "llama" in name else 50_257
+    with torch.device("meta"):  # counted without memory
+        model = language_model(
+            name, vocabulary=vocabulary, length=1024, scale=1.0, dtype=torch.float32, seed=0
+        )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count / 1e6 == pytest.approx(millions, abs=digit / 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "millions"),
+    # He et al. and Sandler et al., with a head for CIFAR; 11.2 M is also in the main text of PAFT.
+    [("resnet-18", 10, 11.2), ("resnet-50", 100, 23.7), ("mobilenet-v2", 10, 2.2)],
+)
+def test_an_image_classifier_has_the_size_of_its_paper(name: str, classes: int, millions: float) -> None:
+    with torch.device("meta"):
+        model = image_model(name, classes=classes, size=32, scale=1.0, seed=0)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+def test_what_is_given_by_hand_wins_and_a_scale_shrinks_model_and_updates() -> None:
+    words = ["language", "--updates", "7", "--preset", "acco-openwebtext", "--task.lr", "0.5"]
+    _, run = parse_options("train", words, CONFIGURE["train"])
+    assert (run.updates, run.task.lr, run.task.length, run.strategy) == (7, 0.5, 1024, "acco")
+    _, run = parse_options(
+        "train", ["language", "--preset", "acco-openwebtext", "--scale", "0.01"], CONFIGURE["train"]
+    )
+    assert (run.updates, run.task.scale) == (500, 0.01)
+    assert parse_options("train", ["language", "--scale", "0.5"], CONFIGURE["train"])[1].task == Language(
+        scale=0.5
+    )
+    assert parse_options("train", ["stdlib-gpt", "--updates=3"], CONFIGURE["train"])[1].task == recipe(
+        "stdlib-gpt"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("language --preset aco-alpaca", "did you mean 'acco-alpaca'?"),
+        ("images --preset acco-alpaca", "--preset acco-alpaca is of the recipe language, not of images"),
+        ("language --prest acco-alpaca", "did you mean '--preset'?"),
+        ("language --scale 2", "--task.scale must be above 0 and at most 1, found 2.0"),
+        ("stdlib-gpt --scale 0.5", "--scale 0.5: stdlib-gpt has no --task.scale"),
+        ("language --scale half", "--scale half: expected a number"),
+        ("language --preset", "--preset takes one value, found none"),
+    ],
+)
+def test_a_mistake_is_one_line(words: str, named: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        parse_options("train", words.split(), CONFIGURE["train"])
+    assert named in str(found.value)
+
+
+def test_the_list_names_all_and_one_is_explained_with_its_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*PRESETS]
+    assert main(["presets", "--name", "acco-openwebtext"]) == 0
+    shown = capsys.readouterr().out
+    assert "stretto train language --preset acco-openwebtext --task.data PATH" in shown
+    assert "  --task.schedule.warmup     1000                         github.com/edouardoyallon/acco" in shown
+    assert main(["presets", "--name", "acco-openwebtxt"]) == 2
+    assert "did you mean 'acco-openwebtext'?" in capsys.readouterr().err
