@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PINNED := $(VENV)/.pinned
 READY := $(VENV)/.ready
 
-.PHONY: setup train test types layers behaviour format clean
+.PHONY: setup train test types layers site behaviour format clean
 
 setup: $(READY)
 
@@ -22,13 +22,17 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@$(MAKE) --no-print-directory --jobs 2 behaviour types layers  # mypy alone would leave a core idle
+	@$(MAKE) --no-print-directory --jobs 2 behaviour types layers site  # mypy alone would leave a core idle
 
 types: $(READY)
 	$(BIN)/mypy
 
 layers: $(READY)
 	$(BIN)/lint-imports
+
+# Into build/site/index.html. Any warning is an error: a link into the void, a page without a place, a public name without one.
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet it would not see warnings
 
 behaviour: $(READY)
 	$(BIN)/pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder

@@ -16,7 +16,7 @@ def package_files() -> list[Path]:
 
 def project_files() -> list[Path]:
     """Every Python file that people wrote, tests included."""
-    folders = ("src", "tests", "examples", "experiments", "benchmarks")
+    folders = ("src", "tests", "examples", "experiments", "benchmarks", "website")
     return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
 
 

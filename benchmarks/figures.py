@@ -1,0 +1,217 @@
+"""The figures of the pages, drawn from the raw data in `benchmarks/results/` and from the virtual cluster.
+
+    python benchmarks/figures.py
+
+Equal data give equal files, byte for byte, with one version of matplotlib; `tests/docs/test_figures.py` draws them
+again. Colours are those of Okabe and Ito, which the colour-blind can tell apart, and no colour stands alone.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib.figure import Figure
+
+from stretto import ACCO, DDP, DataParallel, Options, Strategy
+from stretto.virtual import Compute, Span, Trace, Transfer, VirtualCluster, parse_network
+
+RESULTS = Path(__file__).resolve().parent / "results"
+FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8A8A"
+STYLE = {
+    "svg.fonttype": "none",  # text that can be searched, and small files
+    "svg.hashsalt": "stretto",  # equal names inside equal files
+    "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "hatch.linewidth": 0.6,
+}
+WIDTH = 6.2
+"""Inches."""
+
+
+# Lanes
+
+
+def trace_of(strategy: Strategy) -> Trace:
+    """Return what two virtual ranks do in ten updates, whose exchange takes nearly two micro-batches."""
+
+    options = Options(bucket_bytes=230_000)  # a bucket for each layer, which leaves during the backward pass
+
+    def program(rank: int, group: Any) -> None:
+        model = torch.nn.Sequential(*[torch.nn.Linear(236, 236) for _ in range(4)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        with DataParallel(
+            model, optimizer, strategy, micro_batches=4, group=group, options=options
+        ) as parallel:
+            for _ in range(40):
+                parallel.backward(model(torch.ones(1, 236)).square().mean())
+            parallel.finish()
+
+    compute = Compute(micro_batch_ns=4_000_000, step_ns=400_000)
+    return VirtualCluster(2, network=parse_network("1gbit"), compute=compute).run(program).trace
+
+
+def draw_lanes() -> Figure:
+    """Draw both lanes of a rank, synchronous and under ACCO, over the same virtual time."""
+    shown_ms = 71
+    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+    axes = figure.subplots(2, sharex=True)
+    strategies = {"Synchronous": DDP(), "Hidden (ACCO)": ACCO()}
+    for ax, (title, strategy) in zip(axes, strategies.items(), strict=True):
+        records = trace_of(strategy).records
+        work = [record for record in records if isinstance(record, Span) and record.rank == 0]
+        batches = [span for span in work if span.work == "micro-batch"]
+        start_ns = batches[8].start_ns  # the first updates fill the lanes
+        stop_ns = start_ns + shown_ms * 1_000_000
+        bars = {
+            BLUE: (1, batches),
+            GREEN: (0, [span for span in work if span.work in ("step", "preview")]),
+            ORANGE: (0, [record for record in records if isinstance(record, Transfer)]),
+        }
+        ax.broken_barh(
+            [(0, shown_ms)], (0.62, 0.76), facecolor="white", edgecolor=GREY, hatch="////", linewidth=0
+        )
+        for colour, (lane, done) in bars.items():
+            pieces = [
+                ((one.start_ns - start_ns) / 1e6, (one.stop_ns - one.start_ns) / 1e6)
+                for one in done
+                if one.stop_ns > start_ns and one.start_ns < stop_ns
+            ]
+            ax.broken_barh(pieces, (lane - 0.38, 0.76), facecolor=colour, edgecolor="white", linewidth=0.8)
+        steps = [span.start_ns for span in work if span.work == "step"]
+        every_ms = (steps[4] - steps[3]) / 1e6
+        ax.set_title(f"{title}: an update every {every_ms:.1f} ms", loc="left", fontsize=9, fontweight="bold")
+        ax.set(xlim=(0, shown_ms), ylim=(-0.5, 1.5), yticks=[0, 1], yticklabels=["communicate", "compute"])
+        ax.tick_params(left=False, bottom=False)
+        ax.spines[:].set_visible(False)
+    axes[0].tick_params(labelbottom=False)
+    axes[1].set_xlabel("virtual milliseconds")
+    handles = [
+        mpl.patches.Patch(facecolor=BLUE, label="micro-batch"),
+        mpl.patches.Patch(facecolor="white", edgecolor=GREY, hatch="////", label="waits"),
+        mpl.patches.Patch(facecolor=ORANGE, label="exchange"),
+        mpl.patches.Patch(facecolor=GREEN, label="optimizer"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    return figure
+
+
+# Time to loss
+
+
+def runs_of(folders: str) -> Iterator[dict[str, Any]]:
+    """Yield every run in the folders of one link, all seeds."""
+    for file in sorted(RESULTS.glob(f"{folders}/compare.json")):
+        yield from json.loads(file.read_text(encoding="utf-8"))["runs"]
+
+
+def name_of(run: dict[str, Any]) -> str:
+    """Return the text of an arm, without the rate and with the longest options left out."""
+    name = run["strategy"].rpartition(":lr=")[0]
+    return name.replace(":outer_lr=1:outer_momentum=0:delay=4:keep_progress=on", ":…")
+
+
+def draw_time_to_loss() -> Figure:
+    """Draw the seconds of every arm to the held-out loss, a panel for each link, a mark for each seed."""
+    panels = {
+        "100 Mbit/s, an Intel Xeon (2026-11-21-time-to-loss)": "2026-11-21-time-to-loss/100mbit-seed*",
+        "free wire, an AMD EPYC (2026-11-22-time-to-loss)": "2026-11-22-time-to-loss/none-seed*",
+        "100 Mbit/s, same machine": "2026-11-22-time-to-loss/100mbit-seed*",
+        "10 Mbit/s, same machine": "2026-11-22-time-to-loss/10mbit-seed*",
+    }
+    arms: dict[str, dict[str, list[dict[str, Any]]]] = {title: {} for title in panels}
+    for title, folders in panels.items():
+        for run in runs_of(folders):
+            arms[title].setdefault(name_of(run), []).append(run)
+    figure = Figure(figsize=(WIDTH, 7.4), layout="constrained")
+    axes = figure.subplots(4, sharex=True, height_ratios=[len(of_link) + 1 for of_link in arms.values()])
+    for ax, (title, of_link) in zip(axes, arms.items(), strict=True):
+        in_order = sorted(of_link.items(), key=lambda arm: statistics.median(map(rank_of, arm[1])))
+        for row, (name, runs) in enumerate(in_order):
+            stock = name.startswith("torch")
+            colour, marker = (ORANGE, "s") if stock else (BLUE, "o")
+            for run in runs:
+                reached = run["seconds_to_loss"] is not None
+                place = run["seconds_to_loss"] if reached else run["seconds"]
+                ax.plot(
+                    place, row, marker, color=colour, fillstyle="full" if reached else "none", markersize=6
+                )
+                if not reached:
+                    ax.annotate("not yet", (place, row), (6, -3), textcoords="offset points", fontsize=8)
+            ax.axhline(row, color="#E4E4E4", linewidth=0.8, zorder=0)
+        ax.set_yticks(range(len(in_order)), [name for name, _ in in_order])
+        ax.set(xlim=(25, 88), ylim=(len(in_order) - 0.4, -0.6))
+        ax.set_title(title, loc="left", fontsize=9, fontweight="bold")
+        ax.tick_params(left=False)
+        ax.spines["left"].set_visible(False)
+    axes[-1].set_xlabel("seconds to a loss of 2.75 nats per byte, a mark per seed")
+    handles = [
+        mpl.lines.Line2D([], [], marker="o", color=BLUE, linestyle="", label="Stretto"),
+        mpl.lines.Line2D([], [], marker="s", color=ORANGE, linestyle="", label="stock PyTorch"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    return figure
+
+
+def rank_of(run: dict[str, Any]) -> float:
+    """Return the seconds to the loss; behind all of them, runs that ended before, by the loss that they had."""
+    return run["seconds_to_loss"] or 1e6 * run["heldout_loss"]
+
+
+# Echo
+
+
+def draw_echo() -> Figure:
+    """Draw the steps per second of each plan behind slow loaders, as shares of those on a cached batch."""
+    cells = json.loads((RESULTS / "2026-11-21-echo-speed" / "echo.json").read_text(encoding="utf-8"))["one"]
+    plans = {
+        "ready": (BLUE, "o", "-"),
+        "even": (GREEN, "^", "-"),
+        "read ahead": (ORANGE, "s", "--"),
+        "bare": (GREY, "x", ":"),
+    }
+    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for ax, (jitter, title) in zip(
+        axes, {0.0: "steady loader", 1.0: "irregular loader"}.items(), strict=True
+    ):
+        of_loader = [cell for cell in cells if cell["jitter"] == jitter]
+        ratios = [cell["ratio"] for cell in of_loader]
+        for plan, (colour, marker, line) in plans.items():
+            shares = [cell["shares"][plan] for cell in of_loader]
+            low, high = ([100 * share[bound] for share in shares] for bound in ("low", "high"))
+            middle = [100 * share["median"] for share in shares]
+            ax.fill_between(ratios, low, high, color=colour, alpha=0.15, linewidth=0)
+            ax.plot(ratios, middle, color=colour, marker=marker, linestyle=line, label=plan, markersize=5)
+        ax.set_title(title, loc="left", fontsize=9, fontweight="bold")
+        ax.set(ylim=(0, 110), xticks=[0.5, 1.5, 2.5, 5], xlabel="seconds of a read / of a step")
+    axes[0].set_ylabel("% of full speed")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+FIGURE: dict[str, Callable[[], Figure]] = {
+    "lanes": draw_lanes,
+    "time-to-loss": draw_time_to_loss,
+    "echo-speed": draw_echo,
+}
+"""From the name of a file in `docs/figures/` to what draws it."""
+
+
+def draw(folder: Path) -> None:
+    """Draw all figures into a folder."""
+    with mpl.rc_context(STYLE):
+        for name, make in FIGURE.items():
+            make().savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+
+
+if __name__ == "__main__":
+    FIGURES.mkdir(exist_ok=True)
+    draw(FIGURES)

@@ -1,0 +1,82 @@
+"""The hooks of the site: where links lead, and what is missing. `make site` builds the whole, warnings being errors."""
+
+import re
+from importlib import import_module
+
+import pytest
+
+from tests.docs.pages import ROOT, without_code
+from website.pages import source_of_pages, with_links_of_site
+from website.promises import LOADED, MODULES, missing_names
+
+REPOSITORY = "https://example.org/repository"
+
+
+@pytest.mark.parametrize(
+    ("page", "written", "on_site"),
+    [
+        ("index.md", "docs/loops.md#models", "loops.md#models"),
+        ("index.md", "docs/figures/lanes.svg", "figures/lanes.svg"),
+        ("index.md", "docs/decisions/", "decisions/index.md"),
+        ("index.md", "examples/lora.py", "examples/lora.md"),
+        ("index.md", "LICENSE", f"{REPOSITORY}/blob/main/LICENSE"),
+        ("echo.md", "../benchmarks/results/2026-11-21-echo-speed/", "results/2026-11-21-echo-speed.md"),
+        ("decisions/0009-carry.md", "../strategies.md", "../strategies.md"),
+        ("results/2026-11-21-echo-speed.md", "../../../docs/virtual-cluster.md", "../virtual-cluster.md"),
+        (
+            "results/2026-11-21-echo-speed.md",
+            "two.json",
+            f"{REPOSITORY}/blob/main/benchmarks/results/2026-11-21-echo-speed/two.json",
+        ),
+        ("index.md", "no-such-file.md", "no-such-file.md"),
+        ("index.md", "https://pytorch.org/docs", "https://pytorch.org/docs"),
+    ],
+)
+def test_a_link_leads_to_the_page_that_its_target_has_become_or_to_the_file(
+    page: str, written: str, on_site: str
+) -> None:
+    assert with_links_of_site(f"See [this]({written}).", page, REPOSITORY) == f"See [this]({on_site})."
+
+
+@pytest.mark.parametrize("code", ["`[a](docs/loops.md)`", "```\n[a](docs/loops.md)\n```\n"])
+def test_code_is_left_as_it_is(code: str) -> None:
+    assert with_links_of_site(code, "index.md", REPOSITORY) == code
+
+
+def test_every_page_of_the_repository_is_a_page_of_the_site() -> None:
+    placed = set(source_of_pages().values())
+    found = {
+        file.relative_to(ROOT).as_posix()
+        for pattern in ("*.md", "docs/**/*.md", "benchmarks/results/*/*.md", "examples/**/*.py")
+        for file in ROOT.glob(pattern)
+    }
+    assert found - placed == set()
+
+
+def test_every_list_has_an_empty_line_before_it() -> None:
+    """Code hosts do without it; Python-Markdown would put the items into the paragraph."""
+    item = re.compile(r"\s*(?:- |\d+\. )")
+    begun_late = [
+        f"{place}: {paragraph[:60]}"
+        for place in source_of_pages().values()
+        if place.endswith(".md")
+        for paragraph in without_code((ROOT / place).read_text(encoding="utf-8")).split("\n\n")
+        if not item.match(paragraph) and any(map(item.match, paragraph.split("\n")))
+    ]
+    assert begun_late == []
+
+
+def test_a_public_name_that_no_page_shows_is_missed() -> None:
+    public = {f"stretto{part}.{name}" for part in MODULES for name in import_module(f"stretto{part}").__all__}
+    assert missing_names(public) == []
+    assert missing_names(public - {"stretto.recipes.reshard"}) == ["stretto.recipes.reshard"]
+    shown_in_its_file = public - {"stretto.checkpoint.save"} | {"stretto.checkpoint.save.save"}
+    assert missing_names(shown_in_its_file) == []
+
+
+def test_what_a_browser_would_load_from_another_host_is_found() -> None:
+    assert LOADED.search('<script src="https://unpkg.com/shim"></script>')
+    assert LOADED.search('<link rel="stylesheet" href="//fonts.example/style.css">')
+    assert not LOADED.search(
+        '<a href="https://pytorch.org">PyTorch</a> <script src="../assets/bundle.js"></script>'
+    )

@@ -1,0 +1,112 @@
+"""Pages that lie outside `docs/`, and links between all pages: a hook of mkdocs.
+
+The README, the results and the examples stay where a reader of the repository looks for them. Here they become pages
+of the site beside those of `docs/`. A link in any page is written for the repository. It is turned into one to the
+page that its target has become, or else to the file in the repository.
+"""
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTED = {"decisions": "Decisions", "results": "Results", "examples": "Examples"}
+"""Folders of the site whose pages are all listed, with the titles of their lists."""
+FOLDERS = {"docs": "index.md", "docs/decisions": "decisions/index.md", "examples/extend": "examples/index.md"}
+"""Folders of the repository that pages link to, and the page for each."""
+LINK = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)|\]\(([^)\s#]+)(#[^)\s]*)?\)", re.DOTALL | re.MULTILINE)
+"""Code, which is passed over; or the target of a link, and its anchor."""
+
+
+def source_of_pages() -> dict[str, str]:
+    """Return from every page of the site to its file in the repository, results with the latest first."""
+    pages = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
+    for file in sorted(ROOT.glob("docs/**/*.md")):
+        pages[file.relative_to(ROOT / "docs").as_posix()] = file.relative_to(ROOT).as_posix()
+    for file in sorted(ROOT.glob("benchmarks/results/*/README.md"), reverse=True):
+        pages[f"results/{file.parent.name}.md"] = file.relative_to(ROOT).as_posix()
+    for file in sorted(ROOT.glob("examples/**/*.py")):
+        pages[file.relative_to(ROOT).with_suffix(".md").as_posix()] = file.relative_to(ROOT).as_posix()
+    return pages
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put every page of a listed folder into the navigation, where that has `folder/`."""
+    pages = source_of_pages()
+    for tab in config.nav:
+        for entries in tab.values():
+            for entry in entries:
+                for title, place in entry.items():
+                    if place.endswith("/"):
+                        entry[title] = [
+                            f"{place}index.md",
+                            *(page for page in pages if page.startswith(place)),
+                        ]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages from outside `docs/`, and the lists."""
+    pages = source_of_pages()
+    texts = {page: text_of(ROOT / place) for page, place in pages.items()}
+    for page, place in pages.items():
+        if not place.startswith("docs/"):
+            files.append(File.generated(config, page, content=texts[page]))
+    for folder, title in LISTED.items():
+        rows = [
+            f"- [{re.search('^# (.+)$', text, re.MULTILINE)[1]}]({posixpath.relpath(page, folder)})"
+            for page, text in texts.items()
+            if page.startswith(f"{folder}/")
+        ]
+        text = "\n".join([f"# {title}", "", *rows, ""])
+        files.append(File.generated(config, f"{folder}/index.md", content=text))
+    return files
+
+
+def text_of(file: Path) -> str:
+    """Return the Markdown of a page: the file itself, or a program below its docstring."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".md":
+        return text
+    about = ast.get_docstring(ast.parse(text))
+    _, _, code = text.partition('"""\n\n')
+    return f"---\nsearch: {{boost: 0.3}}\n---\n# {file.name}\n\n{about}\n\n```python\n{code}```\n"
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn the links of a page from the repository's paths to the site's."""
+    return with_links_of_site(markdown, page.file.src_uri, config.extra["repository"])
+
+
+def with_links_of_site(markdown: str, page: str, repository: str) -> str:
+    """Return the text of a page with its links as the site needs them.
+
+    Args:
+        markdown: The text, with links relative to its file in the repository.
+        page: The page's place in the site.
+        repository: Address of the repository, for files that are no pages.
+    """
+    pages = source_of_pages()
+    if page not in pages:  # it was made for the site
+        return markdown
+    page_of = FOLDERS | {source: uri for uri, source in pages.items()}
+
+    def on_site(match: re.Match[str]) -> str:
+        code, target, anchor = match[1], match[2], match[3] or ""
+        if code or "://" in target:
+            return match[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(pages[page]), target))
+        uri = page_of.get(path) or page_of.get(f"{path}/README.md")
+        if uri is None and path.startswith("docs/"):
+            uri = path.removeprefix("docs/")  # a figure; or nothing, of which mkdocs will warn
+        if uri is not None:
+            return f"]({posixpath.relpath(uri, posixpath.dirname(page))}{anchor})"
+        kind = "tree" if (ROOT / path).is_dir() else "blob"
+        return f"]({repository}/{kind}/main/{path}{anchor})" if (ROOT / path).exists() else match[0]
+
+    return LINK.sub(on_site, markdown)
