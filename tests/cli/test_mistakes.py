@@ -132,7 +132,7 @@ def test_a_launcher_with_half_its_variables_is_told_which_are_missing(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "digits-resnet", "--run-dir", "run"]) == 2
-    assert "expected MASTER_ADDR and MASTER_PORT" in capsys.readouterr().err
+    assert "MASTER_ADDR and MASTER_PORT not set: expected" in capsys.readouterr().err
 
 
 def test_ranks_of_a_launcher_need_a_folder_to_agree_on(

@@ -27,7 +27,7 @@ MARKER = "tests/docs/test_recipes.py"
 def test_the_commands_of_the_page_train_its_recipe(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (source,) = code_blocks(PAGE, MARKER)
+    (source,) = (block for block in code_blocks(PAGE, MARKER) if block.startswith("import"))
     monkeypatch.syspath_prepend(str(Path.cwd()))  # taken back at the end, with the file's folder
     Path("line.py").write_text(source)
     (block,) = PAGE.read_text().partition("\nThen:\n")[2].split("```")[1:2]

@@ -148,7 +148,7 @@ def test_a_field_refuses_a_number_that_cannot_be(record: Any) -> None:
                 refusal(record, name, value)
 
 
-ANY_TEXT = ("run-dir", "out", "folder", "dataset-path", "dataset-column", "prompt", "suffixes")
+ANY_TEXT = ("run-dir", "out", "folder", "dataset-path", "column", "prompt", "suffixes")
 """Options that take any word: names of files and columns, and text to go on from."""
 
 

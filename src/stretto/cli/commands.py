@@ -114,11 +114,12 @@ def _described_recipes() -> dict[str, str]:
 def train_command(words: Sequence[str]) -> None:
     """Train a recipe on local workers, or as a rank of a launcher."""
     named, run = parse_options("train", words, CONFIGURE["train"])
-    ranks, options = find_ranks(run.workers), list(words[1:])
+    run, options = _with_folder(named, run), list(words[1:])
+    ranks = find_ranks(run.workers)
     if run.strategy == AUTO:
         run = dataclasses.replace(run, strategy=_choose(run, ranks))
         options += ["--strategy", run.strategy]  # the last one counts, also for `resume`
-    _train(named, options, _complete(named, run), ranks)
+    _train(named, options, run, ranks)
 
 
 def _choose(run: RunConfig[TaskConfig], ranks: Ranks) -> str:
@@ -142,16 +143,12 @@ def resume_command(words: Sequence[str]) -> None:
     _, run = parse_options(
         "train", [before["recipe"], *options, "--run-dir", folder, "--resume"], CONFIGURE["train"]
     )
-    _train(before["recipe"], options, _complete(before["recipe"], run), find_ranks(run.workers))
+    run = _with_folder(before["recipe"], run)
+    _train(before["recipe"], options, run, find_ranks(run.workers))
 
 
-def _complete(named: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
-    """Choose a folder where the user has not, and apply what the strategy's text sets for the run."""
-    arm = parse_arm(run.strategy)
-    if not arm.is_ours:
-        raise ConfigError(
-            f"{arm.name} is there to compare with: stretto compare {named} --strategies {arm.name},..."
-        )
+def _with_folder(named: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
+    """Choose a folder where the user has not."""
     if run.run_dir is None:
         if is_joined():
             raise ConfigError(
@@ -160,7 +157,7 @@ def _complete(named: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
         run = dataclasses.replace(run, run_dir=new_run_folder(_short(named)))
     if isinstance(run.task, OverFiles):
         run = dataclasses.replace(run, task=run.task.kept_in(str(run.run_dir)))
-    return run.run_of(arm)
+    return run
 
 
 def _short(named: str) -> str:
@@ -169,6 +166,12 @@ def _short(named: str) -> str:
 
 
 def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks: Ranks) -> None:
+    arm = parse_arm(run.strategy)
+    if not arm.is_ours:
+        raise ConfigError(
+            f"{arm.name} is there to compare with: stretto compare {named} --strategies {arm.name},..."
+        )
+    run = run.run_of(arm)
     with named_as_options(run), named_as_options(run.task, TASK):
         check_run(run, ranks.world_size)
     if not ranks.is_first:
