@@ -4,14 +4,16 @@
 
 Needs root for the namespaces. The workers, one thread each, hold the jobs of all arms at once. When an update has been
 returned nothing is under way, so that arms do not disturb each other. Every turn begins with another arm. So what slows
-a machine for a while slows all arms of a turn. The others are compared with the first arm. Rank 0 writes
-RATE-WORKERS.json and prints the table: seconds on the clock, and of the processor, over all threads of rank 0.
+a machine for a while slows all arms of a turn. The others are compared with the first arm. Rank 0 writes a JSON file
+for each rate and number of workers, and prints the table: seconds on the clock, and of the processor, over all threads
+of rank 0.
 """
 
 import argparse
 import collections
 import itertools
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -140,10 +142,15 @@ def begin_worker() -> bool:
     return True
 
 
-def launch(workers: int, rate: str, words: list[str]) -> None:
-    """Run this script again as every worker, behind links of `rate`."""
-    with Namespaces(workers, rate) as network:
-        codes = network.run([sys.executable, sys.argv[0], *words])
+def launch(nodes: int, rate: str, words: list[str], per_node: int = 1) -> None:
+    """Run this script again as every worker, on nodes behind links of `rate`."""
+    command = [sys.executable, sys.argv[0], *words]
+    if per_node > 1:  # torchrun on every node, which is told of its place as a rank is
+        place = "--nnodes $WORLD_SIZE --node-rank $RANK --master-addr $MASTER_ADDR --master-port 29501"
+        torchrun = f"exec {sys.executable} -m torch.distributed.run --nproc-per-node {per_node} {place}"
+        command = ["bash", "-c", f"{torchrun} {shlex.join([sys.argv[0], *words])}"]
+    with Namespaces(nodes, rate) as network:
+        codes = network.run(command)
     if any(codes):
         raise SystemExit(f"a worker failed: exit codes {codes}")
 
@@ -162,6 +169,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", required=True, help="the first is what others are compared with")
     parser.add_argument("--rate", default="none", help="of every link, in each direction")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--per-node", type=int, default=1, help="workers that share a node and its link")
     parser.add_argument("--micro-batches", type=int, default=4, help="per rank and update")
     parser.add_argument("--seconds", type=float, default=100.0, help="without warm-up")
     parser.add_argument("--updates", type=int, default=2, help="of an arm in one turn")
@@ -169,10 +177,12 @@ def main() -> None:
     job = RunConfig(task=StdlibGPT(evaluation_windows=1), micro_batches=options.micro_batches)
     arms = [parse_arm(text) for text in options.arms]
     if not begin_worker():
-        return launch(options.workers, options.rate, sys.argv[1:])
+        return launch(options.workers // options.per_node, options.rate, sys.argv[1:], options.per_node)
     found = measure({arm.text: job.run_of(arm) for arm in arms}, options.seconds, options.updates)
     if dist.get_rank() == 0:
-        what = f"{options.rate}-{options.workers}"
+        what = f"{options.rate}-{options.workers}" + (
+            f"-by-{options.per_node}" if options.per_node > 1 else ""
+        )
         table = ratios(found)
         show(what, table)
         chosen = {**vars(options), "out": None}

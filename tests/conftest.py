@@ -12,7 +12,7 @@ import pytest
 SOURCES = Path(__file__).resolve().parent.parent / "src"
 LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_")
 
-SLOW = ("campaign", "examples", "experiments", "train", "wheel")
+SLOW = ("campaign", "cluster", "examples", "experiments", "train", "wheel")
 """Folders with few tests that take long."""
 
 # Set on the process, not by a fixture, so that whatever process a test starts inherits it.
