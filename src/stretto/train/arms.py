@@ -29,7 +29,7 @@ from stretto.strategies import STRATEGIES, Strategy
 SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
         **dict.fromkeys(("wire", "changes", "estimates"), Wire),
-        **dict.fromkeys(("micro_batches", "ranks_per_node"), int),
+        **dict.fromkeys(("micro_batches", "ranks_per_node", "bucket_bytes"), int),
         **{"clock": Clock, "clip_norm": float, "lr": float},
     }
 )
