@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -33,7 +34,9 @@ def in_words(node: int) -> str:
     settings = SETTINGS.replace(
         "THIS_NODE=10.77.0.1 IS_FIRST=1", f"THIS_NODE=10.77.0.{node + 1} IS_FIRST={1 - node}", 1
     )
-    command = COMMAND.replace("stdlib-gpt", f"{TINY} {OPTIONS}", 1).replace("/shared/my-run", "shared", 1)
+    command = COMMAND.replace("stdlib-gpt", f"{shlex.quote(TINY)} {OPTIONS}", 1).replace(
+        "/shared/my-run", "shared", 1
+    )
     return settings + "exec " + command
 
 
@@ -81,7 +84,8 @@ def killed_in_mid_run(spaces: Sequence[str]) -> list[str]:
 
 @as_root
 def test_the_commands_of_the_page_train_on_two_nodes_and_go_on_to_the_same_bits_when_one_was_lost() -> None:
-    assert main(f"train {TINY} {OPTIONS} --workers 4 --ranks-per-node 2 --run-dir whole".split()) == 0
+    undisturbed = f"{OPTIONS} --workers 4 --ranks-per-node 2 --run-dir whole"
+    assert main(["train", TINY, *undisturbed.split()]) == 0
     whole = read_json_lines(Path("whole/updates.jsonl"))
     with Namespaces(2, "none") as network:
         told = killed_in_mid_run(network.spaces)
