@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import re
 from pathlib import Path
 
@@ -120,3 +121,49 @@ def test_a_run_takes_the_choice_and_its_resume_keeps_to_it(capfd: pytest.Capture
     assert f"{chosen} on 2 workers, run" in shown
     assert main(["resume", "run", "--updates", "3"]) == 0
     assert f"{chosen} on 2 workers, run" in capfd.readouterr().out
+
+
+def test_a_run_over_files_begins_in_an_empty_folder_and_the_same_command_goes_on_with_its_choice(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    Path("story.txt").write_text("The cat saw a bird.\n" * 200)
+    words = (
+        "train language --task.data story.txt --task.documents.unit line --task.scale 0.05 --task.length 640"
+    )
+    command = f"{words} --task.readers 0 --strategy auto --no-tensorboard --checkpoint-every 1 --run-dir run"
+    assert main([*command.split(), "--updates", "2"]) == 0
+    assert "pricing" in capfd.readouterr().out
+    chosen = json.loads(Path("run", "config.json").read_text())["command"]["options"][-1]
+    assert main([*command.split(), "--updates", "3", "--resume"]) == 0
+    shown = capfd.readouterr().out
+    assert "pricing" not in shown
+    assert f"{chosen} on 2 workers, run" in shown
+    assert main([*command.split(), "--updates", "3"]) == 2
+    told = capfd.readouterr()
+    assert "run holds a run already" in told.err
+    assert "measuring" not in told.out
+
+
+def test_over_random_machines_a_faster_link_makes_no_update_slower_and_none_is_faster_than_its_computing() -> (
+    None
+):
+    draws = random.Random(0)
+    for _ in range(12):
+        machine = Machine(
+            ranks=draws.choice([2, 3, 8, 100]),
+            parameters=draws.randint(1_000, 10_000_000),
+            forward_seconds=10 ** draws.uniform(-4, -1),
+            backward_seconds=10 ** draws.uniform(-4, -1),
+            load_seconds=10 ** draws.uniform(-6, -1),
+            step_seconds=10 ** draws.uniform(-5, -2),
+            exchange_seconds=dict.fromkeys(MACHINE.exchange_seconds, 10 ** draws.uniform(-5, -2)),
+            link=Link(
+                bits_per_second=10 ** draws.uniform(6, 11), latency_seconds=10 ** draws.uniform(-6, -3)
+            ),
+            cores=draws.choice([1, 8]),
+        )
+        faster = dataclasses.replace(machine.link, bits_per_second=3 * machine.link.bits_per_second)
+        arm = f"{draws.choice(['ddp', 'zero1', 'acco', 'wp', 'dpu'])}:wire={draws.choice(['fp32', 'int4'])}"
+        slow, fast = seconds(arm, machine), seconds(arm, dataclasses.replace(machine, link=faster))
+        assert fast <= slow * 1.01, (arm, machine)  # ranks may take turns in another order
+        assert fast >= 4 * max(machine.micro_batch_seconds, machine.load_seconds) * 0.999, (arm, machine)

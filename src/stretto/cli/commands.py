@@ -21,7 +21,7 @@ from stretto.cli.options import (
     started,
 )
 from stretto.cli.presets import PRESETS, PresetList
-from stretto.cli.run_folder import command_of, run_folder
+from stretto.cli.run_folder import CONFIG, command_of, run_folder
 from stretto.cli.screens import (
     how_to_see,
     print_diagnosis,
@@ -37,7 +37,7 @@ from stretto.errors import ConfigError, UnknownName
 from stretto.fields import unknown_name
 from stretto.observe import print_campaign, print_comparison
 from stretto.page import ReportConfig, report
-from stretto.plan import PlanConfig, plan
+from stretto.plan import PlanConfig, Ranking, plan
 from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto.terminal import printable
 from stretto.train.arms import parse_arm
@@ -45,7 +45,7 @@ from stretto.train.comparison import compare, diagnose_rank
 from stretto.train.configuration import AUTO, CompareConfig, DiagnoseConfig, Job, RunConfig, part_of
 from stretto.train.handle import check_run
 from stretto.train.launch import Ranks
-from stretto.train.outcome import describe_environment, new_run_folder
+from stretto.train.outcome import check_folder, describe_environment, new_run_folder
 from stretto.train.rank import title_of
 from stretto.train.restarts import train_on
 from stretto.train.simulation import SimulateConfig, simulate
@@ -113,24 +113,42 @@ def _described_recipes() -> dict[str, str]:
 
 def train_command(words: Sequence[str]) -> None:
     """Train a recipe on local workers, or as a rank of a launcher."""
-    named, run = parse_options("train", words, CONFIGURE["train"])
-    run, options = _with_folder(named, run), list(words[1:])
+    named, given = parse_options("train", words, CONFIGURE["train"])
+    run, options = _with_folder(named, given), list(words[1:])
     ranks = find_ranks(run.workers)
     if run.strategy == AUTO:
-        run = dataclasses.replace(run, strategy=_choose(run, ranks))
-        options += ["--strategy", run.strategy]  # the last one counts, also for `resume`
+        # As it was given: with the run's folder in it, measuring would leave a tokenizer there.
+        chosen = _chosen_before(run) or _choose(given, ranks)
+        run = dataclasses.replace(run, strategy=chosen)
+        options += ["--strategy", chosen]  # the last one counts, also for `resume`
     _train(named, options, run, ranks)
+
+
+def _chosen_before(run: RunConfig[TaskConfig]) -> str | None:
+    """Return the strategy that was chosen when the run began, which goes on with it; None for a new run."""
+    folder = Path(str(run.run_dir))
+    check_folder(folder, resume=run.resume)  # before anything is measured
+    options = command_of(folder)["options"] if (folder / CONFIG).exists() else []
+    if not {AUTO, f"--strategy={AUTO}"}.intersection(options):
+        return None
+    chosen: str = options[len(options) - options[::-1].index("--strategy")]
+    return chosen
 
 
 def _choose(run: RunConfig[TaskConfig], ranks: Ranks) -> str:
     """Return the strategy that a plan chooses, the same on all ranks."""
     job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job))
+    (ranking,) = _rankings(job, ranks)
+    if ranks.is_first:
+        _print_line(recommendation(ranking))
+    return ranking.choice.arm
+
+
+def _rankings(job: PlanConfig[TaskConfig], ranks: Ranks) -> list[Ranking]:
+    """Measure a job on all ranks, and rank what it could use."""
     with named_as_options(job), named_as_options(job.task, TASK):
         check_run(job.run_of(parse_arm("zero1")), ranks.world_size)
-    log = _print_line if ranks.is_first else _print_nothing
-    (ranking,) = plan(job, ranks, log)
-    log(recommendation(ranking))
-    return ranking.choice.arm
+    return plan(job, ranks, _print_line if ranks.is_first else _print_nothing)
 
 
 def resume_command(words: Sequence[str]) -> None:
@@ -242,9 +260,7 @@ def plan_command(words: Sequence[str]) -> None:
     """Measure a recipe, and say which strategy and wire to use."""
     _, job = parse_options("plan", words, CONFIGURE["plan"])
     ranks = find_ranks(job.workers)
-    with named_as_options(job), named_as_options(job.task, TASK):
-        check_run(job.run_of(parse_arm("zero1")), ranks.world_size)
-    rankings = plan(job, ranks, _print_line if ranks.is_first else _print_nothing)
+    rankings = _rankings(job, ranks)
     if ranks.is_first:
         print_plan(rankings)
 
