@@ -222,14 +222,14 @@ def _accumulation(
     The round's end must be known ahead; nothing else may be sent beside the gradients; and nobody may have to look at
     them before. All this is the same on all ranks.
     """
-    layout = replica.exchange.layout
+    layout, owes = replica.exchange.layout, replica.exchange.feedback is not None
     replica.hides = (
         parts.options.hide_reductions
         and layout.world_size > 1
         and quota.is_fixed
         and ledger.rounds == 1
         and not (parts.strategy.overlaps or ledger.local or ledger.asks_ahead)
-        and not any(guard.looks_before_departure for guard in parts.guards)
+        and not any(guard.looks_before_departure(owes=owes) for guard in parts.guards)
         # Autograd has a thread for every device, and calls hooks on them side by side.
         and len({flat.device for flat in layout.sets}) == 1
     )

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from stretto import ACCO, DDP, AtRest, Clock, DataParallel, Options, PAFTSync, ReplicaGuard, ZeRO1
+from stretto import ACCO, DDP, AtRest, Audit, Clock, DataParallel, Options, PAFTSync, ReplicaGuard, ZeRO1
 from stretto.engine.hidden import HiddenAccumulation
 from stretto.errors import PeerFailed
+from stretto.strategies import Strategy
 from stretto.virtual import Compute, Span, Trace, Transfer, VirtualCluster
 from tests.processes import rank_outcomes
 
@@ -149,6 +150,29 @@ def test_late_write_of_a_hook_has_all_ranks_sum_again(caplog: pytest.LogCaptureF
     assert "summed again" in caplog.text
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["computed again", "left out"])
+@pytest.mark.parametrize("strategy", [DDP(), ZeRO1()], ids=lambda strategy: strategy.name)
+def test_damage_found_behind_a_departure_has_all_ranks_sum_again(strategy: Strategy, kept: bool) -> None:
+    def step(net: Net, parallel: DataParallel, rank: int, index: int, struck: bool = True) -> None:
+        if struck and rank == 1 and index == 2 * MICRO_BATCHES - 1:
+            net.layers[1].weight.detach().numpy()[3, 5] = 1e4  # NumPy writes behind the version counter
+        if kept:
+            parallel.micro_batch(lambda x: net(x).square().mean(), data(rank, index))
+        else:
+            plain(net, parallel, rank, index)
+
+    def sound(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+        step(net, parallel, rank, index, struck=False)
+
+    settings = {"strategy": strategy, "guards": "standard"}
+    struck, trace = train(step, torn=True, **settings)
+    expected, _ = train(sound, **settings) if kept else train(step, hide=False, **settings)
+    for ours, theirs in zip(struck, expected, strict=True):
+        # What the ranks show behind the landing: the damage itself is still there before.
+        assert all(map(torch.equal, ours[-2 * LAYERS :], theirs[-2 * LAYERS :]))
+    assert begun_inside(trace)
+
+
 @pytest.mark.parametrize("through_data", [False, True])
 def test_hook_that_rewrites_its_own_gradient_counts(through_data: bool) -> None:
     def rewrite(parameter: Tensor) -> None:
@@ -209,7 +233,10 @@ def test_zero_weights_and_counted_micro_batches_wait_for_the_end_of_the_round() 
         ({"strategy": PAFTSync(overlap=True)}, False),
         ({"strategy": ACCO()}, False),
         ({"micro_batches": Clock()}, False),
-        ({"guards": (AtRest(),)}, False),
+        ({"guards": (AtRest(),)}, True),
+        ({"guards": "standard", "strategy": DDP()}, True),
+        ({"guards": (AtRest(),), "wire": "int8"}, False),  # it looks at what the wire owes, which leaves too
+        ({"guards": (Audit(rate=1.0),)}, False),
         ({"world_size": 1}, False),
         ({"hide": False}, False),
     ],
@@ -220,7 +247,7 @@ def test_a_job_that_cannot_hide_accumulates_as_ever(settings: dict[str, Any], hi
 
     def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
         kinds.append(type(parallel.job.compute.accumulation) is HiddenAccumulation)
-        plain(net, parallel, rank, index)
+        parallel.micro_batch(lambda x: net(x).square().mean(), data(rank, index))
 
     train(step, torn=not hides, **settings)
     assert set(kinds) == {hides}

@@ -8,8 +8,10 @@ import dataclasses
 import functools
 import itertools
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -135,10 +137,19 @@ def run_campaign(campaign: CampaignConfig[TaskT], log: Callable[[str], None]) ->
     overheads = _measure_overheads(golden, turns=-(-campaign.faults // _FAULTS_PER_OVERHEAD))
     numbers = campaign.real_numbers
     log(f"{len(numbers)} faults strike real workers")
-    clean, real = _run_on_real_workers([one for one in drawn if one.number in numbers], golden)
-    jobs = [(one, golden[one.job], real.get(one.number)) for one in drawn]
-    judgements = _map(campaign, _strike, jobs, "faults", log)
-    clean += _map(campaign, _run_clean, list(_clean_trials(campaign)), "clean jobs", log)
+    chosen = [one for one in drawn if one.number in numbers]
+    others = [one for one in drawn if one.number not in numbers]
+    beside = _begin(functools.partial(_run_on_real_workers, chosen, golden))
+    clean = _map(campaign, _run_clean, list(_clean_trials(campaign)), "clean jobs", log)
+    judgements = _map(
+        campaign, _strike, [(one, golden[one.job], None) for one in others], "virtual faults", log
+    )
+    clean_real, real = beside.result()
+    struck = [(one, golden[one.job], real[one.number]) for one in chosen]
+    judgements = sorted(
+        judgements + _map(campaign, _strike, struck, "real faults", log), key=lambda one: one.drawn.number
+    )
+    clean = clean_real + clean
     report = {
         **_summarize(judgements, clean),
         "sites": site_rows(judgements, overheads),
@@ -222,6 +233,23 @@ def _run_on_real_workers(
         clean_runs += [_CleanRun.of(trial, found) for trial, found in zip(clean, by_trial, strict=False)]
         results |= dict(zip([one.number for one in own], by_trial[len(clean) :], strict=True))
     return clean_runs, results
+
+
+def _begin(work: Callable[[], Found]) -> Future[Found]:
+    """Begin `work` beside this thread: real workers mostly wait, for ranks that a fault has ended.
+
+    Its thread is a daemon, so that it cannot hold up the end of the command; the workers end with that.
+    """
+    future: Future[Found] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="stretto-real-workers", daemon=True).start()
+    return future
 
 
 def _map(

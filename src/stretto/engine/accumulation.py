@@ -96,6 +96,14 @@ class Accumulation:
         """The sum over ranks, if it has begun before the round is closed (`stretto.engine.hidden`)."""
         return self
 
+    def restart(self) -> None:
+        """Drop the round's gradients; if some have left, all ranks sum the round again."""
+        departure = self.departure
+        self.begin(self.buffer).attach()
+        self.departure = departure
+        if departure is not None:
+            departure.tear()
+
     def attach(self, *, zero: bool = True) -> None:
         """Let gradients accumulate in the buffer, from zero unless its content is to stay."""
         if zero:

@@ -35,11 +35,16 @@ class Departure:
         self._prepare = prepare
         self._awaited: int | Started | None = next(transfers, None)
         self._left: list[tuple[Tensor, int]] = []
+        self._was_torn = False
+
+    def tear(self) -> None:
+        """Count the gradients that have left as changed, whatever their versions show."""
+        self._was_torn = True
 
     @property
     def is_torn(self) -> bool:
         """Whether a gradient has changed behind its departure, so that ranks have summed something else."""
-        return any(view._version != version for view, version in self._left)
+        return self._was_torn or any(view._version != version for view, version in self._left)
 
     def go_on(self, come: Callable[[int], Sequence[Tensor] | None]) -> None:
         """Go on for as long as nothing has to be waited for.

@@ -12,8 +12,9 @@ Note [Hidden reductions]
     When a gradient has come. A hook runs before its gradient is added, and hooks of the user may run behind that. So
     a gradient has come when the next one is announced; the last one comes at the end.
 
-    Torn rounds. A parameter may get a second gradient after its first one has left: under reentrant checkpoints, or
-    from a hook that writes other gradients. Versions of the views show it. The rank says so in its report of the round,
+    Torn rounds. A parameter may get a second gradient after its first one has left: under reentrant checkpoints, from
+    a hook that writes other gradients, or because a guard finds the model damaged and has the round computed again
+    (`Accumulation.restart`). Versions of the views show it. The rank says so in its report of the round,
     and all ranks sum again, from gradients that are whole. From then on nothing leaves early in this job. So the result
     is always that of a job that hides nothing. Writes through `.data` have no versions: a model with backward hooks on
     its modules, which may do that, does not hide.
@@ -69,7 +70,10 @@ class HiddenAccumulation(Accumulation):
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add the gradient of `weight` times the loss, which may leave at once if the round is complete with it."""
         is_last = self.contribution.count == self._micro_batches - 1
-        if not (is_last and self._replica.hides and not _has_backward_hooks(self._model)):
+        may_leave = (
+            is_last and self._replica.hides and self.departure is None
+        )  # it has left if a guard restarts it
+        if not may_leave or _has_backward_hooks(self._model):
             super().backward(loss, weight)
             return
         self.departure = self._replica.depart(self.buffer, self.contribution)

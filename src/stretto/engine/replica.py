@@ -197,8 +197,8 @@ class Replica:
         self._spare_sums.append(self._lent_sums.pop())
         _log.info(
             "%s: gradients changed on ranks %s after they had left (a parameter with several gradients in one backward "
-            "pass, or a hook that writes gradients): the round is summed again, and reductions of this job are hidden "
-            "no longer",
+            "pass, a hook that writes gradients, or a guard that has repaired the model): the round is summed again, "
+            "and reductions of this job are hidden no longer",
             self.where,
             ranks,
         )

@@ -240,12 +240,20 @@ class Guard(ABC):
     """Whether it compares ranks with each other, so that it is not asked while their replicas may differ."""
     needs_equal_parameters: ClassVar[bool] = False
     """Whether all ranks must show the same parameters, so that it does not work with averages of replicas."""
+    repairs_departed: ClassVar[bool] = False
+    """Whether its round watch has gradients summed again that had left before it found them wrong
+    (`Accumulation.restart`), and before a reduction it looks at nothing but what the wire owes. Gradients may then
+    leave during the backward pass."""
 
-    @property
-    def looks_before_departure(self) -> bool:
-        """Whether it looks at a round, or at what the wire owes, before anything of the round may leave."""
+    def looks_before_departure(self, *, owes: bool) -> bool:
+        """Return whether nothing of a round may leave before the guard has looked at it.
+
+        Args:
+            owes: Whether the wire owes rounding errors, which leave with the gradients.
+        """
         kind = type(self)
-        return kind.before_reduce is not Guard.before_reduce or kind.watch_rounds is not Guard.watch_rounds
+        looks = kind.before_reduce is not Guard.before_reduce or kind.watch_rounds is not Guard.watch_rounds
+        return looks and (owes or not kind.repairs_departed)
 
     @property
     def rehearses_step(self) -> bool:

@@ -38,6 +38,7 @@ class AtRest(Guard):
     """
 
     name = "rest"
+    repairs_departed = True
 
     def watch_rounds(self, rounds: GuardedRounds) -> RoundWatch:
         """Watch what the model holds while gradients are computed."""

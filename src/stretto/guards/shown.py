@@ -98,7 +98,7 @@ class ShownValues(RoundWatch):
             return found
         outcome = "this rank's micro-batches of the round replayed"
         if not self._replay():
-            accumulation.begin(accumulation.buffer).attach()
+            accumulation.restart()
             accumulation.contribution.count = count
             accumulation.is_left_out = True
             outcome = "this rank's gradients of the round left out"
@@ -166,7 +166,7 @@ class ShownValues(RoundWatch):
         rounds, accumulation = self._rounds, self._rounds.job.compute.accumulation
         if not rounds.kept.is_whole or not self._is_installed():
             return False
-        accumulation.begin(accumulation.buffer).attach()
+        accumulation.restart()
         rounds.kept.run(accumulation, rounds.charge)
         return self._is_as_installed()
 
