@@ -45,7 +45,8 @@ def test_one_command_trains_and_leaves_a_whole_folder(finished: tuple[Path, list
     config = json.loads((run / "config.json").read_text())
     assert (config["strategy"], config["task"]["width"], config["updates"]) == ("zero1", 4, 4)
     assert {path.name for path in run.iterdir()} == {
-        ".lock", "checkpoints", "config.json", "evaluations.jsonl", "model.pt", "tensorboard", "updates.jsonl"
+        ".lock", "checkpoints", "config.json", "evaluations.jsonl", "model.pt", "report.html", "tensorboard",
+        "updates.jsonl",
     }  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def test_the_end_says_what_to_do_next(finished: tuple[Path, list[str]]) -> None:
         f"the run is in   {run}",
         f"go on with it   stretto resume {run} --updates 8",
         f"look at it      tensorboard --logdir {run}",
-        f"make a page     stretto report {run}",
+        f"in a browser    {run}/report.html",
     ]
 
 

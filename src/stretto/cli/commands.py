@@ -23,7 +23,6 @@ from stretto.cli.options import (
 from stretto.cli.presets import PRESETS, PresetList
 from stretto.cli.run_folder import CONFIG, command_of, run_folder
 from stretto.cli.screens import (
-    how_to_see,
     print_diagnosis,
     print_plan,
     print_preset,
@@ -33,7 +32,7 @@ from stretto.cli.screens import (
     recommendation,
 )
 from stretto.doctor import Examination, Report, examine_rank
-from stretto.errors import ConfigError, UnknownName
+from stretto.errors import ConfigError, StrettoError, UnknownName
 from stretto.fields import unknown_name
 from stretto.observe import print_campaign, print_comparison
 from stretto.page import ReportConfig, report
@@ -200,6 +199,7 @@ def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks
         _print_line("starting the workers")  # they import PyTorch anew, which takes seconds
         outcome = train_on(ranks, run, _print_line)
     print_run(outcome, run, is_on_a_link=run.link != "none" or is_joined())
+    _show(run.run_dir)
 
 
 def compare_command(words: Sequence[str]) -> None:
@@ -210,7 +210,20 @@ def compare_command(words: Sequence[str]) -> None:
         runs = compare(comparison, ranks, _print_line if ranks.is_first else _print_nothing)
     if ranks.is_first:
         print_comparison(runs)
-        print(how_to_see(comparison.out))
+        _show(comparison.out)
+
+
+def _show(folder: str | None) -> None:
+    """Write the page about a folder into it, and say where it is; what has been done stands without it too."""
+    if folder is None:
+        return
+    page = Path(folder, ReportConfig().out)
+    try:
+        report([Path(folder)], ReportConfig(out=str(page)))
+    except StrettoError as error:
+        print(f"no page         {error}")
+    else:
+        print(f"in a browser    {page}")
 
 
 def _print_line(line: str) -> None:
@@ -227,6 +240,7 @@ def simulate_command(words: Sequence[str]) -> None:
     with named_as_options(simulation), named_as_options(simulation.task, TASK):
         results = simulate(simulation)
     print_simulation(results.values[0], simulation)
+    _show(simulation.run_dir)
 
 
 def report_command(words: Sequence[str]) -> None:
@@ -278,6 +292,7 @@ def campaign_command(words: Sequence[str]) -> int:
         return _repeat(campaign, campaign.only)
     report = run_campaign(campaign, _print_line)
     print_campaign(report)
+    _show(campaign.out)
     return _complain(report, whole)
 
 

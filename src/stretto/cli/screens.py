@@ -62,12 +62,6 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
         print(f"go on with it   {resume_command(run, *further)}")
     if run.tensorboard:
         print(f"look at it      {shlex.join(['tensorboard', '--logdir', str(run.run_dir)])}")
-    print(how_to_see(str(run.run_dir)))
-
-
-def how_to_see(folder: str) -> str:
-    """Return the line that says how to make a page of a folder."""
-    return f"make a page     {shlex.join(['stretto', 'report', folder])}"
 
 
 def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
@@ -128,7 +122,6 @@ def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -
     print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
     if simulation.run_dir is not None:
         print(f"records, trace and the model are in {simulation.run_dir}")
-        print(how_to_see(simulation.run_dir))
 
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
