@@ -1,0 +1,105 @@
+"""What a plan predicts for an update, beside what an update takes: on the same link, in the same workers.
+
+    python benchmarks/plan.py --rate 100mbit --out benchmarks/results/DATE-plan
+
+Needs root for the namespaces. The workers measure the machine as `stretto plan` does, and rank 0 prices every arm. Then
+all arms train in turns (`turns.py`). A ratio is that of the predicted seconds to the median of the measured ones.
+"""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from turns import Taken, launch, measure, write
+
+from stretto.cli.environment import find_ranks
+from stretto.plan import Machine, PlanConfig, price
+from stretto.plan import measure as measure_machine
+from stretto.recipes import StdlibGPT
+from stretto.train.arms import parse_arm
+from stretto.train.configuration import RunConfig
+
+ARMS = tuple(
+    f"{strategy}{wire}"
+    for strategy in ("ddp", "zero1", "acco", "wp")
+    for wire in ("", ":wire=bf16", ":wire=int8", ":wire=int4")
+)
+TURNS_PORT = "29502"
+"""Another one than that at which the workers met to measure."""
+
+
+def machine_of(task: StdlibGPT, micro_batches: int, workers: int) -> Machine:
+    """Return what a plan measures; all workers must call."""
+    job: PlanConfig[StdlibGPT] = PlanConfig(task=task, micro_batches=micro_batches, threads=1)
+    found = find_ranks(workers).call(measure_machine, job, job.batches)[0]
+    # A namespace looks like a machine of its own, but all share the processor.
+    return dataclasses.replace(found, cores=len(os.sched_getaffinity(0)) / workers)
+
+
+def compared(predicted: dict[str, float], found: dict[str, list[Taken]]) -> dict[str, dict[str, float]]:
+    """Return, by arm, predicted and measured seconds of an update, and their ratio."""
+    table = {}
+    for arm, taken in found.items():
+        seconds = statistics.median(one.clock for one in taken)
+        table[arm] = {
+            "predicted": predicted[arm],
+            "measured": seconds,
+            "ratio": predicted[arm] / seconds,
+            "turns": len(taken),
+        }
+    return table
+
+
+def main() -> None:
+    """Launch the workers, or be one of them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS))
+    parser.add_argument("--rate", default="none", help="of every link, in each direction")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=4, help="per rank and update")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of the turns, without warm-up")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        return launch(options.workers, options.rate, sys.argv[1:])
+    torch.set_num_threads(1)
+    task = StdlibGPT(evaluation_windows=1)
+    machine = machine_of(task, options.micro_batches, options.workers)
+    run = RunConfig(task=task, micro_batches=options.micro_batches)
+    arms = [parse_arm(text) for text in options.arms]
+    os.environ["MASTER_PORT"] = TURNS_PORT
+    dist.init_process_group("gloo")
+    predicted = {
+        arm.text: price(
+            arm, machine, micro_batches=options.micro_batches, bucket_bytes=run.bucket_bytes
+        ).seconds
+        for arm in (arms if dist.get_rank() == 0 else ())
+    }
+    found = measure({arm.text: run.run_of(arm) for arm in arms}, options.seconds, updates=1)
+    if dist.get_rank() == 0:
+        table = compared(predicted, found)
+        for arm, row in table.items():
+            print(
+                f"{options.rate:8} {arm:16} predicted {row['predicted']:7.3f} s, measured {row['measured']:7.3f} s, "
+                f"ratio {row['ratio']:.3f}",
+                flush=True,
+            )
+        write(
+            options.out / f"{options.rate}-{options.workers}.json",
+            options={**vars(options), "out": None},
+            machine=dataclasses.asdict(machine),
+            table=table,
+            seconds=found,
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
