@@ -10,7 +10,7 @@ import pytest
 
 from stretto.cli import main
 from stretto.groups import Link
-from stretto.plan import EVIDENCE, Machine, price, rank_by_time
+from stretto.plan import EVIDENCE, Machine, Ranking, price, rank_by_time
 from stretto.strategies import STRATEGIES
 from stretto.train.arms import parse_arm
 
@@ -86,9 +86,13 @@ def test_every_strategy_that_costs_known_nats_is_priced() -> None:
     assert {*EVIDENCE, "paft-sync", "paft-dyn"} == {*STRATEGIES}
 
 
-def test_a_slow_link_sends_fewer_bytes_and_every_other_arm_has_its_reason() -> None:
+@pytest.fixture(scope="module")
+def ranking() -> Ranking:
     machine = dataclasses.replace(MACHINE, link=Link(bits_per_second=1e7), cores=1)
-    ranking = rank_by_time(machine, micro_batches=4, bucket_bytes=BUCKET_BYTES)
+    return rank_by_time(machine, micro_batches=4, bucket_bytes=BUCKET_BYTES)
+
+
+def test_a_slow_link_sends_fewer_bytes_and_every_other_arm_has_its_reason(ranking: Ranking) -> None:
     assert ranking.choice.arm == "zero1:wire=int4"
     assert ranking.choice.seconds < ranking.base.seconds / 4
     times = [one.seconds_per_micro_batch for one in ranking.prices]
@@ -101,13 +105,32 @@ def test_a_slow_link_sends_fewer_bytes_and_every_other_arm_has_its_reason() -> N
             assert "nats" in reason or reason == "replicas drift"
 
 
+def test_the_choice_is_priced_at_other_counts_and_with_echoes_where_the_loader_is_slow(
+    ranking: Ranking,
+) -> None:
+    counts = ranking.by_count()
+    assert [one.micro_batches for one in counts] == [1, 2, 4, 8, 16]
+    assert counts[2] == ranking.choice
+    times = [one.seconds_per_micro_batch for one in counts]
+    assert times == sorted(times, reverse=True)  # an exchange is paid for by more samples
+    assert ranking.echoed() is None
+    slow = dataclasses.replace(ranking.machine, load_seconds=3 * MACHINE.micro_batch_seconds)
+    assert dataclasses.replace(ranking, machine=slow).echoed() == ranking.choice
+
+
+def test_a_strategy_of_two_rounds_is_priced_from_two_micro_batches_on(ranking: Ranking) -> None:
+    (acco,) = (one for one in ranking.prices if one.arm == "acco")
+    chosen = Ranking(ranking.machine, (acco,), BUCKET_BYTES)
+    assert [one.micro_batches for one in chosen.by_count()] == [2, 4, 8, 16]
+
+
 def test_the_command_says_what_to_use_first_and_why_then(capfd: pytest.CaptureFixture[str]) -> None:
-    words = "plan digits-resnet --batches 2 --ranks 16 --network free --micro-batches 2"
+    words = "plan digits-resnet --batches 2 --ranks 16 --network free --micro-batches 1"
     assert main(words.split()) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[2].startswith("16 ranks: use --strategy ")  # behind what is told while it works
     assert max(map(len, lines)) <= 80
-    assert sum("the choice" in line for line in lines) == 1
+    assert sum(line.endswith("  the choice") for line in lines) == 1
     assert "link free" in " ".join(lines)
 
 

@@ -157,6 +157,18 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
             f"{one.arm.replace(':wire=', ' '):32}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
             f"{one.sent_bytes / 1e6:8,.1f}{one.memory_bytes / 1e6:8,.0f}  {last.why_not(one)}"
         )
+    counts = last.by_count()
+    gains = [choice.seconds_per_micro_batch / one.seconds_per_micro_batch for one in counts]
+    print("\nthe choice with other numbers of micro-batches, which learn otherwise:")
+    print(f"{'':32}" + "".join(f"{one.micro_batches:>8}" for one in counts))
+    print(f"{'  times as fast per sample':32}" + "".join(f"{gain:8.2f}" for gain in gains))
+    if (echoed := last.echoed()) is not None:
+        slower = machine.load_seconds / machine.micro_batch_seconds
+        text = (
+            f"the loader takes {slower:.1f} times as long as a micro-batch: with --echo ready, which uses batches "
+            f"again meanwhile, an update takes {echoed.seconds:.4f} s; ask stretto diagnose what that gains"
+        )
+        print(textwrap.fill(text, COLUMNS, subsequent_indent="  "))
 
 
 def recommendation(ranking: Ranking) -> str:

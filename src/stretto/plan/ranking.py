@@ -8,7 +8,8 @@ from stretto.errors import ConfigError
 from stretto.fields import check_at_least
 from stretto.plan.measure import WIRES, Machine, measure
 from stretto.plan.price import Price, price
-from stretto.train.arms import parse_arm
+from stretto.strategies.ledger import ledger_of
+from stretto.train.arms import Arm, parse_arm
 from stretto.train.configuration import Job, TaskT
 from stretto.train.launch import Ranks
 from stretto.virtual import parse_network
@@ -41,8 +42,10 @@ SMALL = 0.01
 """Nats that nobody would notice, and below what the measurements could tell from nothing."""
 ALIKE = 0.02
 """Share of the time below which two prices count as the same."""
-RARE = ("local:rate=0.1", "diloco:interval=10:delay=9")
+RARE = ("local:rate=0.1", "local:rate=0.02", "diloco:interval=10:delay=9", "diloco:interval=50:delay=9")
 """Strategies that send now and then."""
+COUNTS = (1, 2, 4, 8, 16)
+"""Micro-batches per rank and update at which the choice is priced too."""
 _BASE = "zero1"
 
 
@@ -80,6 +83,8 @@ class Ranking:
 
     machine: Machine
     prices: tuple[Price, ...]
+    bucket_bytes: int
+    """Of the job."""
 
     @property
     def choice(self) -> Price:
@@ -95,6 +100,21 @@ class Ranking:
     def base(self) -> Price:
         """What is exact and what nobody has to choose: the default."""
         return next(one for one in self.prices if one.arm == _BASE)
+
+    def by_count(self) -> list[Price]:
+        """Price the choice at `COUNTS` micro-batches; what a larger batch does to the loss is not in it."""
+        choice = parse_arm(self.choice.arm)
+        return [self._choice_on(self.machine, count) for count in COUNTS if _fits(choice, count)]
+
+    def echoed(self) -> Price | None:
+        """Price the choice where batches are used again while the next one is read; None where the loader keeps up."""
+        if self.machine.load_seconds <= (1 + ALIKE) * self.machine.micro_batch_seconds:
+            return None
+        return self._choice_on(dataclasses.replace(self.machine, load_seconds=0.0), self.choice.micro_batches)
+
+    def _choice_on(self, machine: Machine, count: int) -> Price:
+        choice = parse_arm(self.choice.arm)
+        return price(choice, machine, micro_batches=count, bucket_bytes=self.bucket_bytes)
 
     def why_not(self, other: Price) -> str:
         """Return why an arm is not the choice, in a word or two."""
@@ -118,9 +138,10 @@ def rank_by_time(machine: Machine, *, micro_batches: int, bucket_bytes: int) -> 
         for wire in WIRES
     ]
     rare = [arm if wire == "fp32" else f"{arm}:wire={wire}" for arm in RARE for wire in ("fp32", "int4")]
-    arms = [parse_arm(text) for text in (*wired, *rare)]
+    arms = [arm for text in (*wired, *rare) if _fits(arm := parse_arm(text), micro_batches)]
     prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in arms]
-    return Ranking(machine, tuple(sorted(prices, key=lambda one: one.seconds_per_micro_batch)))
+    prices.sort(key=lambda one: one.seconds_per_micro_batch)
+    return Ranking(machine, tuple(prices), bucket_bytes)
 
 
 def plan(job: PlanConfig[TaskT], ranks: Ranks, log: Callable[[str], None]) -> list[Ranking]:
@@ -141,6 +162,11 @@ def plan(job: PlanConfig[TaskT], ranks: Ranks, log: Callable[[str], None]) -> li
         rank_by_time(machine, micro_batches=job.micro_batches, bucket_bytes=job.bucket_bytes)
         for machine in job.machines(measured)
     ]
+
+
+def _fits(arm: Arm, micro_batches: int) -> bool:
+    """Return whether there is a micro-batch for every round of an update."""
+    return ledger_of(arm.strategy()).rounds <= micro_batches
 
 
 def _nats(one: Price) -> float:
