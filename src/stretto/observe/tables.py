@@ -193,7 +193,7 @@ def _verdict(arms: Mapping[str, Sequence[Run]]) -> str:
         )
         for arm, own in arms.items()
     }
-    times = {arm: times_as_long(own, on)[0] for arm, own in arms.items()}
+    times = {arm: times_as_long(own, on)[0].replace(">", "more than ") for arm, own in arms.items()}
     left_out = ", ".join(f"{arm.removeprefix('no ')} {times[arm]}" for arm in arms if arm.startswith("no "))
     return (
         f"With all remedies the job needs {statistics.median(reached):.1f} s to the target and ends "

@@ -98,7 +98,7 @@ def read_demo(path: Path, name: str) -> Contents:
     folders = {
         folder.name: folder for folder in path.glob("seed-*/*") if folder.parent.name == f"seed-{seed}"
     }
-    runs = []
+    runs: list[Run] = []
     for arm in [str(one.get("arm")) for one in records if str(one.get("seed")) == seed]:
         if (folder := folders.get(arm.replace(" ", "-"))) is None:
             gaps.append(f"the run {arm} is missing")

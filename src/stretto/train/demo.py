@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from stretto.errors import ConfigError
-from stretto.faults import Fault, faults_text
+from stretto.faults import Fault, faults_text, parse_faults
 from stretto.fields import check_at_least
 from stretto.observe import read_json_lines, replace_json
-from stretto.recipes import StdlibGPT
+from stretto.recipes import StdlibGPT, TaskConfig
 from stretto.recipes.optimizers import Schedule
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import Job, RunConfig, part_of
@@ -43,19 +43,19 @@ WITHOUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """What a run without a remedy has set, by remedy."""
 TARGET_AT = 2 / 3
 """Share of the clean run's updates; its held-out loss there is the target."""
-FAULTS = tuple(
-    Fault(site=site, rank=rank, instant=10, lasts="sticky", rate=0.1, extent="chunk", pattern="power")
-    for site, rank in (("masters", 0), ("gathered values", 1))
+FAULTS = parse_faults(
+    "masters:rank=0:instant=10:lasts=sticky:rate=0.1:extent=chunk:pattern=power,"
+    "gathered-values:rank=1:instant=10:lasts=sticky:rate=0.1:extent=chunk:pattern=power"
 )
 """From the tenth round on, one round in ten: 4 KiB of rank 0's masters, and one bucket in ten: 4 KiB of what arrives at
 rank 1. The values are multiplied by 256, which is what one wrong bit of the exponent does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DemoConfig(Job[StdlibGPT]):
+class DemoConfig(Job[TaskConfig]):
     """A small job, the hazards that strike it, and the remedies, which are on but for what an arm leaves out."""
 
-    task: StdlibGPT = dataclasses.field(
+    task: TaskConfig = dataclasses.field(
         default_factory=lambda: StdlibGPT(
             layers=2, width=128, heads=4, evaluation_windows=32, schedule=Schedule(warmup=5, floor=1.0)
         )
@@ -100,7 +100,7 @@ class DemoConfig(Job[StdlibGPT]):
             raise ConfigError(f"strategy={self.strategy}: expected a strategy of train, not a stock method")
 
 
-def arms_of(config: DemoConfig) -> dict[str, RunConfig[StdlibGPT]]:
+def arms_of(config: DemoConfig) -> dict[str, RunConfig[TaskConfig]]:
     """Return the run of every arm by name, in their order, with the hazards that `config` names.
 
     A remedy that `config` does not have needs no arm without it.
@@ -189,7 +189,7 @@ def _hazards(config: DemoConfig, clean: Outcome) -> dict[str, Any]:
 
 
 def _record(
-    name: str, run: RunConfig[StdlibGPT], outcomes: Sequence[Outcome], target: float
+    name: str, run: RunConfig[TaskConfig], outcomes: Sequence[Outcome], target: float
 ) -> dict[str, Any]:
     """Return what is known of a run: its outcome on rank 0, and faults and findings of all ranks."""
     measured = dataclasses.asdict(outcomes[0])
