@@ -171,7 +171,8 @@ def print_demo(runs: Sequence[Run]) -> None:
 def times_as_long(own: Sequence[Run], others: Sequence[Run]) -> tuple[str, str, str]:
     """Return how many times as long as `others` the runs took to the target, seed by seed, as `_spread` does.
 
-    A run that never reached it counts with its whole length, and the numbers are then lower bounds.
+    A run that never reached it counts with its whole length, and the numbers are then lower bounds. Seeds with which
+    the other run did not reach it are left out.
     """
     base = {run["seed"]: run["seconds_to_loss"] for run in others}
     ratios = [
@@ -195,8 +196,9 @@ def _verdict(arms: Mapping[str, Sequence[Run]]) -> str:
     }
     times = {arm: times_as_long(own, on)[0].replace(">", "more than ") for arm, own in arms.items()}
     left_out = ", ".join(f"{arm.removeprefix('no ')} {times[arm]}" for arm in arms if arm.startswith("no "))
+    some = "" if len(reached) == len(on) else f" with {len(reached)} of {len(on)} seeds"
     return (
-        f"With all remedies the job needs {statistics.median(reached):.1f} s to the target and ends "
+        f"With all remedies the job needs {statistics.median(reached):.1f} s to the target{some} and ends "
         f"{above['all on']:+.3f} from the clean run's loss; with none of them it takes {times['all off']} times as "
         f"long and ends at {above['all off']:+.3f}"
         + (f"; without one of them the times are: {left_out}." if left_out else ".")

@@ -139,9 +139,9 @@ _MEASURED = {
     "s": ("seconds", "{:,.2f}"),
     "s to target": ("seconds_to_loss", "{:.1f}"),
     "held-out loss": ("heldout_loss", "{:.4f}"),
-    "s waited for the link": ("exposed_seconds", "{:.1f}"),
-    "s waited for data": ("wait_seconds", "{:.1f}"),
-    "faults struck": ("faults_struck", "{:,.0f}"),
+    "s for link": ("exposed_seconds", "{:.1f}"),
+    "s for data": ("wait_seconds", "{:.1f}"),
+    "struck": ("faults_struck", "{:,.0f}"),
 }
 """Keys of an arm's record and how they are written, by heading."""
 
