@@ -66,7 +66,7 @@ def test_a_remedy_that_was_never_on_has_no_arm() -> None:
 
 def test_what_a_strategy_sets_for_itself_holds_for_all_arms() -> None:
     arms = arms_of(dataclasses.replace(CONFIG, strategy="acco:first=1:lr=0.5"))
-    assert {run.task.lr for run in arms.values()} == {0.5}  # type: ignore[attr-defined]
+    assert {dataclasses.asdict(run)["task"]["lr"] for run in arms.values()} == {0.5}
     assert arms["no guards"].strategy == "acco:first=1:lr=0.5"
 
 
