@@ -9,11 +9,14 @@ from stretto.page import ReportConfig
 from stretto.plan import PlanConfig
 from stretto.train.arms import parse_arms
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
+from stretto.train.demo import DemoConfig
 from stretto.train.simulation import SimulateConfig
 from tests.docs.pages import ROOT, commands, pages
 
 # Those of docs/recipes.md are run, by the page's own test.
 COMMANDS = [words for page in pages() if page.name != "recipes.md" for words in commands(page)]
+ALONE = {"demo": DemoConfig, "doctor": Examination}
+"""The options of commands that take nothing else."""
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -43,8 +46,8 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
             rest[next((at for at, word in enumerate(rest) if word[0] == "-"), len(rest)) :],
             ReportConfig(),
         )
-    elif command == "doctor":
-        parse_alone("doctor", rest, Examination())
+    elif command in ALONE:
+        parse_alone(command, rest, ALONE[command]())
     elif command == "plan":
         parse_options("plan", rest, lambda task: PlanConfig(task=task))
     elif command == "diagnose":
@@ -60,6 +63,7 @@ def test_the_pages_print_commands() -> None:
         "train",
         "compare",
         "simulate",
+        "demo",
         "report",
         "diagnose",
         "plan",

@@ -34,7 +34,7 @@ from stretto.cli.screens import (
 from stretto.doctor import Examination, Report, examine_rank
 from stretto.errors import ConfigError, StrettoError, UnknownName
 from stretto.fields import unknown_name
-from stretto.observe import print_campaign, print_comparison
+from stretto.observe import print_campaign, print_comparison, print_demo
 from stretto.page import ReportConfig, report
 from stretto.plan import PlanConfig, Ranking, plan
 from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
@@ -42,6 +42,7 @@ from stretto.terminal import printable
 from stretto.train.arms import parse_arm
 from stretto.train.comparison import compare, diagnose_rank
 from stretto.train.configuration import AUTO, CompareConfig, DiagnoseConfig, Job, RunConfig, part_of
+from stretto.train.demo import RESULTS, DemoConfig, demonstrate
 from stretto.train.handle import check_run
 from stretto.train.launch import Ranks
 from stretto.train.outcome import check_folder, describe_environment, new_run_folder
@@ -55,6 +56,7 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "resume": lambda task: RunConfig(task=task),
         "compare": lambda task: CompareConfig(task=task),
         "simulate": lambda task: SimulateConfig(task=task),
+        "demo": lambda _: DemoConfig(),
         "report": lambda _: ReportConfig(),
         "diagnose": lambda task: DiagnoseConfig(task=task),
         "plan": lambda task: PlanConfig(task=task),
@@ -79,6 +81,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "resume": resume_command,
         "compare": compare_command,
         "simulate": simulate_command,
+        "demo": demo_command,
         "report": report_command,
         "diagnose": diagnose_command,
         "plan": plan_command,
@@ -241,6 +244,21 @@ def simulate_command(words: Sequence[str]) -> None:
         results = simulate(simulation)
     print_simulation(results.values[0], simulation)
     _show(simulation.run_dir)
+
+
+def demo_command(words: Sequence[str]) -> None:
+    """Strike a small job with every hazard at once, and switch each remedy off in turn."""
+    config = parse_alone("demo", words, DemoConfig())
+    if is_joined():
+        raise ConfigError("demo starts workers of its own: expected no launcher, found variables of one")
+    with named_as_options(config), named_as_options(config.task, TASK):
+        content = demonstrate(config, find_ranks(config.workers), _print_line)
+    print_demo(content["runs"])
+    out = Path(content["out"])
+    page = ReportConfig(out=str(out / "report.html"))
+    report([out], page)
+    print(f"all numbers are in {out / RESULTS}")
+    print(f"open in a browser: {page.out}")
 
 
 def report_command(words: Sequence[str]) -> None:

@@ -61,6 +61,14 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "seed", "run-dir",
             ),
         ),
+        "demo": Command(
+            summary="slow link, slow loader, silent faults: each remedy switched off in turn",
+            takes="",
+            basic=(
+                "out", "seeds", "updates", "link", "link-slowness", "slow-loader", "loader-slowness", "faults",
+                "strategy", "wire", "echo", "guards", "seed",
+            ),
+        ),
         "report": Command(
             summary="make a page that shows runs: loss, time, both lanes, damage",
             takes="FOLDER...",

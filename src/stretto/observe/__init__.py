@@ -9,7 +9,7 @@ from stretto.observe.records import (
     append_json_line,
     read_json_lines,
 )
-from stretto.observe.tables import print_campaign, print_comparison
+from stretto.observe.tables import print_campaign, print_comparison, print_demo
 from stretto.observe.tensorboard import TensorBoard
 from stretto.observe.trace import Trace, trace_file
 
@@ -24,6 +24,7 @@ __all__ = [
     "append_json_line",
     "print_campaign",
     "print_comparison",
+    "print_demo",
     "read_json_lines",
     "replace_json",
     "trace_file",

@@ -155,3 +155,8 @@ class Rehearsal:
         if not isinstance(handle, DataParallel):
             raise ConfigError(f"faults strike jobs of DataParallel, not {type(handle).__name__}")
         strike_memory(handle, self._injector)
+
+    @property
+    def struck(self) -> int:
+        """How often faults have changed values on this rank."""
+        return sum(application.changed for application in self._injector.applications)

@@ -81,6 +81,8 @@ class Outcome:
     """Share of held-out samples classified rightly at the end; classifiers only."""
     sample: str | None
     """Text that the model generated at the end; language models only."""
+    faults_struck: int = 0
+    """Times that faults of the run, which are done on purpose, changed values of this rank."""
 
 
 class Totals:

@@ -95,10 +95,11 @@ def train_at(
         for observer, incident in itertools.product(observers, start.incidents):
             observer.noticed(incident)
         try:
-            return _train(run, task, handle, start, totals, stopwatch, observers)
+            outcome = _train(run, task, handle, start, totals, stopwatch, observers)
         finally:
             for observer in observers:
                 observer.close()
+    return dataclasses.replace(outcome, faults_struck=rehearsal.struck)
 
 
 def _train(
