@@ -254,11 +254,8 @@ def demo_command(words: Sequence[str]) -> None:
     with named_as_options(config), named_as_options(config.task, TASK):
         content = demonstrate(config, find_ranks(config.workers), _print_line)
     print_demo(content["runs"])
-    out = Path(content["out"])
-    page = ReportConfig(out=str(out / "report.html"))
-    report([out], page)
-    print(f"all numbers are in {out / RESULTS}")
-    print(f"open in a browser: {page.out}")
+    print(f"all numbers     {Path(content['out'], RESULTS)}")
+    _show(content["out"])
 
 
 def report_command(words: Sequence[str]) -> None:
