@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,6 +73,30 @@ def train_until_killed(
     train_rank(info, run, warmup_updates, shows_progress)
     sys.setprofile(None)
     return seen
+
+
+def train_until_hit_in_write(
+    info: RankInfo,
+    run: RunConfig[Tiny],
+    warmup_updates: int,
+    shows_progress: bool,
+    victims: tuple[int, ...],
+    number: signal.Signals,
+    save: int,
+) -> None:
+    """Train; on `victims` the process sends itself a signal when a piece of that save is written."""
+    files, was_sent = 0, False
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal files, was_sent
+        files += event == "call" and frame.f_code.co_name == "write_data"
+        is_written = event == "return" and frame.f_code.co_name == "_write_item"
+        if is_written and files == save and info.rank in victims and not was_sent:
+            was_sent = True
+            os.kill(os.getpid(), number)
+
+    threading.setprofile(count)
+    train_rank(info, run, warmup_updates, shows_progress)
 
 
 def records(folder: str) -> list[dict[str, Any]]:
