@@ -118,4 +118,5 @@ def evaluations(folder: str) -> list[tuple[int, float]]:
 def model_bits(folder: str) -> dict[str, bytes]:
     """The trained model, tensor by tensor."""
     state = torch.load(Path(folder, "model.pt"))
-    return {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+    # As bytes, because NumPy knows no bfloat16.
+    return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in state.items()}
