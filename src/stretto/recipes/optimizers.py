@@ -47,7 +47,7 @@ class AdamW:
         check_at_least(self, eps=0, weight_decay=0)
 
     def build(self, model: nn.Module, lr: float) -> torch.optim.AdamW:
-        """Return the optimizer over `model`'s trainable parameters: two groups, matrices first."""
+        """Return the optimizer over `model`'s trainable parameters: matrices, then vectors, each in a group if there are any."""
         return self.over(_trainable(model), lr)
 
     def over(self, trainable: Sequence[nn.Parameter], lr: float) -> torch.optim.AdamW:
@@ -56,6 +56,8 @@ class AdamW:
             {"params": [one for one in trainable if one.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [one for one in trainable if one.ndim < 2], "weight_decay": 0.0},
         ]
+        # A checkpoint has a group's settings under its parameters' names: one without any would come back with others.
+        groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=lr, betas=self.betas, eps=self.eps, **_flags(self.kernel))
 
 
