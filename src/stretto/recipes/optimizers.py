@@ -47,7 +47,7 @@ class AdamW:
         check_at_least(self, eps=0, weight_decay=0)
 
     def build(self, model: nn.Module, lr: float) -> torch.optim.AdamW:
-        """Return the optimizer over `model`'s trainable parameters: matrices, then vectors, each in a group if there are any."""
+        """Return the optimizer over `model`'s trainable parameters: a group of matrices, and one of vectors."""
         return self.over(_trainable(model), lr)
 
     def over(self, trainable: Sequence[nn.Parameter], lr: float) -> torch.optim.AdamW:
