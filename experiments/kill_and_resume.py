@@ -211,7 +211,10 @@ def written(folder: Path) -> tuple[Any, ...]:
     evaluations = [
         (one["step"], one["heldout_loss"]) for one in read_json_lines(folder / "evaluations.jsonl")
     ]
-    model = {name: tensor.numpy().tobytes() for name, tensor in torch.load(folder / "model.pt").items()}
+    model = {
+        name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes()  # NumPy knows no bfloat16
+        for name, tensor in torch.load(folder / "model.pt").items()
+    }
     return records, evaluations, model
 
 

@@ -51,10 +51,14 @@ _FORKED_WITH = (
 """What ranks in processes of their own would each take seconds to import, beside what tests do."""
 
 
-def start_server_of_ranks() -> None:
-    """Branch off the server that all ranks are forked from, before the first test: it knows nothing of any test."""
+def start_server_of_ranks(*more: str) -> None:
+    """Branch off the server that all ranks are forked from, before the first test: it knows nothing of any test.
+
+    Args:
+        more: Modules that are slow to import, beside those that tests need.
+    """
     with warnings.catch_warnings(action="ignore"):  # those of other libraries
-        for name in _FORKED_WITH:
+        for name in (*_FORKED_WITH, *more):
             importlib.import_module(name)
     resource_tracker.ensure_running()  # the server would start it
     start, forkserver.util.spawnv_passfds = forkserver.util.spawnv_passfds, _forked_server

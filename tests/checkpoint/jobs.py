@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from stretto import ACCO, DDP, DPU, DataParallel, Options, WeightPrediction, ZeRO1, checkpoint
@@ -88,7 +89,9 @@ class Batches:
 class Job:
     """One rank's share of a job."""
 
-    def __init__(self, case: Case, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, case: Case, rank: int = 0, world_size: int = 1, group: dist.ProcessGroup | None = None
+    ) -> None:
         torch.manual_seed(0)
         self.case = case
         self.model = Network(case).to(case.dtype)
@@ -96,7 +99,12 @@ class Job:
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.batches = Batches(case, rank, world_size)
         self.parallel = DataParallel(
-            self.model, self.optimizer, case.strategy, micro_batches=case.micro_batches, options=case.options
+            self.model,
+            self.optimizer,
+            case.strategy,
+            micro_batches=case.micro_batches,
+            options=case.options,
+            group=group,
         )
         torch.manual_seed(100 + rank)
         self.losses: list[float] = []

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from torch.distributed.checkpoint.planner import SavePlan
 
 from stretto import checkpoint
 from stretto.checkpoint.manifest import FILE, METADATA, Manifest
-from stretto.checkpoint.save import Ranks
+from stretto.checkpoint.pieces import SavePlanner
+from stretto.checkpoint.ranks import Ranks
 from stretto.errors import CheckpointError, UnsafeValue, UsageError
 from stretto.guards.replay import KeptRound
 from stretto.packed import pack, unpack
@@ -277,7 +279,10 @@ def test_an_integer_that_could_not_be_read_again_is_refused_when_it_is_packed() 
         pack(2**2100, "it")
 
 
-def test_a_value_that_changes_on_its_way_to_the_file_is_found(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_value_that_changes_on_its_way_to_the_file_is_found(
+    in_background: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
     job = Job(Case()).train(SAVED_AT)
     write = torch.save
 
@@ -289,7 +294,24 @@ def test_a_value_that_changes_on_its_way_to_the_file_is_found(tmp_path: Path, mo
 
     monkeypatch.setattr(torch, "save", damaged)
     with pytest.raises(CheckpointError, match=r"\.mix.* changed on its way from the job to"):
-        job.save(tmp_path)
+        saved(job, tmp_path, in_background)
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
     job.save(tmp_path)
+
+
+def test_a_value_that_changes_as_it_is_copied_is_found(tmp_path: Path, monkeypatch: Any) -> None:
+    copy = SavePlanner.copy
+
+    def damaged(planner: SavePlanner, share: SavePlan) -> None:
+        copy(planner, share)
+        next(iter(planner._copies.values())).view(-1)[0] += 1
+
+    monkeypatch.setattr(SavePlanner, "copy", damaged)
+    with pytest.raises(CheckpointError, match=" changed on its way from the job to"):
+        saved(Job(Case()).train(SAVED_AT), tmp_path, in_background=True)
+
+
+def saved(job: Job, folder: Path, in_background: bool) -> None:
+    job.save(folder, async_save=in_background)
+    checkpoint.wait(job.parallel)

@@ -1,5 +1,6 @@
 """The papers' settings: every one is an option, trains at a small scale, and has the paper's size at full scale."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from stretto import checkpoint
 from stretto.cli import main
 from stretto.cli.commands import CONFIGURE
 from stretto.cli.options import options_of, parse_options
 from stretto.cli.presets import OURS, PRESETS
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, WorkerFailed
 from stretto.recipes import Language, recipe
 from stretto.recipes.classifiers import image_model
 from stretto.recipes.language_models import language_model
@@ -22,6 +24,7 @@ from tests.recipes.files import (
     expect_same_bits_after_a_kill,
     write_lines,
 )
+from tests.train.runs import evaluations, model_bits, records, train, train_until_hit_in_write
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +80,41 @@ def test_a_killed_preset_goes_on_to_the_same_bits_echoes_and_crops_included(
     expect_same_bits_after_a_kill(run, monkeypatch, "stretto.recipes.images.class_loss", 7)
 
 
-@pytest.mark.parametrize(
-    ("name", "millions", "digit"),
-    # What the papers, or those who published the models, call them; their last digit is rounded.
-    [("gpt-neo-36m", 36, 1), ("gpt-neo-125m", 125, 1), ("gpt-neo-2.7b", 2700, 100), ("gpt2", 124, 1),
-     ("llama-2-7b", 7000, 1000)],
-)  # fmt: skip
-def test_a_language_model_has_the_size_of_its_paper(name: str, millions: int, digit: int) -> None:
+def test_the_first_preset_over_pictures_is_killed_on_real_workers_and_goes_on_to_the_bit(files: Path) -> None:
+    """`experiments/presets.py` tries all; over text each worker would spend seconds on imports."""
+    name = next(name for name, preset in PRESETS.items() if preset.recipe == "images")
+    words = [*small("train", name, files), "--workers", "2", "--updates", "6", "--checkpoint-every", "2"]
+    _, run = parse_options("train", [*words, "--no-tensorboard", "--async-save"], CONFIGURE["train"])
+    train(replace(run, run_dir="whole", async_save=False))
+    killed = replace(run, run_dir="killed")
+    with pytest.raises(WorkerFailed, match="killed by SIGKILL"):
+        train(killed, 2, train_until_hit_in_write, (1,), signal.SIGKILL, 2)
+    assert checkpoint.latest("killed/checkpoints").name == "000001-step-2"
+    train(replace(killed, resume=True))
+    for found in (records, evaluations, model_bits):
+        assert found("killed") == found("whole")
+
+
+# In millions of parameters what the papers, or those who published the models, call them; their last digit is rounded.
+LANGUAGE_MODELS = {
+    "gpt-neo-36m": (36, 1),
+    "gpt-neo-125m": (125, 1),
+    "gpt-neo-2.7b": (2700, 100),
+    "gpt2": (124, 1),
+    "llama-2-7b": (7000, 1000),
+}
+# He et al. and Sandler et al., with a head for so many classes of CIFAR; 11.2 M is also in the main text of PAFT.
+IMAGE_MODELS = {"resnet-18": (10, 11.2), "resnet-50": (100, 23.7), "mobilenet-v2": (10, 2.2)}
+
+
+def test_the_models_of_all_presets_are_compared_with_the_papers() -> None:
+    models = {preset.settings["--task.model"].value for preset in PRESETS.values()}
+    assert models == LANGUAGE_MODELS.keys() | IMAGE_MODELS.keys()
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_a_language_model_has_the_size_of_its_paper(name: str) -> None:
+    millions, digit = LANGUAGE_MODELS[name]
     vocabulary = 32_000 if "llama" in name else 50_257
     with torch.device("meta"):  # counted without memory
         model = language_model(
@@ -93,12 +124,9 @@ def test_a_language_model_has_the_size_of_its_paper(name: str, millions: int, di
     assert count / 1e6 == pytest.approx(millions, abs=digit / 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "classes", "millions"),
-    # He et al. and Sandler et al., with a head for CIFAR; 11.2 M is also in the main text of PAFT.
-    [("resnet-18", 10, 11.2), ("resnet-50", 100, 23.7), ("mobilenet-v2", 10, 2.2)],
-)
-def test_an_image_classifier_has_the_size_of_its_paper(name: str, classes: int, millions: float) -> None:
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+def test_an_image_classifier_has_the_size_of_its_paper(name: str) -> None:
+    classes, millions = IMAGE_MODELS[name]
     with torch.device("meta"):
         model = image_model(name, classes=classes, size=32, scale=1.0, seed=0)
     count = sum(parameter.numel() for parameter in model.parameters())

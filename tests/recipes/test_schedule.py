@@ -53,6 +53,11 @@ def test_adamw_decays_matrices_only_and_leaves_frozen_parameters_out() -> None:
     assert matrices["betas"] == (0.9, 0.95)
 
 
+def test_adamw_has_no_group_without_parameters_whose_rate_no_checkpoint_could_keep() -> None:
+    (group,) = AdamW(weight_decay=0.3).build(nn.Linear(3, 4, bias=False), lr=0.1).param_groups
+    assert group["weight_decay"] == 0.3
+
+
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "loop"])
 @pytest.mark.parametrize("options", [AdamW, SGD])
 def test_every_kernel_makes_the_same_step(options: type[AdamW] | type[SGD], kernel: str) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -74,6 +75,30 @@ def train_until_killed(
     return seen
 
 
+def train_until_hit_in_write(
+    info: RankInfo,
+    run: RunConfig[Tiny],
+    warmup_updates: int,
+    shows_progress: bool,
+    victims: tuple[int, ...],
+    number: signal.Signals,
+    save: int,
+) -> None:
+    """Train; on `victims` the process sends itself a signal when a piece of that save is written."""
+    files, was_sent = 0, False
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal files, was_sent
+        files += event == "call" and frame.f_code.co_name == "write_data"
+        is_written = event == "return" and frame.f_code.co_name == "_write_item"
+        if is_written and files == save and info.rank in victims and not was_sent:
+            was_sent = True
+            os.kill(os.getpid(), number)
+
+    threading.setprofile(count)
+    train_rank(info, run, warmup_updates, shows_progress)
+
+
 def records(folder: str) -> list[dict[str, Any]]:
     """The records of all updates, without times."""
     return [
@@ -93,4 +118,5 @@ def evaluations(folder: str) -> list[tuple[int, float]]:
 def model_bits(folder: str) -> dict[str, bytes]:
     """The trained model, tensor by tensor."""
     state = torch.load(Path(folder, "model.pt"))
-    return {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+    # As bytes, because NumPy knows no bfloat16.
+    return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in state.items()}

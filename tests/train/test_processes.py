@@ -4,11 +4,13 @@ import os
 import signal
 import sys
 import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
 from stretto.errors import WorkerFailed
-from stretto.train.processes import map_on_workers
+from stretto.train.processes import HeldStops, map_on_workers, supervised
 from tests.processes import Command
 
 
@@ -52,3 +54,38 @@ def test_no_process_outlives_a_command_that_is_stopped() -> None:
         rest, _ = command.communicate()
     assert (started, rest) == ({"1 runs\n", "2 runs\n"}, "")
     assert command.returncode == 128 + signal.SIGTERM
+
+
+def hold_a_stop() -> None:
+    stops = HeldStops()
+    stops.hold(True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    sys.stdout.write("still here\n")
+    sys.stdout.flush()
+    stops.hold(False)
+    sys.stdout.write("never\n")
+
+
+def test_a_stop_that_is_held_back_comes_when_it_no_longer_is() -> None:
+    with Command(function=hold_a_stop) as command:
+        assert command.communicate() == ("still here\n", "")
+    assert command.returncode == -signal.SIGTERM
+
+
+def write_when_stopped(pipe: Connection, path: str) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    pipe.send("ready")
+    signal.sigwait({signal.SIGTERM})
+    Path(path).touch()
+
+
+def start_and_stop(path: str) -> None:
+    with supervised() as workers:
+        workers.start(write_when_stopped, path).receive()
+        raise SystemExit
+
+
+def test_a_command_that_is_stopped_waits_for_a_process_that_has_still_to_write(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        start_and_stop(str(tmp_path / "written"))
+    assert (tmp_path / "written").exists()

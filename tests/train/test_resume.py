@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,15 @@ from stretto import checkpoint
 from stretto.checkpoint.manifest import Manifest
 from stretto.errors import WorkerFailed
 from stretto.observe import read_json_lines
-from tests.train.runs import evaluations, model_bits, records, tiny_run, train, train_until_killed
+from tests.train.runs import (
+    evaluations,
+    model_bits,
+    records,
+    tiny_run,
+    train,
+    train_until_hit_in_write,
+    train_until_killed,
+)
 from tests.train.tiny import Tiny
 
 NEVER = -1
@@ -38,6 +47,25 @@ def test_a_killed_run_resumes_to_the_bit(strategy: str, moments: int) -> None:
             train(run, 2, train_until_killed, victim, call)
         train(dataclasses.replace(run, resume=True))
         assert written(f"killed-{moment}") == written("whole")
+
+
+@pytest.mark.parametrize(
+    ("number", "victims", "left"),
+    [
+        (signal.SIGKILL, (1,), [".writing-000002-step-6", "000001-step-3"]),
+        (signal.SIGTERM, (0, 1), ["000001-step-3", "000002-step-6"]),
+    ],
+)
+def test_in_mid_write_beside_training_a_kill_costs_one_checkpoint_and_a_stop_none(
+    number: signal.Signals, victims: tuple[int, ...], left: list[str]
+) -> None:
+    train(tiny_run("whole", strategy="acco"))
+    run = tiny_run("hit", strategy="acco", async_save=True)
+    with pytest.raises(WorkerFailed, match=f"killed by {number.name}"):
+        train(run, 2, train_until_hit_in_write, victims, number, 2)
+    assert sorted(path.name for path in Path("hit", "checkpoints").iterdir()) == left
+    train(dataclasses.replace(run, resume=True))
+    assert written("hit") == written("whole")
 
 
 def test_a_finished_run_that_is_resumed_is_finished() -> None:

@@ -1,7 +1,8 @@
 """Checkpoints: written whole or not at all, read at any world size, continued to the bit at the same one."""
 
+from stretto.checkpoint.background import check, wait
 from stretto.checkpoint.files import complete, latest, newest_first
 from stretto.checkpoint.load import Restored, load
 from stretto.checkpoint.save import save
 
-__all__ = ["Restored", "complete", "latest", "load", "newest_first", "save"]
+__all__ = ["Restored", "check", "complete", "latest", "load", "newest_first", "save", "wait"]

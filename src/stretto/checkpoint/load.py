@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from stretto.checkpoint import files as folder
+from stretto.checkpoint.background import wait
 from stretto.checkpoint.continuation import Continuation, Loader
 from stretto.checkpoint.manifest import METADATA, Manifest, TensorKind
 from stretto.checkpoint.pieces import LoadPlanner, Reader
-from stretto.checkpoint.save import Ranks, file_digest
+from stretto.checkpoint.ranks import Ranks
+from stretto.checkpoint.save import file_digest
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, TornCheckpoint
 from stretto.optimizer import name_of
@@ -63,6 +65,7 @@ def load(
     """
     with parallel.job.compute.lifetime.running():
         parallel.job.compute.check_between_updates("loading a checkpoint")
+    wait(parallel)
     ranks = Ranks(parallel)
     paths = ranks.gather(
         "looking for a checkpoint", lambda: str(folder.find(Path(directory))) if ranks.rank == 0 else None

@@ -41,6 +41,25 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__()
         self._packed: dict[str, bytes] = {}
+        self._copies: dict[MetadataIndex, Tensor] = {}
+
+    def copy(self, share: SavePlan) -> None:
+        """Copy what `share` writes of the job's tensors into the host's memory, and let go of the job's own."""
+        found = {item.index: self.resolve_data(item) for item in share.items}
+        self._copies = {
+            index: value.detach().to("cpu", copy=True)
+            for index, value in found.items()
+            if isinstance(value, Tensor)
+        }
+        self.state_dict = {
+            name: value for name, value in self.state_dict.items() if not isinstance(value, Tensor)
+        }
+
+    def resolve_data(self, write_item: WriteItem) -> _Value:
+        """Return what is written of an entry, as the job has it or as it was copied."""
+        copied = self._copies.get(write_item.index)
+        found: _Value = super().resolve_data(write_item) if copied is None else copied
+        return found
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return what is written of an entry: the bytes of which the digest is taken are those that are written."""
@@ -90,9 +109,12 @@ class Writer(FileSystemWriter):
             CheckpointError: What is in a file is not what the job held.
         """
         results = {result.index: result.storage_data for result in self.write_data(plan, planner).wait()}
-        places = {item.index: _extent(results[item.index]) for item in plan.items}
-        found = dict(_contents(Path(self.path), places.values()))
-        return [self._stored(item, places[item.index], found[places[item.index]]) for item in plan.items]
+        items = {_extent(results[item.index]): item for item in plan.items}
+        stored = {
+            items[place].index: self._stored(items[place], place, content)
+            for place, content in _contents(Path(self.path), items)
+        }
+        return [stored[item.index] for item in plan.items]
 
     def _stored(self, item: WriteItem, place: Extent, content: bytes) -> Stored:
         is_tensor = item.tensor_data is not None

@@ -259,11 +259,11 @@ class ComputeLane:
         if landing.commit is not None and not self._accounts.use_is_known:
             self._accounts.check_used(landing.commit, self.layout, self.where)
         self.model.turn(self._scheduler, self.steps - before, self.where)
-        return (
-            None
-            if landing.commit is None
-            else self._accounts.close(landing.commit, self.steps, self.runtime.now())
-        )
+        if landing.commit is None:
+            return None
+        for listener in self.model.listeners:
+            listener.update_landed()
+        return self._accounts.close(landing.commit, self.steps, self.runtime.now())
 
     def wait_for_lane(self) -> Landing | None:
         """Wait until the round in flight can land; return what it will bring, or None if none is in flight."""

@@ -39,7 +39,7 @@ def weighed(outcome: "Tensor | Weighed", weight: float, samples: int) -> Weighed
 
 
 class Listener:
-    """Receives the events of one rank's compute lane, for guards; every method does nothing unless overridden."""
+    """Receives the events of one rank's compute lane, for guards and saves; methods do nothing unless overridden."""
 
     def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
         """A micro-batch begins that can be run again; not called for those that come through `backward`."""
@@ -62,6 +62,9 @@ class Listener:
 
     def installed(self, values: Sequence[Tensor]) -> None:
         """The model's parameters have been given `values`, in the layout's order."""
+
+    def update_landed(self) -> None:
+        """An update has been committed and is shown; both lanes are at rest. All ranks call, at the same update."""
 
     def committed_is_read(self) -> None:
         """Masters and optimizer state are about to be shown or saved; the lane is at rest, all ranks call."""

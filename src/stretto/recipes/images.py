@@ -11,7 +11,7 @@ from stretto.fields import check_at_least, check_fields
 from stretto.recipes.batches import MicroBatches
 from stretto.recipes.classifiers import Augmentation, Backbone, Classifier, image_model
 from stretto.recipes.classify import Images, InOrder, class_accuracy, class_loss, image_loss
-from stretto.recipes.optimizers import SGD, AdamW, Schedule
+from stretto.recipes.optimizers import SGD, Adafactor, AdamW, Schedule
 from stretto.recipes.pictures import PictureSides, read_pictures
 from stretto.recipes.rows import Heldout
 from stretto.recipes.task import Task, mean_loss
@@ -36,11 +36,11 @@ class ImageClassification:
     batch: int = 32
     """Pictures per micro-batch; at least 2, because batch normalisation takes its statistics from them."""
 
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Which of the two below trains the model."""
+    optimizer: Literal["sgd", "adamw", "adafactor"] = "sgd"
+    """Which of those below trains the model."""
 
     lr: float | None = None
-    """Learning rate after the warm-up; None takes 0.1 for sgd and 0.001 for adamw."""
+    """Learning rate after the warm-up; None takes 0.1 for sgd, 0.001 for adamw and 0.01 for adafactor."""
 
     scale: float = 1.0
     """Factor to rehearse with; on channels, depth and training pictures, above 0 and at most 1."""
@@ -59,6 +59,9 @@ class ImageClassification:
 
     adamw: AdamW = field(default_factory=AdamW)
     """Options of adamw."""
+
+    adafactor: Adafactor = field(default_factory=Adafactor)
+    """Options of adafactor."""
 
     schedule: Schedule = field(default_factory=lambda: Schedule(floor=0.0))
     """The learning rate over the updates."""
@@ -85,8 +88,9 @@ class ImageClassification:
             self.model, classes=train.num_classes, size=self.size, scale=self.scale, seed=seed
         )
         model = Classifier(network, self.augment)
-        lr = {"sgd": 0.1, "adamw": 0.001}[self.optimizer] if self.lr is None else self.lr
-        optimizer = (self.sgd if self.optimizer == "sgd" else self.adamw).build(model, lr)
+        rate = {"sgd": 0.1, "adamw": 0.001, "adafactor": 0.01}[self.optimizer] if self.lr is None else self.lr
+        options: SGD | AdamW | Adafactor = getattr(self, self.optimizer)
+        optimizer = options.build(model, rate)
         loader: MicroBatches[Images] = MicroBatches(
             train,
             min(self.batch, len(train)),

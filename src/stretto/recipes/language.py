@@ -15,7 +15,14 @@ from stretto.recipes.batches import MicroBatches
 from stretto.recipes.blocks import Packed, Sequences, Streams, blocks_of
 from stretto.recipes.instructions import READINGS, Reading, read_text
 from stretto.recipes.language_models import check_model, language_model, tokenizer_of, with_lora
-from stretto.recipes.optimizers import AdamW, Schedule
+from stretto.recipes.optimizers import (
+    Adafactor,
+    AdamW,
+    LanguageOptimizer,
+    Muon,
+    Schedule,
+    language_optimizer,
+)
 from stretto.recipes.rows import Heldout, Sides, Unit, check_column, read_sides
 from stretto.recipes.stdlib_gpt import next_token_loss
 from stretto.recipes.task import ResumableLoader, Task, extra, mean_loss
@@ -100,8 +107,11 @@ class Language:
     lora_rank: int | None = None
     """Rank of LoRA's adapters, which alone are trained; None trains the whole model."""
 
-    lr: float = 6e-4
-    """Learning rate of AdamW after the warm-up."""
+    optimizer: LanguageOptimizer = "adamw"
+    """Which of those below trains the model."""
+
+    lr: float | None = None
+    """Learning rate after the warm-up; None takes 0.0006 for adamw and muon, and 0.01 for adafactor."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of parameters and activations."""
@@ -125,7 +135,13 @@ class Language:
     """What else LoRA needs."""
 
     adamw: AdamW = field(default_factory=AdamW)
-    """The optimizer."""
+    """Options of adamw."""
+
+    muon: Muon = field(default_factory=Muon)
+    """Options of muon."""
+
+    adafactor: Adafactor = field(default_factory=Adafactor)
+    """Options of adafactor."""
 
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over the updates."""
@@ -138,6 +154,11 @@ class Language:
         check_at_least(self, length=2, batch=1, lora_rank=1, lr=0, readers=0)
         if not 0 < self.scale <= 1:
             raise errors.ConfigError(f"scale must be above 0 and at most 1, found {self.scale}")
+        if self.optimizer == "muon" and self.lora_rank is not None:
+            raise errors.ConfigError(
+                f"optimizer=muon with lora_rank={self.lora_rank}: muon makes steps of whole matrices orthogonal, and "
+                "adapters are factors of them; expected adamw or adafactor"
+            )
 
     def check(self) -> None:
         """Raise where files are missing or wrong, before there are workers; see `OverFiles`."""
@@ -171,7 +192,12 @@ class Language:
         if self.lora_rank is not None:
             alpha = 2.0 * self.lora_rank if self.lora.alpha is None else self.lora.alpha
             model = with_lora(model, self.lora_rank, alpha, self.lora.dropout, seed)
-        optimizer = self.adamw.build(model, self.lr)
+        rate = (
+            {"adamw": 0.0006, "muon": 0.0006, "adafactor": 0.01}[self.optimizer]
+            if self.lr is None
+            else self.lr
+        )
+        optimizer = language_optimizer(self.optimizer, model, rate, self.adamw, self.muon, self.adafactor)
         share = {"rank": rank, "world_size": world_size, "seed": seed, "workers": self.readers}
         evaluated = Sequences(heldout, self._reading(heldout), tokens, length)
         loader: ResumableLoader[Window]

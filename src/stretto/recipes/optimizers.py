@@ -1,7 +1,7 @@
 """PyTorch's optimizers as options, and the learning rate over the updates: warm-up, then a half cosine."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from stretto import errors
 from stretto.fields import check_at_least, check_fields
+from stretto.optimizer import as_one
 
 Kernel = Literal["fused", "foreach", "loop"]
 """How PyTorch computes the step: one kernel per tensor, lists of tensors, or one tensor after another."""
@@ -46,12 +47,17 @@ class AdamW:
         check_at_least(self, eps=0, weight_decay=0)
 
     def build(self, model: nn.Module, lr: float) -> torch.optim.AdamW:
-        """Return the optimizer over `model`'s trainable parameters: two groups, matrices first."""
-        trainable = _trainable(model)
+        """Return the optimizer over `model`'s trainable parameters: a group of matrices, and one of vectors."""
+        return self.over(_trainable(model), lr)
+
+    def over(self, trainable: Sequence[nn.Parameter], lr: float) -> torch.optim.AdamW:
+        """Return the optimizer over these parameters."""
         groups = [
             {"params": [one for one in trainable if one.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [one for one in trainable if one.ndim < 2], "weight_decay": 0.0},
         ]
+        # A checkpoint has a group's settings under its parameters' names: one without any would come back with others.
+        groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=lr, betas=self.betas, eps=self.eps, **_flags(self.kernel))
 
 
@@ -85,6 +91,106 @@ class SGD:
             weight_decay=self.weight_decay,
             **_flags(self.kernel),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Muon:
+    """Muon for hidden matrices, beside AdamW for embeddings, output layer and vectors.
+
+    Steps of Muon are scaled to the size that AdamW's have, so that both take one learning rate, and the decay that is
+    usual with AdamW (Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982).
+    """
+
+    momentum: float = 0.95
+    """Decay of the velocity, as its author has it (K. Jordan, Muon: An optimizer for hidden layers)."""
+
+    nesterov: bool = True
+    """Look ahead along the velocity."""
+
+    iterations: int = 5
+    """Of Newton and Schulz's method, which makes a step orthogonal."""
+
+    weight_decay: float = 0.1
+    """Decoupled decay per update, times the learning rate, of hidden matrices."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, momentum=0, iterations=1, weight_decay=0)
+
+    def build(self, model: nn.Module, lr: float, others: AdamW) -> Optimizer:
+        """Return both as one over `model`'s trainable parameters.
+
+        Args:
+            model: Tells its output layer by `get_output_embeddings`, if it has such a method.
+            lr: Learning rate of both.
+            others: Settings of AdamW.
+
+        Raises:
+            ConfigError: There is no hidden matrix.
+        """
+        output = getattr(model, "get_output_embeddings", lambda: None)()
+        outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is output]
+        apart = {id(parameter) for module in outer for parameter in module.parameters()}
+        hidden: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
+        for parameter in _trainable(model):
+            is_hidden = parameter.ndim == 2 and id(parameter) not in apart
+            (hidden if is_hidden else rest).append(parameter)
+        if not hidden:
+            raise errors.ConfigError("muon steps hidden matrices, and the model has none: expected adamw")
+        muon = torch.optim.Muon(
+            hidden,
+            lr=lr,
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            ns_steps=self.iterations,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        return as_one([muon, others.over(rest, lr)])  # type: ignore[no-any-return]  # of two it makes one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adafactor:
+    """Adafactor, which keeps of a matrix's squared gradients the means of rows and columns alone.
+
+    Its learning rate is the largest step relative to a tensor's size (Shazeer & Stern, arXiv 1804.04235, as are the
+    defaults).
+    """
+
+    decay: float = -0.8
+    """Power of the update's number that the weight of a new squared gradient has; below 0."""
+
+    clip: float = 1.0
+    """Largest root mean square of a step, relative to the size that the squared gradients give it."""
+
+    weight_decay: float = 0.0
+    """Decoupled decay per update, times the learning rate, of all parameters."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, clip=0, weight_decay=0)
+        if not self.decay < 0:
+            raise errors.ConfigError(f"decay must be below 0, found {self.decay}")
+
+    def build(self, model: nn.Module, lr: float) -> torch.optim.Adafactor:
+        """Return the optimizer over `model`'s trainable parameters, in one group."""
+        return torch.optim.Adafactor(
+            _trainable(model), lr=lr, beta2_decay=self.decay, d=self.clip, weight_decay=self.weight_decay
+        )
+
+
+LanguageOptimizer = Literal["adamw", "muon", "adafactor"]
+"""What trains a language model."""
+
+
+def language_optimizer(
+    name: LanguageOptimizer, model: nn.Module, lr: float, adamw: AdamW, muon: Muon, adafactor: Adafactor
+) -> Optimizer:
+    """Return the optimizer of a language model that is called `name`; the others are not used."""
+    if name == "muon":
+        return muon.build(model, lr, adamw)
+    return (adamw if name == "adamw" else adafactor).build(model, lr)
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

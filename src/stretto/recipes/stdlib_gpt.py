@@ -12,7 +12,14 @@ from stretto.fields import check_at_least, check_fields
 from stretto.recipes.batches import MicroBatches
 from stretto.recipes.corpus import Text, read_corpus
 from stretto.recipes.gpt import SHAPES, Architecture, Shape, Size, causal_lm
-from stretto.recipes.optimizers import AdamW, Schedule
+from stretto.recipes.optimizers import (
+    Adafactor,
+    AdamW,
+    LanguageOptimizer,
+    Muon,
+    Schedule,
+    language_optimizer,
+)
 from stretto.recipes.task import Loss, Task, mean_loss
 from stretto.recipes.text import IGNORED, BytePairs, Bytes, Snippet, Tokens, Window, Windows
 
@@ -46,8 +53,11 @@ class StdlibGPT:
     batch: int = 8
     """Sequences per micro-batch."""
 
-    lr: float = 1e-3
-    """Learning rate of AdamW after the warm-up."""
+    optimizer: LanguageOptimizer = "adamw"
+    """Which of those below trains the model."""
+
+    lr: float | None = None
+    """Learning rate after the warm-up; None takes 0.001 for adamw and muon, and 0.01 for adafactor."""
 
     weigh: Weigh = "micro-batch"
     """Weight of a micro-batch in the update; 1, or the number of tokens it predicts. No token is predicted across
@@ -63,7 +73,13 @@ class StdlibGPT:
     """Where the text comes from, and what a token is."""
 
     adamw: AdamW = field(default_factory=AdamW)
-    """The optimizer."""
+    """Options of adamw."""
+
+    muon: Muon = field(default_factory=Muon)
+    """Options of muon."""
+
+    adafactor: Adafactor = field(default_factory=Adafactor)
+    """Options of adafactor."""
 
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over the updates."""
@@ -93,7 +109,10 @@ class StdlibGPT:
             dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype],
             seed=seed,
         )
-        optimizer = self.adamw.build(model, self.lr)
+        rate = (
+            {"adamw": 0.001, "muon": 0.001, "adafactor": 0.01}[self.optimizer] if self.lr is None else self.lr
+        )
+        optimizer = language_optimizer(self.optimizer, model, rate, self.adamw, self.muon, self.adafactor)
         train = Windows(tokens.stream(texts), self.context)
         heldout = Windows(tokens.stream(corpus.heldout.values()), self.context)
         evaluated = heldout.spread(self.evaluation_windows).split(self.batch)

@@ -186,6 +186,9 @@ class RunConfig(Job[TaskT]):
     """Updates between checkpoints; None for none."""
     checkpoints_kept: int = 3
     """Checkpoints that stay, the latest ones."""
+    async_save: bool = False
+    """Write checkpoints beside training, from a copy of what each rank writes; an error that ends the run within the
+    write costs this checkpoint. See docs/checkpoints.md."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     trace: bool = False

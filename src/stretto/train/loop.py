@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from stretto.recipes import Task
 from stretto.records import Update
 from stretto.train.handle import Handle
 from stretto.train.outcome import Evaluation, Totals
+from stretto.train.state import Saves
 
 
 def seconds_to_loss(evaluations: Sequence[Evaluation], target: float) -> float | None:
@@ -124,7 +126,7 @@ class Loop:
         handle: What its model is wrapped in.
         plan: When to evaluate, save and end.
         observers: Told of every update, evaluation and incident; on ranks other than 0 at most a trace.
-        save: Writes a checkpoint; called on all ranks at the same update.
+        saves: Writes the checkpoints.
         stopwatch: The training time.
         totals: Adds up the updates.
     """
@@ -136,7 +138,7 @@ class Loop:
         plan: LoopPlan,
         *,
         observers: Sequence[Observer],
-        save: Callable[["Loop"], None],
+        saves: Saves[Any],
         stopwatch: Stopwatch,
         totals: Totals,
     ) -> None:
@@ -146,7 +148,7 @@ class Loop:
         self.stopwatch = stopwatch
         self.totals = totals
         self._observers = observers
-        self._save = save
+        self._saves = saves
 
     def run(self) -> None:
         """Train to the end of the plan, and commit what is left."""
@@ -155,6 +157,7 @@ class Loop:
             self.handle.micro_batch(loss_function, batch)
         for update in self.handle.finish():
             self._count(update)
+        self._saves.check()
         for incident, observer in itertools.product(self.handle.late_incidents, self._observers):
             observer.noticed(incident)
 
@@ -179,12 +182,13 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint; all ranks must call, right after an update or at the end."""
         with self.stopwatch.held():
-            self._save(self)
+            self._saves.write(self.stopwatch.seconds)
 
     def _committed(self, update: Update) -> None:
         """Do everything that happens between an update and the next micro-batch."""
         self.totals.arrived(update, self.stopwatch.seconds)
         self._count(update)
+        self._saves.check()
         if _is_due(update.step, self.plan.evaluate_every):
             self.evaluate()
         if _is_due(update.step, self.plan.checkpoint_every):

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ FIRST = ("stretto.train.orphan",)
 """What the server imports before all that, so that it does not outlive a command that is killed meanwhile."""
 STOPS = (signal.SIGTERM, signal.SIGHUP)
 """What asks a command to end, beside Ctrl-C."""
+SAVING_SECONDS = 5.0
+"""How long a process that is asked to end may go on with a save that it has begun (`HeldStops`); then it is killed."""
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -78,6 +81,14 @@ class Workers:
         self._workers.append(Worker(process, pipe))
         return self._workers[-1]
 
+    def stop(self) -> None:
+        """Ask all processes to end, and wait while they hold back the stop, for `SAVING_SECONDS` at most."""
+        for worker in self._workers:
+            worker.process.terminate()
+        deadline = time.monotonic() + SAVING_SECONDS
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+
     def end(self) -> None:
         """Kill all processes that still run."""
         for worker in self._workers:
@@ -95,6 +106,7 @@ def supervised(*preload: str) -> Iterator[Workers]:
         try:
             yield workers
         except (KeyboardInterrupt, SystemExit):
+            workers.stop()
             _end_fork_server()
             raise
         finally:
@@ -203,14 +215,43 @@ def _end_with_launcher() -> None:
     threading.Thread(target=watch, name="stretto-launcher", daemon=True).start()
 
 
-@contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit in the block.
+class HeldStops:
+    """SIGTERM and SIGHUP end this process at once; while they are held back, as soon as they no longer are."""
 
-    Not where the program handles them itself, as nohup does by ignoring SIGHUP, or this is not its main thread.
+    def __init__(self) -> None:
+        self._held: list[signal.Signals] = []
+        self._came: int | None = None
+
+    def hold(self, holds: bool) -> None:
+        """Hold them back from now on, or no longer."""
+        if not holds:
+            for number in self._held:
+                signal.signal(number, signal.SIG_DFL)
+            self._held = []
+            if self._came is not None:
+                os.kill(os.getpid(), self._came)
+        elif not self._held:
+            self._held = _unhandled()
+            for number in self._held:
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came = number
+
+
+def _unhandled() -> list[signal.Signals]:
+    """Return the stop signals that a thread may handle: none but in the main thread, and none that the program handles.
+
+    nohup handles SIGHUP by ignoring it.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    ours = [number for number in STOPS if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    return [number for number in STOPS if is_main and signal.getsignal(number) is signal.SIG_DFL]
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit in the block."""
+    ours = _unhandled()
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

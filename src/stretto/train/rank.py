@@ -22,7 +22,7 @@ from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.handle import Handle, Rehearsal, open_handle
 from stretto.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
 from stretto.train.outcome import Outcome, Totals, peak_resident_bytes
-from stretto.train.state import TrainState, loader_of
+from stretto.train.state import Saves, TrainState, loader_of
 from stretto.train.workers import RankInfo, choose_device, joined_group
 
 
@@ -112,21 +112,12 @@ def _train(
     observers: Sequence[Observer],
 ) -> Outcome:
     """Train, from the first evaluation to the last."""
-
-    def save(loop: Loop) -> None:
-        now = TrainState(
-            step=handle.steps,
-            training_seconds=loop.stopwatch.seconds,
-            evaluations=tuple(totals.evaluations),
-        )
-        now.save(run, task, handle)
-
     loop = Loop(
         task,
         handle,
         _plan(run),
         observers=observers,
-        save=save,
+        saves=Saves(run, task, handle, totals),
         stopwatch=stopwatch,
         totals=totals,
     )

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Generic, Self, cast
 
 from torch import distributed as dist
 
@@ -18,7 +18,8 @@ from stretto.recipes.task import Batch
 from stretto.records import Incident
 from stretto.train.configuration import RunConfig, TaskT, Training
 from stretto.train.handle import Handle
-from stretto.train.outcome import Evaluation
+from stretto.train.outcome import Evaluation, Totals
+from stretto.train.processes import HeldStops
 from stretto.train.slow_loader import SlowLoader, SlowStore
 from stretto.virtual import VirtualGroup, VirtualStore
 
@@ -103,6 +104,7 @@ class TrainState:
             loader=task.loader,
             extra=extra,
             keep=run.checkpoints_kept,
+            async_save=run.async_save,
         )
 
     @classmethod
@@ -141,6 +143,39 @@ def _load_first_sound(paths: Sequence[Path], task: Task, parallel: Handle) -> ch
         with contextlib.suppress(TornCheckpoint):  # found by all ranks alike, before anything has changed
             return checkpoint.load(_savable(parallel), path, loader=task.loader)
     return checkpoint.load(_savable(parallel), paths[-1], loader=task.loader)
+
+
+class Saves(Generic[TaskT]):
+    """Writes the checkpoints of a run; a stop signal waits for one that is written beside training.
+
+    Args:
+        run: What is trained.
+        task: Its model and loader.
+        parallel: Its job.
+        totals: Knows the evaluations.
+    """
+
+    def __init__(self, run: RunConfig[TaskT], task: Task, parallel: Handle, totals: Totals) -> None:
+        self._run, self._task, self._parallel, self._totals = run, task, parallel, totals
+        self._stops = HeldStops()
+
+    def write(self, training_seconds: float) -> None:
+        """Write a checkpoint; all ranks must call, right after an update or at the end."""
+        if self._run.async_save:
+            checkpoint.wait(_savable(self._parallel))
+            self._stops.hold(False)  # one that has come waits for that save, and not for this one
+            self._stops.hold(True)
+        evaluations = tuple(self._totals.evaluations)
+        now = TrainState(
+            step=self._parallel.steps, training_seconds=training_seconds, evaluations=evaluations
+        )
+        now.save(self._run, self._task, self._parallel)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what an earlier save has failed with by now; all ranks must call, after an update or at the end."""
+        if self._run.async_save:
+            self._stops.hold(checkpoint.check(_savable(self._parallel)))
 
 
 def checkpoints_of(run: RunConfig[TaskT]) -> Path:

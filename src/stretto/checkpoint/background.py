@@ -1,0 +1,132 @@
+"""Saves whose files are written beside training.
+
+Note [At updates]
+    A background thread writes and renames; it never communicates, because collectives of two threads could meet in
+    another order on another rank. Ranks compare notes where the job is at rest on all of them: whenever an update has
+    landed, in one small collective. Once all have taken a step of the save, the next one begins. So every rank learns
+    of the end, or of a failure, at the same update. A job that saves nothing in the background has no such collective.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from stretto.checkpoint.ranks import Ranks
+from stretto.engine.round import Listener
+from stretto.engine.runtime import choose_runtime
+from stretto.errors import CheckpointError
+from stretto.parallel import DataParallel
+from stretto.records import Incident
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a save that every rank takes."""
+
+    doing: str
+    """For messages."""
+    work: Callable[[list[Any]], Any]
+    """Called with what all ranks returned from the step before; returns plain JSON values, and does not communicate."""
+
+    def after(self, outcomes: list[Any]) -> tuple[str, Callable[[], Any]]:
+        """Return what it does, and the work with nothing left to give it."""
+        return self.doing, partial(self.work, outcomes)
+
+
+class BackgroundSave(Listener):
+    """A save under way; see Note [At updates].
+
+    Args:
+        ranks: Of the job.
+        steps: What is still to be done, on all ranks alike.
+        abandon: Removes what was written, after a failure.
+    """
+
+    def __init__(self, ranks: Ranks, steps: Sequence[Step], abandon: Callable[[], None]) -> None:
+        self._ranks = ranks
+        self._abandon = abandon
+        self._left = list(steps)
+        self._failure: CheckpointError | None = None
+        # On a virtual cluster a lane in virtual time, so that runs repeat.
+        self._runtime = choose_runtime(ranks.group, torch.device("cpu"), overlaps=True)
+        self._begin([])
+
+    def update_landed(self) -> None:
+        """Begin the next step, if all ranks have taken the last one."""
+        if self._left and all(self._ranks.gather("looking after a checkpoint", self._working.done)):
+            self._end_step()
+
+    def ended(self) -> Sequence[Incident]:
+        """Wait for the end of the save, with the job.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        self.complete()
+        self.check()
+        return ()
+
+    def complete(self) -> None:
+        """Wait for the end of the save; all ranks must call."""
+        while self._left:
+            self._end_step()
+
+    def check(self) -> bool:
+        """Return whether it is under way; raise, once, what it has failed with."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return bool(self._left)
+
+    def _begin(self, outcomes: list[Any]) -> None:
+        _, work = self._left[0].after(outcomes)
+        self._working = self._runtime.spawn(work)
+
+    def _end_step(self) -> None:
+        try:
+            outcomes = self._ranks.gather(self._left.pop(0).doing, self._working.result)
+        except CheckpointError as error:
+            self._failure = error
+            self._left.clear()
+            self._abandon()
+        if self._left:
+            self._begin(outcomes)
+        else:
+            self._runtime.join()
+
+
+def wait(parallel: DataParallel) -> None:
+    """Wait for the save in the background, if there is one; all ranks must call, right after an `Update`.
+
+    Args:
+        parallel: The job that is saved.
+
+    Raises:
+        OutOfTurn: An update is under way.
+        CheckpointError: The save has failed; the job can go on.
+        CommunicationError: A rank died, raised or fell silent.
+    """
+    listeners = parallel.job.model.listeners
+    for one in [one for one in listeners if isinstance(one, BackgroundSave)]:
+        with parallel.between_updates("a checkpoint"):
+            one.complete()
+        listeners.remove(one)
+        one.check()
+
+
+def check(parallel: DataParallel) -> bool:
+    """Return whether a save is under way in the background; does not wait, and does not communicate.
+
+    Ranks learn of an end or a failure at the same update, so those that call this right behind it are told alike.
+
+    Args:
+        parallel: The job that is saved.
+
+    Raises:
+        CheckpointError: The last one has failed, and nobody was told; the job can go on.
+    """
+    saves = [one for one in parallel.job.model.listeners if isinstance(one, BackgroundSave)]
+    return any([one.check() for one in saves])

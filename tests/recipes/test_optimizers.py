@@ -1,0 +1,83 @@
+"""Recipes train with optimizers of whole tensors, on any number of ranks, and go on to the bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.cli.commands import CONFIGURE
+from stretto.cli.options import parse_options
+from stretto.errors import ConfigError
+from stretto.observe import read_json_lines
+from stretto.optimizer import members_of
+from stretto.recipes.corpus import Text
+from stretto.recipes.gpt import Architecture, Shape, causal_lm
+from stretto.recipes.optimizers import Adafactor, AdamW, LanguageOptimizer, Muon
+from stretto.recipes.stdlib_gpt import StdlibGPT
+from tests.recipes.files import expect_same_bits_after_a_kill, run_over, train_virtually
+
+SMALL = StdlibGPT(
+    layers=1, width=32, heads=2, context=16, batch=2, evaluation_windows=2, data=Text(megabytes=0.2)
+)
+
+
+def losses(folder: str) -> list[float]:
+    return [record["loss"] for record in read_json_lines(Path(folder, "updates.jsonl"))]
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_two_ranks_train_as_one_and_a_killed_run_goes_on_to_the_bit(
+    name: LanguageOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_over(replace(SMALL, optimizer=name), updates=4, micro_batches=1)
+    expect_same_bits_after_a_kill(run, monkeypatch, "stretto.recipes.stdlib_gpt.next_token_loss", 6)
+    train_virtually(replace(run, run_dir="alone", micro_batches=2), 1)
+    # The same micro-batches, summed in another order of fp32: a few units in the last place per update. Muon rounds its
+    # steps to bf16, to 2^-8 of a step at most, and four steps change a loss of 5.5 by less than 0.5.
+    assert losses("whole") == pytest.approx(losses("alone"), rel=1e-4 if name == "adafactor" else 4e-4)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_muon_steps_the_matrices_of_blocks_and_adamw_everything_else(architecture: Architecture) -> None:
+    model = causal_lm(architecture, Shape(1, 32, 2), vocabulary=64, context=16, dtype=torch.float32, seed=0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    muon, adamw = members_of(Muon().build(model, 0.1, AdamW(weight_decay=0.3)))
+    assert (type(muon), type(adamw)) == (torch.optim.Muon, torch.optim.AdamW)
+    hidden = {names[id(one)] for group in muon.param_groups for one in group["params"]}
+    assert hidden == {name for name, one in model.named_parameters() if one.ndim == 2 and ".0." in name}
+    decayed, plain = adamw.param_groups
+    assert {names[id(one)] for one in decayed["params"]} == {
+        name for name, one in model.named_parameters() if one.ndim == 2 and ".0." not in name
+    }
+    assert len(hidden) + len(decayed["params"]) + len(plain["params"]) == len(names)
+    assert [group["lr"] for group in (*muon.param_groups, decayed, plain)] == [0.1] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (
+            "language --task.optimizer muon --task.lora-rank 4",
+            "--task.optimizer muon with --task.lora-rank 4: ",
+        ),
+        ("images --task.optimizer muon", "--task.optimizer muon: expected one of sgd, adamw, adafactor"),
+        ("stdlib-gpt --task.adafactor.decay 1", "decay must be below 0, found 1.0"),
+    ],
+)
+def test_what_cannot_be_trained_so_is_refused_in_one_line(words: str, named: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        parse_options("train", words.split(), CONFIGURE["train"])
+    assert named in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_a_model_without_hidden_matrices_is_refused_by_muon() -> None:
+    with pytest.raises(ConfigError, match="the model has none: expected adamw"):
+        Muon().build(nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4)), 0.1, AdamW())
+
+
+def test_adafactor_hands_its_settings_over() -> None:
+    (group,) = Adafactor(decay=-0.7, clip=2.0, weight_decay=0.1).build(nn.Linear(2, 2), 0.5).param_groups
+    assert [group[name] for name in ("lr", "beta2_decay", "d", "weight_decay")] == [0.5, -0.7, 2.0, 0.1]
