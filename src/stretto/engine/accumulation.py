@@ -10,15 +10,15 @@ Note [Gradients of others]
 
 import dataclasses
 import operator
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from stretto.engine.departure import Departure
 from stretto.engine.report import Totals
-from stretto.errors import GradientsTouched
+from stretto.errors import GradientsTouched, LossNotScalar, UsageError
 from stretto.flat import Layout
 
 _version = operator.attrgetter("_version")
@@ -216,3 +216,28 @@ class Accumulation:
     def _of_others(self) -> list[int]:
         """Return the slots that hold a gradient of another backward pass, not those whose view was only taken away."""
         return [index for index in sorted(self.apart) if self.parameters[index].grad is not None]
+
+
+Accumulate: TypeAlias = Callable[[Sequence[nn.Parameter], GradientBuffer], Accumulation]
+"""Makes an accumulation of its kind."""
+
+
+def check_loss(loss: object, where: str) -> None:
+    """Raise unless a backward pass can begin at `loss`.
+
+    Raises:
+        LossNotScalar: It is no tensor of one floating-point element.
+        UsageError: It depends on no parameter.
+    """
+    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
+        found, remedy = f"a {type(loss).__name__}", "hand over the tensor alone, such as output.loss"
+        if isinstance(loss, Tensor):
+            found, remedy = f"shape {tuple(loss.shape)} and dtype {loss.dtype}", "reduce it with .mean()"
+        raise LossNotScalar(
+            f"{where}: expected a loss of one floating-point element, found {found}: {remedy}"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            f"{where}: the loss depends on no parameter that requires a gradient: expected one computed by the model "
+            "outside torch.no_grad(), and not detached"
+        )

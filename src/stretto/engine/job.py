@@ -11,9 +11,12 @@ from stretto.flat import Layout
 from stretto.optimizer import ShardedOptimizer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Job:
-    """One rank's job, as `stretto.start` builds it."""
+    """One rank's job, as `stretto.start` builds it.
+
+    Model, layout and compute lane last; the other parts are replaced where another strategy takes over.
+    """
 
     model: UserModel
     """The user's model, parameters and optimizer."""
