@@ -68,6 +68,7 @@ class Feed:
         while True:
             with self._compute.lifetime.running():
                 self._land_in_sight(self._last_update)
+                self._land_in_sight(self.next_phase)  # a checkpoint may have brought its round
             if self._is_over(until):
                 break
             batch: Any = self.input.take(batches, nothing)

@@ -13,12 +13,10 @@ Note [A boundary]
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from stretto.engine.job import Job
+from stretto.engine.job import Job, owe_on
 from stretto.engine.options import Clock, Options
 from stretto.errors import ConfigError
-from stretto.exchange import Exchange
 from stretto.feed import Feed
 from stretto.fields import check_fields, is_count
 from stretto.guards.replay import GuardedRounds
@@ -66,7 +64,10 @@ class Switching:
     """A strategy, or a phase, by the number of committed updates behind which it begins: from 0, in rising order."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        if not isinstance(self.phases, Mapping):
+            raise ConfigError(
+                f"Switching({self.phases!r}): expected strategies by update, as {{0: ZeRO1(), 100: DDP()}}"
+            )
         check_starts(list(self.phases))
         # The dataclass is frozen.
         object.__setattr__(self, "phases", {step: _as_phase(one) for step, one in self.phases.items()})
@@ -190,15 +191,6 @@ def take_over(job: Job, old: Parts, new: Parts) -> None:
     model.show(buffer.views, "committed")
     model.begin_again()
     compute.accumulation.attach()
-    _owe_on(before, exchange, buffer.flats)
+    owe_on(job, [] if before.feedback is None else [before.feedback.state_dict()])
     lane.watch(job)
     compute.began_again()
-
-
-def _owe_on(before: Exchange, exchange: Exchange, gradients: Sequence[Any]) -> None:
-    """Take over what the old wire has yet to send."""
-    if before.feedback is not None and exchange.feedback is not None:
-        exchange.feedback.load_state_dicts([before.feedback.state_dict()])
-        return
-    for gradient, owed in zip(gradients, before.owed, strict=False):
-        gradient.add_(owed)

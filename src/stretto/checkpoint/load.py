@@ -162,11 +162,6 @@ def _notes(parallel: DataParallel, manifest: Manifest, names: set[str], state: S
             else "other parameters are trained, or on other ranks, or in other buckets"
         )
         yield f"{why}: {' and '.join(dropped)} dropped"
-    if "owed" in kinds and parallel.job.exchange.feedback is None:
-        yield (
-            "saved on a packed wire, continued on one that owes nothing: rounding errors that were to be sent with the "
-            "next gradients are dropped"
-        )
     if (parallel.scheduler is not None) != ("scheduler" in kinds):
         saved, goes_on = (
             ("without", "with one") if parallel.scheduler is not None else ("with", "without one")

@@ -10,7 +10,7 @@ Note [Gradients of others]
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self, TypeAlias
 
 import torch
@@ -92,6 +92,8 @@ class Accumulation:
         """Whether gradients of a micro-batch have arrived that has not been counted yet."""
         self.is_left_out = False
         """Whether the round's gradients were dropped because the parameters were damaged."""
+        self.inherited: dict[str, Tensor] = {}
+        """By parameter: what the round began with, because a packed wire owed it that is no longer used."""
         self.departure: Departure | None = None
         """The sum over ranks, if it has begun before the round is closed (`stretto.engine.hidden`)."""
         return self
@@ -104,6 +106,15 @@ class Accumulation:
         for index, (parameter, view) in enumerate(zip(self.parameters, self.buffer.views, strict=True)):
             if index not in self.apart:
                 parameter.grad = view
+        self.remember()
+
+    def inherit(self, debts: Mapping[str, Tensor]) -> None:
+        """Let the round begin with what an earlier wire still owes, by parameter."""
+        for slot, view in zip(self.buffer.layout.slots, self.buffer.views, strict=True):
+            if slot.name in debts:
+                debt = debts[slot.name].to(view.device)
+                self.inherited[slot.name] = self.inherited.get(slot.name, torch.zeros_like(debt)) + debt
+                view.add_(debt)
         self.remember()
 
     def remember(self) -> None:
