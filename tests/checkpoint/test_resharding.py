@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from stretto import ACCO, DDP, DPU, WeightPrediction, ZeRO1, checkpoint
 from stretto.strategies import Strategy
-from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, UPDATES, Case, Job
+from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, UPDATES, Case, Job, differing
 from tests.processes import run_ranks
 
 PER_UPDATE = 4
