@@ -145,8 +145,7 @@ class Phases:
 
     def enter(self, step: int) -> None:
         """Let the phase begin that is due behind `step` updates, if it is another one; all ranks must call, at rest."""
-        due = bisect_right(self._starts, step) - 1
-        self._look_ahead(due)
+        due = self._look_ahead(step)
         if due != self._now:
             take_over(self._job, self._phases[self._now], self._phases[due])
             self._now = due
@@ -155,17 +154,17 @@ class Phases:
     def _begin_next(self) -> None:
         """Begin the phase that is due; all ranks come here behind the same update, with nothing accumulated."""
         job = self._job
-        self._look_ahead(
-            bisect_right(self._starts, job.compute.steps) - 1
-        )  # or rounds below would come here again
+        self._look_ahead(job.compute.steps)  # or the rounds below would come here again
         sent_bytes = job.exchange.sent_bytes
         self._feed.unite()
         self.enter(job.compute.steps)
         job.comm.progress.bytes_before = sent_bytes  # the next update reports what the boundary has sent
 
-    def _look_ahead(self, now: int) -> None:
-        later = self._starts[now + 1 :]
-        self._feed.next_phase = later[0] if later else None
+    def _look_ahead(self, step: int) -> int:
+        """Tell the feed what follows behind `step` updates, and return the index of the phase that is due there."""
+        following = bisect_right(self._starts, step)
+        self._feed.next_phase = self._starts[following] if following < len(self._starts) else None
+        return following - 1
 
 
 def take_over(job: Job, old: Parts, new: Parts) -> None:

@@ -1,5 +1,6 @@
 """Strategies that take turns: no boundary loses, repeats or changes anything."""
 
+import functools
 import gc
 import random
 import weakref
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 import stretto as st
-from tests.switching.jobs import Case, Job, differing, trained
+from stretto.virtual import VirtualCluster
+from tests.switching.jobs import Batches, Case, Job, differing, trained
 
 STRATEGIES = (
     st.ZeRO1(),
@@ -53,6 +55,34 @@ def test_on_one_rank_exact_strategies_in_turns_are_the_plain_loop_to_the_bit() -
             plain.optimizer.zero_grad()
             plain.scheduler.step()
     assert differing(job.model.state_dict(), plain.model.state_dict()) == []
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "muon, which needs whole tensors": functools.partial(torch.optim.Muon, lr=0.01),
+    "sgd, which keeps no state": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_masters_and_state_go_from_shards_to_copies_and_back_without_a_change(name: str) -> None:
+    def program(rank: int, group: Any, strategy: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 70, bias=False), nn.Linear(70, 20, bias=False))
+        optimizer = OPTIMIZERS[name](model.parameters())
+        options = st.Options(bucket_bytes=1024)
+        parallel = st.DataParallel(model, optimizer, strategy, group=group, options=options)
+        for batch in parallel.feed(Batches(rank, 8)):
+            parallel.backward(model(batch).square().mean())
+        parallel.finish()
+        return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+    plan = st.Switching({0: st.ZeRO1(), 2: st.DDP(), 4: st.ZeRO1(), 6: st.DDP()})
+    plain, switched = (
+        VirtualCluster(3).run(functools.partial(program, strategy=strategy)).values
+        for strategy in (st.ZeRO1(), plan)
+    )
+    assert [differing(*pair) for pair in zip(plain, switched, strict=True)] == [[]] * 3
 
 
 def parameters(job: Job) -> dict[str, torch.Tensor]:

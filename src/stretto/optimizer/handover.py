@@ -63,22 +63,19 @@ def _apart(runs: Sequence[_Run]) -> list[_Run]:
 
 def _joined(piece: Piece, runs: Sequence[_Run]) -> tuple[Tensor, PieceState]:
     """Return the masters and the state of a piece, out of the runs that it lies in."""
+
+    def is_cut(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 0 and not piece.slot.is_whole
+
     masters, states = [], []
     for slot, offset, values, state in sorted(runs, key=lambda run: run[:2]):
         low = max(piece.offset, offset) - offset
         high = min(piece.offset + piece.numel, offset + values.numel()) - offset
         if slot == piece.slot.index and low < high:
             masters.append(values[low:high])
-            cuts = {key for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
-            cuts = set() if piece.slot.is_whole else cuts
-            states.append({k: v[low:high] if k in cuts else v for k, v in state.items()})
-    first = states[0]
-    if len(states) == 1 or not first:
-        return torch.cat(masters), first
+            states.append({key: v[low:high] if is_cut(v) else v for key, v in state.items()})
     joined = {
-        key: torch.cat([state[key] for state in states])
-        if isinstance(value, Tensor) and value.dim()
-        else value
-        for key, value in first.items()
+        key: torch.cat([state[key] for state in states]) if is_cut(value) else value
+        for key, value in states[0].items()
     }
     return torch.cat(masters), joined
