@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         WeightPrediction,
         ZeRO1,
     )
+    from stretto.switching import Phase, Switching
 
 __version__ = "0.2.0.dev0"
 
@@ -51,10 +52,12 @@ __all__ = [
     "Options",
     "PAFTDyn",
     "PAFTSync",
+    "Phase",
     "Ready",
     "ReplicaGuard",
     "Strategy",
     "StrettoError",
+    "Switching",
     "Update",
     "WeightPrediction",
     "ZeRO1",
@@ -63,7 +66,7 @@ __all__ = [
     "errors",
 ]
 
-_PARTS = ("parallel", "strategies", "guards", "echo", "engine", "records", "errors")
+_PARTS = ("parallel", "strategies", "switching", "guards", "echo", "engine", "records", "errors")
 """Where the names above are found: the packages that they are imported from, and two packages themselves."""
 
 

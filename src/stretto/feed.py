@@ -39,6 +39,10 @@ class Feed:
         self._job = job
         self._compute = job.compute
         self._on_update: Callable[[Update], None] | None = None
+        self.next_phase: int | None = None
+        """The update behind which another strategy takes over; None where none does."""
+        self.begin_phase: Callable[[], None] = lambda: None
+        """Called there, before anybody hears of that update."""
         self._last_update: int | None = None
         """After which to end."""
         self._landed: list[Update] = []
@@ -63,7 +67,8 @@ class Feed:
         num_fed = 0
         while True:
             with self._compute.lifetime.running():
-                self._land_last_update()
+                self._land_in_sight(self._last_update)
+                self._land_in_sight(self.next_phase)  # a checkpoint may have brought its round
             if self._is_over(until):
                 break
             batch: Any = self.input.take(batches, nothing)
@@ -101,8 +106,26 @@ class Feed:
         compute.vote, compute.votes = own, []  # these votes were about this, not about the end of the data
         return self.take_landed()
 
-    def tell(self, update: Update) -> Update:
+    def unite(self) -> None:
+        """Have replicas averaged where nothing is under way; all ranks come here behind the same update."""
+        compute = self._compute
+        own, compute.vote = compute.vote, Vote.DRAIN
+        while not (compute.is_clear and self._job.replica.is_united):
+            self._pass_round()
+        compute.vote, compute.votes = own, []  # as in `commit`
+
+    def arrived(self, update: Update | None) -> Update | None:
+        """Tell of the update that a micro-batch has brought, if it has; return it."""
+        told = None if update is None else self._tell(update)
+        self._land_in_sight(self.next_phase)
+        return told
+
+    def _tell(self, update: Update) -> Update:
         """Return the update with what was taken from the loader, once `on_update` has heard of it."""
+        if self.next_phase is not None and self._compute.steps >= self.next_phase:
+            self.begin_phase()
+        if not self.has_begun:
+            return update
         update = self.input.fill(update)
         if self._on_update is not None:
             self._on_update(update)
@@ -187,19 +210,17 @@ class Feed:
             self._keep(compute.fly() if is_last else compute.end_round())
         else:
             self._keep(compute.fly() if compute.has_round_ready else compute.end_round())
+        self._land_in_sight(self.next_phase)
 
-    def _land_last_update(self) -> None:
-        """Land rather than accumulate once the last update is in sight: what came behind would be lost."""
-        while (
-            self._last_update is not None
-            and self._compute.steps < self._last_update <= self._compute.updates_in_sight
-        ):
+    def _land_in_sight(self, last: int | None) -> None:
+        """Land rather than accumulate once the update `last` is in sight: what came behind would be lost."""
+        while last is not None and self._compute.steps < last <= self._compute.updates_in_sight:
             self._keep(self._compute.fly())
 
     def _keep(self, update: Update | None) -> None:
         """Tell of an update that no call returns, now or when `finish` returns it."""
         if update is not None:
-            update = self.tell(update) if self.has_begun else update
+            update = self._tell(update)
             self._landed += [] if self._on_update is not None else [update]
 
 

@@ -1,6 +1,5 @@
 """`DataParallel`: what a user holds."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -11,23 +10,25 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.engine import Clock, Job, Options
+from stretto.engine.accumulation import check_loss
 from stretto.engine.report import Vote
 from stretto.engine.round import Weighed, weighed
 from stretto.engine.state import JobState, State
-from stretto.errors import ConfigError, LossNotScalar, UsageError
+from stretto.errors import ConfigError
 from stretto.feed import Batch, Feed, num_samples
 from stretto.groups.launcher import join_launched_group
 from stretto.groups.private import private_group
 from stretto.guards import Guard
+from stretto.guards.fitting import choose_guards
 from stretto.optimizer import SeveralSchedulers, as_one
 from stretto.records import Incident, Update
-from stretto.start import Parts, check_strategy, standard_guards, start
+from stretto.start import Parts, check_strategy, start
 from stretto.strategies import Strategy, ZeRO1
+from stretto.switching import Phases, Switching
 
 _BACKEND_MARGIN_SECONDS = 5.0
 """The backend's timeout comes after the library's, which names the silent rank, and not long after: a process
 cannot end while the backend waits."""
-_log = logging.getLogger("stretto")
 
 
 class DataParallel:
@@ -47,7 +48,7 @@ class DataParallel:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        strategy: Strategy | None = None,
+        strategy: Strategy | Switching | None = None,
         *,
         micro_batches: int | Clock = 1,
         scheduler: Any = None,
@@ -64,7 +65,8 @@ class DataParallel:
             optimizer: Over the model's trainable parameters, in any groups. Its class and settings are read;
                 it stays the face that schedulers turn, and must not be stepped by hand. Several optimizers share the
                 parameters between them.
-            strategy: How gradients become updates; None is `ZeRO1()`, which is exact.
+            strategy: How gradients become updates; None is `ZeRO1()`, which is exact. Or a plan of several that take
+                turns.
             micro_batches: Per rank and update, or a `Clock` per round.
             scheduler: Of `optimizer`, turned by the library at every committed update; None leaves it to the caller.
                 One, or a sequence of them.
@@ -84,26 +86,26 @@ class DataParallel:
         self.optimizer: torch.optim.Optimizer = as_one(optimizer)
         """What was given; several as one, whose groups are theirs in order."""
         self.scheduler = SeveralSchedulers(scheduler) if isinstance(scheduler, list | tuple) else scheduler
-        self.strategy = check_strategy(ZeRO1() if strategy is None else strategy)
-        self.options = (Options() if options is None else options).with_wire(wire)
-        if not isinstance(guards, Sequence):
-            raise ConfigError(f"guards: expected 'standard' or a sequence of guards, found {guards!r}")
-        self.guards: tuple[Guard, ...]
-        if isinstance(guards, str):
-            self.guards, self.options, left_out = standard_guards(guards, self.strategy, self.options)
-            for name, reason in left_out.items():
-                _log.info("guards='standard' leaves out %s: it %s", name, reason)
+        settings = (Options() if options is None else options).with_wire(wire)
+
+        def parts_of(strategy: Strategy, options: Options, micro_batches: int | Clock) -> Parts:
+            fitting, options = choose_guards(guards, strategy, options)
+            return Parts(
+                model=model,
+                optimizer=self.optimizer,
+                strategy=strategy,
+                micro_batches=micro_batches,
+                scheduler=self.scheduler,
+                guards=fitting,
+                options=options,
+            )
+
+        if isinstance(strategy, Switching):
+            phases = strategy.parts(settings, micro_batches, parts_of)
         else:
-            self.guards = tuple(guards)
-        parts = Parts(
-            model=model,
-            optimizer=self.optimizer,
-            strategy=self.strategy,
-            micro_batches=micro_batches,
-            scheduler=self.scheduler,
-            guards=self.guards,
-            options=self.options,
-        )
+            chosen = check_strategy(ZeRO1() if strategy is None else strategy)
+            phases = {0: parts_of(chosen, settings, micro_batches)}
+        self._work_with(phases[0])
         if group is None and isinstance(model, nn.Module):
             join_launched_group(next(model.parameters(), torch.empty(0)).device)
         self._group = private_group(
@@ -111,10 +113,15 @@ class DataParallel:
         )
         self.late_incidents: tuple[Incident, ...] = ()
         """What guards and the verified exchange found behind the last update; known once `finish` has returned."""
-        self.job: Job = start(parts, self._group)
+        self.job: Job = start(phases, self._group)
         """The job's parts, for checkpoints, faults and tests."""
         self._compute = self.job.compute
         self._feed = Feed(self.job)
+        self._phases = Phases(phases, self.job, self._feed, self._work_with) if len(phases) > 1 else None
+
+    def _work_with(self, parts: Parts) -> None:
+        self.strategy, self.guards, self.options = parts.strategy, parts.guards, parts.options
+        """What is at work now, where strategies take turns."""
 
     @property
     def rank(self) -> int:
@@ -320,7 +327,13 @@ class DataParallel:
         with self._compute.lifetime.running():
             self._compute.check_between_updates("load_state_dict()")
             JobState(self.job).load(state)
+            self.enter_phase(self.steps)
             self._compute.began_again()
+
+    def enter_phase(self, step: int) -> None:
+        """For checkpoints: go on under the strategy that is due behind `step` updates; all ranks call, at rest."""
+        if self._phases is not None:
+            self._phases.enter(step)
 
     def stop(self) -> None:
         """Ask all ranks to end `feed` at the same round, soon."""
@@ -361,19 +374,18 @@ class DataParallel:
     # Micro-batches
 
     def _backward(self, loss: Tensor, weight: float, samples: int | None) -> Update | None:
-        self._check_loss(loss)
+        check_loss(loss, self._compute.where)
         weight = self._checked_weight(weight)
         self._compute.backward(loss, weight)
         return self._count(weight, loss.reshape(()), samples)
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
         samples = self._feed.num_samples if samples is None else samples
-        if not self._feed.has_begun:
+        if not (self._feed.has_begun or self._phases):
             return self._compute.count(weight, loss, samples)
-        if loss is not None:
+        if self._feed.has_begun and loss is not None:
             self._feed.input.note_loss(loss, weight)
-        update = self._compute.count(weight, loss, samples)
-        return None if update is None else self._feed.tell(update)
+        return self._feed.arrived(self._compute.count(weight, loss, samples))
 
     def _checked_weight(self, weight: float) -> float:
         if not 0 <= weight < float("inf"):
@@ -381,20 +393,3 @@ class DataParallel:
                 f"{self._compute.where}: weight {weight}: expected a finite number of at least 0"
             )
         return float(weight)
-
-    def _check_loss(self, loss: object) -> None:
-        if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
-            found, remedy = (
-                f"a {type(loss).__name__}",
-                "hand over the tensor alone, such as output.loss",
-            )
-            if isinstance(loss, Tensor):
-                found, remedy = f"shape {tuple(loss.shape)} and dtype {loss.dtype}", "reduce it with .mean()"
-            raise LossNotScalar(
-                f"{self._compute.where}: expected a loss of one floating-point element, found {found}: {remedy}"
-            )
-        if not loss.requires_grad:
-            raise UsageError(
-                f"{self._compute.where}: the loss depends on no parameter that requires a gradient: expected one "
-                "computed by the model outside torch.no_grad(), and not detached"
-            )

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.averaging import DriftingReplica, FragmentedReplica, LocalReplica
-from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.compute_lane import ComputeLane
@@ -25,9 +26,10 @@ from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
 from stretto.errors import ConfigError, UnsupportedModel
 from stretto.exchange import WIRES, Exchange, NativeExchange, PackedWire, TwoLevelExchange, VerifiedExchange
-from stretto.fields import did_you_mean
+from stretto.exchange.exchange import Wait
 from stretto.flat import Layout, check_parameters, original_name, plan_layout
-from stretto.guards import AtRest, Guard, ReplicaGuard
+from stretto.guards import Guard
+from stretto.guards.fitting import check_guards
 from stretto.guards.interpreter import GuardInterpreter, RehearsingOptimizer
 from stretto.guards.replay import GuardedRounds
 from stretto.guards.strikes import Strikes, describe_seat
@@ -35,6 +37,7 @@ from stretto.guards.weave import guarded
 from stretto.optimizer import (
     SeveralSchedulers,
     ShardedOptimizer,
+    StateKinds,
     members_of,
     name_of,
     read_hyperparameters,
@@ -58,6 +61,11 @@ class Parts:
     scheduler: Any
     guards: Sequence[Guard]
     options: Options
+
+    @property
+    def ownership(self) -> tuple[bool, bool]:
+        """Whether every rank holds the whole optimizer, and whether guards have its steps rehearsed."""
+        return ledger_of(self.strategy).replicated, any(guard.rehearses_step for guard in self.guards)
 
     def check(self) -> None:
         """Check the kind of every part, because many programs run without a type checker.
@@ -93,105 +101,148 @@ class Parts:
             )
 
 
-def start(parts: Parts, group: dist.ProcessGroup) -> Job:
+def start(phases: Mapping[int, Parts], group: dist.ProcessGroup) -> Job:
     """Set up both lanes of one rank; all ranks of `group`, which is used by this job and nobody else, must call.
+
+    Args:
+        phases: What the job is made of, by the committed updates from which on: all of it from 0, where no other
+            strategy takes over later. All are checked; the first is set up.
+        group: Connects the ranks.
 
     Raises:
         ConfigError: Model, optimizer or settings cannot be trained, or differ between ranks. Raised before
             any collective but the one that compares settings.
     """
     progress = Progress()
-    failures = FailureDetector(group, parts.options.timeout_seconds, progress)
+    failures = FailureDetector(group, phases[0].options.timeout_seconds, progress)
     try:
-        return _start(parts, progress, failures)
+        return _start(phases, progress, failures)
     except BaseException as error:  # what only one rank cannot train is told to the others
         failures.tell(error)
         raise
 
 
-def _start(parts: Parts, progress: Progress, failures: FailureDetector) -> Job:
+def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDetector) -> Job:
+    parts, group = phases[0], failures.group
     parts.check()
-    strategy, options, group = parts.strategy, parts.options, failures.group
-    ledger = ledger_of(strategy)
-    _check_guards(parts.guards, strategy, ledger)
-    quota = plan_quota(strategy, parts.micro_batches, ledger.rounds)
+    ledgers = []
+    for one in phases.values():
+        ledgers.append(ledger_of(one.strategy))
+        check_guards(one.guards, one.strategy, ledgers[-1])
+        plan_quota(one.strategy, one.micro_batches, ledgers[-1].rounds)
     check_parameters(parts.model)
     layout, parameters = plan_layout(
         parts.model,
         parts.optimizer,
         world_size=group.size(),
-        bucket_bytes=options.bucket_bytes,
-        widen=options.accumulate == "fp32",
-        parts=max(1, ledger.fragments),
+        bucket_bytes=parts.options.bucket_bytes,
+        widen=parts.options.accumulate == "fp32",
+        parts=math.lcm(*(max(1, ledger.fragments) for ledger in ledgers)),
         whole_groups=whole_groups(
             parts.optimizer
         ),  # a replicated optimizer, too, sees flat slices where owners do
     )
-    exchange = _exchange(options, group, layout, failures)
-    agree(exchange, {**_settings(parts), "model": layout.text()}, f"rank {group.rank()}, before step 1")
+    exchange = exchange_of(parts.options, group, layout, failures.wait)
+    agree(exchange, {**_settings(phases), "model": layout.text()}, f"rank {group.rank()}, before step 1")
     for slot in layout.slots:
         flat = layout.sets[slot.set_index]
         if flat.accumulation_dtype != flat.dtype:
             parameters[slot.index].grad_dtype = flat.accumulation_dtype
     share_start(exchange, parameters, GradientBuffer(layout), parts.model)
-    return _put_together(parts, ledger, exchange, parameters, progress, failures, quota)
-
-
-def _put_together(
-    parts: Parts,
-    ledger: Ledger,
-    exchange: Exchange,
-    parameters: Sequence[nn.Parameter],
-    progress: Progress,
-    failures: FailureDetector,
-    quota: Quota,
-) -> Job:
-    layout, options = exchange.layout, parts.options
-    rehearses = any(guard.rehearses_step for guard in parts.guards)
-    rank, num_owners = (0, 1) if ledger.replicated else (exchange.rank, exchange.world_size)
-    sharded = (RehearsingOptimizer if rehearses else ShardedOptimizer)(
-        layout, parameters, parts.optimizer, rank=rank, num_owners=num_owners
-    )
-    runtime = choose_runtime(
-        exchange.group, layout.sets[0].device, overlaps=parts.strategy.overlaps or ledger.asks_ahead
-    )
-    replica = _kind_of_replica(ledger)(
-        exchange,
-        sharded,
-        replicated=ledger.replicated,
-        options=options,
-        runtime=runtime,
-        progress=progress,
-    )
-    performers = dict(replica.performers)
-    interpreter = _interpreter(parts, ledger, replica)
-    if interpreter is not None:
-        performers |= interpreter.performers
-    weave = None if interpreter is None else functools.partial(guarded, ask=interpreter.ask)
-    comm = CommLane(parts.strategy, replica, performers, asks_ahead=ledger.asks_ahead, weave=weave)
+    sharded = owner_of(parts, parameters, exchange)
+    if any(ledger.local or ledger.averages for ledger in ledgers[1:]):
+        StateKinds(sharded).check_averages()  # now, and not when its turn comes
+    lane = lane_of(parts, exchange, sharded, progress)
     model = UserModel(parts.model, parameters, parts.optimizer, layout)
     compute = ComputeLane(
         model,
-        comm,
-        quota,
+        lane.comm,
+        lane.quota,
         failures=failures,
         scheduler=parts.scheduler,
-        allow_unused=options.allow_unused,
-        accumulate=_accumulation(parts, ledger, replica, quota),
+        allow_unused=parts.options.allow_unused,
+        accumulate=lane.accumulate,
     )
     job = Job(
         model=model,
         layout=layout,
         exchange=exchange,
         sharded=sharded,
-        replica=replica,
+        replica=lane.comm.replica,
         compute=compute,
-        comm=comm,
+        comm=lane.comm,
     )
-    if interpreter is not None:
-        compute.model.listeners.append(GuardedRounds(job, interpreter))
-        interpreter.start()
+    lane.watch(job)
+    for listener in model.listeners:
+        listener.began_again()
     return job
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """What a strategy brings into a job."""
+
+    comm: CommLane
+    quota: Quota
+    accumulate: Accumulate
+    interpreter: GuardInterpreter | None
+    """Performs what guards ask for, if there are any."""
+
+    def watch(self, job: Job) -> None:
+        """Let guards hear of the job; they wait for its `began_again`."""
+        if self.interpreter is not None:
+            job.model.listeners.append(GuardedRounds(job, self.interpreter))
+
+
+def owner_of(parts: Parts, parameters: Sequence[nn.Parameter], exchange: Exchange) -> ShardedOptimizer:
+    """Return this rank's masters, with the values of the parameters, and an optimizer that has not stepped them."""
+    is_replicated, rehearses = parts.ownership
+    rank, num_owners = (0, 1) if is_replicated else (exchange.rank, exchange.world_size)
+    return (RehearsingOptimizer if rehearses else ShardedOptimizer)(
+        exchange.layout, parameters, parts.optimizer, rank=rank, num_owners=num_owners
+    )
+
+
+def lane_of(
+    parts: Parts,
+    exchange: Exchange,
+    sharded: ShardedOptimizer,
+    progress: Progress,
+    strikes: Strikes | None = None,
+) -> Lane:
+    """Put together what the strategy of `parts` brings into a job; all ranks must call.
+
+    Args:
+        parts: What the job is made of.
+        exchange: Of the job.
+        sharded: This rank's masters, as `owner_of` cuts them.
+        progress: Where the job stands.
+        strikes: What guards have counted so far in this job.
+    """
+    ledger = ledger_of(parts.strategy)
+    quota = plan_quota(parts.strategy, parts.micro_batches, ledger.rounds)
+    runtime = choose_runtime(
+        exchange.group, exchange.layout.sets[0].device, overlaps=parts.strategy.overlaps or ledger.asks_ahead
+    )
+    replica = _kind_of_replica(ledger)(
+        exchange,
+        sharded,
+        replicated=ledger.replicated,
+        options=parts.options,
+        runtime=runtime,
+        progress=progress,
+    )
+    performers = dict(replica.performers)
+    interpreter = _interpreter(parts, ledger, replica, strikes)
+    if interpreter is not None:
+        performers |= interpreter.performers
+    weave = None if interpreter is None else functools.partial(guarded, ask=interpreter.ask)
+    return Lane(
+        comm=CommLane(parts.strategy, replica, performers, asks_ahead=ledger.asks_ahead, weave=weave),
+        quota=quota,
+        accumulate=_accumulation(parts, ledger, replica, quota),
+        interpreter=interpreter,
+    )
 
 
 def _kind_of_replica(ledger: Ledger) -> Callable[..., Replica]:
@@ -202,21 +253,21 @@ def _kind_of_replica(ledger: Ledger) -> Callable[..., Replica]:
     return DriftingReplica if ledger.averages else Replica
 
 
-def _interpreter(parts: Parts, ledger: Ledger, replica: Replica) -> GuardInterpreter | None:
+def _interpreter(
+    parts: Parts, ledger: Ledger, replica: Replica, strikes: Strikes | None
+) -> GuardInterpreter | None:
     if not (parts.guards or replica.exchange.is_verified):
         return None
     return GuardInterpreter(
         parts.guards,
         replica,
         fixed=_fixed(parts),
-        strikes=_strikes(parts.options, replica.exchange),
+        strikes=strikes or _strikes(parts.options, replica.exchange),
         has_copies=ledger.replicated and not ledger.local,
     )
 
 
-def _accumulation(
-    parts: Parts, ledger: Ledger, replica: Replica, quota: Quota
-) -> Callable[[Sequence[nn.Parameter], GradientBuffer], Accumulation]:
+def _accumulation(parts: Parts, ledger: Ledger, replica: Replica, quota: Quota) -> Accumulate:
     """Return what makes the job's accumulation: one from which gradients leave early, where they may.
 
     The round's end must be known ahead; nothing else may be sent beside the gradients; and nobody may have to look at
@@ -254,37 +305,6 @@ def check_strategy(strategy: object) -> Strategy:
     raise ConfigError(f"strategy: expected an instance such as ACCO(), found {strategy!r}{meant}")
 
 
-def standard_guards(
-    word: str, strategy: Strategy, options: Options
-) -> tuple[tuple[Guard, ...], Options, dict[str, str]]:
-    """Return the guards and options of `guards="standard"`: all that fits the strategy.
-
-    Returns:
-        The guards, the options with a verified exchange where one is possible, and why each other one is left out.
-
-    Raises:
-        ConfigError: The word is another one.
-    """
-    if word != "standard":
-        hint = did_you_mean(word, ["standard"])
-        raise ConfigError(f"guards={word!r}: expected 'standard' or a sequence of guards{hint}")
-    ledger = ledger_of(strategy)
-    left_out: dict[str, str] = {}
-    fitting = []
-    for guard in (ReplicaGuard(), AtRest()):
-        reason = unfit(guard, strategy, ledger)
-        if reason is None:
-            fitting.append(guard)
-        else:
-            left_out[guard.name] = reason
-    if options.exchange == "native" or options.ranks_per_node is not None:
-        name = "ranks_per_node" if options.exchange != "native" else "exchange='native'"
-        left_out["verified"] = f"does not work with {name}"
-    else:
-        options = dataclasses.replace(options, verified=True)
-    return tuple(fitting), options, left_out
-
-
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     if scheduler is None:
         return
@@ -308,27 +328,6 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             f"scheduler: expected one of the optimizer that is handed over, found one of another "
             f"{type(of_another).__name__}: its learning rates would have no effect"
         )
-
-
-def _check_guards(guards: Sequence[Guard], strategy: Strategy, ledger: Ledger) -> None:
-    for guard in guards:
-        if reason := unfit(guard, strategy, ledger):
-            raise ConfigError(f"guard {guard.name} {reason}; guards='standard' takes those that fit")
-
-
-def unfit(guard: Guard, strategy: Strategy, ledger: Ledger) -> str | None:
-    """Return why a guard cannot watch over a job under `strategy`; None if it can."""
-    if guard.needs_equal_parameters and (ledger.local or ledger.averages):
-        return (
-            f"runs a rank's micro-batches again on another, and strategy {strategy.name} lets parameters differ "
-            "between ranks"
-        )
-    if guard.overlaps and not strategy.overlaps:
-        return (
-            f"runs beside the next update's gradients, and strategy {strategy.name} waits for its "
-            "communication lane"
-        )
-    return None
 
 
 def _strikes(options: Options, exchange: Exchange) -> Strikes:
@@ -355,13 +354,17 @@ def _fixed(parts: Parts) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _settings(parts: Parts) -> dict[str, str]:
+def _settings(phases: Mapping[int, Parts]) -> dict[str, str]:
     """Return what ranks must hold alike, beside the layout, as text by name."""
-    options = parts.options
-    chosen = [f"{field.name}={getattr(options, field.name)!r}" for field in dataclasses.fields(options)]
+    parts, later = phases[0], [(step, parts) for step, parts in phases.items() if step]
+    chosen = [f"{field.name}={getattr(parts.options, field.name)!r}" for field in dataclasses.fields(Options)]
+    followers = [
+        f"from update {step}: {one.strategy}, {one.micro_batches}, {one.options}, {one.guards}"
+        for step, one in later
+    ]
     fixed = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in untrained(parts.model)]
     return {
-        "strategy": repr(parts.strategy),
+        "strategy": "\n".join([repr(parts.strategy), *followers]),
         "micro_batches": repr(parts.micro_batches),
         "options": "\n".join(chosen),
         "optimizer": name_of(parts.optimizer),
@@ -372,18 +375,17 @@ def _settings(parts: Parts) -> dict[str, str]:
     }
 
 
-def _exchange(
-    options: Options, group: dist.ProcessGroup, layout: Layout, failures: FailureDetector
-) -> Exchange:
+def exchange_of(options: Options, group: dist.ProcessGroup, layout: Layout, wait: Wait) -> Exchange:
+    """Return an exchange of the kind and on the wire that the options name."""
     wire = WIRES[options.wire]
     native = options.exchange == "native" or (
         options.exchange == "auto" and layout.sets[0].device.type == "cuda"
     )
     if options.ranks_per_node is not None:
-        return TwoLevelExchange(group, layout, wire, failures.wait, options.ranks_per_node)
+        return TwoLevelExchange(group, layout, wire, wait, options.ranks_per_node)
     kind = Exchange
     if options.verified:
         kind = VerifiedExchange
     elif native and not isinstance(wire, PackedWire):
         kind = NativeExchange
-    return kind(group, layout, wire, failures.wait)
+    return kind(group, layout, wire, wait)

@@ -4,7 +4,7 @@
     job.round_report     its weights, losses and counts by rank
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
     rank.<rank>          random states, buffers as this rank has them, and counts
-    owed.<rank>          rounding errors that this rank has yet to send, where the wire packs gradients
+    owed.<rank>          rounding errors that this rank has yet to send, where the wire packs gradients or has done so
     replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ
     scheduler            state of the scheduler that the library turns
     loader.<rank>        state of this rank's loader
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.accumulation import GradientBuffer
-from stretto.engine.job import Job
+from stretto.engine.job import Job, owe_on
 from stretto.engine.report import RankReport, RoundReport, Totals, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State
@@ -86,8 +86,12 @@ class Continuation:
         replica = replicas.pop("replica", None)
         rank = str(self._rank)
         own: State = {"rank": {rank: pack({**mine, "replicas": replicas}, f"the state of rank {rank}")}}
-        if (feedback := self._job.exchange.feedback) is not None:
-            own["owed"] = {rank: pack(feedback.state_dict(), f"what rank {rank} owes")}
+        feedback, compute = self._job.exchange.feedback, self._job.compute
+        owed = {} if feedback is None else feedback.state_dict()
+        if not compute.has_round_ready:  # otherwise it is in the carry
+            owed = owed or compute.accumulation.inherited
+        if owed:
+            own["owed"] = {rank: pack(owed, f"what rank {rank} owes")}
         if replica is not None:
             agreed = self._job.model.statistics.agreed
             own["replica"] = {
@@ -121,9 +125,9 @@ class Continuation:
             state["shown"] = {slot.name: self._state.spread(slot, None) for slot in slots}
         if world_size == self._world_size:
             state["rank"] = {str(self._rank): b""}
-        if self._job.exchange.feedback is not None:
-            ranks = range(self._rank, world_size, self._world_size)
-            state["owed"] = {str(rank): b"" for rank in ranks if f"owed.{rank}" in stored}
+        owing = [rank for rank in range(self._rank, world_size, self._world_size) if f"owed.{rank}" in stored]
+        if owing:
+            state["owed"] = {str(rank): b"" for rank in owing}
         if same_strategy and same_layout and f"replica.{self._rank}" in stored:
             state["replica"] = {str(self._rank): b""}
         loaders = sorted(
@@ -147,10 +151,7 @@ class Continuation:
             buffers = _named_buffers(self._job.model.model)
             for name, value in mine["buffers"].items():
                 buffers[name].copy_(value)
-        if (feedback := self._job.exchange.feedback) is not None:
-            feedback.load_state_dicts(
-                [unpack(owed, "what a rank owes") for owed in state.get("owed", {}).values()]
-            )
+        owe_on(self._job, [unpack(owed, "what a rank owes") for owed in state.get("owed", {}).values()])
         replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:
             replica = unpack(state["replica"][str(self._rank)], "the replica")

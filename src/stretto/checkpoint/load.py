@@ -49,6 +49,9 @@ def load(
     left as they are, with a note. Under another strategy parameters and optimizer load, and the carry and the
     prediction, which mean nothing there, are dropped with a note. Nothing changes unless all of it can be read.
 
+    Where strategies take turns (`Switching`), the one goes on that is due at the checkpoint's step. If it is not at
+    work yet, gradients accumulated ahead are dropped and replicas averaged even if the checkpoint cannot be read.
+
     Nothing in the checkpoint is run: docs/security.md says what a damaged or hostile one can do.
 
     Args:
@@ -72,18 +75,23 @@ def load(
     )
     reading = _Reading(Path(paths[0] or directory))
     manifest = ranks.agree("opening a checkpoint", reading.open)
-    with parallel.job.compute.lifetime.running():
-        continuation = Continuation(parallel.job, parallel.scheduler)
-        same = manifest.strategy == parallel.strategy.name
-        state = continuation.blank(
-            reading.names,
-            manifest.world_size,
-            same_strategy=same,
-            same_layout=manifest.layout == parallel.job.layout.digest(),
-        )
-    optimizer = name_of(parallel.optimizer)
-    ranks.agree("checking a checkpoint", lambda: reading.check(state, optimizer))
-    ranks.agree("reading a checkpoint", reading.read)
+    try:
+        with parallel.job.compute.lifetime.running():
+            parallel.enter_phase(manifest.step)
+            continuation = Continuation(parallel.job, parallel.scheduler)
+            same = manifest.strategy == parallel.strategy.name
+            state = continuation.blank(
+                reading.names,
+                manifest.world_size,
+                same_strategy=same,
+                same_layout=manifest.layout == parallel.job.layout.digest(),
+            )
+        optimizer = name_of(parallel.optimizer)
+        ranks.agree("checking a checkpoint", lambda: reading.check(state, optimizer))
+        ranks.agree("reading a checkpoint", reading.read)
+    except CheckpointError:
+        parallel.enter_phase(parallel.steps)
+        raise
     positions = tuple(unpack(packed, "the loader's state") for packed in state.get("loader", {}).values())
     if loader is not None and positions and manifest.world_size == parallel.world_size:
         ranks.agree("restoring the loader", lambda: loader.load_state_dict(positions[ranks.rank]))
@@ -157,11 +165,6 @@ def _notes(parallel: DataParallel, manifest: Manifest, names: set[str], state: S
             else "other parameters are trained, or on other ranks, or in other buckets"
         )
         yield f"{why}: {' and '.join(dropped)} dropped"
-    if "owed" in kinds and parallel.job.exchange.feedback is None:
-        yield (
-            "saved on a packed wire, continued on one that owes nothing: rounding errors that were to be sent with the "
-            "next gradients are dropped"
-        )
     if (parallel.scheduler is not None) != ("scheduler" in kinds):
         saved, goes_on = (
             ("without", "with one") if parallel.scheduler is not None else ("with", "without one")

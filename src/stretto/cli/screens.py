@@ -71,12 +71,8 @@ def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
     proportional to the bytes.
     """
     exposed, seconds = outcome.exposed_seconds, outcome.training_seconds
-    if (
-        parse_arm(run.strategy).overlaps
-        or run.micro_batches < 2
-        or not exposed
-        or exposed < _BOTTLENECK * seconds
-    ):
+    arm = parse_arm(run.strategy)
+    if arm.phases or arm.overlaps or run.micro_batches < 2 or not exposed or exposed < _BOTTLENECK * seconds:
         return ""
     waiting = exposed / seconds
 

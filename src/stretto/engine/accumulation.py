@@ -10,15 +10,15 @@ Note [Gradients of others]
 
 import dataclasses
 import operator
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from stretto.engine.departure import Departure
 from stretto.engine.report import Totals
-from stretto.errors import GradientsTouched
+from stretto.errors import GradientsTouched, LossNotScalar, UsageError
 from stretto.flat import Layout
 
 _version = operator.attrgetter("_version")
@@ -92,6 +92,8 @@ class Accumulation:
         """Whether gradients of a micro-batch have arrived that has not been counted yet."""
         self.is_left_out = False
         """Whether the round's gradients were dropped because the parameters were damaged."""
+        self.inherited: dict[str, Tensor] = {}
+        """By parameter: what the round began with, because a packed wire owed it that is no longer used."""
         self.departure: Departure | None = None
         """The sum over ranks, if it has begun before the round is closed (`stretto.engine.hidden`)."""
         return self
@@ -112,6 +114,15 @@ class Accumulation:
         for index, (parameter, view) in enumerate(zip(self.parameters, self.buffer.views, strict=True)):
             if index not in self.apart:
                 parameter.grad = view
+        self.remember()
+
+    def inherit(self, debts: Mapping[str, Tensor]) -> None:
+        """Let the round begin with what an earlier wire still owes, by parameter."""
+        for slot, view in zip(self.buffer.layout.slots, self.buffer.views, strict=True):
+            if slot.name in debts:
+                debt = debts[slot.name].to(view.device)
+                self.inherited[slot.name] = self.inherited.get(slot.name, torch.zeros_like(debt)) + debt
+                view.add_(debt)
         self.remember()
 
     def remember(self) -> None:
@@ -224,3 +235,28 @@ class Accumulation:
     def _of_others(self) -> list[int]:
         """Return the slots that hold a gradient of another backward pass, not those whose view was only taken away."""
         return [index for index in sorted(self.apart) if self.parameters[index].grad is not None]
+
+
+Accumulate: TypeAlias = Callable[[Sequence[nn.Parameter], GradientBuffer], Accumulation]
+"""Makes an accumulation of its kind."""
+
+
+def check_loss(loss: object, where: str) -> None:
+    """Raise unless a backward pass can begin at `loss`.
+
+    Raises:
+        LossNotScalar: It is no tensor of one floating-point element.
+        UsageError: It depends on no parameter.
+    """
+    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
+        found, remedy = f"a {type(loss).__name__}", "hand over the tensor alone, such as output.loss"
+        if isinstance(loss, Tensor):
+            found, remedy = f"shape {tuple(loss.shape)} and dtype {loss.dtype}", "reduce it with .mean()"
+        raise LossNotScalar(
+            f"{where}: expected a loss of one floating-point element, found {found}: {remedy}"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            f"{where}: the loss depends on no parameter that requires a gradient: expected one computed by the model "
+            "outside torch.no_grad(), and not detached"
+        )

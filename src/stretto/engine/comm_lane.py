@@ -114,6 +114,7 @@ class CommLane:
                 incidents=tuple(progress.incidents),
                 gap=self.replica.gap,
                 interval=self.replica.interval,
+                staleness=self.strategy.staleness,
             )
             progress.incidents = []
         progress.begin_update(sent_bytes)

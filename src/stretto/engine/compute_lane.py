@@ -10,13 +10,13 @@ Note [Landing and take-off]
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.failures import FailureDetector, Lifetime
 from stretto.engine.model import Gradients, UserModel
@@ -51,16 +51,10 @@ class ComputeLane:
         failures: FailureDetector,
         scheduler: Any,
         allow_unused: bool,
-        accumulate: Callable[[Sequence[nn.Parameter], GradientBuffer], Accumulation] = Accumulation,
+        accumulate: Accumulate = Accumulation,
     ) -> None:
         self.model = model
-        self.comm = comm
-        self.replica = comm.replica
-        self.runtime = comm.runtime
-        self.layout = self.replica.exchange.layout
         self.statistics = model.statistics
-        self.accumulation = accumulate(model.parameters, GradientBuffer(self.layout))
-        """The round that accumulates."""
         self.vote = Vote.GO_ON
         self.votes: list[Vote] = []
         """Each rank's vote in the last round that landed."""
@@ -70,25 +64,31 @@ class ComputeLane:
         self.num_counted = 0
         """Micro-batches of this rank so far, of any weight."""
         self.lifetime = Lifetime(failures, leave=self._leave)
-        self._quota = quota
         self._scheduler = scheduler
-        self.overlaps = comm.strategy.overlaps
-        self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self._in_flight: Pending[Landing] | None = None
         self._opening: Pending[None] | None = None  # the work that an update does ahead of its gradients
-        self._ready: Round | None = None  # the round that takes off next, once its quota is met
-        self._accumulating_round = 0
-        """Position of the accumulating round in its update; it is one ahead of the round in flight."""
         self._hyperparameters: Hyperparameters = []
         self._incidents: list[Incident] = []
-        self._accounts = Accounts(comm.strategy.staleness, self.runtime.now(), use_is_known=allow_unused)
+        self.take_up(comm, quota, accumulate, GradientBuffer(comm.replica.exchange.layout))
+        self._accounts = Accounts(self.runtime.now(), use_is_known=allow_unused)
         model.hook(
             before_gradient=self._before_gradient,
             before_forward=self._before_forward,
             where=lambda: self.where,
         )
+
+    def take_up(self, comm: CommLane, quota: Quota, accumulate: Accumulate, buffer: GradientBuffer) -> None:
+        """Work with this communication lane from now on, and accumulate in `buffer`; nothing is under way."""
+        self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
+        self.layout, self.overlaps, self._quota = buffer.layout, comm.strategy.overlaps, quota
+        self.accumulation = accumulate(self.model.parameters, buffer)
+        """The round that accumulates."""
+        self._ready: Round | None = None  # the round that takes off next, once its quota is met
+        self._accumulating_round = 0
+        """Position of the accumulating round in its update; it is one ahead of the round in flight."""
+        self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self.accumulation.attach()
-        self.replica.models_show(model.parameters)
+        self.replica.models_show(self.model.parameters)
 
     # Where the job stands
 

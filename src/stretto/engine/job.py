@@ -1,6 +1,9 @@
 """The parts of one rank's job: everything that checkpoints, faults and tests may access."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.compute_lane import ComputeLane
@@ -11,9 +14,12 @@ from stretto.flat import Layout
 from stretto.optimizer import ShardedOptimizer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Job:
-    """One rank's job, as `stretto.start` builds it."""
+    """One rank's job, as `stretto.start` builds it.
+
+    Model, layout and compute lane last; the other parts are replaced where another strategy takes over.
+    """
 
     model: UserModel
     """The user's model, parameters and optimizer."""
@@ -25,3 +31,13 @@ class Job:
     """This rank's; it knows how equal the ranks' replicas are, and what they agree on."""
     compute: ComputeLane
     comm: CommLane
+
+
+def owe_on(job: Job, states: Sequence[Mapping[str, Tensor]]) -> None:
+    """Owe what ranks owed on a packed wire: on one that owes nothing, it goes into the next gradients."""
+    feedback = job.exchange.feedback
+    if feedback is not None:
+        feedback.load_state_dicts(states)
+        return
+    for state in states:
+        job.compute.accumulation.inherit(state)

@@ -70,7 +70,7 @@ class Listener:
         """Masters and optimizer state are about to be shown or saved; the lane is at rest, all ranks call."""
 
     def began_again(self) -> None:
-        """Model and optimizer have been given a checkpoint's state."""
+        """The job begins, goes on from a checkpoint's state, or goes on under another strategy."""
 
     def ended(self) -> Sequence[Incident]:
         """The job has ended without an error and is at rest; all ranks call. Return incidents not yet reported."""
@@ -190,6 +190,8 @@ class Commit:
     """Updates since replicas were last averaged; 0 where they cannot differ."""
     interval: int | None
     """Updates from one average to the next, where the strategy chooses."""
+    staleness: int
+    """Of the strategy, in committed updates."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,17 +214,15 @@ class Accounts:
     """What one rank's compute lane adds up from one update to the next, for the record of the later one.
 
     Args:
-        staleness: Of the strategy, in committed updates.
         now: Seconds on the runtime's clock.
         use_is_known: Whether to skip the check for parameters that no rank uses.
     """
 
-    def __init__(self, staleness: int, now: float, *, use_is_known: bool) -> None:
+    def __init__(self, now: float, *, use_is_known: bool) -> None:
         self.exposed_seconds = 0.0
         """Seconds in which the compute lane waited for the communication lane."""
         self.skipped_rounds = 0
         """Rounds left out because something was not finite."""
-        self._staleness = staleness
         self._opened = now
         self.use_is_known = use_is_known
 
@@ -260,7 +260,7 @@ class Accounts:
             weight=sum(report.weight for report in reports),
             loss=sum(report.loss_sum for report in reports) / loss_weight if loss_weight else math.nan,
             gradient_norm=commit.gradient_norm,
-            staleness=min(self._staleness, step - 1),
+            staleness=min(commit.staleness, step - 1),
             micro_batches=tuple(map(sum, zip(*rounds, strict=True))),
             rounds=rounds,
             seconds=now - self._opened,

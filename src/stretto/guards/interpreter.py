@@ -81,7 +81,7 @@ class GuardInterpreter:
         self._replica = replica
         self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
         self._versions = {part: tensor._version for part, tensor in self._fixed.items()}
-        self._strikes = strikes
+        self.strikes = strikes
         self._rehearsed: list[dict[str, int]] = []
         """Digests of the rehearsal of the last step, by segment, if a guard asks for rehearsals."""
         if isinstance(replica.sharded, RehearsingOptimizer):
@@ -161,7 +161,7 @@ class GuardInterpreter:
 
     def _arrived(self, effect: Arrived, flight: Flight | None) -> None:
         """Handle a new sum of gradients: check strikes before anybody steps with it."""
-        self._strikes.check(self._progress.step)
+        self.strikes.check(self._progress.step)
         if flight is not None:
             self._found.extend(flight.round.incidents)
         self._gradients.append(effect.gradient)
@@ -181,7 +181,7 @@ class GuardInterpreter:
         records = [record for record in self._exchange.gather_records(own) if record]
         found = [Incident.from_json(fields) for record in records for fields in json.loads(record)]
         incidents = tuple(dict.fromkeys(found))
-        self._strikes.note(step, incidents)
+        self.strikes.note(step, incidents)
         return incidents
 
     def _report(self, effect: Report) -> None:

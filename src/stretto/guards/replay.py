@@ -165,7 +165,7 @@ class GuardedRounds(Listener):
         self.job = job
         self.kept = KeptRound(job.model.model, job.layout.sets[0].device)
         """The round that accumulates."""
-        self._interpreter = interpreter
+        self.interpreter = interpreter
         watches = {guard.name: guard.watch_rounds(self) for guard in interpreter.guards}
         found = [watch for watch in watches.values() if watch is not None]
         # A damaged round is repaired before it is audited.
@@ -200,8 +200,8 @@ class GuardedRounds(Listener):
 
     def landing_begins(self) -> None:
         """Let guards look at the values before the model shows them."""
-        self._interpreter.run("before_landing")
-        self._interpreter.forget(("values to be shown",))
+        self.interpreter.run("before_landing")
+        self.interpreter.forget(("values to be shown",))
 
     def installed(self, values: Sequence[Tensor]) -> None:
         """Tell every guard which values were installed."""
@@ -210,18 +210,18 @@ class GuardedRounds(Listener):
 
     def committed_is_read(self) -> None:
         """Let guards look at masters, optimizer state and error memory before they are shown or saved."""
-        self._interpreter.run("before_step")
-        self._interpreter.run("before_reduce")
+        self.interpreter.run("before_step")
+        self.interpreter.run("before_reduce")
 
     def began_again(self) -> None:
         """Let guards begin with the present state."""
-        self._interpreter.start()
+        self.interpreter.start()
         for watch in self._watches:
             watch.begin_again()
 
     def ended(self) -> Sequence[Incident]:
         """Return the incidents found after the last update."""
-        return self._interpreter.conclude_job()
+        return self.interpreter.conclude_job()
 
     def run_again(self, kept: KeptRound) -> Accumulation:
         """Run a round again, separately from this rank's own round, and return its accumulation."""

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stretto.disk import writing_to
+from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction
 from stretto.observe.records import JsonLines, Observer
 from stretto.parallel import DataParallel
@@ -40,6 +41,8 @@ FOLDER = "traces"
 LEAST_SECONDS = 10e-6
 """Spans shorter than this are left out: they would fill the file and be too narrow to see."""
 
+_GUARDED = ("round_ends", "landing_begins", "installed", "committed_is_read")
+"""What guards do on the compute lane."""
 _INSTANT = (contract.Boundary, contract.Look, contract.Postpone)
 """Effects that do no work."""
 Lane = Literal["compute", "communication"]
@@ -125,13 +128,18 @@ class Trace(Observer):
 
     def _follow(self, parallel: DataParallel) -> None:
         """Record what both lanes of a job do from now on."""
-        compute, comm, replica = parallel.job.compute, parallel.job.comm, parallel.job.replica
-        for guard in compute.model.listeners:
-            for name in ("round_ends", "landing_begins", "installed", "committed_is_read"):
-                self._time_calls(guard, name, "compute", "guard")
-        compute.model.listeners.append(_MicroBatches(self, self._now))
+        compute = parallel.job.compute
+        compute.model.listeners.append(_MicroBatches(self, self._now, parallel.job))
         self._time_calls(compute, "wait_for_lane", "compute", "exposed")
         self._time_calls(parallel._feed.input, "take", "compute", "data")
+        self.follow_strategy(parallel.job)
+
+    def follow_strategy(self, job: Job) -> None:
+        """Record what a job's strategy and guards do from now on."""
+        comm, replica = job.comm, job.replica
+        for guard in job.model.listeners:
+            for name in () if isinstance(guard, _MicroBatches) else _GUARDED:
+                self._time_calls(guard, name, "compute", "guard")
         comm._performers = {
             effect: perform if effect in _INSTANT else self.timed(perform, "communication", _kind_of(effect))
             for effect, perform in comm._performers.items()
@@ -166,12 +174,19 @@ class Trace(Observer):
 
 
 class _MicroBatches(Listener):
-    """Hears of a job's micro-batches."""
+    """Hears of a job's micro-batches, and of strategies that take over."""
 
-    def __init__(self, trace: Trace, now: Callable[[], float]) -> None:
+    def __init__(self, trace: Trace, now: Callable[[], float], job: Job) -> None:
         self._trace = trace
         self._now = now
+        self._job = job
+        self._followed = job.comm
         self._began: float | None = None
+
+    def began_again(self) -> None:
+        if self._job.comm is not self._followed:  # another strategy has taken over
+            self._followed = self._job.comm
+            self._trace.follow_strategy(self._job)
 
     def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
         self._began = self._now()

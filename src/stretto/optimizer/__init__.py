@@ -1,5 +1,6 @@
 """An owner's fp32 masters and its private optimizer, which can commit a step or preview one."""
 
+from stretto.optimizer.handover import hand_over
 from stretto.optimizer.private import Hyperparameters, learning_rate, read_hyperparameters
 from stretto.optimizer.probe import whole_groups
 from stretto.optimizer.segments import Piece, Segment
@@ -20,6 +21,7 @@ __all__ = [
     "adopt_states",
     "as_one",
     "average_states",
+    "hand_over",
     "learning_rate",
     "members_of",
     "name_of",

@@ -114,8 +114,12 @@ def ledger_of(strategy: Strategy) -> Ledger:
 
     Raises:
         ConfigError: Updates differ from each other, do not start with a reduction, or mix sharded and
-            replicated reductions, so that quotas and ownership would be undefined.
+            replicated reductions, so that quotas and ownership would be undefined. Or it is no strategy.
     """
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(
+            f"a ledger of {strategy!r}: expected one strategy; of several that take turns, look at each by itself"
+        )
     runs = [_dry_run(strategy, Moment(0, 1, drains=True))]
     if not {Average, Launch} & set(map(type, runs[0])) and Local in map(type, runs[0]):
         raise ConfigError(

@@ -2,7 +2,10 @@
 
     name[:key=value]...        for example  acco:first=1:wire=bf16  or  wp:clock=1,8:lr=2e-3
 
-A run names its strategy in the same way.
+A run names its strategy in the same way. Strategies that take turns are joined by +, each later one with the number of
+committed updates behind which it begins:
+
+    name[:key=value]...[+name[:key=value]...@update]...        for example  zero1+acco:wire=int8@100+ddp@900
 """
 
 import dataclasses
@@ -25,6 +28,7 @@ from stretto.fields import (
 )
 from stretto.peers import PEERS
 from stretto.strategies import STRATEGIES, Strategy
+from stretto.switching import Phase, Switching, check_starts
 
 SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
@@ -34,6 +38,8 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Settings of a run that an arm may have for itself, and their types."""
+_OF_PHASES = ("wire", "changes", "estimates", "clock")
+"""Those that a strategy may have for itself that takes turns with others."""
 
 
 def parse_clock(text: str) -> Clock:
@@ -92,20 +98,42 @@ class Arm:
     """Options of the strategy's own."""
     settings: dict[str, Any]
     """Settings of the run, out of `SETTINGS`."""
+    phases: tuple[tuple[int, "Arm"], ...] = ()
+    """Strategies that take turns, each with the updates behind which it begins; none where one stays."""
 
     @property
     def is_ours(self) -> bool:
         """Whether this is a strategy of the library, and not a stock method."""
-        return self.name in STRATEGIES
+        return bool(self.phases) or self.name in STRATEGIES
 
     @property
     def overlaps(self) -> bool:
         """Whether it has a communication lane that a clock could wait for."""
+        if self.phases:
+            return any(arm.overlaps for _, arm in self.phases)
         return self.is_ours and STRATEGIES[self.name].overlaps
 
     def strategy(self) -> Strategy:
-        """Return the strategy with its options; only where `is_ours`."""
+        """Return the strategy with its options; only where `is_ours`, and it stays.
+
+        Raises:
+            ConfigError: Several take turns.
+        """
+        if self.phases:
+            parts = ", ".join(arm.text for _, arm in self.phases)
+            raise ConfigError(f"{self.text}: expected one strategy; look at each of them by itself: {parts}")
         return STRATEGIES[self.name](**self.options)
+
+    def plan(self) -> Strategy | Switching:
+        """Return the strategy, or the plan of those that take turns; only where `is_ours`."""
+        if not self.phases:
+            return self.strategy()
+        return Switching({step: arm._phase() for step, arm in self.phases})
+
+    def _phase(self) -> Phase:
+        settings = dict(self.settings)
+        clock = settings.pop("clock", None)
+        return Phase(self.strategy(), micro_batches=clock if self.overlaps else None, **settings)
 
 
 def parse_arm(text: str) -> Arm:
@@ -115,6 +143,12 @@ def parse_arm(text: str) -> Arm:
         UnknownName: No such strategy or stock method, or no such setting.
         ConfigError: A value cannot be read, or cannot be.
     """
+    first, *later = (part.strip() for part in re.split(r"\+(?=\s*[a-z])", text))
+    if later or "@" in first:
+        phases = [_parse_phase(first if "@" in first else f"{first}@0", text)]
+        phases += [_parse_phase(part, text) for part in later]
+        check_starts([step for step, _ in phases])
+        return Arm(text, text, {}, {}, tuple(phases))
     name, _ = split_settings(text)
     if name not in STRATEGIES and name not in PEERS:
         raise unknown_name("no strategy is called", name, [*STRATEGIES, *PEERS])
@@ -129,6 +163,26 @@ def parse_arm(text: str) -> Arm:
     if arm.is_ours:
         arm.strategy()  # refuses options that cannot be
     return arm
+
+
+def _parse_phase(part: str, whole: str) -> tuple[int, Arm]:
+    word, at, step = part.partition("@")
+    if not step.isdecimal():
+        moved = f"{word}{step.lstrip('0123456789')}@{step.partition(':')[0]}" if at else f"{part}@100"
+        raise ConfigError(
+            f"{whole!r}: cannot read {part!r}: expected the update behind which {word} begins, last, as {moved}"
+        )
+    arm = parse_arm(word)
+    if not arm.is_ours:
+        raise ConfigError(
+            f"{whole!r}: {arm.name} is a stock method, which takes turns with nothing; leave it out"
+        )
+    if others := sorted(arm.settings.keys() - set(_OF_PHASES)):
+        raise ConfigError(
+            f"{whole!r}: {others[0]} is of the whole run: expected {', '.join(_OF_PHASES)} or options of {arm.name}; "
+            "set it for the run"
+        )
+    return int(step), arm
 
 
 def parse_arms(texts: Sequence[str], learning_rates: Mapping[str, float]) -> list[Arm]:

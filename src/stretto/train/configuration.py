@@ -166,7 +166,8 @@ class RunConfig(Job[TaskT]):
 
     strategy: str = "zero1"
     """ddp, zero1, dpu, wp, acco, local, diloco, paft-sync or paft-dyn; what is set for it alone follows after colons,
-    as in acco:first=1 or local:rate=0.1:state=on. auto takes what `stretto plan` says."""
+    as in acco:first=1 or local:rate=0.1:state=on. Several take turns as in zero1+acco:wire=int8@100+ddp@900. auto takes
+    what `stretto plan` says."""
     run_dir: str | None = None
     """Folder for all files of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
     checkpoints."""

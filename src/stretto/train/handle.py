@@ -93,7 +93,7 @@ def open_handle(
     return DataParallel(
         model,
         optimizer,
-        arm.strategy(),
+        arm.plan(),
         micro_batches=micro_batches,
         scheduler=scheduler,
         group=group,
@@ -119,7 +119,21 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         check_nodes(world_size, run.ranks_per_node)
     if isinstance(run.task, OverFiles):
         run.task.check()
-    if parse_arm(run.strategy).is_ours:
+    arm = parse_arm(run.strategy)
+    if arm.phases and run.faults:
+        raise ConfigError(
+            f"{arm.text}: faults strike the parts of one strategy; rehearse them under each by itself"
+        )
+    if arm.phases and run.clock is not None:
+        raise ConfigError(
+            f"clock={run.clock.minimum},{run.clock.maximum} with strategies that take turns: write it where it counts, "
+            f"as acco:clock={run.clock.minimum},{run.clock.maximum}@100"
+        )
+    if run.echo != "none" and any("clock" in phase.settings for _, phase in arm.phases):
+        raise ConfigError(
+            f"{arm.text}: an echo plans over fixed micro-batches; leave out the clock, or the echo"
+        )
+    if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])
         open_handle(run, model, torch.optim.SGD(model.parameters(), lr=0.0), group=SoloGroup()).finish()
 

@@ -1,0 +1,76 @@
+"""Which guards can watch over a job, by its strategy."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from stretto.engine.options import Options
+from stretto.errors import ConfigError
+from stretto.fields import did_you_mean
+from stretto.guards.contract import Guard
+from stretto.guards.replica import ReplicaGuard
+from stretto.guards.rest import AtRest
+from stretto.strategies import Strategy
+from stretto.strategies.ledger import Ledger, ledger_of
+
+_log = logging.getLogger("stretto")
+
+
+def choose_guards(
+    guards: Sequence[Guard] | str, strategy: Strategy, options: Options
+) -> tuple[tuple[Guard, ...], Options]:
+    """Return a job's guards, and its options: "standard" is all that fits the strategy, and a verified exchange.
+
+    Raises:
+        ConfigError: It is another word, or no sequence.
+    """
+    if not isinstance(guards, Sequence):
+        raise ConfigError(f"guards: expected 'standard' or a sequence of guards, found {guards!r}")
+    if not isinstance(guards, str):
+        return tuple(guards), options
+    if guards != "standard":
+        hint = did_you_mean(guards, ["standard"])
+        raise ConfigError(f"guards={guards!r}: expected 'standard' or a sequence of guards{hint}")
+    ledger = ledger_of(strategy)
+    left_out: dict[str, str] = {}
+    fitting = []
+    for guard in (ReplicaGuard(), AtRest()):
+        reason = unfit(guard, strategy, ledger)
+        if reason is None:
+            fitting.append(guard)
+        else:
+            left_out[guard.name] = reason
+    if options.exchange == "native" or options.ranks_per_node is not None:
+        name = "ranks_per_node" if options.exchange != "native" else "exchange='native'"
+        left_out["verified"] = f"does not work with {name}"
+    else:
+        options = dataclasses.replace(options, verified=True)
+    for left, reason in left_out.items():
+        _log.info("guards='standard' leaves out %s: it %s", left, reason)
+    return tuple(fitting), options
+
+
+def check_guards(guards: Sequence[Guard], strategy: Strategy, ledger: Ledger) -> None:
+    """Raise unless all guards can watch over a job under `strategy`.
+
+    Raises:
+        ConfigError: Names the first that cannot.
+    """
+    for guard in guards:
+        if reason := unfit(guard, strategy, ledger):
+            raise ConfigError(f"guard {guard.name} {reason}; guards='standard' takes those that fit")
+
+
+def unfit(guard: Guard, strategy: Strategy, ledger: Ledger) -> str | None:
+    """Return why a guard cannot watch over a job under `strategy`; None if it can."""
+    if guard.needs_equal_parameters and (ledger.local or ledger.averages):
+        return (
+            f"runs a rank's micro-batches again on another, and strategy {strategy.name} lets parameters differ "
+            "between ranks"
+        )
+    if guard.overlaps and not strategy.overlaps:
+        return (
+            f"runs beside the next update's gradients, and strategy {strategy.name} waits for its "
+            "communication lane"
+        )
+    return None
