@@ -1,6 +1,5 @@
 """The papers' settings: every one is an option, trains at a small scale, and has the paper's size at full scale."""
 
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from stretto import checkpoint
 from stretto.cli import main
 from stretto.cli.commands import CONFIGURE
 from stretto.cli.options import options_of, parse_options
 from stretto.cli.presets import OURS, PRESETS
-from stretto.errors import ConfigError, WorkerFailed
+from stretto.errors import ConfigError
 from stretto.recipes import Language, recipe
 from stretto.recipes.classifiers import image_model
 from stretto.recipes.language_models import language_model
@@ -24,7 +22,6 @@ from tests.recipes.files import (
     expect_same_bits_after_a_kill,
     write_lines,
 )
-from tests.train.runs import evaluations, model_bits, records, train, train_until_hit_in_write
 
 
 @pytest.fixture(scope="module")
@@ -75,24 +72,10 @@ def test_every_preset_trains_for_three_updates_at_a_small_scale(name: str, files
 def test_a_killed_preset_goes_on_to_the_same_bits_echoes_and_crops_included(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # One preset, on virtual ranks; `experiments/presets.py` tries all of them on real workers.
     _, run = parse_options("train", small("train", "paft-resnet18-cifar10", files), CONFIGURE["train"])
     run = replace(run, tensorboard=False, updates=4, echo="even:uses=1.5", strategy="paft-sync:interval=2")
     expect_same_bits_after_a_kill(run, monkeypatch, "stretto.recipes.images.class_loss", 7)
-
-
-def test_the_first_preset_over_pictures_is_killed_on_real_workers_and_goes_on_to_the_bit(files: Path) -> None:
-    """`experiments/presets.py` tries all; over text each worker would spend seconds on imports."""
-    name = next(name for name, preset in PRESETS.items() if preset.recipe == "images")
-    words = [*small("train", name, files), "--workers", "2", "--updates", "6", "--checkpoint-every", "2"]
-    _, run = parse_options("train", [*words, "--no-tensorboard", "--async-save"], CONFIGURE["train"])
-    train(replace(run, run_dir="whole", async_save=False))
-    killed = replace(run, run_dir="killed")
-    with pytest.raises(WorkerFailed, match="killed by SIGKILL"):
-        train(killed, 2, train_until_hit_in_write, (1,), signal.SIGKILL, 2)
-    assert checkpoint.latest("killed/checkpoints").name == "000001-step-2"
-    train(replace(killed, resume=True))
-    for found in (records, evaluations, model_bits):
-        assert found("killed") == found("whole")
 
 
 # In millions of parameters what the papers, or those who published the models, call them; their last digit is rounded.
