@@ -86,6 +86,33 @@ def test_damage_that_takes_itself_back_leaves_nothing_to_be_seen(
     assert judge(DRAWN, results, HEALTHY, GOLDEN, is_real=False).violation == violation
 
 
+@pytest.mark.parametrize(
+    ("second", "violation"),
+    [
+        (3, None),  # in the first one's round, of two micro-batches: nothing is left to be seen at its end
+        (4, "took 2 updates to detect"),
+    ],
+)
+def test_detection_counts_from_the_first_strike_that_a_guard_could_see(
+    second: int, violation: str | None
+) -> None:
+    site = "shown parameters"
+    drawn = next(one for one in draw_faults(0) if (one.fault.site, one.job.strategy) == (site, "zero1"))
+    rank = drawn.fault.rank
+    strikes = tuple(
+        Application(
+            fault=drawn.fault, opportunity=n, step=n // 3, elements=9, span=(0.0, 1.0), before=b, after=a
+        )
+        for n, b, a in [(2, "a", "b"), (second, "b", "a"), (6, "a", "b")]
+    )
+    found = Incident(step=3, guard="rest", site=site, part="", ranks=(rank,), action="mended")
+    healthy = tuple(RankResult(parameters=7, loss=1.0) for _ in range(drawn.job.ranks))
+    results = [dataclasses.replace(result, incidents=(found,)) for result in healthy]
+    results[rank].applications = strikes
+    golden = GoldenRun(trial=Trial(task=Tiny(), job=drawn.job, is_guarded=True, seed=0), results=healthy)
+    assert judge(drawn, results, healthy, golden, is_real=False).violation == violation
+
+
 def test_strikes_that_were_mended_in_between_are_not_taken_back() -> None:
     strikes = [
         Application(fault=DRAWN.fault, opportunity=n, step=0, elements=9, span=(0.0, 1.0), before=b, after=a)

@@ -11,9 +11,11 @@ from torch import Tensor
 
 import stretto as st
 from stretto.errors import CorruptionError, PeerFailed, StateCorrupt
+from stretto.exchange.exchange import sum_in_rank_order
+from stretto.exchange.verified import is_plausible_sum
 from stretto.faults import Fault, FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto.faults.injector import alias_of
-from stretto.faults.plan import Extent, Site
+from stretto.faults.plan import Extent, Lasts, Site
 from stretto.records import Incident
 from stretto.virtual import VirtualCluster, VirtualGroup
 from tests.guards.watched import Job, Network, same
@@ -186,6 +188,46 @@ def test_of_three_ranks_of_which_two_are_damaged_alike_the_healthy_one_is_named(
 
     for incidents in VirtualCluster(3).run(program).values:
         assert {incident.ranks for incident in incidents} == {(0,)}
+
+
+@pytest.mark.parametrize("instant", [1, 3, 5, 7])  # a bucket's second sum; both wrong alike would not be seen
+@pytest.mark.parametrize("lasts", ["once", "sticky"])
+def test_sums_that_have_differed_are_not_used_wrong_however_often_they_come_out(
+    instant: int, lasts: Lasts
+) -> None:
+    zeroed = dataclasses.replace(fault("sum", "chunk", instant), lasts=lasts, chunk_bytes=2**20)
+    found = train(STRATEGIES["zero1"], zeroed)
+    if lasts == "once":
+        for seen, healthy in zip(found, clean("zero1"), strict=True):
+            assert {(one.site, one.ranks) for one in seen.incidents} == {("sum", (STRUCK,))}
+            assert same(seen.final, healthy.final)
+    else:
+        error = found[STRUCK].error
+        assert isinstance(error, CorruptionError)
+        assert tuple(error.ranks) == (STRUCK,)
+        assert all(seen.error is not None for seen in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_true_sum_is_plausible_and_a_damaged_one_is_not(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).tiny
+    for case in range(200):
+        ranks, numel = 1 + case % 5, 1 + case % 37
+        size = 10.0 ** float(torch.randint(-45, 39, (), generator=generator))
+        values = [
+            (torch.randn(numel, generator=generator, dtype=torch.float64) * size)
+            .clamp(-largest, largest)
+            .to(dtype)
+            for _ in range(ranks)
+        ]
+        total = torch.empty(numel, dtype=dtype)
+        sum_in_rank_order(values, total)
+        assert is_plausible_sum(values, total)
+        if smallest < size < largest / 100:
+            struck = total.clone()
+            struck[-1] = -2 * struck[-1] + 8 * ranks * max(abs(float(value[-1])) for value in values)
+            assert not is_plausible_sum(values, struck)
 
 
 def spare_memory(parallel: st.DataParallel) -> list[Tensor]:

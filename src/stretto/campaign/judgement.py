@@ -11,6 +11,7 @@ from stretto.campaign.drawing import CAMPAIGNED, DrawnFault
 from stretto.campaign.promises import ROWS, STRATEGIES_OF, Ending, Promise
 from stretto.campaign.trial import GoldenRun, RankResult, Trial
 from stretto.faults import Application
+from stretto.faults.memory import ON_COMPUTE_LANE
 
 Harm = Literal["masked", "silent corruption", "loss off", "error", "not applied"]
 """What a fault does to a job without guards: nothing in the end; other final parameters; these and a held-out loss off
@@ -68,7 +69,8 @@ def judge(
         golden: The guarded golden run. The unguarded one has the same parameters.
         is_real: Whether the guarded job ran on real workers.
     """
-    applied = _applied(drawn, guarded)
+    struck = _applied(drawn, guarded)
+    applied = _left_to_see(drawn, struck, golden.trial)
     harm = _harm(drawn, unguarded, golden)
     ending = _ending(guarded, golden)
     detected_at = _detected_at(drawn, guarded, golden)
@@ -81,7 +83,7 @@ def judge(
     return Judgement(
         drawn=drawn,
         is_real=is_real,
-        is_applied=bool(applied),
+        is_applied=bool(struck),
         is_due=is_due,
         harm=harm,
         is_detected=detected_at is not None,
@@ -180,6 +182,18 @@ def _is_taken_back(applied: Sequence[Application]) -> bool:
     if not applied or applied[-1].after != applied[0].before:
         return False
     return all(later.before == earlier.after for earlier, later in itertools.pairwise(applied))
+
+
+def _left_to_see(drawn: DrawnFault, struck: Sequence[Application], trial: Trial) -> Sequence[Application]:
+    """Return the strikes but for first ones that were taken back before a guard looked, at the end of their round."""
+    if drawn.fault.site not in ON_COMPUTE_LANE:
+        return struck
+    per_round = trial.micro_batches // trial.rounds_per_update
+    for count in range(2, len(struck) + 1):
+        first = struck[:count]
+        if len({one.opportunity // per_round for one in first}) == 1 and _is_taken_back(first):
+            return _left_to_see(drawn, struck[count:], trial)
+    return struck
 
 
 def _violation(
