@@ -294,7 +294,7 @@ def test_a_value_that_changes_on_its_way_to_the_file_is_found(
 
     monkeypatch.setattr(torch, "save", damaged)
     with pytest.raises(CheckpointError, match=r"\.mix.* changed on its way from the job to"):
-        saved(job, tmp_path, in_background)
+        save_whole(job, tmp_path, in_background)
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
     job.save(tmp_path)
@@ -309,9 +309,9 @@ def test_a_value_that_changes_as_it_is_copied_is_found(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(SavePlanner, "copy", damaged)
     with pytest.raises(CheckpointError, match=" changed on its way from the job to"):
-        saved(Job(Case()).train(SAVED_AT), tmp_path, in_background=True)
+        save_whole(Job(Case()).train(SAVED_AT), tmp_path, in_background=True)
 
 
-def saved(job: Job, folder: Path, in_background: bool) -> None:
+def save_whole(job: Job, folder: Path, in_background: bool) -> None:
     job.save(folder, async_save=in_background)
     checkpoint.wait(job.parallel)

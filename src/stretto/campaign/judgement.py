@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from stretto.campaign.drawing import CAMPAIGNED, DrawnFault
-from stretto.campaign.promises import ROWS, STRATEGIES_OF, Ending, Promise
+from stretto.campaign.promises import ROWS, STRATEGIES_OF, Ending, Promise, weakened
 from stretto.campaign.trial import GoldenRun, RankResult, Trial
 from stretto.faults import Application
 from stretto.faults.memory import ON_COMPUTE_LANE
@@ -277,7 +277,7 @@ def _site_row(
         "lasts": lasts,
         "guard": promise.seen_by,
         "audit_rate": promise.audit_rate,
-        "promised": own[0].drawn.promise.summary,
+        "promised": (weakened(promise) if lasts else promise).summary,  # between two ranks it may be less
         "drawn": len(own),
         "applied": len(applied),
         "applied_on_real_workers": sum(one.is_real for one in applied),

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from stretto.checkpoint.ranks import Ranks
 from stretto.engine.round import Listener
@@ -41,17 +42,20 @@ class BackgroundSave(Listener):
 
     Args:
         ranks: Of the job.
+        group: Of the job.
         steps: What is still to be done, on all ranks alike.
         abandon: Removes what was written, after a failure.
     """
 
-    def __init__(self, ranks: Ranks, steps: Sequence[Step], abandon: Callable[[], None]) -> None:
+    def __init__(
+        self, ranks: Ranks, group: ProcessGroup, steps: Sequence[Step], abandon: Callable[[], None]
+    ) -> None:
         self._ranks = ranks
         self._abandon = abandon
         self._left = list(steps)
         self._failure: CheckpointError | None = None
         # On a virtual cluster a lane in virtual time, so that runs repeat.
-        self._runtime = choose_runtime(ranks.group, torch.device("cpu"), overlaps=True)
+        self._runtime = choose_runtime(group, torch.device("cpu"), overlaps=True)
         self._begin([])
 
     def update_landed(self) -> None:

@@ -21,7 +21,6 @@ class Ranks:
     def __init__(self, parallel: DataParallel) -> None:
         self.rank = parallel.rank
         self.world_size = parallel.world_size
-        self.group = parallel.job.exchange.group
         self._parallel = parallel
         self._where = parallel.job.compute.where  # a step in the background may end some updates later
 

@@ -81,7 +81,8 @@ def save(
             for listener in parallel.job.model.listeners:
                 listener.committed_is_read()
         if in_background:
-            parallel.job.model.listeners.append(BackgroundSave(ranks, writing.steps, writing.abandon))
+            group = parallel.job.exchange.group
+            parallel.job.model.listeners.append(BackgroundSave(ranks, group, writing.steps, writing.abandon))
             return home / name
         outcomes: list[Any] = []
         for step in writing.steps:

@@ -62,7 +62,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             ),
         ),
         "demo": Command(
-            summary="slow link, slow loader, silent faults: each remedy switched off in turn",
+            summary="strike a job with all hazards, and leave each remedy out",
             takes="",
             basic=(
                 "out", "seeds", "updates", "link", "link-slowness", "slow-loader", "loader-slowness", "faults",

@@ -14,7 +14,7 @@ class Options:
     """Options of `DataParallel`; equal on all ranks."""
 
     wire: str = "fp32"
-    """How gradients and parameters travel: fp32, bf16, int8, int4, int2, or a format of your own; see
+    """fp32, bf16, int8, int4, int2 or your own; the format in which gradients and parameters travel. See
     docs/adding-a-wire.md. bf16 halves the bytes, masters stay fp32. int8, int4 and int2 send gradients in blocks of
     integers of 8, 4 or 2 bits with error feedback, and parameters as changes in the same format: about a half, a
     quarter and a seventh of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory and as many as the

@@ -169,7 +169,7 @@ class RunConfig(Job[TaskT]):
     as in acco:first=1 or local:rate=0.1:state=on. Several take turns as in zero1+acco:wire=int8@100+ddp@900. auto takes
     what `stretto plan` says."""
     run_dir: str | None = None
-    """Folder for all files of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
+    """Folder of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
     checkpoints."""
     strikes: int | None = 3
     """Updates in which guards or the verified exchange may lay damage to one rank, or to one link, before the job goes
