@@ -82,7 +82,7 @@ def main() -> None:
         ).seconds
         for arm in (arms if dist.get_rank() == 0 else ())
     }
-    found = measure({arm.text: run.run_of(arm) for arm in arms}, options.seconds, updates=1)
+    found = measure({arm.text: run.run_of(arm) for arm in arms}, options.seconds, updates=3)
     if dist.get_rank() == 0:
         table = compared(predicted, found)
         for arm, row in table.items():
