@@ -1,6 +1,8 @@
 """Gradients that leave early: what may happen during a backward pass changes no result, and blocks nobody."""
 
+import itertools
 import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +173,28 @@ def test_damage_found_behind_a_departure_has_all_ranks_sum_again(strategy: Strat
         # What the ranks show behind the landing: the damage itself is still there before.
         assert all(map(torch.equal, ours[-2 * LAYERS :], theirs[-2 * LAYERS :]))
     assert begun_inside(trace)
+
+
+def test_wherever_and_whenever_the_model_is_damaged_the_result_is_that_of_the_unhidden_job() -> None:
+    draws = random.Random(5)
+    for strategy, world_size, kept in itertools.product([DDP(), ZeRO1()], [2, 3], [True, False]):
+        at, struck = draws.randrange(UPDATES * MICRO_BATCHES), draws.randrange(world_size)
+        layer, place = draws.randrange(LAYERS), draws.randrange(WIDTH * WIDTH)
+        factor = draws.choice([-1.0, 0.0, 1.5, 1e30])
+
+        def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+            if (rank, index) == (struck, at):  # noqa: B023  # it runs before the next case is drawn
+                net.layers[layer].weight.detach().numpy().reshape(-1)[place] *= factor  # noqa: B023
+            if kept:  # noqa: B023
+                parallel.micro_batch(lambda x: net(x).square().mean(), data(rank, index))
+            else:
+                plain(net, parallel, rank, index)
+
+        settings = {"strategy": strategy, "guards": "standard", "world_size": world_size}
+        hidden, _ = train(step, torn=True, **settings)
+        unhidden, _ = train(step, hide=False, **settings)
+        for ours, theirs in zip(hidden, unhidden, strict=True):
+            assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("through_data", [False, True])

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.cli.commands import CONFIGURE
+from stretto.cli.options import parse_options
+from stretto.errors import ConfigError
 from stretto.observe import read_json_lines
 from stretto.recipes import TaskConfig
 from stretto.train.configuration import RunConfig
@@ -33,6 +36,13 @@ INSTRUCTIONS = [
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def refusal(words: str) -> str:
+    """Return why `stretto train` with these words is refused."""
+    with pytest.raises(ConfigError) as found:
+        parse_options("train", words.split(), CONFIGURE["train"])
+    return str(found.value)
 
 
 def run_over(task: TaskConfig, folder: str | None = None, **settings: Any) -> RunConfig[TaskConfig]:

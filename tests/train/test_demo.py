@@ -9,7 +9,8 @@ import pytest
 
 from stretto.faults import Fault
 from stretto.groups import Link
-from stretto.observe import print_demo
+from stretto.observe import print_demo, replace_json
+from stretto.page.results import read_demo
 from stretto.train.configuration import RunConfig
 from stretto.train.demo import ALL_OFF, ALL_ON, CLEAN, DemoConfig, arms_of, demonstrate
 from stretto.train.launch import LocalRanks
@@ -141,3 +142,14 @@ def test_an_arm_that_misses_the_target_is_told_by_a_lower_bound(capsys: pytest.C
     assert "with none of them it takes more than 9.00 times as long and ends at +2.000" in text
     print_demo([{**run, "seconds_to_loss": None} for run in runs])
     assert "did not reach the target" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_page_of_several_seeds_names_the_hazards_of_the_one_that_it_draws(
+    demo: dict[str, Any], tmp_path: Path
+) -> None:
+    later = [{**run, "seed": 1, "link": "7mbit", "slow_loader": "99"} for run in demo["runs"]]
+    replace_json(tmp_path / "demo.json", {**demo, "runs": [*demo["runs"], *later]})
+    facts = read_demo(tmp_path, "several").facts
+    struck = demo["runs"][-1]
+    assert (facts["drawn"], facts["slow link"]) == ("seed 0", struck["link"])
+    assert facts["slow loader, ms per micro-batch"] == struck["slow_loader"]

@@ -172,8 +172,8 @@ def _is_due(drawn: DrawnFault, applied: Sequence[Application], harm: Harm, trial
         return bool(applied)
     if harm == "masked":
         return False
-    micro_batches_per_round = trial.micro_batches // trial.rounds_per_update
-    rounds = {application.opportunity // micro_batches_per_round for application in applied}
+    per_round = trial.micro_batches_per_round
+    rounds = {application.opportunity // per_round for application in applied}
     return any(drawn.audit.distance(index, drawn.job.ranks) is not None for index in rounds)
 
 
@@ -188,7 +188,7 @@ def _left_to_see(drawn: DrawnFault, struck: Sequence[Application], trial: Trial)
     """Return the strikes but for first ones that were taken back before a guard looked, at the end of their round."""
     if drawn.fault.site not in ON_COMPUTE_LANE:
         return struck
-    per_round = trial.micro_batches // trial.rounds_per_update
+    per_round = trial.micro_batches_per_round
     for count in range(2, len(struck) + 1):
         first = struck[:count]
         if len({one.opportunity // per_round for one in first}) == 1 and _is_taken_back(first):

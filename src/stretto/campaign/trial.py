@@ -75,6 +75,11 @@ class Trial:
         """Exchanges of an update."""
         return ledger_of(STRATEGIES[self.job.strategy]()).rounds
 
+    @property
+    def micro_batches_per_round(self) -> int:
+        """Per rank and exchange."""
+        return self.micro_batches // self.rounds_per_update
+
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class RankResult:
@@ -237,7 +242,7 @@ class GoldenRun:
         # Without guards a damaged length, read while the job is being made, could ask for any amount of memory.
         start = made if drawn.fault.site == "round report" and not self.trial.is_guarded else 0
         if drawn.fault.site == "buffers":  # which of them forward passes write is known after the first round
-            start = self.trial.micro_batches // self.trial.rounds_per_update
+            start = self.trial.micro_batches_per_round
         return dataclasses.replace(self.trial, fault=drawn.fault_within(start, stop), audit=drawn.audit)
 
 

@@ -212,7 +212,7 @@ class VerifiedExchange(Exchange):
         have_differed = False
         for _ in range(REPEATS + 1):
             self.add_up(values, again)
-            if same_bytes(total, again) and not (have_differed and not is_plausible_sum(values, total)):
+            if same_bytes(total, again) and (not have_differed or is_plausible_sum(values, total)):
                 return
             have_differed = True
             self._report("sum", f"bucket {index}", self.rank, "summed again", digest(again), digest(total))

@@ -99,7 +99,8 @@ def read_demo(path: Path, name: str) -> Contents:
         folder.name: folder for folder in path.glob("seed-*/*") if folder.parent.name == f"seed-{seed}"
     }
     runs: list[Run] = []
-    for arm in [str(one.get("arm")) for one in records if str(one.get("seed")) == seed]:
+    drawn = [one for one in records if str(one.get("seed")) == seed]
+    for arm in [str(one.get("arm")) for one in drawn]:
         if (folder := folders.get(arm.replace(" ", "-"))) is None:
             gaps.append(f"the run {arm} is missing")
             continue
@@ -108,7 +109,7 @@ def read_demo(path: Path, name: str) -> Contents:
         gaps += [f"{arm}: {gap}" for gap in found.gaps]
     if not records:
         gaps.append("no run of the demonstration is recorded")
-    demo, struck = mapping(content.get("demo")), records[-1] if records else {}
+    demo, struck = mapping(content.get("demo")), drawn[-1] if drawn else {}  # the clean run has no hazard
     facts = {
         "model and data": describe_task(demo.get("task")),
         **{label: str(struck.get(key, "unknown")) for label, key in _HAZARDS.items()},

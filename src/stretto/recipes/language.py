@@ -192,12 +192,7 @@ class Language:
         if self.lora_rank is not None:
             alpha = 2.0 * self.lora_rank if self.lora.alpha is None else self.lora.alpha
             model = with_lora(model, self.lora_rank, alpha, self.lora.dropout, seed)
-        rate = (
-            {"adamw": 0.0006, "muon": 0.0006, "adafactor": 0.01}[self.optimizer]
-            if self.lr is None
-            else self.lr
-        )
-        optimizer = language_optimizer(self.optimizer, model, rate, self.adamw, self.muon, self.adafactor)
+        optimizer = language_optimizer(self, model, usual_lr=0.0006)
         share = {"rank": rank, "world_size": world_size, "seed": seed, "workers": self.readers}
         evaluated = Sequences(heldout, self._reading(heldout), tokens, length)
         loader: ResumableLoader[Window]

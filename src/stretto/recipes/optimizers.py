@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -184,13 +184,34 @@ LanguageOptimizer = Literal["adamw", "muon", "adafactor"]
 """What trains a language model."""
 
 
-def language_optimizer(
-    name: LanguageOptimizer, model: nn.Module, lr: float, adamw: AdamW, muon: Muon, adafactor: Adafactor
-) -> Optimizer:
-    """Return the optimizer of a language model that is called `name`; the others are not used."""
-    if name == "muon":
-        return muon.build(model, lr, adamw)
-    return (adamw if name == "adamw" else adafactor).build(model, lr)
+class LanguageOptions(Protocol):
+    """What a recipe of language models says about its optimizer."""
+
+    @property
+    def optimizer(self) -> LanguageOptimizer: ...
+    @property
+    def lr(self) -> float | None: ...
+    @property
+    def adamw(self) -> AdamW: ...
+    @property
+    def muon(self) -> Muon: ...
+    @property
+    def adafactor(self) -> Adafactor: ...
+
+
+def language_optimizer(options: LanguageOptions, model: nn.Module, *, usual_lr: float) -> Optimizer:
+    """Return the optimizer that a recipe names; the options of the others are not used.
+
+    Args:
+        options: The recipe.
+        model: Whose trainable parameters are stepped.
+        usual_lr: Learning rate of AdamW, and of Muon beside it, where the recipe sets none; Adafactor takes 0.01.
+    """
+    usual = 0.01 if options.optimizer == "adafactor" else usual_lr
+    lr = usual if options.lr is None else options.lr
+    if options.optimizer == "muon":
+        return options.muon.build(model, lr, options.adamw)
+    return (options.adamw if options.optimizer == "adamw" else options.adafactor).build(model, lr)
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

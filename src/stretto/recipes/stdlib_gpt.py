@@ -109,10 +109,7 @@ class StdlibGPT:
             dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype],
             seed=seed,
         )
-        rate = (
-            {"adamw": 0.001, "muon": 0.001, "adafactor": 0.01}[self.optimizer] if self.lr is None else self.lr
-        )
-        optimizer = language_optimizer(self.optimizer, model, rate, self.adamw, self.muon, self.adafactor)
+        optimizer = language_optimizer(self, model, usual_lr=0.001)
         train = Windows(tokens.stream(texts), self.context)
         heldout = Windows(tokens.stream(corpus.heldout.values()), self.context)
         evaluated = heldout.spread(self.evaluation_windows).split(self.batch)
