@@ -175,21 +175,27 @@ def test_damage_found_behind_a_departure_has_all_ranks_sum_again(strategy: Strat
     assert begun_inside(trace)
 
 
+def damaging(where: tuple[int, int], layer: int, place: int, factor: float, kept: bool) -> Step:
+    """Return a step that damages the model, before it runs, on the rank and micro-batch that `where` names."""
+
+    def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+        if (rank, index) == where:
+            net.layers[layer].weight.detach().numpy().reshape(-1)[place] *= factor
+        if kept:
+            parallel.micro_batch(lambda x: net(x).square().mean(), data(rank, index))
+        else:
+            plain(net, parallel, rank, index)
+
+    return step
+
+
 def test_wherever_and_whenever_the_model_is_damaged_the_result_is_that_of_the_unhidden_job() -> None:
     draws = random.Random(5)
     for strategy, world_size, kept in itertools.product([DDP(), ZeRO1()], [2, 3], [True, False]):
-        at, struck = draws.randrange(UPDATES * MICRO_BATCHES), draws.randrange(world_size)
+        where = draws.randrange(world_size), draws.randrange(UPDATES * MICRO_BATCHES)
         layer, place = draws.randrange(LAYERS), draws.randrange(WIDTH * WIDTH)
         factor = draws.choice([-1.0, 0.0, 1.5, 1e30])
-
-        def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
-            if (rank, index) == (struck, at):  # noqa: B023  # it runs before the next case is drawn
-                net.layers[layer].weight.detach().numpy().reshape(-1)[place] *= factor  # noqa: B023
-            if kept:  # noqa: B023
-                parallel.micro_batch(lambda x: net(x).square().mean(), data(rank, index))
-            else:
-                plain(net, parallel, rank, index)
-
+        step = damaging(where, layer, place, factor, kept)
         settings = {"strategy": strategy, "guards": "standard", "world_size": world_size}
         hidden, _ = train(step, torn=True, **settings)
         unhidden, _ = train(step, hide=False, **settings)
