@@ -50,7 +50,7 @@ _OF_OTHERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParall
 """Names of PyTorch's own wrappers: importing them all to ask for their kind would take a second."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
     """What a user has a job made of; equal on all ranks, but for the values of the model."""
 
@@ -62,10 +62,15 @@ class Parts:
     guards: Sequence[Guard]
     options: Options
 
+    @functools.cached_property
+    def ledger(self) -> Ledger:
+        """That of the strategy, read once: it may take a thousand updates without any work in them."""
+        return ledger_of(self.strategy)
+
     @property
     def ownership(self) -> tuple[bool, bool]:
         """Whether every rank holds the whole optimizer, and whether guards have its steps rehearsed."""
-        return ledger_of(self.strategy).replicated, any(guard.rehearses_step for guard in self.guards)
+        return self.ledger.replicated, any(guard.rehearses_step for guard in self.guards)
 
     def check(self) -> None:
         """Check the kind of every part, because many programs run without a type checker.
@@ -125,11 +130,10 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup) -> Job:
 def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDetector) -> Job:
     parts, group = phases[0], failures.group
     parts.check()
-    ledgers = []
+    ledgers = [one.ledger for one in phases.values()]
     for one in phases.values():
-        ledgers.append(ledger_of(one.strategy))
-        check_guards(one.guards, one.strategy, ledgers[-1])
-        plan_quota(one.strategy, one.micro_batches, ledgers[-1].rounds)
+        check_guards(one.guards, one.strategy, one.ledger)
+        plan_quota(one.strategy, one.micro_batches, one.ledger.rounds)
     check_parameters(parts.model)
     layout, parameters = plan_layout(
         parts.model,
@@ -219,7 +223,7 @@ def lane_of(
         progress: Where the job stands.
         strikes: What guards have counted so far in this job.
     """
-    ledger = ledger_of(parts.strategy)
+    ledger = parts.ledger
     quota = plan_quota(parts.strategy, parts.micro_batches, ledger.rounds)
     runtime = choose_runtime(
         exchange.group, exchange.layout.sets[0].device, overlaps=parts.strategy.overlaps or ledger.asks_ahead
