@@ -65,6 +65,11 @@ class Odd(Strategy):
                     yield Gather()
 
 
+def test_a_strategy_whose_options_cannot_be_hashed_has_a_ledger_too() -> None:
+    hashed, other = Odd(("all-reduce", "step")), Odd(["all-reduce", "step"])
+    assert ledger_of(hashed) == ledger_of(other)
+
+
 @pytest.mark.parametrize(
     ("effects", "reason"),
     [

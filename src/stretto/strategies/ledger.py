@@ -1,6 +1,7 @@
 """The ledger: runs a strategy's coroutine without performing anything, and adds up what it asks for."""
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -120,6 +121,19 @@ def ledger_of(strategy: Strategy) -> Ledger:
         raise ConfigError(
             f"a ledger of {strategy!r}: expected one strategy; of several that take turns, look at each by itself"
         )
+    try:
+        hash(strategy)
+    except TypeError:  # an option is a list, or so
+        return _read(strategy)
+    return _read_once(strategy)
+
+
+@functools.lru_cache(maxsize=64)  # a process with many ranks or jobs asks for the same one again and again
+def _read_once(strategy: Strategy) -> Ledger:
+    return _read(strategy)
+
+
+def _read(strategy: Strategy) -> Ledger:
     runs = [_dry_run(strategy, Moment(0, 1, drains=True))]
     if not {Average, Launch} & set(map(type, runs[0])) and Local in map(type, runs[0]):
         raise ConfigError(
