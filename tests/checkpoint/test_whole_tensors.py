@@ -74,7 +74,9 @@ CASES = [
 def test_two_ranks_save_and_three_or_one_go_on_to_the_bit(name: str, strategy: str, tmp_path: Path) -> None:
     straight, _ = run(name, strategy, 1)
     run(name, strategy, 2, target=tmp_path)
-    for world_size in (1, 2, 3):
+    index = list(STRATEGIES).index(strategy)
+    # Every strategy and every optimizer goes on with one, two and three ranks, in one case or another.
+    for world_size in (1, 3) if (index + (name == "adafactor")) % 2 else (2, 3):
         found, notes = run(name, strategy, world_size, source=tmp_path)
         assert_equal(found, straight)
         assert bool(notes) == (world_size != 2), notes

@@ -111,8 +111,11 @@ def test_every_state_of_random_jobs_is_that_of_the_unhidden_job(strategy: Strate
             check_same(ours, theirs)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    ("strategy", "wire"),
+    [*zip(STRATEGIES, WIRES, strict=True), *zip(STRATEGIES, WIRES[2:] + WIRES[:2], strict=True)],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_collectives_begin_inside_the_last_backward_pass(strategy: Strategy, wire: str) -> None:
     options = Options(wire=wire, bucket_bytes=1024)
     case = Case(strategy=strategy, micro_batches=2, lengths=(4,), settle=False, options=options)

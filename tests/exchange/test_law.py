@@ -47,7 +47,7 @@ def test_nothing_is_lost_or_counted_twice_under_any_strategy_on_one_to_four_rank
             dtype=draws.choice(DTYPES),
             verified=draws.random() < 0.25,
         )
-        for seed, (strategy, world_size) in enumerate(itertools.product(SUMMING, (1, 1, 1, 2, 2, 2, 3, 4)))
+        for seed, (strategy, world_size) in enumerate(itertools.product(SUMMING, (1, 1, 2, 2, 3, 4)))
     ]
     accounts = check(courses, tmp_path)
     assert len(courses) * len(WIRES) >= 200
@@ -56,8 +56,8 @@ def test_nothing_is_lost_or_counted_twice_under_any_strategy_on_one_to_four_rank
     assert any(is_owing) == (wire in PACKED)
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16", *PACKED])
-def test_nothing_is_lost_or_counted_twice_between_nodes(wire: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shift", "wire"), list(enumerate(WIRES)))
+def test_nothing_is_lost_or_counted_twice_between_nodes(shift: int, wire: str, tmp_path: Path) -> None:
     draws = random.Random(wire)
     nodes = [(2, 1), (2, 2), (4, 2), (4, 4), (3, 3), (6, 3), (6, 2)]
     courses = [
@@ -71,7 +71,7 @@ def test_nothing_is_lost_or_counted_twice_between_nodes(wire: str, tmp_path: Pat
             ranks_per_node=ranks_per_node,
         )
         for seed, (strategy, (world_size, ranks_per_node)) in enumerate(
-            zip(itertools.cycle(SUMMING), nodes * 2, strict=False)
+            zip(SUMMING, nodes[shift:] + nodes[:shift], strict=True)  # other pairs on every wire
         )
     ]
     accounts = check(courses, tmp_path)

@@ -21,7 +21,7 @@ from stretto.virtual import VirtualCluster
 from tests.guards.watched import STRATEGIES
 from tests.processes import run_ranks
 
-UPDATES, STRUCK = 6, 1
+UPDATES, STRUCK = 4, 1
 ALWAYS = st.Audit(rate=1.0)
 DAMAGE = Fault(
     site="gradient", rank=STRUCK, instant=3, extent="fraction", fraction=0.1, pattern="sign", seed=4

@@ -105,8 +105,7 @@ def assert_repaired(name: str, site: Site, instant: int = 2, **choices: Any) -> 
         assert all(map(torch.equal, seen.buffers, healthy.buffers))
 
 
-@EACH
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 3) for name in STRATEGIES), ("ddp", 2), ("acco", 2)])
 def test_a_page_zeroed_in_values_that_wait_to_be_shown_is_mended(name: str, ranks: int) -> None:
     assert_repaired(name, "values to be shown", ranks=ranks)
 

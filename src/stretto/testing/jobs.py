@@ -188,11 +188,11 @@ class Training:
         torch.manual_seed(100 + rank)  # ranks differ, as they do in real jobs
         self.course = Course()
 
-    def train(self, save_at: int = 0, directory: Path | None = None) -> Course:
-        """Train to the end; save behind update `save_at` where a directory is given."""
+    def train(self, directory: Path | None = None) -> Course:
+        """Train to the end; where a directory is given, save at the start and behind every update, each apart."""
         with self.parallel:
-            if directory is not None and save_at == 0:
-                self._save(directory)
+            if directory is not None:
+                self._save(directory / "0")
             for batch in self.batches:
                 update = self.parallel.micro_batch(self._loss, batch, weight=1.0 + 0.25 * self.parallel.rank)
                 self.course.shown.append(self._state())
@@ -203,8 +203,8 @@ class Training:
                 self.scheduler.step()
                 if self.job.looks:
                     self._look()
-                if directory is not None and update.step == save_at:
-                    self._save(directory)
+                if directory is not None:
+                    self._save(directory / f"{update.step}")
                 if self.job.damage is not None and update.step == self.job.damage.behind:
                     self.job.damage.strike(self.parallel)
             for update in self.parallel.finish():
@@ -258,13 +258,12 @@ def train(job: Job, rank: int, group: dist.ProcessGroup) -> Course:
 
 def saved_and_resumed(job: Job, directory: str, rank: int, group: dist.ProcessGroup) -> list[str]:
     """Save behind every update and resume there; return how that differs from never having stopped."""
+    place = Path(directory, f"{group.size()}")
     straight = train(job, rank, group)
-    findings = []
+    saving = Training(job, rank, group).train(place)
+    findings = different_courses("the run saved behind every update", straight, saving)
     for step in range(len(straight.committed)):
-        place = Path(directory, f"{group.size()}", f"{step}")
-        saving = Training(job, rank, group).train(step, place)
-        findings += different_courses(f"the run saved behind update {step}", straight, saving)
-        resumed = Training(job, rank, group).resume(place)
+        resumed = Training(job, rank, group).resume(place / f"{step}")
         findings += different_courses(f"the run resumed behind update {step}", straight.after(step), resumed)
     return findings
 
