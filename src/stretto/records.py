@@ -117,6 +117,8 @@ def plain(value: Any) -> Any:
     """Return a value as JSON has it: a number that is not finite, for which it has no word, becomes None."""
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(map(plain, value))
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
     return None if isinstance(value, float) and not math.isfinite(value) else value
