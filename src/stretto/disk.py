@@ -5,13 +5,11 @@ And read only where they are files: a pipe or a device in their place may never 
 
 import contextlib
 import errno
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from stretto.errors import DiskError, StrettoError
 
@@ -52,12 +50,6 @@ def replace_folder(path: Path, write: Callable[[Path], object]) -> None:
         if path.exists():
             shutil.rmtree(path)
         unfinished.rename(path)
-
-
-def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` in one step; the errors are those of `replace_file`."""
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    replace_file(path, lambda unfinished: unfinished.write_text(text))
 
 
 def read_whole(path: Path) -> bytes:

@@ -68,7 +68,7 @@ class Feed:
         while True:
             with self._compute.lifetime.running():
                 self._land_in_sight(self._last_update)
-                self._land_in_sight(self.next_phase)  # a checkpoint may have brought its round
+                self.land_phase()  # a checkpoint may have brought its round
             if self._is_over(until):
                 break
             batch: Any = self.input.take(batches, nothing)
@@ -117,8 +117,12 @@ class Feed:
     def arrived(self, update: Update | None) -> Update | None:
         """Tell of the update that a micro-batch has brought, if it has; return it."""
         told = None if update is None else self._tell(update)
-        self._land_in_sight(self.next_phase)
+        self.land_phase()
         return told
+
+    def land_phase(self) -> None:
+        """Land the last update of a phase once it is in sight."""
+        self._land_in_sight(self.next_phase)
 
     def _tell(self, update: Update) -> Update:
         """Return the update with what was taken from the loader, once `on_update` has heard of it."""
@@ -210,7 +214,7 @@ class Feed:
             self._keep(compute.fly() if is_last else compute.end_round())
         else:
             self._keep(compute.fly() if compute.has_round_ready else compute.end_round())
-        self._land_in_sight(self.next_phase)
+        self.land_phase()
 
     def _land_in_sight(self, last: int | None) -> None:
         """Land rather than accumulate once the update `last` is in sight: what came behind would be lost."""

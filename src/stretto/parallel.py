@@ -215,6 +215,8 @@ class DataParallel:
         Returns and errors are those of `backward`.
         """
         with self._compute.lifetime.running():
+            if self._phases:
+                self._feed.land_phase()
             self._compute.before_micro_batch()
             for listener in self._compute.model.listeners:
                 listener.micro_batch_begins(loss_function, batch)

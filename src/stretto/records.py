@@ -109,9 +109,16 @@ class Update:
         """Return the fields as plain JSON values; a number that is not finite becomes None."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         fields["incidents"] = [incident.as_json() for incident in self.incidents]
-        fields["learning_rates"] = tuple(map(_finite, self.learning_rates))
-        return {name: _finite(value) for name, value in fields.items()}
+        found: dict[str, Any] = plain(fields)
+        return found
 
 
-def _finite(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: a number that is not finite, for which it has no word, becomes None."""
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -141,6 +141,7 @@ class Phases:
         self._entered = entered
         self._now = 0
         feed.begin_phase = self._begin_next
+        job.compute.land_phase = feed.land_phase
         self._look_ahead(0)
 
     def enter(self, step: int) -> None:

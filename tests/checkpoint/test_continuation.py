@@ -174,3 +174,24 @@ def test_a_job_can_go_back_to_an_earlier_update_of_its_own(tmp_path: Path) -> No
     job.load(tmp_path)
     second = job.train().holds()
     assert differing(first, {**second, "losses": first["losses"]}) == []
+
+
+def test_a_group_without_parameters_keeps_its_settings(tmp_path: Path) -> None:
+    """A chained schedule goes on from the learning rate that the group has."""
+
+    def start() -> DataParallel:
+        model = nn.Linear(3, 2)
+        groups = [{"params": []}, {"params": list(model.parameters())}, {"params": [], "lr": 0.5}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return DataParallel(model, optimizer, scheduler=schedule)
+
+    def rates(parallel: DataParallel) -> list[tuple[float, ...]]:
+        updates = [parallel.backward(parallel.model(torch.ones(3)).sum()) for _ in range(2)]
+        return [update.learning_rates for update in updates if update is not None]
+
+    saving, continuing = start(), start()
+    rates(saving)
+    checkpoint.save(saving, tmp_path)
+    checkpoint.load(continuing, tmp_path)
+    assert rates(continuing) == rates(saving) == [(0.025, 0.025, 0.125), (0.0125, 0.0125, 0.0625)]

@@ -72,10 +72,16 @@ def go_on(parallel: st.DataParallel, steps: range, course: Course) -> None:
         course.times.append(getattr(parallel.job.exchange.group, "now_ns", 0))
 
 
-def train(rank: int, group: dist.ProcessGroup | None, strategy: st.Strategy, **others: Any) -> Course:
+def train(
+    rank: int,
+    group: dist.ProcessGroup | None,
+    strategy: st.Strategy,
+    updates: int = UPDATES,
+    **others: Any,
+) -> Course:
     parallel = start(rank, group, strategy, **others)
     course, before = Course([], [], [], 0, parallel), parallel.sent_bytes
-    go_on(parallel, range(UPDATES), course)
+    go_on(parallel, range(updates), course)
     course.sent_bytes = parallel.sent_bytes - before
     course.updates += parallel.finish()
     course.shown.append(parallel.model.weight.detach().clone())

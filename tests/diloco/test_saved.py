@@ -58,6 +58,29 @@ def test_a_resumed_run_goes_on_to_the_bit(
         assert all(map(torch.equal, expected[saved_at:], rest))
 
 
+@pytest.mark.parametrize("loads", [True, False], ids=["load", "save beside training"])
+def test_checkpoints_talk_only_once_a_fragment_has_arrived(loads: bool, tmp_path: Path) -> None:
+    """It leaves behind update 4: there a job goes back to update 3, or ranks look after the files of that save."""
+
+    def program(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        parallel = start(rank, group, STRATEGY)
+        course = Course([], [], [], 0, parallel)
+        go_on(parallel, range(3), course)
+        checkpoint.save(parallel, tmp_path, async_save=not loads)
+        go_on(parallel, range(3, 4), course)
+        if loads:
+            assert parallel.job.replica.is_under_way
+            assert checkpoint.load(parallel, tmp_path).step == 3
+            go_on(parallel, range(3, 4), course)
+        go_on(parallel, range(4, 7), course)
+        parallel.finish()
+        return [*course.shown[-4:], parallel.model.weight.detach().clone()]
+
+    expected = on_cluster(STRATEGY, updates=7)
+    for course, found in zip(expected, VirtualCluster(2).run(program).values, strict=True):
+        assert all(map(torch.equal, course.shown[-5:], found))
+
+
 def test_dropout_buffers_and_a_schedule_go_on_to_the_bit_too(tmp_path: Path) -> None:
     job = Job(strategy=SPLIT, micro_batches=1, updates=3, options=st.Options(bucket_bytes=512))
     program = functools.partial(saved_and_resumed, job, str(tmp_path))

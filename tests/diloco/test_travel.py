@@ -113,6 +113,38 @@ def test_everything_lands_and_all_ranks_end_alike(strategy: st.DiLoCo, name: str
             assert sum(sum(update.micro_batches) for update in one.updates) == fed
 
 
+@pytest.mark.parametrize("batches", [4, 5])
+def test_buffers_of_a_rank_that_lands_and_ends_in_one_round_are_averaged_too(batches: int) -> None:
+    """The fragment leaves behind update 4. Rank 1 learns only behind its last batch that there are no more.
+
+    A running statistic is linear in the batches, so what ranks end with is the mean of what each has by itself.
+    """
+
+    def rows(rank: int) -> list[torch.Tensor]:
+        torch.manual_seed(rank)
+        return [torch.randn(8, 3) + rank for _ in range(batches)]
+
+    def program(rank: int, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallel = st.DataParallel(model, optimizer, st.DiLoCo(interval=4, delay=2), group=group)
+        for row in parallel.feed(iter(rows(rank)) if rank else rows(rank)):
+            parallel.backward(model(row).square().mean())
+        parallel.finish()
+        return {name: value.clone() for name, value in model[0].named_buffers()}
+
+    alone = [torch.nn.BatchNorm1d(3) for _ in range(2)]
+    for rank, norm in enumerate(alone):
+        for row in rows(rank):
+            norm(row)
+    first, second = VirtualCluster(2).run(program).values
+    for name in ("running_mean", "running_var"):
+        assert torch.equal(first[name], second[name])
+        expected = sum(getattr(norm, name) for norm in alone) / 2
+        torch.testing.assert_close(first[name], expected)  # tolerances of fp32 cover a few roundings
+
+
 def test_a_number_of_updates_is_exact_although_a_fragment_is_under_way() -> None:
     def program(rank: int, group: dist.ProcessGroup) -> tuple[list[int], torch.Tensor]:
         parallel = start(rank, group, st.DiLoCo(interval=4, delay=3))

@@ -1,12 +1,16 @@
 """Records in a file that a resumed run continues consistently."""
 
+import json
 import math
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.observe import JsonLines, Recorder, read_json_lines
+from stretto.observe import JsonLines, Recorder, read_json_lines, replace_json
+from stretto.page.contents import read_evaluations
 from tests.observe.updates import update
 
 FILE = Path("records.jsonl")
@@ -66,13 +70,6 @@ def test_a_record_is_in_the_file_at_once() -> None:
     lines.close()
 
 
-def test_a_number_that_json_does_not_know_is_refused() -> None:
-    lines = JsonLines(FILE, keep_until=None)
-    with pytest.raises(ValueError, match="JSON"):
-        lines.write({"step": 1, "loss": math.nan})
-    lines.close()
-
-
 def test_a_recorder_writes_updates_with_all_their_fields_and_evaluations_beside_them() -> None:
     recorder = Recorder(Path(), resumed_from=None)
     recorder.updated(update(1, loss=math.nan), training_seconds=1.5)
@@ -91,3 +88,19 @@ def test_a_recorder_writes_updates_with_all_their_fields_and_evaluations_beside_
     assert read_json_lines(Path("evaluations.jsonl")) == [
         {"step": 1, "heldout_loss": 2.5, "training_seconds": 1.5}
     ]
+
+
+def test_numbers_that_are_not_finite_are_written_as_json_and_read_again() -> None:
+    recorder = Recorder(Path(), resumed_from=None)
+    recorder.updated(update(1, loss=math.nan, gradient_norm=math.inf), training_seconds=1.0)
+    for step, loss in enumerate((math.nan, math.inf, -math.inf, 2.5)):
+        recorder.evaluated(step, loss, training_seconds=float(step))
+    recorder.close()
+    replace_json(Path("compare.json"), {"runs": [{"loss": math.nan, "evaluations": ({"loss": math.inf},)}]})
+    lines = "".join(Path(name).read_text() for name in ("evaluations.jsonl", "updates.jsonl", "compare.json"))
+    assert not {"NaN", "Infinity"} & set(re.findall(r"\w+", lines))  # Python's words, not JSON's
+    Recorder(Path(), resumed_from=2).close()
+    losses = read_evaluations(read_json_lines(Path("evaluations.jsonl")))[:, 1]
+    assert np.isnan(losses).tolist() == [True, True, True]
+    compared = json.loads(Path("compare.json").read_text())
+    assert compared == {"runs": [{"loss": None, "evaluations": [{"loss": None}]}]}

@@ -14,7 +14,7 @@ import stretto as st
 from stretto import checkpoint
 from stretto.checkpoint.manifest import Manifest
 from stretto.virtual import VirtualCluster
-from tests.switching.jobs import Case, Job, differing
+from tests.switching.jobs import Case, Job, differing, loss_of
 
 PLAN = st.Switching(
     {
@@ -82,6 +82,38 @@ def test_a_job_that_is_stopped_behind_any_update_goes_on_to_the_bit(step: int) -
     for (held, told), (other, others) in zip(straight()[0], found, strict=True):
         assert differing(held, other) == []
         assert told[step:] == others
+
+
+@pytest.mark.parametrize("call", ["backward", "micro_batch"])
+def test_a_loop_without_feed_is_continued_right_before_a_phase_ends(call: str, tmp_path: Path) -> None:
+    """The checkpoint holds the round of update 3, the last one of its phase; `finish` tells of it."""
+    case = Case(strategy=st.Switching({0: st.WeightPrediction(), 3: st.DDP()}), ranks=1, lengths=(12,))
+
+    def loop(job: Job) -> None:
+        for batch in job.batches:
+            if call == "backward":
+                update = job.parallel.backward(loss_of(job.model, batch), samples=len(batch))
+            else:
+                update = job.parallel.micro_batch(lambda one: loss_of(job.model, one), batch)
+            if update is not None:
+                job.heard(update)
+        job.updates += job.parallel.finish()
+
+    straight = Job(case)
+    loop(straight)
+    saving = Job(case)
+    saving.folder = tmp_path
+    saving.train()
+    (behind_two,) = (path for path in tmp_path.iterdir() if Manifest.read(path).step == 2)
+    found = Job(case)
+    checkpoint.load(found.parallel, behind_two, loader=found.batches)
+    loop(found)
+    assert differing(straight.holds(), found.holds()) == []
+    assert by_step(straight)[2:] == by_step(found)
+
+
+def by_step(job: Job) -> list[dict[str, Any]]:
+    return sorted(job.told(), key=lambda told: told["step"])
 
 
 def test_a_checkpoint_says_under_which_strategy_it_was_saved() -> None:

@@ -5,7 +5,8 @@ Note [One fragment under way]
     carries is copied when it leaves. On a lane beside the user's thread ranks gather the reports of the round in which
     it left, average the model's buffers and take the outer step. The landing makes all of that known here: so at a
     landing, and not at a departure, ranks learn of each other. Nobody else uses the group in between: whatever needs
-    it waits until the fragment has arrived (`_arrive`), which changes nothing that the model shows.
+    it waits until the fragment has arrived (`_arrive`), which changes nothing that the model shows. What does not go
+    through the replica, such as the messages of checkpoints, calls `wait_for_transfers` before.
 
 Note [The end]
     A rank without data lands what is under way and waits for the others at their next departure. If none of them has
@@ -28,7 +29,7 @@ from stretto.engine.replica import Flight, Performer, flight_of
 from stretto.engine.report import RankReport, RoundReport, in_rank_order
 from stretto.engine.round import Reduction, Round
 from stretto.engine.runtime import Pending, choose_runtime
-from stretto.engine.statistics import average_statistics
+from stretto.engine.statistics import average_statistics, changed_since, moved
 from stretto.exchange import Exchange
 from stretto.optimizer import ShardedOptimizer
 from stretto.strategies.contract import Land, Launch, Look, Moment
@@ -48,7 +49,7 @@ class _Trip:
     report: RoundReport
     """Of all rounds from the departure before to this one."""
     snapshot: list[Tensor]
-    """The model's buffers on this rank when it left."""
+    """The model's buffers on this rank when it left, with what had landed in that round."""
     averages: dict[int, Tensor]
     """Their averages over ranks, by index."""
 
@@ -152,6 +153,10 @@ class FragmentedReplica(LocalReplica):
         self._arrive()
         return super().agreed_optimizer(changed)
 
+    def wait_for_transfers(self) -> None:
+        """Wait until the fragment that is under way has arrived; it lands when it is due."""
+        self._arrive()
+
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the anchor; nothing is under way."""
         self._arrive()
@@ -203,11 +208,12 @@ class FragmentedReplica(LocalReplica):
         drains = round.vote in WITHOUT_DATA
         # In a round of its own that holds nothing, a rank without data has nothing to decide.
         is_due = effect.is_due and not (drains and round.contribution.count == 0)
-        own = self._since_average(self._own_report(round))
+        buffers, changed = _buffers(flight)
+        own = dataclasses.replace(self._since_average(self._own_report(round)), changed=changed)
         self._since = self._nothing_yet()
         self._last_left, self._left_at = effect.fragment, self.progress.round_index
         self.fragments[effect.fragment].load(keeps_progress=effect.keeps_progress)
-        self._under_way = self._beside.spawn(lambda: self._travel(effect, own, round, is_due=is_due))
+        self._under_way = self._beside.spawn(lambda: self._travel(effect, own, round, buffers, is_due=is_due))
         if not is_due:
             trip = self._arrive()
             self._left_at = trip.round_index
@@ -231,16 +237,18 @@ class FragmentedReplica(LocalReplica):
             self._catch_up(trip.report)
         elif flight.round.vote not in WITHOUT_DATA:
             self.progress.stepped = True  # like every step of a rank that does not ask the others
-        self._tell(trip, flight)
+        self._tell(trip, flight, has_waited=has_waited)
 
     # On the lane beside
 
-    def _travel(self, launch: Launch, own: RankReport, round: Round, *, is_due: bool) -> _Trip:
+    def _travel(
+        self, launch: Launch, own: RankReport, round: Round, buffers: list[Tensor], *, is_due: bool
+    ) -> _Trip:
         fragment = self.fragments[launch.fragment]
         exchange = fragment.exchange
         report, due = self._gather(exchange, own, is_due=is_due)
         self._check_settings(report, round)
-        averages = average_statistics(exchange, round.statistics, report.changed, report.micro_batches)
+        averages = average_statistics(exchange, buffers, report.changed, report.micro_batches)
         has_left = False
         if any(due):
             self._weights += report.records["weight"]
@@ -256,7 +264,7 @@ class FragmentedReplica(LocalReplica):
             is_end=not any(due),
             round_index=int(report.records["round_index"].max()),
             report=report,
-            snapshot=round.statistics,
+            snapshot=buffers,
             averages=averages,
         )
 
@@ -293,18 +301,21 @@ class FragmentedReplica(LocalReplica):
         self._is_apart = False
         self.sharded.publish(flight.round.buffer.flats)
         self._catch_up(trip.report)
-        self._tell(trip, flight)
+        self._tell(trip, flight, has_waited=True)
 
-    def _tell(self, trip: _Trip, flight: Flight) -> None:
-        """Let the round end with what a departure has made known."""
+    def _tell(self, trip: _Trip, flight: Flight, *, has_waited: bool) -> None:
+        """Let the round end with what a departure, of this round or of an earlier one, has made known."""
         reduction, rank = flight.reduction, self.exchange.rank
         earlier, was_met = reduction.report, reduction.met
         reduction.report, reduction.met = trip.report.news(earlier, rank), True
         if was_met:
             reduction.report = earlier.with_news(reduction.report, rank)
-        reduction.statistics = trip.averages
-        if not reduction.skipped:
-            flight.round.statistics = trip.snapshot
+        # The model holds this round's buffers, or where the round is left out, what ranks agreed on before it.
+        taken = flight.round.statistics if has_waited or reduction.skipped else trip.snapshot
+        flight.snapshot = [
+            taken[index] if index in trip.averages else value for index, value in enumerate(flight.snapshot)
+        ]
+        reduction.statistics = {**reduction.statistics, **trip.averages}
         self._rounds = 0
         self._states_are_equal = False
 
@@ -347,6 +358,16 @@ class FragmentedReplica(LocalReplica):
                 "averages": {index: value.to(device) for index, value in saved["averages"].items()},
             }
         )
+
+
+def _buffers(flight: Flight) -> tuple[list[Tensor], bytes]:
+    """Return the model's buffers with what has landed in this round, and one byte each: changed since ranks agreed?"""
+    round, averages = flight.round, flight.reduction.statistics
+    landed = moved(round.statistics, flight.snapshot, averages)
+    buffers = [landed.get(index, value) for index, value in enumerate(round.statistics)]
+    return buffers, changed_since(
+        [averages.get(index, value) for index, value in enumerate(round.agreed)], buffers
+    )
 
 
 def _packed(trip: _Trip) -> dict[str, Any]:

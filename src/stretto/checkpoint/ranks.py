@@ -67,8 +67,10 @@ class Ranks:
     def _exchange(self, value: Any) -> list[Any]:
         """Return every rank's value."""
         record = zlib.compress(json.dumps(value).encode(), level=1)  # plans repeat the same names
+        job = self._parallel.job
         try:
-            records = self._parallel.job.exchange.gather_records(record)
+            job.replica.wait_for_transfers()
+            records = job.exchange.gather_records(record)
         except CommunicationError as error:
             self._parallel.fail(error)
             raise

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ from stretto.cli.screens import (
 from stretto.doctor import Examination, Report, examine_rank
 from stretto.errors import ConfigError, StrettoError, UnknownName
 from stretto.fields import unknown_name
-from stretto.observe import print_campaign, print_comparison, print_demo
+from stretto.observe import print_campaign, print_comparison, print_demo, replace_json
 from stretto.page import ReportConfig, report
 from stretto.plan import PlanConfig, Ranking, plan
 from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
@@ -348,9 +347,7 @@ def doctor_command(words: Sequence[str]) -> int:
 
 
 def _write(report: Report, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {**report.as_json(), "environment": describe_environment()}
-    (folder / "doctor.json").write_text(json.dumps(content, indent=2) + "\n")
+    replace_json(folder / "doctor.json", {**report.as_json(), "environment": describe_environment()})
 
 
 def presets_command(words: Sequence[str]) -> None:

@@ -59,15 +59,16 @@ class CommLane:
         opening.result()
         self.open()
         progress, started = self.progress, self.runtime.now()
-        flight = Flight(round, round.reduction or self.replica.reduce(round))
-        progress.reductions.append(flight.reduction)
+        reduction = round.reduction or self.replica.reduce(round)
+        flight = Flight(round, reduction, round.statistics)
+        progress.reductions.append(reduction)
         progress.hyperparameters = round.hyperparameters
         self._perform(flight)
         progress.round_index += 1
         progress.lane_seconds += self.runtime.now() - started
         commit = self._commit() if flight.at_boundary else None
         return Landing(
-            round.buffer, round.statistics, flight.shown, flight.reduction, flight.at_boundary, commit
+            round.buffer, flight.snapshot, flight.shown, flight.reduction, flight.at_boundary, commit
         )
 
     def open(self) -> None:

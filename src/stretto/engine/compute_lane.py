@@ -10,7 +10,7 @@ Note [Landing and take-off]
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,7 @@ class ComputeLane:
         self.steps = 0
         self.num_counted = 0
         """Micro-batches of this rank so far, of any weight."""
+        self.land_phase: Callable[[], None] | None = None  # lands what a checkpoint has left of one
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._scheduler = scheduler
         self._in_flight: Pending[Landing] | None = None
@@ -394,4 +395,6 @@ class ComputeLane:
         with self.lifetime.running():
             # A take-off checks the parameters; their own backward pass brings it where others stand in for them.
             if self._ready is None or not self.model.is_replaced:
+                if self.land_phase is not None:
+                    self.land_phase()
                 self.before_micro_batch()

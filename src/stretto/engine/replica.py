@@ -40,6 +40,9 @@ class Flight:
 
     round: Round
     reduction: Reduction
+    snapshot: list[Tensor]
+    """The model's buffers that the averages of `reduction` were taken of on this rank: of this round, or of an earlier
+    one whose averages have come only now."""
     shown: Shown = "committed"
     at_boundary: bool = False
 
@@ -289,6 +292,9 @@ class Replica:
             changed: One byte per floating-point buffer: changed on this rank since ranks last agreed on it?
         """
         return self.sharded
+
+    def wait_for_transfers(self) -> None:
+        """Wait for what travels beside the rounds, if anything does, so that the group is free for other messages."""
 
     def begin_again(self) -> None:
         """Declare the present masters, equal on all ranks, to be what ranks agree on."""

@@ -201,7 +201,7 @@ class Landing:
     buffer: GradientBuffer
     """Holds the values to install."""
     statistics: list[Tensor]
-    """The round's snapshot of the model's buffers."""
+    """The snapshot of the model's buffers that the averages belong to."""
     shown: Shown
     reduction: Reduction
     at_boundary: bool

@@ -4,7 +4,7 @@ model.<name>                            committed parameters, under every name o
                                         `torch.compile`), and the buffers as ranks agree on them
 master.<name>                           the owner's values, where models show something coarser
 optimizer.state.<name>.<key>            per parameter, as PyTorch's `flatten_optimizer_state_dict` has it
-optimizer.param_groups.<name>.<key>     hyperparameters
+optimizer.param_groups.<name>.<key>     hyperparameters; of a group without parameters under its place
 job.step, job.round_index               counts
 """
 
@@ -70,7 +70,7 @@ class JobState:
 
         All ranks must call. `stored` are the names in a checkpoint.
         """
-        groups = [f"optimizer.param_groups.{names[0]}." for names in self._group_names() if names]
+        groups = [f"optimizer.param_groups.{names[0]}." for names in self._group_names()]
         settings = {
             name.removeprefix("optimizer."): None for name in stored if name.startswith(tuple(groups))
         }
@@ -106,8 +106,7 @@ class JobState:
         adopt_states(self.job.sharded, states)
         self.job.model.load_state_dict(model)
         for group, names in zip(self.job.model.optimizer.param_groups, self._group_names(), strict=True):
-            for name in names[:1]:
-                group.update(_under(state["optimizer"], f"param_groups.{name}."))
+            group.update(_under(state["optimizer"], f"param_groups.{names[0]}."))
         self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
 
     def cut(self, slot: Slot, buckets: Sequence[Tensor] | None) -> PartedTensor:
@@ -206,12 +205,16 @@ class JobState:
         }
 
     def _group_names(self) -> list[list[str]]:
-        """Return the names of the parameters of each group of the user's optimizer, frozen ones included."""
+        """Return the names of the parameters of each group of the user's optimizer, frozen ones included.
+
+        A group without any has settings too, which chained schedulers go on from: it gets a name of its own.
+        """
         user = self.job.model
         names = {id(parameter): original_name(name) for name, parameter in user.model.named_parameters()}
         return [
             [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-            for group in user.optimizer.param_groups
+            or [f"(empty group {index})"]
+            for index, group in enumerate(user.optimizer.param_groups)
         ]
 
     def _master_dtype(self, slot: Slot) -> torch.dtype:

@@ -12,7 +12,7 @@ Note [Statistics]
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,17 +40,14 @@ class Statistics:
     def snapshot(self) -> tuple[list[Tensor], bytes]:
         """Return copies of the live buffers, and one byte each: 1 if it differs from what ranks last agreed on."""
         copies = [buffer.clone() for buffer in self.live]
-        return copies, bytes(not torch.equal(a, b) for a, b in zip(copies, self.agreed, strict=True))
+        return copies, changed_since(self.agreed, copies)
 
     def install(self, snapshot: list[Tensor], averages: dict[int, Tensor]) -> None:
         """Install the averages, by index, that a round brought back for its `snapshot`."""
         live = self.live
-        for index, average in averages.items():
-            self.agreed[index] = average
-            if torch.equal(live[index], snapshot[index]):
-                live[index].copy_(average)
-            else:
-                live[index].add_(average - snapshot[index])
+        for index, value in moved(live, snapshot, averages).items():
+            self.agreed[index] = averages[index]
+            live[index].copy_(value)
 
     def agreed_after(self, landing: Landing | None) -> list[Tensor]:
         """Return what ranks will agree on once `landing`, if there is one, is installed."""
@@ -73,6 +70,23 @@ class Statistics:
         for buffer, value in zip(live, values, strict=True):
             buffer.copy_(value)
         return held
+
+
+def moved(
+    live: Sequence[Tensor], snapshot: Sequence[Tensor], averages: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """Return, by index, what live values become where averages of their snapshot are installed."""
+    return {
+        index: average
+        if torch.equal(live[index], snapshot[index])
+        else live[index] + (average - snapshot[index])
+        for index, average in averages.items()
+    }
+
+
+def changed_since(agreed: Sequence[Tensor], values: Sequence[Tensor]) -> bytes:
+    """Return one byte per buffer: 1 if its value differs from what ranks last agreed on."""
+    return bytes(not torch.equal(a, b) for a, b in zip(agreed, values, strict=True))
 
 
 def average_statistics(

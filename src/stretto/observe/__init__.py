@@ -1,6 +1,5 @@
 """What a run shows and keeps: records, live display, TensorBoard, tables."""
 
-from stretto.disk import replace_json
 from stretto.observe.progress import Header, Progress
 from stretto.observe.records import (
     JsonLines,
@@ -8,6 +7,7 @@ from stretto.observe.records import (
     Recorder,
     append_json_line,
     read_json_lines,
+    replace_json,
 )
 from stretto.observe.tables import print_campaign, print_comparison, print_demo
 from stretto.observe.tensorboard import TensorBoard

@@ -12,9 +12,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from stretto.disk import read_whole, writing_to
+from stretto.disk import read_whole, replace_file, writing_to
 from stretto.errors import ConfigError
-from stretto.records import Incident, Update
+from stretto.records import Incident, Update, plain
 
 
 class Observer:
@@ -121,6 +121,12 @@ def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
         _append(file, record)
 
 
+def replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` in one step, as a record is written; the errors are those of `replace_file`."""
+    text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
+    replace_file(path, lambda unfinished: unfinished.write_text(text))
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file; a last line that is no record is left out, a missing file has none.
 
@@ -142,8 +148,8 @@ def _step_of(record: Mapping[str, Any], path: Path) -> int:
 
 
 def _append(file: FileIO, record: Mapping[str, Any]) -> None:
-    """Append the whole record, or nothing of it."""
-    line = json.dumps(record, allow_nan=False).encode() + b"\n"
+    """Append the whole record, or nothing of it; None stands for numbers that are not finite."""
+    line = json.dumps(plain(record), allow_nan=False).encode() + b"\n"
     end = os.fstat(file.fileno()).st_size
     try:
         written = file.write(line)

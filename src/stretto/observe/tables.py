@@ -1,6 +1,7 @@
 """Tables on the screen or in a file: the results of a comparison, a demonstration and a campaign."""
 
 import collections
+import math
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -98,15 +99,20 @@ def _comparison_columns(own: Sequence[Run], runs: Sequence[Run]) -> dict[str, tu
         "samples\nper s": _spread(_known(own, "samples_per_second"), "{:,.0f}".format),
         f"of\n{LIMIT}": _spread(shares_of_limit(own, runs), "{:.0%}".format),
         "updates": _spread(_known(own, "updates"), "{:g}".format),
-        "held-out\nloss": _spread(_known(own, "heldout_loss"), "{:.4f}".format),
+        "held-out\nloss": _spread(_known(own, "heldout_loss"), "{:.4f}".format, of=len(own)),
         "s to\ntarget": _spread(_known(own, "seconds_to_loss"), "{:.1f}".format, of=len(own)),
         "exposed": _spread(waited, "{:.0%}".format),
         "MB\nsent": _spread([run["sent_bytes"] / 1e6 for run in own], "{:,.1f}".format),
     }
 
 
+def _measured(runs: Sequence[Run], field: str) -> list[Run]:
+    """Return the runs that have a finite value there."""
+    return [run for run in runs if run[field] is not None and math.isfinite(run[field])]
+
+
 def _known(runs: Sequence[Run], field: str) -> list[float]:
-    return [run[field] for run in runs if run[field] is not None]
+    return [run[field] for run in _measured(runs, field)]
 
 
 def _spread(
@@ -142,7 +148,7 @@ def print_demo(runs: Sequence[Run]) -> None:
             "s to\ntarget": _spread(_known(own, "seconds_to_loss"), "{:.1f}".format, of=len(own)),
             "times\nall on": times_as_long(own, arms["all on"]),
             "s per\nupdate": _spread([run["seconds"] / run["updates"] for run in own], "{:.3f}".format),
-            "loss at\nthe end": _spread(_known(own, "heldout_loss"), "{:.3f}".format),
+            "loss at\nthe end": _spread(_known(own, "heldout_loss"), "{:.3f}".format, of=len(own)),
             "waits\nlink": _spread([run["exposed_seconds"] / run["seconds"] for run in own], "{:.0%}".format),
             "waits\ndata": _spread([run["wait_seconds"] / run["seconds"] for run in own], "{:.0%}".format),
             "faults\nstruck": _spread(_known(own, "faults_struck"), "{:g}".format),
@@ -187,11 +193,17 @@ def _verdict(arms: Mapping[str, Sequence[Run]]) -> str:
     on = arms["all on"]
     if not (reached := _known(on, "seconds_to_loss")):
         return "With all remedies the job did not reach the target, so nothing can be said about them."
+    clean = {run["seed"]: run["heldout_loss"] for run in _measured(arms["clean"], "heldout_loss")}
     above = {
-        arm: statistics.median(
-            run["heldout_loss"] - clean["heldout_loss"]
-            for run, clean in zip(own, arms["clean"], strict=False)
-        )
+        arm: _spread(
+            [
+                run["heldout_loss"] - clean[run["seed"]]
+                for run in _measured(own, "heldout_loss")
+                if run["seed"] in clean
+            ],
+            "{:+.3f}".format,
+            of=len(own),
+        )[0]
         for arm, own in arms.items()
     }
     times = {arm: times_as_long(own, on)[0].replace(">", "more than ") for arm, own in arms.items()}
@@ -199,8 +211,8 @@ def _verdict(arms: Mapping[str, Sequence[Run]]) -> str:
     some = "" if len(reached) == len(on) else f" with {len(reached)} of {len(on)} seeds"
     return (
         f"With all remedies the job needs {statistics.median(reached):.1f} s to the target{some} and ends "
-        f"{above['all on']:+.3f} from the clean run's loss; with none of them it takes {times['all off']} times as "
-        f"long and ends at {above['all off']:+.3f}"
+        f"{above['all on']} from the clean run's loss; with none of them it takes {times['all off']} times as "
+        f"long and ends at {above['all off']}"
         + (f"; without one of them the times are: {left_out}." if left_out else ".")
     )
 

@@ -29,7 +29,8 @@ def seconds_to_loss(evaluations: Sequence[Evaluation], target: float) -> float |
     """Return the training time at which `target` was reached, or None.
 
     A single evaluation at or below the target may be luck, so the next one has to confirm it. The time is taken
-    between evaluations, on the straight line from the last one above the target to the first of the two below:
+    between evaluations, on the straight line from the last one above the target, if that is finite, to the first of
+    the two below:
 
         t = t0 + (t1 - t0) (l0 - target) / (l0 - l1),      l0 > target >= l1
 
@@ -45,6 +46,8 @@ def seconds_to_loss(evaluations: Sequence[Evaluation], target: float) -> float |
 
 
 def _crossing(above: Evaluation, below: Evaluation, target: float) -> float:
+    if not math.isfinite(above.heldout_loss):
+        return below.training_seconds  # no line leads there
     # The evaluation before a confirmed pair is above the target, or it would have been the pair's first.
     share = (above.heldout_loss - target) / (above.heldout_loss - below.heldout_loss)
     return above.training_seconds + share * (below.training_seconds - above.training_seconds)

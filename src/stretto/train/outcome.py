@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from stretto.disk import UNFINISHED, read_whole, replace_file
+from stretto.disk import UNFINISHED, read_whole
 from stretto.errors import ConfigError
+from stretto.observe import replace_json
 from stretto.records import Update
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.hold import LOCK
@@ -195,8 +196,7 @@ def prepare_run_folder(run: RunConfig[TaskT], command: Mapping[str, Any] | None 
     described = {**dataclasses.asdict(run), "environment": describe_environment()}
     if command is not None:
         described["command"] = command
-    text = json.dumps(described, indent=2) + "\n"
-    replace_file(folder / _CONFIG, lambda path: path.write_text(text))
+    replace_json(folder / _CONFIG, described)
 
 
 _CONFIG = "config.json"
