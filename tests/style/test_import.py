@@ -1,8 +1,11 @@
 """Importing stretto defines names and does nothing else."""
 
 import json
+import os
 import subprocess
 import sys
+
+import pytest
 
 EXTRAS = (
     "accelerate",
@@ -58,19 +61,26 @@ def test_import_changes_nothing_and_needs_no_extra() -> None:
     assert (report["changed"], extras, written) == ([], [], "")
 
 
-def test_pytorch_is_not_imported_before_the_first_line() -> None:
+@pytest.mark.parametrize(("rank", "told"), [("0", 1), ("1", 0)])
+def test_pytorch_is_not_imported_before_the_first_line_which_rank_0_prints(rank: str, told: int) -> None:
     program = """
 import sys
 from stretto.cli import main
+
+class End:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            sys.exit("imported")
+
+sys.meta_path.insert(0, End())
 assert [main(["--version"]), main(["--help"]), main(["tarin"])] == [0, 0, 2]
-assert "torch" not in sys.modules
-write, sys.stdout.write = sys.stdout.write, lambda text: write(f"{'torch' in sys.modules} {text}")
 main(["train", "digits-resnet", "--updates", "0"])
 """
-    lines = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True
-    ).stdout.splitlines()
-    assert lines[-1].startswith("False loading PyTorch")
+    variables = {**os.environ, "RANK": rank}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables)
+    assert ended.stdout.splitlines().count("loading PyTorch") == told
+    assert ended.stderr.splitlines()[-1] == "imported"
+    assert "did you mean" in ended.stderr  # so the import came behind the commands that need none
 
 
 def test_the_public_names_are_exactly_those_listed() -> None:
