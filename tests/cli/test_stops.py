@@ -24,11 +24,19 @@ IMPORTING = ("loading PyTorch", "starting the workers")
 
 def started(words: list[str], line: str) -> "subprocess.Popen[str] | Command":
     """Start a command in a session of its own, as a terminal does; from nothing where imports are to be met."""
-    if line not in IMPORTING:
-        return Command("-m", "stretto", *words)
+    return (from_nothing if line in IMPORTING else with_imports_made)(words)
+
+
+def from_nothing(words: list[str]) -> "subprocess.Popen[str]":
+    """Start a command in a new interpreter."""
     command = [sys.executable, "-m", "stretto", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, start_new_session=True, **pipes)
+
+
+def with_imports_made(words: list[str]) -> Command:
+    """Start a command in a process that has PyTorch already."""
+    return Command("-m", "stretto", *words)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from stretto.recipes import recipe
 from stretto.records import Update
 from stretto.train.configuration import RunConfig
 from stretto.train.outcome import Outcome
+from tests.cli.test_stops import from_nothing, with_imports_made
 from tests.processes import Command
 
 QUICK = ["digits-resnet", "--task.width", "4", "--task.batch", "8", "--evaluate-every", "3"]
@@ -149,21 +150,20 @@ def test_a_rank_that_is_hit_again_and_again_is_left_out_and_the_run_ends_well(
 
 
 @pytest.mark.parametrize(
-    ("every", "last"),
+    ("begin", "loading", "every", "last"),
     [
-        ("1", "go on with it: stretto resume run"),
-        ("90000", "no checkpoint yet: there is one every 90000 updates"),
+        (from_nothing, ["loading PyTorch\n"], "1", "go on with it: stretto resume run"),
+        (with_imports_made, [], "90000", "no checkpoint yet: there is one every 90000 updates"),
     ],
 )
 def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how_to_go_on(
-    every: str, last: str
+    begin: Callable[[list[str]], subprocess.Popen[str] | Command], loading: list[str], every: str, last: str
 ) -> None:
-    words = [sys.executable, "-m", "stretto", "train", TINY, "--updates", "100000", "--run-dir", "run"]
+    words = ["train", TINY, "--updates", "100000", "--run-dir", "run"]
     words += ["--no-tensorboard", "--checkpoint-every", every, "--evaluate-every", "3"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, start_new_session=True, **pipes) as run:
+    with begin(words) as run:
         try:
-            started = [run.stdout.readline() for _ in range(7)]
+            started = [run.stdout.readline() for _ in range(len(loading) + 6)]
             next(line for line in run.stdout if " after 3 updates" in line)
             os.killpg(run.pid, signal.SIGINT)  # as a terminal does: the launcher and every worker
             # The workers write to the same pipe, so it ends when the last of them has.
@@ -171,15 +171,16 @@ def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how
         finally:
             run.kill()
     assert (run.returncode, complaint) == (130, "interrupted\n")
-    assert started[:4] == [
-        "loading PyTorch\n",
+    *told, ready, evaluated, updated = started
+    assert told == [
+        *loading,
         "zero1 on 2 workers, run\n",
         "starting the workers\n",
         "workers have started: reading the data and building the model\n",
     ]
-    assert re.fullmatch(r"data and model are ready: [\d,]+ parameters\n", started[4])
-    assert started[5].startswith("held-out loss 1.")
-    assert re.fullmatch(r"update 1/100000  loss 1\.\d+\n", started[6])
+    assert re.fullmatch(r"data and model are ready: [\d,]+ parameters\n", ready)
+    assert evaluated.startswith("held-out loss 1.")
+    assert re.fullmatch(r"update 1/100000  loss 1\.\d+\n", updated)
     assert shown.splitlines()[-1] == last
 
 
