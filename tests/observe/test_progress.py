@@ -74,6 +74,12 @@ def test_the_panel_shows_loss_speed_exposure_the_lane_and_the_time_left() -> Non
         assert part in shown
 
 
+def test_the_panel_leaves_room_for_the_echo_of_ctrl_c() -> None:
+    console = Console(file=io.StringIO(), width=90)
+    console.print(Progress(HEADER), end="")
+    assert {len(line.rstrip()) for line in console.file.getvalue().splitlines()} == {88}
+
+
 def test_a_run_that_waits_for_data_without_echo_does_not_speak_of_echo(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
