@@ -155,7 +155,7 @@ class Progress(Observer):
         return str(step) if self._header.updates is None else f"{step}/{self._header.updates}"
 
     def _left_text(self) -> str:
-        """Return minutes and seconds until the first of the run's two possible ends."""
+        """Return hours, if any, minutes and seconds until the first of the run's two possible ends."""
         update, training_seconds = self._recent[-1]
         left = []
         if self._header.updates is not None:
@@ -166,7 +166,8 @@ class Progress(Observer):
         if not left:
             return "unknown"
         minutes, seconds = divmod(round(max(0.0, min(left))), 60)
-        return f"{minutes}:{seconds:02d}"
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
     def _share_done(self) -> float:
         if not self._recent:
