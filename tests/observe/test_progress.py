@@ -55,12 +55,15 @@ def test_an_evaluation_stands_behind_its_update(capsys: pytest.CaptureFixture[st
     assert lines[-1] == "held-out loss 1.5000 after 2 updates"
 
 
-def test_a_run_that_time_ends_shows_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(Header(title="", updates=None, seconds=90.0))
+@pytest.mark.parametrize(("seconds", "left"), [(90.0, "  1:10 left"), (7290.0, "  2:01:10 left")])
+def test_a_run_that_time_ends_shows_the_time_left(
+    seconds: float, left: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(Header(title="", updates=None, seconds=seconds))
     progress.updated(update(1), 10.0)
     progress.updated(update(2), 20.0)
     progress.close()
-    assert capsys.readouterr().out.splitlines()[-1].endswith("1:10 left")
+    assert capsys.readouterr().out.splitlines()[-1].endswith(left)
 
 
 def test_the_panel_shows_loss_speed_exposure_the_lane_and_the_time_left() -> None:
@@ -72,6 +75,12 @@ def test_the_panel_shows_loss_speed_exposure_the_lane_and_the_time_left() -> Non
     shown = console.file.getvalue()
     for part in ("3/10, 0:14 left", "2.0000", "50 samples/s", "12.5% of the time", "25% busy, 1.5 MB/s"):
         assert part in shown
+
+
+def test_the_panel_leaves_room_for_the_echo_of_ctrl_c() -> None:
+    console = Console(file=io.StringIO(), width=90)
+    console.print(Progress(HEADER), end="")
+    assert {len(line.rstrip()) for line in console.file.getvalue().splitlines()} == {88}
 
 
 def test_a_run_that_waits_for_data_without_echo_does_not_speak_of_echo(

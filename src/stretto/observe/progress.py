@@ -12,7 +12,7 @@ from stretto.observe.records import Observer
 from stretto.records import Incident, Update
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 WINDOW = 20
 """Updates over which loss and rates are averaged: short enough to follow, long enough not to flicker."""
@@ -78,7 +78,7 @@ class Progress(Observer):
         else:
             self._live.stop()
 
-    def __rich__(self) -> "RenderableType":
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """Draw the panel; rich calls this several times a second."""
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
@@ -90,7 +90,9 @@ class Progress(Observer):
         whole = Table.grid(expand=True)
         whole.add_row(ProgressBar(total=1.0, completed=self._share_done()))
         whole.add_row(rows)
-        return Panel(whole, title=self._header.title, title_align="left")
+        # A terminal echoes Ctrl-C as two characters behind the panel. On a new line they would shift the next drawing.
+        width = max(1, options.max_width - len("^C"))
+        yield Panel(whole, title=self._header.title, title_align="left", width=width)
 
     def _begin(self) -> None:
         """Start the panel, once and only on a terminal."""
@@ -100,7 +102,7 @@ class Progress(Observer):
             from rich.live import Live
         except ImportError as error:
             raise MissingExtra("rich", "cli", "the live display") from error
-        self._live = Live(get_renderable=self.__rich__, refresh_per_second=4)
+        self._live = Live(self, refresh_per_second=4)
         self._live.start()
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -153,7 +155,7 @@ class Progress(Observer):
         return str(step) if self._header.updates is None else f"{step}/{self._header.updates}"
 
     def _left_text(self) -> str:
-        """Return minutes and seconds until the first of the run's two possible ends."""
+        """Return hours, if any, minutes and seconds until the first of the run's two possible ends."""
         update, training_seconds = self._recent[-1]
         left = []
         if self._header.updates is not None:
@@ -164,7 +166,8 @@ class Progress(Observer):
         if not left:
             return "unknown"
         minutes, seconds = divmod(round(max(0.0, min(left))), 60)
-        return f"{minutes}:{seconds:02d}"
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
     def _share_done(self) -> float:
         if not self._recent:
