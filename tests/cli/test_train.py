@@ -110,10 +110,12 @@ def test_a_loss_that_is_not_finite_ends_the_command_with_rank_and_step(
 ) -> None:
     # On virtual ranks: what becomes of a real worker's error, the test above sees.
     assert main(["simulate", *QUICK, "--ranks", "2", "--task.lr", "1e30"]) == 1
-    assert re.search("rank ([01]), step", capsys.readouterr().err.splitlines()[0])
+    shown = capsys.readouterr()
+    assert shown.out == "zero1 on 2 virtual ranks, network office, seed 0\n"  # said before the work begins
+    assert re.search("rank ([01]), step", shown.err.splitlines()[0])
 
 
-def test_a_recipe_file_that_has_changed_is_told_of_at_the_resume(
+def test_a_resume_tells_of_a_recipe_file_that_has_changed_and_of_the_update_behind_which_it_goes_on(
     finished: tuple[Path, list[str]], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path.cwd()))
@@ -123,8 +125,11 @@ def test_a_recipe_file_that_has_changed_is_told_of_at_the_resume(
     place = f"{Path.cwd() / 'own_copy.py'}:Digits"
     config["command"] |= {"recipe": place, "digest": "of another content"}
     Path("run/config.json").write_text(json.dumps(config))
-    assert main(["resume", "run"]) == 0  # at its end already
-    assert capfd.readouterr().out.startswith(f"note: {place} has changed since this run began\n")
+    with Command("-m", "stretto", "resume", "run") as resumed:  # at its end already
+        shown, _ = resumed.communicate()
+    assert resumed.returncode == 0
+    assert shown.startswith(f"note: {place} has changed since this run began\n")
+    assert "going on after update 4\n" in shown
     config["command"]["recipe"] = place.replace("own_copy", "own_gone")
     Path("run/config.json").write_text(json.dumps(config))
     assert main(["resume", "run"]) == 2

@@ -101,10 +101,6 @@ def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -
     """Print the outcome of a simulated run; its times are virtual."""
     rate, seconds = outcome.samples_per_second, outcome.training_seconds
     print(
-        f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}, seed "
-        f"{simulation.seed}"
-    )
-    print(
         f"{outcome.updates} updates in {seconds:.3f} virtual s"
         + ("" if rate is None else f", {rate:,.0f} samples/s")
     )

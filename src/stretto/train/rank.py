@@ -87,6 +87,8 @@ def train_at(
         _seed(run.seed, context.rank)
         start = TrainState.restore(run, task, handle)
         if progress is not None:
+            if start.step:
+                progress.doing(f"going on after update {start.step}")
             for note in start.notes:
                 progress.doing(f"note: {note}")
         totals.evaluations.extend(start.evaluations)
