@@ -177,7 +177,7 @@ def test_every_model_learns_the_brightness_of_pictures(model: Any, tmp_path: Pat
     (tmp_path / "data_batch_1.bin").write_bytes(dark.tobytes())
     (tmp_path / "test_batch.bin").write_bytes(dark[:8].tobytes())
     task = built(
-        tmp_path, model=model, optimizer="adamw", lr=0.01, size=8, augment=NOTHING, batch=8, scale=0.1
+        tmp_path, model=model, optimizer="adamw", lr=0.003, size=8, augment=NOTHING, batch=8, scale=0.1
     )
     batches = iter(task.loader)
     for _ in range(30):
