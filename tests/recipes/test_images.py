@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -179,13 +180,16 @@ def test_every_model_learns_the_brightness_of_pictures(model: Any, tmp_path: Pat
     task = built(
         tmp_path, model=model, optimizer="adamw", lr=0.003, size=8, augment=NOTHING, batch=8, scale=0.1
     )
-    batches = iter(task.loader)
-    for _ in range(30):
-        task.loss(task.model, next(batches)).value.backward()
+    losses = []
+    for batch in itertools.islice(task.loader, 40):
+        loss = task.loss(task.model, batch).value
+        loss.backward()
         task.optimizer.step()
         task.optimizer.zero_grad()
-    # Normalisation still moves its means towards what it has seen: evaluate with the statistics of a batch.
-    assert task.loss(task.model, next(batches)).value < 0.5  # ln 10 = 2.3 is chance
+        losses.append(float(loss.detach()))
+    # Normalisation still moves its means towards what it has seen: training losses have the statistics of a batch. One
+    # of four pictures may be far off, on some processors, but not most.
+    assert statistics.median(losses[-15:]) < 0.5  # ln 10 = 2.3 is chance
     assert 0 <= task.accuracy(task.model) <= 1
 
 
