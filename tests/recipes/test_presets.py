@@ -44,7 +44,10 @@ def data_of(name: str, files: Path) -> str:
 
 
 def small(command: str, name: str, files: Path) -> list[str]:
-    words = f"{PRESETS[name].recipe} --preset {name} --scale 0.05 --updates 3 --task.readers 0"
+    # With two threads PyTorch 2.13 aborts in the backward pass of a residual network at 0.05, also in a plain loop, and
+    # not without oneDNN.
+    scale = 0.1 if PRESETS[name].recipe == "images" else 0.05
+    words = f"{PRESETS[name].recipe} --preset {name} --scale {scale} --updates 3 --task.readers 0"
     return [*words.split(), "--task.data", data_of(name, files)]
 
 
