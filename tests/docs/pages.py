@@ -45,11 +45,16 @@ def links(page: Path) -> list[str]:
     return [target for target in targets if "://" not in target]
 
 
+def typed(page: Path) -> list[str]:
+    """The plain code blocks of a page: what its reader types."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [block for language, block in blocks if not language]
+
+
 def commands(page: Path) -> list[list[str]]:
     """The words behind every `stretto` in the page's plain code blocks and `make train ARGS=...`, line by line."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    in_blocks = [line for language, block in blocks if not language for line in block.splitlines()]
-    direct = [shlex.split(line.partition("stretto ")[2]) for line in in_blocks if "stretto " in line]
+    lines = [line for block in typed(page) for line in block.replace("\\\n", " ").splitlines()]
+    direct = [shlex.split(line.partition("stretto ")[2]) for line in lines if "stretto " in line]
+    text = page.read_text(encoding="utf-8")
     through_make = [shlex.split(args) for args in re.findall(r'make train ARGS="([^"]*)"', text)]
     return direct + [["train", "stdlib-gpt", *words] for words in through_make]

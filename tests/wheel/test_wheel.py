@@ -1,6 +1,7 @@
-"""The wheel holds the whole package and nothing else, and works where the repository is not."""
+"""The wheel holds the whole package and nothing else, and the tutorial works from it, where the repository is not."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,19 +13,14 @@ from pathlib import Path
 import pytest
 
 import stretto
+from stretto.observe import read_json_lines
+from tests.docs.pages import DOCS, code_blocks, typed
 from tests.style.source import PACKAGE, ROOT, package_files
 
-TRAINING = """
-import torch
-import stretto
-
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-parallel = stretto.DataParallel(model, optimizer, stretto.ZeRO1(), micro_batches=1)
-for _ in range(10):
-    parallel.backward(model(torch.ones(2, 4)).square().mean())
-parallel.finish()
-print(parallel.steps, stretto.__version__, stretto.__file__)
+TUTORIAL = DOCS / "tutorial.md"
+TEXT = TUTORIAL.read_text(encoding="utf-8")
+OWN_TEXT = """
+stretto train language --task.data stories --task.model llama-tiny --task.length 32 --updates 4 --run-dir own
 """
 
 
@@ -56,10 +52,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def run(*words: str | Path) -> str:
-    """Run a command in the test's empty folder, without a way back to the repository, and return what it prints."""
+def run(*words: str, path: Path) -> str:
+    """Run a command of the folder `path`, without a way back to the repository, and return what it prints."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ended = subprocess.run(list(map(str, words)), env=clean, capture_output=True, text=True)
+    clean["PATH"] = f"{path}:{clean['PATH']}"
+    ended = subprocess.run(words, env=clean, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -89,12 +86,46 @@ def test_the_wheel_says_its_version_its_licence_and_its_readme(wheel: Path) -> N
     assert body.startswith("# Stretto")
 
 
-def test_an_installed_wheel_trains_in_an_empty_folder(installed: Path) -> None:
-    steps, version, file = run(installed / "python", "-c", TRAINING).split()
-    assert (steps, version) == ("10", stretto.__version__)
-    assert Path(file).is_relative_to(installed.parent)
-    assert list(Path.cwd().iterdir()) == []
+def test_the_tutorial_and_a_model_of_own_text_work_as_typed_in_an_empty_folder(installed: Path) -> None:
+    sources = code_blocks(TUTORIAL, "tests/wheel/test_wheel.py")
+    for name, source in zip(re.findall(r"`(\w+\.py)`[:.]", TEXT), sources, strict=True):
+        Path(name).write_text(source)
+    Path("stories").mkdir()
+    for number in range(20):
+        Path("stories", f"{number}.txt").write_text(
+            f"Once upon a time there were {number} little pigs. " * 20
+        )
+    install, *blocks = typed(TUTORIAL)
+    assert install == "pip install '.[all]'\n"  # the wheel is installed instead
+    script = [
+        "set -e",
+        # A port that is free, not the one that all launches on a machine share.
+        'torchrun() { python -m torch.distributed.run --standalone "$@"; }',
+        'python -c "import stretto; print(stretto.__file__)"',
+        *blocks,
+        OWN_TEXT,
+    ]
+    shown = run("bash", "-c", "\n".join(script), path=installed)
+
+    assert Path(shown.splitlines()[0]).is_relative_to(installed.parent)
+    plain, ours, together = map(float, re.findall(r"^loss ([\d.e-]+)$", shown, re.MULTILINE))
+    assert plain == ours
+    assert together != ours
+    assert together == pytest.approx(ours, rel=0.5)  # half as many updates of the same training
+    waits, hides = ([*read_json_lines(Path(name, "updates.jsonl"))] for name in ("waits", "hides"))
+    assert [row["step"] for row in waits] == [row["step"] for row in hides] == list(range(1, 17))
+    assert sum(row["sent_bytes"] for row in hides) < sum(row["sent_bytes"] for row in waits)
+    for name in ("waits", "hides"):
+        first, *_, last = [row["heldout_loss"] for row in read_json_lines(Path(name, "evaluations.jsonl"))]
+        assert last < first / 4
+    seconds = re.findall(r"updates in ([\d.]+) virtual s", shown)
+    waited = re.findall(r"waited for communication ([\d.]+)%", shown)
+    assert "take {}, {} and {} virtual seconds".format(*seconds) in TEXT
+    assert "{} %, {} % and {} % of the time waits".format(*waited) in TEXT
+    before, *_, behind = [row["heldout_loss"] for row in read_json_lines(Path("own", "evaluations.jsonl"))]
+    assert behind < before
+    assert Path("own", "model", "model.safetensors").is_file()
 
 
 def test_an_installed_wheel_brings_the_command(installed: Path) -> None:
-    assert run(installed / "stretto", "--help").startswith("usage: stretto COMMAND")
+    assert run("stretto", "--help", path=installed).startswith("usage: stretto COMMAND")
