@@ -9,9 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 from stretto.campaign import CampaignConfig, repeat_fault, run_campaign, small
+from stretto.cli.auto import REPLAN, choose, chosen_before, is_auto, rankings, without_auto
 from stretto.cli.environment import find_ranks, is_joined
 from stretto.cli.help import COMMANDS, HELP, HELP_ALL, command_help, first_clause
 from stretto.cli.options import (
+    TASK,
     named_as_options,
     options_of,
     parse_alone,
@@ -20,7 +22,7 @@ from stretto.cli.options import (
     started,
 )
 from stretto.cli.presets import PRESETS, PresetList
-from stretto.cli.run_folder import CONFIG, command_of, run_folder
+from stretto.cli.run_folder import command_of, run_folder
 from stretto.cli.screens import (
     print_diagnosis,
     print_plan,
@@ -28,23 +30,22 @@ from stretto.cli.screens import (
     print_report,
     print_run,
     print_simulation,
-    recommendation,
 )
 from stretto.doctor import Examination, Report, examine_rank
 from stretto.errors import ConfigError, StrettoError, UnknownName
 from stretto.fields import unknown_name
 from stretto.observe import print_campaign, print_comparison, print_demo, replace_json
 from stretto.page import ReportConfig, report
-from stretto.plan import PlanConfig, Ranking, plan
+from stretto.plan import PlanConfig
 from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto.terminal import printable
 from stretto.train.arms import parse_arm
 from stretto.train.comparison import compare, diagnose_rank
-from stretto.train.configuration import AUTO, CompareConfig, DiagnoseConfig, Job, RunConfig, part_of
+from stretto.train.configuration import AUTO, CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.demo import RESULTS, DemoConfig, demonstrate
 from stretto.train.handle import check_run
 from stretto.train.launch import Ranks
-from stretto.train.outcome import check_folder, describe_environment, new_run_folder
+from stretto.train.outcome import Outcome, describe_environment, new_run_folder
 from stretto.train.rank import title_of
 from stretto.train.restarts import train_on
 from stretto.train.simulation import SimulateConfig, simulate
@@ -65,8 +66,6 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
     }
 )
 """What makes the configuration of each command from a recipe's."""
-TASK = "--task."
-"""What the options of a recipe begin with."""
 CAMPAIGN_RECIPE = "stdlib-gpt"
 """What a campaign trains where no recipe is named."""
 BROKEN = FAILED = 1
@@ -119,51 +118,28 @@ def train_command(words: Sequence[str]) -> None:
     ranks = find_ranks(run.workers)
     if run.strategy == AUTO:
         # As it was given: with the run's folder in it, measuring would leave a tokenizer there.
-        chosen = _chosen_before(run) or _choose(given, ranks)
+        chosen = chosen_before(run) or choose(given, ranks, _log(ranks))
         run = dataclasses.replace(run, strategy=chosen)
         options += ["--strategy", chosen]  # the last one counts, also for `resume`
     _train(named, options, run, ranks)
-
-
-def _chosen_before(run: RunConfig[TaskConfig]) -> str | None:
-    """Return the strategy that was chosen when the run began, which goes on with it; None for a new run."""
-    folder = Path(str(run.run_dir))
-    check_folder(folder, resume=run.resume)  # before anything is measured
-    options = command_of(folder)["options"] if (folder / CONFIG).exists() else []
-    if not {AUTO, f"--strategy={AUTO}"}.intersection(options):
-        return None
-    chosen: str = options[len(options) - options[::-1].index("--strategy")]
-    return chosen
-
-
-def _choose(run: RunConfig[TaskConfig], ranks: Ranks) -> str:
-    """Return the strategy that a plan chooses, the same on all ranks."""
-    job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job))
-    (ranking,) = _rankings(job, ranks)
-    if ranks.is_first:
-        _print_line(recommendation(ranking))
-    return ranking.choice.arm
-
-
-def _rankings(job: PlanConfig[TaskConfig], ranks: Ranks) -> list[Ranking]:
-    """Measure a job on all ranks, and rank what it could use."""
-    with named_as_options(job), named_as_options(job.task, TASK):
-        check_run(job.run_of(parse_arm("zero1")), ranks.world_size)
-    return plan(job, ranks, _print_line if ranks.is_first else _print_nothing)
 
 
 def resume_command(words: Sequence[str]) -> None:
     """Go on with the run in a folder, with the options that it had and those that are given now."""
     if not words or words[0].startswith("-"):
         raise UnknownName("resume needs the folder of a run first: stretto resume FOLDER")
-    folder, *options = words
+    folder, *given = words
     before = command_of(Path(folder))
-    options = [*before["options"], *options]
-    _, run = parse_options(
-        "train", [before["recipe"], *options, "--run-dir", folder, "--resume"], CONFIGURE["train"]
-    )
-    run = _with_folder(before["recipe"], run)
-    _train(before["recipe"], options, run, find_ranks(run.workers))
+    named, options = before["recipe"], [*before["options"], *given]
+    _, run = parse_options("train", [named, *options, "--run-dir", folder, "--resume"], CONFIGURE["train"])
+    run = _with_folder(named, run)
+    ranks = find_ranks(run.workers)
+    if any(word.startswith("--strategy") for word in given):  # what was chosen before no longer counts
+        options = [*without_auto(before["options"]), *given]
+    if run.strategy == AUTO:
+        chosen = choose(run, ranks, _log(ranks))
+        run, options = dataclasses.replace(run, strategy=chosen), [*options, "--strategy", chosen]
+    _train(named, options, run, ranks)
 
 
 def _with_folder(named: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
@@ -185,6 +161,27 @@ def _short(named: str) -> str:
 
 
 def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks: Ranks) -> None:
+    """Train; where the strategy is chosen, measure and choose again whenever updates take another time."""
+    log = _log(ranks)
+    if run.replan is not None and not is_auto(options):
+        raise ConfigError("--replan chooses the strategy again: expected --strategy auto beside it")
+    if is_auto(options) and run.checkpoint_every is not None:
+        run = dataclasses.replace(run, replan=run.replan or REPLAN)
+    outcome = _train_once(named, options, run, ranks)
+    while outcome.pace is not None:
+        log("an update takes {1:.3g} s, {0:.3g} s at first: choosing again".format(*outcome.pace))
+        chosen = choose(run, ranks, log)
+        run, options = (
+            dataclasses.replace(run, strategy=chosen, resume=True),
+            [*options, "--strategy", chosen],
+        )
+        outcome = _train_once(named, options, run, ranks)
+    if ranks.is_first:
+        print_run(outcome, run, is_on_a_link=run.link != "none" or is_joined())
+        _show(run.run_dir)
+
+
+def _train_once(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks: Ranks) -> Outcome:
     arm = parse_arm(run.strategy)
     if not arm.is_ours:
         raise ConfigError(
@@ -194,14 +191,11 @@ def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks
     with named_as_options(run), named_as_options(run.task, TASK):
         check_run(run, ranks.world_size)
     if not ranks.is_first:
-        train_on(ranks, run, _print_nothing)
-        return
+        return train_on(ranks, run, _log(ranks))
     with run_folder(run, named, options):
         _print_line(title_of(run, ranks.world_size))
         _print_line("starting the workers")  # they import PyTorch anew, which takes seconds
-        outcome = train_on(ranks, run, _print_line)
-    print_run(outcome, run, is_on_a_link=run.link != "none" or is_joined())
-    _show(run.run_dir)
+        return train_on(ranks, run, _print_line)
 
 
 def compare_command(words: Sequence[str]) -> None:
@@ -209,7 +203,7 @@ def compare_command(words: Sequence[str]) -> None:
     _, comparison = parse_options("compare", words, CONFIGURE["compare"])
     ranks = find_ranks(comparison.workers)
     with named_as_options(comparison), named_as_options(comparison.task, TASK):
-        runs = compare(comparison, ranks, _print_line if ranks.is_first else _print_nothing)
+        runs = compare(comparison, ranks, _log(ranks))
     if ranks.is_first:
         print_comparison(runs)
         _show(comparison.out)
@@ -232,8 +226,9 @@ def _print_line(line: str) -> None:
     print(line, flush=True)  # a pipe, too, shall see it at once
 
 
-def _print_nothing(line: str) -> None:
-    """Leave printing to the first rank."""
+def _log(ranks: Ranks) -> Callable[[str], None]:
+    """Return what prints a line on the first rank alone."""
+    return _print_line if ranks.is_first else lambda _: None
 
 
 def simulate_command(words: Sequence[str]) -> None:
@@ -292,9 +287,9 @@ def plan_command(words: Sequence[str]) -> None:
     """Measure a recipe, and say which strategy and wire to use."""
     _, job = parse_options("plan", words, CONFIGURE["plan"])
     ranks = find_ranks(job.workers)
-    rankings = _rankings(job, ranks)
+    found = rankings(job, ranks, _log(ranks))
     if ranks.is_first:
-        print_plan(rankings)
+        print_plan(found)
 
 
 def campaign_command(words: Sequence[str]) -> int:

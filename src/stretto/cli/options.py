@@ -21,6 +21,9 @@ from stretto.recipes import RECIPES, recipe
 from stretto.train.arms import parse_clock, parse_learning_rates, split_list
 from stretto.virtual import parse_slowness
 
+TASK = "--task."
+"""What the options of a recipe begin with."""
+
 ConfigT = TypeVar("ConfigT")
 
 

@@ -2,10 +2,11 @@
 
 from stretto.plan.measure import Machine, measure
 from stretto.plan.price import Price, price
-from stretto.plan.ranking import EVIDENCE, Evidence, PlanConfig, Ranking, plan, rank_by_time
+from stretto.plan.ranking import EVIDENCE, SMALL, Evidence, PlanConfig, Ranking, plan, rank_by_time
 
 __all__ = [
     "EVIDENCE",
+    "SMALL",
     "Evidence",
     "Machine",
     "PlanConfig",

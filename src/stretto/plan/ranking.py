@@ -1,6 +1,7 @@
 """Which strategy and wire to use: the fastest of those whose price in loss is known to be small."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -89,7 +90,7 @@ class Ranking:
     @property
     def choice(self) -> Price:
         """The fastest arm that costs little in loss; of those that are alike, the most exact."""
-        exact = [one for one in self.prices if _nats(one) <= SMALL]
+        exact = [one for one in self.prices if _nats(one.arm) <= SMALL]
         limit = exact[0].seconds_per_micro_batch * (1 + ALIKE)
         return min(
             (one for one in exact if one.seconds_per_micro_batch <= limit),
@@ -121,7 +122,7 @@ class Ranking:
         choice, evidence = self.choice, EVIDENCE[parse_arm(other.arm).name]
         if other == choice:
             return "the choice"
-        if _nats(other) > SMALL:
+        if _nats(other.arm) > SMALL:
             return evidence.source if evidence.nats is None else f"costs {evidence.nats:.2f} nats"
         slower = other.seconds_per_micro_batch / choice.seconds_per_micro_batch - 1
         if slower <= ALIKE:
@@ -129,8 +130,17 @@ class Ranking:
         return "waits" if other.exposed_seconds > ALIKE * other.seconds else "computes more"
 
 
-def rank_by_time(machine: Machine, *, micro_batches: int, bucket_bytes: int) -> Ranking:
-    """Return the ranking of every strategy and wire on a machine, by the time to a number of samples."""
+def rank_by_time(
+    machine: Machine, *, micro_batches: int, bucket_bytes: int, most_nats: float = math.inf
+) -> Ranking:
+    """Return the ranking of strategies and wires on a machine, by the time to a number of samples.
+
+    Args:
+        machine: What was measured, perhaps with other ranks or another link.
+        micro_batches: Per rank and update.
+        bucket_bytes: Of the job.
+        most_nats: Leave out strategies that cost more in held-out loss, or for all that is known may do so.
+    """
     wired = [
         arm if wire == "fp32" else f"{arm}:wire={wire}"
         for arm in EVIDENCE
@@ -138,28 +148,37 @@ def rank_by_time(machine: Machine, *, micro_batches: int, bucket_bytes: int) -> 
         for wire in WIRES
     ]
     rare = [arm if wire == "fp32" else f"{arm}:wire={wire}" for arm in RARE for wire in ("fp32", "int4")]
-    arms = [arm for text in (*wired, *rare) if _fits(arm := parse_arm(text), micro_batches)]
+    arms = [
+        arm
+        for text in (*wired, *rare)
+        if _fits(arm := parse_arm(text), micro_batches) and _nats(text) <= most_nats
+    ]
     prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in arms]
     prices.sort(key=lambda one: one.seconds_per_micro_batch)
     return Ranking(machine, tuple(prices), bucket_bytes)
 
 
-def plan(job: PlanConfig[TaskT], ranks: Ranks, log: Callable[[str], None]) -> list[Ranking]:
+def plan(
+    job: PlanConfig[TaskT], ranks: Ranks, log: Callable[[str], None], *, most_nats: float = math.inf
+) -> list[Ranking]:
     """Measure a job on all ranks, and return a ranking for each number of ranks that is asked for.
 
     Args:
         job: What to measure and to plan for.
         ranks: The ranks that measure.
         log: Called with one line of text at a time.
+        most_nats: Of `rank_by_time`.
 
     Raises:
         WorkerFailed: A rank failed.
     """
     log("measuring")
     measured = ranks.call(measure, job, job.batches)[0]
-    log("pricing every strategy and wire in virtual time")
+    log("pricing strategies and wires in virtual time")
     return [
-        rank_by_time(machine, micro_batches=job.micro_batches, bucket_bytes=job.bucket_bytes)
+        rank_by_time(
+            machine, micro_batches=job.micro_batches, bucket_bytes=job.bucket_bytes, most_nats=most_nats
+        )
         for machine in job.machines(measured)
     ]
 
@@ -169,9 +188,9 @@ def _fits(arm: Arm, micro_batches: int) -> bool:
     return ledger_of(arm.strategy()).rounds <= micro_batches
 
 
-def _nats(one: Price) -> float:
-    nats = EVIDENCE[parse_arm(one.arm).name].nats
-    return float("inf") if nats is None else nats
+def _nats(arm: str) -> float:
+    nats = EVIDENCE[parse_arm(arm).name].nats
+    return math.inf if nats is None else nats
 
 
 def _preference(arm: str) -> tuple[int, int]:

@@ -174,6 +174,8 @@ class RunConfig(Job[TaskT]):
     strikes: int | None = 3
     """Updates in which guards or the verified exchange may lay damage to one rank, or to one link, before the job goes
     on without it; None for no limit."""
+    replan: float | None = None
+    """With --strategy auto: choose again once updates take this many times as long as at first, or as short [1.5]."""
     restarts: int = 3
     """Times that local workers go on from the last checkpoint after damage that cannot be repaired, or that came too
     often, without those it is laid to; 0 for none."""
@@ -200,6 +202,8 @@ class RunConfig(Job[TaskT]):
         check_at_least(self, checkpoint_every=1, checkpoints_kept=1, restarts=0)
         if self.strategy != AUTO:
             parse_arm(self.strategy)
+        if self.replan is not None and not 1 < self.replan < math.inf:
+            raise ConfigError(f"replan must be above 1, found {self.replan}")
         if self.resume and self.run_dir is None:
             raise ConfigError("resume needs the folder of the run to continue: set run_dir")
 

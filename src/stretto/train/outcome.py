@@ -82,6 +82,9 @@ class Outcome:
     """Share of held-out samples classified rightly at the end; classifiers only."""
     sample: str | None
     """Text that the model generated at the end; language models only."""
+    pace: tuple[float, float] | None = None
+    """Seconds of an update at first and in the end, where the run has ended because they differ; the same on all
+    ranks."""
     faults_struck: int = 0
     """Times that faults of the run, which are done on purpose, changed values of this rank."""
 

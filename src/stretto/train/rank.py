@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,6 +99,8 @@ def train_at(
             observer.noticed(incident)
         try:
             outcome = _train(run, task, handle, start, totals, stopwatch, observers)
+            if run.replan is not None:
+                outcome = dataclasses.replace(outcome, pace=_of_first(outcome.pace, context))
         finally:
             for observer in observers:
                 observer.close()
@@ -137,7 +140,19 @@ def _train(
         replace_file(Path(run.run_dir, "model.pt"), lambda path: torch.save(state, path))
         if task.publish is not None:
             replace_folder(Path(run.run_dir, "model"), task.publish)
-    return _outcome(run, task, handle, totals, training_seconds, cpu_seconds)
+    outcome = _outcome(run, task, handle, totals, training_seconds, cpu_seconds)
+    return dataclasses.replace(outcome, pace=None if loop.pace is None else loop.pace.change)
+
+
+def _of_first(pace: tuple[float, float] | None, context: RankContext) -> tuple[float, float] | None:
+    """Return the change of pace that rank 0 has seen; all ranks must call."""
+    told = torch.tensor(pace or (0.0, 0.0), dtype=torch.float64, device=context.device)
+    group: Any = context.group or dist.group.WORLD
+    group.broadcast(
+        [told], dist.BroadcastOptions()
+    ).wait()  # torch.distributed's own function knows no virtual group
+    at_first, lately = told.tolist()
+    return (at_first, lately) if lately else None
 
 
 def _outcome(
@@ -182,6 +197,7 @@ def _plan(run: RunConfig[TaskT]) -> LoopPlan:
         to_loss=run.to_loss,
         evaluate_every=run.evaluate_every,
         checkpoint_every=run.checkpoint_every if run.run_dir is not None else None,
+        pace=run.replan,
     )
 
 
