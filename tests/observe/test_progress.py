@@ -1,11 +1,16 @@
 """The live display: plain lines where there is no terminal, a panel where there is."""
 
 import io
+import math
+import re
+import sys
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from stretto.observe import Header, Progress
+from stretto.observe.progress import CURVE_WIDTH, Curve
 from stretto.records import Incident
 from tests.observe.updates import update
 
@@ -75,6 +80,48 @@ def test_the_panel_shows_loss_speed_exposure_the_lane_and_the_time_left() -> Non
     shown = console.file.getvalue()
     for part in ("3/10, 0:14 left", "2.0000", "50 samples/s", "12.5% of the time", "25% busy, 1.5 MB/s"):
         assert part in shown
+
+
+def drawn(losses: list[float], **console: Any) -> str:
+    progress = Progress(HEADER)
+    for step, loss in enumerate(losses, start=1):
+        progress.updated(update(step, loss=loss), training_seconds=2.0 * step)
+    screen = Console(**{"file": io.StringIO(), "width": 80, **console})
+    screen.print(progress)
+    (curve,) = re.findall(r" loss +\S+(.*).$", screen.file.getvalue(), re.MULTILINE)
+    return curve.strip()
+
+
+def test_the_panel_draws_the_losses_where_there_is_room() -> None:
+    falling = [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    assert drawn(falling) == "█▇▆▅▄▃▂▁"
+    assert drawn([2.0, math.nan, 1.0]) == "█ ▁"
+    assert drawn([2.0, 2.0]) == "▁▁"
+    assert drawn(falling, width=70) == ""
+    latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    latin.getvalue = lambda: (latin.flush(), latin.buffer.getvalue().decode("latin-1"))[1]
+    assert drawn(falling, file=latin) == ""
+
+
+def test_the_curve_of_a_long_run_keeps_its_ends_and_fits() -> None:
+    for count in (47, 48, 49, 1000, 12345):
+        curve = Curve()
+        for step in range(count):
+            curve.append(count - step)
+        bars = str(curve)
+        assert CURVE_WIDTH / 2 <= len(bars) < CURVE_WIDTH
+        assert (bars[0], bars[-1]) == ("█", "▁")
+        assert sorted(bars, reverse=True) == list(bars)
+
+
+def test_a_terminal_that_cannot_draw_again_gets_plain_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    progress = Progress(HEADER)
+    progress.updated(update(1), 1.0)
+    assert capsys.readouterr().out.startswith("update 1/10")
 
 
 def test_the_panel_leaves_room_for_the_echo_of_ctrl_c() -> None:

@@ -157,6 +157,10 @@ def test_the_list_names_all_and_one_is_explained_with_its_sources(capsys: pytest
     assert main(["presets", "--name", "acco-openwebtext"]) == 0
     shown = capsys.readouterr().out
     assert "stretto train language --preset acco-openwebtext --task.data PATH" in shown
-    assert "  --task.schedule.warmup     1000                         github.com/edouardoyallon/acco" in shown
+    (warmup,) = (line for line in shown.splitlines() if "--task.schedule.warmup" in line)
+    value, number = warmup.split()[1:]
+    assert value == "1000"
+    assert f"  {number} github.com/edouardoyallon/acco" in shown
+    assert max(map(len, shown.splitlines())) <= 80
     assert main(["presets", "--name", "acco-openwebtxt"]) == 2
     assert "did you mean 'acco-openwebtext'?" in capsys.readouterr().err

@@ -277,6 +277,7 @@ def diagnose_command(words: Sequence[str]) -> None:
     ranks = find_ranks(job.workers)
     with named_as_options(job), named_as_options(job.task, TASK):
         check_run(job.run_of(parse_arm(job.strategy)), ranks.world_size)
+    _log(ranks)("measuring the loader, the step, and both together")
     found = ranks.call(diagnose_rank, job)
     if ranks.is_first:
         # All ranks wait for the slowest loader.
@@ -337,6 +338,7 @@ def doctor_command(words: Sequence[str]) -> int:
     """
     examination = parse_alone("doctor", words, Examination())
     ranks = find_ranks(examination.workers)
+    _log(ranks)(f"looking at arithmetic, memory and network for about {examination.seconds:g} s")
     report = ranks.call(examine_rank, examination)[0]
     if ranks.is_first:
         print_report(report)

@@ -192,7 +192,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             summary="ResNet-50, CIFAR-100, 120 epochs", recipe="images", settings=_noisy_images("resnet-50")
         ),
         "paft-gpt2-openwebtext": Preset(
-            summary="GPT-2 from nothing, OpenWebText, 3,000 iterations",
+            summary="GPT-2 from nothing, OpenWebText",
             recipe="language",
             settings={
                 **_noisy_instructions("gpt2"),

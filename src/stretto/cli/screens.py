@@ -207,5 +207,9 @@ def print_preset(name: str, preset: Preset) -> None:
     """Print what a preset sets, and where each figure is from."""
     print(preset.summary)
     print(f"stretto train {preset.recipe} --preset {name} --task.data PATH\n")
+    sources = list(dict.fromkeys(source for _, source in preset.settings.values()))
     for option, (value, source) in preset.settings.items():
-        print(f"  {option:26} {shown(value):28} {source}")
+        print(f"  {option:28} {shown(value):30} [{sources.index(source) + 1}]")
+    print()
+    for number, source in enumerate(sources, start=1):
+        print(f"  [{number}] {source}")

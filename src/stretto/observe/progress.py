@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ WINDOW = 20
 """Updates over which loss and rates are averaged: short enough to follow, long enough not to flicker."""
 LINE_SECONDS = 5.0
 """Time between two plain lines of updates; the first and the last update always have one."""
+CURVE_WIDTH = 48
+"""Characters of the loss curve, which has fewer; even."""
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,7 @@ class Progress(Observer):
     def __init__(self, header: Header) -> None:
         self._header = header
         self._recent: collections.deque[tuple[Update, float]] = collections.deque(maxlen=WINDOW + 1)
+        self._curve = Curve()
         self._heldout = "not yet evaluated"
         self._live: Any = None
         self._last_line = -math.inf
@@ -53,6 +58,7 @@ class Progress(Observer):
     def updated(self, update: Update, training_seconds: float) -> None:
         self._begin()
         self._recent.append((update, training_seconds))
+        self._curve.append(update.loss)
         for incident in update.incidents:
             self.noticed(incident)
         if self._live is None and time.monotonic() - self._last_line > LINE_SECONDS:
@@ -85,7 +91,8 @@ class Progress(Observer):
         from rich.table import Table
 
         rows = Table.grid(padding=(0, 2))
-        for name, value in self._rows():
+        has_room = options.max_width >= CURVE_WIDTH + 28 and not options.ascii_only
+        for name, value in self._rows(f"  {self._curve}" if has_room else ""):
             rows.add_row(f"[dim]{name}[/]", value)
         whole = Table.grid(expand=True)
         whole.add_row(ProgressBar(total=1.0, completed=self._share_done()))
@@ -95,8 +102,8 @@ class Progress(Observer):
         yield Panel(whole, title=self._header.title, title_align="left", width=width)
 
     def _begin(self) -> None:
-        """Start the panel, once and only on a terminal."""
-        if self._live is not None or not sys.stdout.isatty():
+        """Start the panel, once and only on a terminal that can draw again what it has drawn."""
+        if self._live is not None or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
             return
         try:
             from rich.live import Live
@@ -105,13 +112,13 @@ class Progress(Observer):
         self._live = Live(self, refresh_per_second=4)
         self._live.start()
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def _rows(self, curve: str) -> list[tuple[str, str]]:
         if len(self._recent) < 2:
             return [("update", "waiting for the first ones"), ("held-out", self._heldout)]
         averages = _Averages(self._recent)
         rows = [
             ("update", f"{self._step_text()}, {self._left_text()} left"),
-            ("loss", f"{averages.loss:.4f}"),
+            ("loss", f"{averages.loss:.4f}{curve}"),
             ("held-out", self._heldout),
             ("speed", f"{averages.samples_per_second:,.0f} samples/s"),
             ("exposed", f"{averages.exposed_share:.1%} of the time waits for communication"),
@@ -175,6 +182,35 @@ class Progress(Observer):
         update, training_seconds = self._recent[-1]
         plans = ((update.step, self._header.updates), (training_seconds, self._header.seconds))
         return min(1.0, max((done / planned for done, planned in plans if planned), default=0.0))
+
+
+class Curve:
+    """The losses since the beginning as a line of bars, each the mean of equally many updates."""
+
+    def __init__(self) -> None:
+        self._means: list[float] = []
+        self._each = 1  # updates of a mean
+        self._open: list[float] = []
+
+    def append(self, loss: float) -> None:
+        """Add the loss of an update."""
+        self._open.append(loss)
+        if len(self._open) == self._each:
+            self._means.append(sum(self._open) / self._each)
+            self._open = []
+        if len(self._means) == CURVE_WIDTH:
+            pairs = zip(self._means[::2], self._means[1::2], strict=True)
+            self._means = [(one + other) / 2 for one, other in pairs]
+            self._each *= 2
+
+    def __str__(self) -> str:
+        """Return the bars, the highest for the highest loss; a gap where one is not finite."""
+        finite = [mean for mean in self._means if math.isfinite(mean)]
+        low, high = min(finite, default=0.0), max(finite, default=0.0)
+        steps = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+        return "".join(
+            _BARS[round((mean - low) * steps)] if math.isfinite(mean) else " " for mean in self._means
+        )
 
 
 class _Averages:
