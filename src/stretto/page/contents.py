@@ -94,15 +94,18 @@ def describe_machine(machine: dict[str, Any]) -> dict[str, str]:
         return {}
     processor = f"{machine.get('processor')}, {machine.get('cores')} cores"
     device = f"{machine['cuda']}; {processor}" if machine.get("cuda") else processor
+    commit = f", commit {machine['commit']}" if machine.get("commit") else ""
     return {
         "machine": f"{device}; {machine.get('system')}",
-        "versions": f"PyTorch {machine.get('torch')}, Python {machine.get('python')}, commit {machine.get('commit')}",
+        "versions": f"PyTorch {machine.get('torch')}, Python {machine.get('python')}{commit}",
     }
 
 
 def describe_task(task: object) -> str:
-    """Return the settings of a recipe in one line; those of the records in it are left out."""
+    """Return the settings of a recipe in one line; what is not set is left out, and so are the records in it."""
     settings = [
-        f"{name} {value}" for name, value in mapping(task).items() if not isinstance(value, dict | list)
+        f"{name} {value}"
+        for name, value in mapping(task).items()
+        if value is not None and not isinstance(value, dict | list)
     ]
     return ", ".join(settings) or "unknown"

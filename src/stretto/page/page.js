@@ -81,7 +81,9 @@ function drawTime() {
       marker: { symbol: "diamond", size: 11, color: colour("ink"), line: { color: colour("card"), width: 1.5 } },
       hovertemplate: "%{x:.4g} ms<extra>the time model says</extra>" });
   }
-  draw("time", traces, { barmode: "stack", bargap: 0.45, height: 110 + 44 * runs.length, xaxis: { title: title("ms per update") },
+  const isNarrow = innerWidth < 600;  // each entry of the legend has a line of its own there
+  draw("time", traces, { barmode: "stack", bargap: 0.45, height: 91 + 19 * (isNarrow ? traces.length : 1) + 44 * runs.length,
+    xaxis: { title: title("ms per update"), tickangle: 0, nticks: isNarrow ? 4 : 0 },
     yaxis: { type: "category", autorange: "reversed", fixedrange: true } });
 }
 

@@ -163,7 +163,9 @@ def read_campaign(path: Path, name: str) -> Contents:
             rows=[[str(one.get(name)) for name in ("number", "why", "story")] for one in broken],
         ),
         Table(
-            title="Damage", headings=columns, rows=[[str(one.get(name)) for name in columns] for one in sites]
+            title="Damage",
+            headings=columns,
+            rows=[["-" if one.get(name) is None else str(one[name]) for name in columns] for one in sites],
         ),
     ]
     facts |= describe_machine(mapping(content.get("environment")))
