@@ -120,17 +120,18 @@ def test_a_run_that_slows_down_is_measured_again_and_goes_on_with_the_new_choice
 
 
 def test_a_resumed_run_goes_on_being_watched_until_its_user_chooses(slowing: VirtualRanks) -> None:
-    words = ["--updates", "4", "--no-tensorboard", "--run-dir", "run"]
+    words = ["--updates", "4", "--no-tensorboard", "--run-dir", "run", "--replan", "2"]
     assert main(["train", TINY, "--strategy", "auto", *words]) == 0
     assert main(["resume", "run", "--updates", "6"]) == 0
     assert main(["resume", "run", "--updates", "8", "--strategy", "ddp"]) == 0
     assert main(["resume", "run", "--updates", "10"]) == 0
     assert [(run.strategy, run.replan) for run in slowing.runs] == [
-        ("zero1", 1.5),
-        ("zero1", 1.5),
+        ("zero1", 2.0),
+        ("zero1", 2.0),
         ("ddp", None),
         ("ddp", None),
     ]
+    assert main(["resume", "run", "--updates", "12", "--replan", "3"]) == 2
     assert main(["resume", "run", "--updates", "12", "--strategy", "auto", "--replan", "3"]) == 0
     assert (slowing.runs[-1].strategy, slowing.runs[-1].replan) == (chosen()[-1], 3.0)
     assert chosen()[-1] != "ddp"

@@ -7,6 +7,7 @@ from pathlib import Path
 from stretto.cli.options import TASK, named_as_options
 from stretto.cli.run_folder import CONFIG, command_of
 from stretto.cli.screens import recommendation
+from stretto.errors import ConfigError
 from stretto.plan import SMALL, PlanConfig, Ranking, plan
 from stretto.recipes import TaskConfig
 from stretto.train.arms import parse_arm
@@ -44,6 +45,16 @@ def without_auto(options: Sequence[str]) -> list[str]:
         elif kept[index] == f"--strategy={AUTO}":
             del kept[index]
     return kept
+
+
+def check_replan(given: Sequence[str], options: Sequence[str]) -> None:
+    """Raise where the words that were given now speak of choosing again, and nothing is chosen.
+
+    Raises:
+        ConfigError: They do.
+    """
+    if any(word.startswith("--replan") for word in given) and not is_auto(options):
+        raise ConfigError("--replan chooses the strategy again: expected --strategy auto beside it")
 
 
 def choose(run: RunConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None]) -> str:

@@ -9,7 +9,15 @@ from types import MappingProxyType
 from typing import Any
 
 from stretto.campaign import CampaignConfig, repeat_fault, run_campaign, small
-from stretto.cli.auto import REPLAN, choose, chosen_before, is_auto, rankings, without_auto
+from stretto.cli.auto import (
+    REPLAN,
+    check_replan,
+    choose,
+    chosen_before,
+    is_auto,
+    rankings,
+    without_auto,
+)
 from stretto.cli.environment import find_ranks, is_joined
 from stretto.cli.help import COMMANDS, HELP, HELP_ALL, command_help, first_clause
 from stretto.cli.options import (
@@ -115,6 +123,7 @@ def train_command(words: Sequence[str]) -> None:
     """Train a recipe on local workers, or as a rank of a launcher."""
     named, given = parse_options("train", words, CONFIGURE["train"])
     run, options = _with_folder(named, given), list(words[1:])
+    check_replan(words, options)
     ranks = find_ranks(run.workers)
     if run.strategy == AUTO:
         # As it was given: with the run's folder in it, measuring would leave a tokenizer there.
@@ -136,6 +145,7 @@ def resume_command(words: Sequence[str]) -> None:
     ranks = find_ranks(run.workers)
     if any(word.startswith("--strategy") for word in given):  # what was chosen before no longer counts
         options = [*without_auto(before["options"]), *given]
+    check_replan(given, options)
     if run.strategy == AUTO:
         chosen = choose(run, ranks, _log(ranks))
         run, options = dataclasses.replace(run, strategy=chosen), [*options, "--strategy", chosen]
@@ -163,18 +173,14 @@ def _short(named: str) -> str:
 def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks: Ranks) -> None:
     """Train; where the strategy is chosen, measure and choose again whenever updates take another time."""
     log = _log(ranks)
-    if run.replan is not None and not is_auto(options):
-        raise ConfigError("--replan chooses the strategy again: expected --strategy auto beside it")
-    if is_auto(options) and run.checkpoint_every is not None:
-        run = dataclasses.replace(run, replan=run.replan or REPLAN)
+    is_watched = is_auto(options) and run.checkpoint_every is not None
+    run = dataclasses.replace(run, replan=(run.replan or REPLAN) if is_watched else None)
     outcome = _train_once(named, options, run, ranks)
     while outcome.pace is not None:
         log("an update takes {1:.3g} s, {0:.3g} s at first: choosing again".format(*outcome.pace))
         chosen = choose(run, ranks, log)
-        run, options = (
-            dataclasses.replace(run, strategy=chosen, resume=True),
-            [*options, "--strategy", chosen],
-        )
+        run = dataclasses.replace(run, strategy=chosen, resume=True)
+        options = [*options, "--strategy", chosen]
         outcome = _train_once(named, options, run, ranks)
     if ranks.is_first:
         print_run(outcome, run, is_on_a_link=run.link != "none" or is_joined())

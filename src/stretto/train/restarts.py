@@ -49,7 +49,12 @@ def train_on(ranks: Ranks, run: RunConfig[TaskT], log: Callable[[str], None]) ->
         log(f"{failure}\n{_in_words(run, left_out, remaining)}")
     faults = FaultPlan(run.faults).going_on(left_out).faults
     going_on = dataclasses.replace(
-        run, workers=remaining.world_size, faults=faults, resume=True, restarts=run.restarts - 1
+        run,
+        workers=remaining.world_size,
+        faults=faults,
+        resume=True,
+        restarts=run.restarts - 1,
+        replan=None,  # who measures and chooses does not know which ranks are left
     )
     return train_on(remaining, going_on, log)
 
