@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import math
-import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -103,14 +102,17 @@ class Progress(Observer):
 
     def _begin(self) -> None:
         """Start the panel, once and only on a terminal that can draw again what it has drawn."""
-        if self._live is not None or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        if self._live is not None or not sys.stdout.isatty():
             return
         try:
+            from rich.console import Console
             from rich.live import Live
         except ImportError as error:
             raise MissingExtra("rich", "cli", "the live display") from error
-        self._live = Live(self, refresh_per_second=4)
-        self._live.start()
+        console = Console()
+        if not console.is_dumb_terminal:
+            self._live = Live(self, console=console, refresh_per_second=4)
+            self._live.start()
 
     def _rows(self, curve: str) -> list[tuple[str, str]]:
         if len(self._recent) < 2:
