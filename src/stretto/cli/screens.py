@@ -172,8 +172,10 @@ def recommendation(ranking: Ranking) -> str:
     gain = base.seconds_per_micro_batch / choice.seconds_per_micro_batch
     evidence = EVIDENCE[arm.name]
     loss = "exact" if not evidence.nats else f"{evidence.nats:+.3f} nats in {evidence.source}"
-    if wire != "fp32":
-        loss += f", but for the rounding of {wire}"
+    if wire == "bf16":
+        loss += ", but for the rounding of bf16"
+    elif wire != "fp32":
+        loss += f"; what {wire} costs in long runs is not known"
     faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast as {base.arm} on fp32"
     seconds = f"{choice.seconds:.4f} s per update"
     text = f"{ranking.machine.ranks} ranks: use {options}: {seconds}, {faster}; {loss}"
