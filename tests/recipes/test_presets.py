@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,12 @@ from stretto.cli.options import options_of, parse_options
 from stretto.cli.presets import OURS, PRESETS
 from stretto.recipes import Language, recipe
 from stretto.recipes.classifiers import image_model
-from stretto.recipes.language_models import language_model
+from stretto.recipes.language_models import language_model, with_lora
+from stretto.strategies.ledger import ledger_of
+from stretto.train.arms import parse_arm
+from stretto.train.configuration import RunConfig
 from stretto.train.simulation import SimulateConfig, simulate
+from tests.docs.pages import DOCS, table
 from tests.recipes.files import (
     INSTRUCTIONS,
     STORIES,
@@ -108,6 +113,40 @@ def test_a_language_model_has_the_size_of_its_paper(name: str) -> None:
         )
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count / 1e6 == pytest.approx(millions, abs=digit / 2)
+
+
+def held(run: RunConfig[Any], ranks: int, strategy: str | None = None) -> tuple[float, float]:
+    """Parameters, and bytes that a rank holds beside activations, of a language model that has no memory itself."""
+    task = run.task
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[task.dtype]
+    size = {"vocabulary": 32_000 if "llama" in task.model else 50_257, "length": task.length}
+    with torch.device("meta"):
+        model = language_model(task.model, **size, scale=1.0, dtype=dtype, seed=0)
+        if task.lora_rank is not None:
+            model = with_lora(model, task.lora_rank, 2.0 * task.lora_rank, task.lora.dropout, seed=0)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    chosen = parse_arm(strategy or run.strategy).strategy()
+    each = ledger_of(chosen).memory_bytes(chosen, parameter=dtype.itemsize, accumulation=4, world_size=ranks)
+    return count, trained * each + (count - trained) * dtype.itemsize
+
+
+def test_the_page_says_what_a_full_run_of_every_language_model_holds() -> None:
+    rows = {
+        row["preset"].strip("`"): row for row in table(DOCS / "recipes.md", "tests/recipes/test_presets.py")
+    }
+    assert list(rows) == [name for name, preset in PRESETS.items() if preset.recipe == "language"]
+    for name, row in rows.items():
+        _, run = parse_options("train", ["language", "--preset", name], CONFIGURE["train"])
+        count, held_bytes = held(run, run.workers)
+        assert row["millions of parameters"] == f"{count / 1e6:,.0f}"
+        assert row["strategy"] == f"`{run.strategy.partition(':')[0]}`"
+        assert row["ranks"] == str(run.workers)
+        assert row["GB of a rank"] == f"{held_bytes / 1e9:.1f}"
+    assert name == "paft-llama2-alpaca-lora"
+    _, whole = parse_options("train", ["language", "--preset", "paft-llama2-alpaca"], CONFIGURE["train"])
+    page = (DOCS / "recipes.md").read_text()
+    assert f"`--strategy\nzero1` on eight ranks takes {held(whole, 8, 'zero1')[1] / 1e9:.0f} GB" in page
 
 
 @pytest.mark.parametrize("name", IMAGE_MODELS)
