@@ -21,6 +21,7 @@ for name in [name for name in os.environ if name.startswith(LAUNCHER_PREFIXES)]:
 os.environ["PYTHONPATH"] = str(SOURCES)  # `python -m stretto` works from any folder, installed or not
 # Bit-identity holds for one thread count, whichever it is: STRETTO_TEST_THREADS=2 runs the suite with two.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("STRETTO_TEST_THREADS", "1")
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it deterministic products on CUDA are refused
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would download something is a mistake
 # What a script starts in its background ignores Ctrl-C, or with nohup a hang-up, and so does what that starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,6 +38,15 @@ def pytest_collection_finish() -> None:
     """Tell the garbage collector that modules and collected tests stay: it would walk through them again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests have not run because they need a device that is not here."""
+    missing = [one for one in terminalreporter.stats.get("skipped", []) if "gpu" in one.keywords]
+    if missing:
+        terminalreporter.write_line(
+            f"{len(missing)} tests need a CUDA device and have not run (pytest -m gpu)"
+        )
 
 
 @pytest.fixture(scope="session", autouse=True)
