@@ -140,6 +140,8 @@ def test_an_arm_that_misses_the_target_is_told_by_a_lower_bound(capsys: pytest.C
     assert "all off - >9.00" in text
     assert "needs 10.0 s to the target and ends +0.500 from the clean" in text
     assert "with none of them it takes more than 9.00 times as long and ends at +2.000" in text
+    print_demo([{**run, "heldout_loss": None} if run["arm"] == "all off" else run for run in runs])
+    assert "9.00 times as long and ends with no finite loss" in " ".join(capsys.readouterr().out.split())
     print_demo([{**run, "seconds_to_loss": None} for run in runs])
     assert "did not reach the target" in " ".join(capsys.readouterr().out.split())
 

@@ -212,7 +212,7 @@ def _verdict(arms: Mapping[str, Sequence[Run]]) -> str:
     return (
         f"With all remedies the job needs {statistics.median(reached):.1f} s to the target{some} and ends "
         f"{above['all on']} from the clean run's loss; with none of them it takes {times['all off']} times as "
-        f"long and ends at {above['all off']}"
+        f"long and ends {'with no finite loss' if above['all off'] == '-' else 'at ' + above['all off']}"
         + (f"; without one of them the times are: {left_out}." if left_out else ".")
     )
 
