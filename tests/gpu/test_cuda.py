@@ -195,7 +195,9 @@ def held_bytes(strategy: st.Strategy) -> tuple[float, float]:
     model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(48)]).to(DEVICE)
     count = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    model(torch.randn(8, 1024, device=DEVICE)).sum().backward()  # matrix products keep a workspace from here on
+    model(
+        torch.randn(8, 1024, device=DEVICE)
+    ).sum().backward()  # matrix products keep a workspace from here on
     model.zero_grad()
     before = torch.cuda.memory_allocated()
     parallel = st.DataParallel(model, optimizer, strategy, micro_batches=MICRO_BATCHES, group=SoloGroup())
