@@ -139,7 +139,8 @@ def rank_by_time(
         machine: What was measured, perhaps with other ranks or another link.
         micro_batches: Per rank and update.
         bucket_bytes: Of the job.
-        most_nats: Leave out strategies that cost more in held-out loss, or for all that is known may do so.
+        most_nats: Leave out strategies that cost more in held-out loss, and those whose cost is not known, unless this
+            is infinite.
     """
     wired = [
         arm if wire == "fp32" else f"{arm}:wire={wire}"

@@ -175,7 +175,8 @@ class RunConfig(Job[TaskT]):
     """Updates in which guards or the verified exchange may lay damage to one rank, or to one link, before the job goes
     on without it; None for no limit."""
     replan: float | None = None
-    """With --strategy auto: choose again once updates take this many times as long as at first, or as short [1.5]."""
+    """With --strategy auto: choose again once an update takes more than this many times as long as at first, or less
+    than that part of it; None is 1.5 there."""
     restarts: int = 3
     """Times that local workers go on from the last checkpoint after damage that cannot be repaired, or that came too
     often, without those it is laid to; 0 for none."""

@@ -113,7 +113,7 @@ class Pace:
     lasts `SECONDS`, at least.
 
     Args:
-        factor: How many times as long, or as short, is another pace; above 1.
+        factor: Above 1. More than this many times as long as at first, or less than that part of it, is another pace.
     """
 
     UPDATES = 16

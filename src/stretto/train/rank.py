@@ -147,10 +147,9 @@ def _train(
 def _of_first(pace: tuple[float, float] | None, context: RankContext) -> tuple[float, float] | None:
     """Return the change of pace that rank 0 has seen; all ranks must call."""
     told = torch.tensor(pace or (0.0, 0.0), dtype=torch.float64, device=context.device)
+    # A method of the group: the function of torch.distributed knows no virtual ones.
     group: Any = context.group or dist.group.WORLD
-    group.broadcast(
-        [told], dist.BroadcastOptions()
-    ).wait()  # torch.distributed's own function knows no virtual group
+    group.broadcast([told], dist.BroadcastOptions()).wait()
     at_first, lately = told.tolist()
     return (at_first, lately) if lately else None
 
