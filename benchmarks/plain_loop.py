@@ -6,6 +6,7 @@ One thread. The plain loop runs twice in each turn, once under a second name, wh
 """
 
 import argparse
+import copy
 import itertools
 import statistics
 import sys
@@ -28,11 +29,6 @@ WARM_UP = 3
 Update = Callable[[], object]
 
 
-def language_model() -> nn.Module:
-    """Return a GPT of 2.0 million parameters."""
-    return StdlibGPT().build(0, 1, 0, None).model
-
-
 class Chain(nn.Module):
     """A thousand linear layers of 16 x 16 with their biases: 2,000 small tensors."""
 
@@ -53,9 +49,10 @@ def token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 def cases() -> dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor], Tensor]]:
     """Return model, loss and batch of every case."""
     torch.manual_seed(0)
+    gpt = StdlibGPT().build(0, 1, 0, None).model
     return {
-        "2 million parameters, 8 x 128 tokens": (language_model(), token_loss, torch.randint(256, (8, 129))),
-        "2 million parameters, 4 x 64 tokens": (language_model(), token_loss, torch.randint(256, (4, 65))),
+        "2 million parameters, 8 x 128 tokens": (gpt, token_loss, torch.randint(256, (8, 129))),
+        "2 million parameters, 4 x 64 tokens": (gpt, token_loss, torch.randint(256, (4, 65))),
         "2,000 tensors of 16 x 16": (Chain(), lambda model, batch: model(batch), torch.randn(8, 16)),
     }
 
@@ -95,7 +92,6 @@ def ours(
 def measure(case: tuple[nn.Module, Any, Tensor], seconds: float) -> dict[str, list[float]]:
     """Return the seconds of every update, by arm."""
     model, loss_of, batch = case
-    state = model.state_dict()
     made: dict[str, Callable[..., Update]] = {
         "plain": plain,
         "default": lambda *a: ours(None, *a),
@@ -103,17 +99,13 @@ def measure(case: tuple[nn.Module, Any, Tensor], seconds: float) -> dict[str, li
         "acco": lambda *a: ours(stretto.ACCO(), *a),
         "plain again": plain,
     }
-    arms = {}
-    for name, make in made.items():
-        twin = Chain() if isinstance(model, Chain) else language_model()
-        twin.load_state_dict(state)
-        arms[name] = make(twin, loss_of, batch)
+    arms = {name: make(copy.deepcopy(model), loss_of, batch) for name, make in made.items()}
     taken: dict[str, list[float]] = {name: [] for name in arms}
     order, until = list(arms), 0.0
     for turn in itertools.count():
         if turn == WARM_UP:
             until = time.monotonic() + seconds
-        elif turn > WARM_UP and time.monotonic() > until:
+        elif turn > WARM_UP + 1 and time.monotonic() > until:  # quartiles take two turns
             break
         order.append(order.pop(0))
         for name in order:
