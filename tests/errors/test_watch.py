@@ -1,5 +1,6 @@
 """What a watch makes of one collective, where real ranks would need luck to show it."""
 
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -39,6 +40,14 @@ class LastMoment(dist.Work):
 
     def is_completed(self) -> bool:
         """Always, once asked."""
+        return True
+
+
+class Over(dist.Work):
+    """Complete from the start."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return."""
         return True
 
 
@@ -87,3 +96,14 @@ def test_all_who_do_not_answer_are_suspects() -> None:
     assert says(
         caught.value, "rank 1, ", "one of ranks [0, 2], which do not answer", "(Connection closed by peer"
     )
+
+
+def test_a_collective_that_has_completed_is_kept_until_several_more_have() -> None:
+    # Otherwise a thread of Gloo can be the last to let go, and a program that ends right then aborts.
+    watch = detector(dist.HashStore(), 0, 2)
+    works = [Over() for _ in range(20)]
+    kept = [weakref.ref(work) for work in works]
+    for _ in kept:
+        watch.wait(works.pop(0), "reduction of bucket 0")
+
+    assert [work() is not None for work in kept] == [False] * 12 + [True] * 8
