@@ -52,8 +52,8 @@ _ANSWER_SECONDS = 2.5
 _POLL_SECONDS = 0.05
 """Seconds between two counts of the answers."""
 _KEPT = 8
-"""Completed collectives that are kept; see Note [Who lets go last]. Of 400 programs that never yielded the lock 5 aborted
-with 2 kept, none with 8."""
+"""Completed collectives that are kept; see Note [Who lets go last]. Of 400 programs that never yielded the lock,
+5 aborted with 2 kept, and none with 8."""
 _TROUBLE = "trouble"
 """The only key that a look reads while no rank has written anything, for any number of ranks."""
 _SEEN_BY_ALL = (NonFinite, Quarantined, RanksDisagree, UnusedParameters)
