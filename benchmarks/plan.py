@@ -3,7 +3,10 @@
     python benchmarks/plan.py --rate 100mbit --out benchmarks/results/DATE-plan
 
 Needs root for the namespaces. The workers measure the machine as `stretto plan` does, and rank 0 prices every arm. Then
-all arms train in turns (`turns.py`). A ratio is that of the predicted seconds to the median of the measured ones.
+all arms train in turns (`turns.py`), and beside them `compute`, which sends nothing. A ratio is that of the predicted
+seconds to the median of the measured ones. That of `compute` tells how much slower or faster the machine was while it
+was measured than in the turns. `priced_again` is the ratio without this: the price where computing takes what it took
+in the turns.
 """
 
 import argparse
@@ -29,6 +32,7 @@ ARMS = tuple(
     for strategy in ("ddp", "zero1", "acco", "wp")
     for wire in ("", ":wire=bf16", ":wire=int8", ":wire=int4")
 )
+COMPUTE = "compute"
 TURNS_PORT = "29502"
 """Another one than that at which the workers met to measure."""
 
@@ -41,18 +45,35 @@ def machine_of(task: StdlibGPT, micro_batches: int, workers: int) -> Machine:
     return dataclasses.replace(found, cores=len(os.sched_getaffinity(0)) / workers)
 
 
-def compared(predicted: dict[str, float], found: dict[str, list[Taken]]) -> dict[str, dict[str, float]]:
-    """Return, by arm, predicted and measured seconds of an update, and their ratio."""
-    table = {}
-    for arm, taken in found.items():
-        seconds = statistics.median(one.clock for one in taken)
-        table[arm] = {
-            "predicted": predicted[arm],
+def compared(
+    machine: Machine, found: dict[str, list[Taken]], micro_batches: int, bucket_bytes: int
+) -> dict[str, dict[str, float]]:
+    """Return, by arm, predicted and measured seconds of an update, and ratios of them."""
+
+    def predicted(arm: str, machine: Machine) -> float:
+        if arm == COMPUTE:
+            return micro_batches * machine.micro_batch_seconds + machine.step_seconds
+        return price(parse_arm(arm), machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes).seconds
+
+    measured = {arm: statistics.median(one.clock for one in taken) for arm, taken in found.items()}
+    drift = measured[COMPUTE] / predicted(COMPUTE, machine)
+    in_turns = dataclasses.replace(
+        machine,
+        forward_seconds=machine.forward_seconds * drift,
+        backward_seconds=machine.backward_seconds * drift,
+        step_seconds=machine.step_seconds * drift,
+        exchange_seconds={wire: seconds * drift for wire, seconds in machine.exchange_seconds.items()},
+    )
+    return {
+        arm: {
+            "predicted": predicted(arm, machine),
             "measured": seconds,
-            "ratio": predicted[arm] / seconds,
-            "turns": len(taken),
+            "ratio": predicted(arm, machine) / seconds,
+            "priced_again": predicted(arm, in_turns) / seconds,
+            "turns": len(found[arm]),
         }
-    return table
+        for arm, seconds in measured.items()
+    }
 
 
 def main() -> None:
@@ -66,6 +87,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=4, help="per rank and update")
     parser.add_argument("--seconds", type=float, default=120.0, help="of the turns, without warm-up")
+    parser.add_argument(
+        "--updates", type=int, default=3, help="of an arm in one turn: a token bucket fills between turns"
+    )
     options = parser.parse_args()
     if "RANK" not in os.environ:
         return launch(options.workers, options.rate, sys.argv[1:])
@@ -73,22 +97,16 @@ def main() -> None:
     task = StdlibGPT(evaluation_windows=1)
     machine = machine_of(task, options.micro_batches, options.workers)
     run = RunConfig(task=task, micro_batches=options.micro_batches)
-    arms = [parse_arm(text) for text in options.arms]
+    arms = [parse_arm(text) for text in (*options.arms, COMPUTE)]
     os.environ["MASTER_PORT"] = TURNS_PORT
     dist.init_process_group("gloo")
-    predicted = {
-        arm.text: price(
-            arm, machine, micro_batches=options.micro_batches, bucket_bytes=run.bucket_bytes
-        ).seconds
-        for arm in (arms if dist.get_rank() == 0 else ())
-    }
-    found = measure({arm.text: run.run_of(arm) for arm in arms}, options.seconds, updates=3)
+    found = measure({arm.text: run.run_of(arm) for arm in arms}, options.seconds, options.updates)
     if dist.get_rank() == 0:
-        table = compared(predicted, found)
+        table = compared(machine, found, options.micro_batches, run.bucket_bytes)
         for arm, row in table.items():
             print(
                 f"{options.rate:8} {arm:16} predicted {row['predicted']:7.3f} s, measured {row['measured']:7.3f} s, "
-                f"ratio {row['ratio']:.3f}",
+                f"ratio {row['ratio']:.3f}, priced again {row['priced_again']:.3f}",
                 flush=True,
             )
         write(

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 import random
 import re
 from pathlib import Path
 
+import numpy
 import pytest
 
 from stretto.cli import main
@@ -50,6 +52,31 @@ def seconds(arm: str, machine: Machine = MACHINE) -> float:
 def test_a_price_is_that_of_the_time_model(arm: str, expected: float) -> None:
     """A twin's records are as long as the job's, on a link that is slower: some thousandths of the time."""
     assert seconds(arm) == pytest.approx(expected, rel=0.01)
+
+
+def test_jitter_costs_what_the_slowest_of_all_ranks_lags_behind() -> None:
+    """Of 4 uniform draws of width j the mean is normal, nearly, with the deviation j / sqrt(3 * 4)."""
+
+    def lag(ranks: int) -> float:
+        even = dataclasses.replace(MACHINE, ranks=ranks, link=Link())
+        return (seconds("zero1", dataclasses.replace(even, jitter=0.2)) - seconds("zero1", even)) / N_T
+
+    deviation = 0.2 / math.sqrt(12)
+    # The larger of two draws has the mean 1 / sqrt(pi) and the deviation sqrt(1 - 1 / pi); there are 24 updates.
+    error = deviation * math.sqrt((1 - 1 / math.pi) / 24)
+    of_two = lag(2)
+    assert of_two == pytest.approx(deviation / math.sqrt(math.pi), abs=2 * error)
+    for ranks in (16, 128):
+        slowest = float(numpy.random.default_rng(0).normal(size=(4000, ranks)).max(axis=1).mean())
+        # The draws are those of two ranks, so their error cancels; that of the normal draws is below 1 %.
+        assert lag(ranks) / of_two == pytest.approx(slowest * math.sqrt(math.pi), rel=0.1)
+
+
+def test_a_strategy_that_overlaps_hides_most_of_the_jitter() -> None:
+    even = dataclasses.replace(MACHINE, ranks=32, link=Link(bits_per_second=2e9))
+    uneven = dataclasses.replace(even, jitter=0.2)
+    lags = {arm: seconds(arm, uneven) - seconds(arm, even) for arm in ("acco", "zero1")}
+    assert lags["acco"] < lags["zero1"] / 2
 
 
 def test_on_a_core_of_its_own_computing_pays_for_what_overlaps() -> None:

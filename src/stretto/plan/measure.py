@@ -7,6 +7,7 @@ Note [What is measured where]
 """
 
 import dataclasses
+import math
 import os
 import statistics
 import time
@@ -65,6 +66,8 @@ class Machine:
     """In each direction, with all ranks sending."""
     cores: float
     """Processor cores for each rank of a machine; infinite where a device computes."""
+    jitter: float = 0.0
+    """Share by which a micro-batch takes longer or shorter than most, as the width of a uniform draw."""
 
     @property
     def micro_batch_seconds(self) -> float:
@@ -110,6 +113,7 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
             cores=float("inf")
             if device.type != "cpu"
             else len(os.sched_getaffinity(0)) / info.local_world_size,
+            jitter=_jitter([sum(one) for one in passes]),
         )
         return _slowest(own, device)
 
@@ -123,6 +127,8 @@ def _slowest(own: Machine, device: torch.device) -> Machine:
     longest = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     forward, backward, load, step, *exchanges, per_bit, latency, cores = longest.tolist()
+    jitter = torch.tensor(own.jitter, dtype=torch.float64, device=device)
+    dist.all_reduce(jitter)  # few draws: their mean is nearer to the truth than their maximum
     return dataclasses.replace(
         own,
         forward_seconds=forward,
@@ -132,6 +138,7 @@ def _slowest(own: Machine, device: torch.device) -> Machine:
         exchange_seconds=dict(zip(own.exchange_seconds, exchanges, strict=True)),
         link=Link(bits_per_second=1 / per_bit if per_bit else None, latency_seconds=latency),
         cores=-cores,
+        jitter=jitter.item() / own.ranks,
     )
 
 
@@ -184,6 +191,11 @@ def _passes(task: Task, batch: Any, device: torch.device) -> tuple[float, float]
     losses: list[Tensor] = []
     forward = _seconds(lambda: losses.append(task.loss(task.model, batch).value), device)
     return forward, _seconds(losses[0].backward, device)
+
+
+def _jitter(taken: list[float]) -> float:
+    """Return the width of the uniform distribution with the spread of `taken`, as a share of its middle."""
+    return math.sqrt(3) * statistics.stdev(taken) / statistics.fmean(taken) if len(taken) > 1 else 0.0
 
 
 def _exchange_seconds(task: Task, batch: Any, wire: str) -> float:

@@ -5,6 +5,13 @@ Note [A small twin]
     the parameters, of the bucket size and of the link's rate takes the same virtual time, and next to no real time.
     Many ranks are scaled down alike: what each rank sends grows as (N - 1)/N, and its share of the optimizer falls as
     1/N. What grows with N and not with the model is left out: the round report, some hundred bytes per rank.
+
+Note [Waiting for the slowest]
+    Ranks that wait for each other take as long as the slowest of them, so what jitter costs grows with N. With n
+    micro-batches per update and a uniform jitter j, the slowest of N ranks lags behind the mean by about
+    z(N) j / sqrt(3 n), where z(N) is the expected maximum of N normal draws, and never by more than j. A twin of two
+    ranks has the same lag if its jitter is z(N) / z(2) times as large. Strategies that overlap hide a part of it, there
+    as in the job.
 """
 
 import dataclasses
@@ -36,6 +43,10 @@ _WARM_UP = 3
 """First updates, in which overlapping only begins."""
 _UPDATES = 6
 """Updates that are counted; of strategies that send now and then, those of several intervals."""
+_UPDATES_WITH_JITTER = 24
+"""Prices are means over so many updates; the draws are the same for all arms."""
+_MOST_JITTER = 0.95
+"""No work takes no time."""
 _INTERVALS = 3
 _BUSY_CORES = 2.0
 """Cores per rank below which a communication lane takes its time from computing."""
@@ -89,10 +100,11 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) 
             micro_batch_ns=_nanoseconds(max(compute_seconds, machine.load_seconds)),
             step_ns=_nanoseconds(lane_seconds),
             backward_share=machine.backward_seconds / machine.micro_batch_seconds,
+            jitter=_jitter_of_twin(machine, micro_batches),
         ),
     )
     options = Options(wire=wire, bucket_bytes=twin.bucket_bytes, allow_unused=True)
-    updates = _WARM_UP + _counted(strategy)
+    updates = _WARM_UP + _counted(strategy, machine)
 
     def program(rank: int, group: dist.ProcessGroup) -> tuple[list[float], list[float], list[int]]:
         return twin.train(strategy, options, micro_batches, updates, group)
@@ -169,10 +181,24 @@ class _Twin:
         return ends, exposed, sent
 
 
-def _counted(strategy: Strategy) -> int:
+def _counted(strategy: Strategy, machine: Machine) -> int:
     """Return how many updates to count."""
     interval: int = getattr(strategy, "interval", None) or round(1 / getattr(strategy, "rate", 1.0))
-    return max(_UPDATES, _INTERVALS * interval)
+    return max(_UPDATES_WITH_JITTER if machine.jitter else _UPDATES, _INTERVALS * interval)
+
+
+def _jitter_of_twin(machine: Machine, micro_batches: int) -> float:
+    """Return the jitter with which two ranks wait as long as all of them would; see Note [Waiting for the slowest]."""
+    if machine.ranks <= _RANKS:
+        return min(machine.jitter, _MOST_JITTER)
+    growth = _expected_maximum(machine.ranks) / _expected_maximum(_RANKS)
+    bound = math.sqrt(3 * micro_batches) / _expected_maximum(_RANKS)  # at which the lag is j
+    return min(machine.jitter * min(growth, bound), _MOST_JITTER)
+
+
+def _expected_maximum(draws: int) -> float:
+    """Return that of `draws` normal draws, by Blom's approximation."""
+    return statistics.NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
 
 
 def _share_sent(ranks: int) -> float:
