@@ -240,13 +240,18 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    replace_json(options.out / "environment.json", describe_environment())
     rows: list[dict[str, Any]] = []
     seeds = range(options.first, options.first + options.clusters)
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+    with (
+        ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool,
+        Path(options.out, f"clusters-{options.first}.jsonl").open("w", buffering=1) as file,
+    ):
         for row in pool.map(compare, seeds):
             rows.append(row)
+            print(json.dumps(row), file=file)
             print(
-                json.dumps({key: row[key] for key in ("seed", "ranks", "choice", "best", "regret")}),
+                f"cluster {row['seed']}, {row['ranks']} ranks: {row['choice']}, regret {row['regret']:.4f}",
                 flush=True,
             )
     regrets = sorted(row["regret"] for row in rows)
@@ -257,15 +262,6 @@ def main() -> None:
         f"{len(rows)} clusters: regret 0 in {sum(one == 0 for one in regrets)}, median {percentiles[49]:.4f}, "
         f"95th percentile {percentiles[94]:.4f}, most {regrets[-1]:.4f}; of {len(whole)} clusters with all arms "
         f"the best was priced above {CLOSE} times the lowest in {far}"
-    )
-    replace_json(
-        options.out / "plan-regret.json",
-        {
-            "environment": describe_environment(),
-            "options": {**vars(options), "out": None},
-            "percentiles": percentiles,
-            "clusters": rows,
-        },
     )
 
 
