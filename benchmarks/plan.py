@@ -66,9 +66,9 @@ def compared(
     )
     return {
         arm: {
-            "predicted": predicted(arm, machine),
+            "predicted": (before := predicted(arm, machine)),
             "measured": seconds,
-            "ratio": predicted(arm, machine) / seconds,
+            "ratio": before / seconds,
             "priced_again": predicted(arm, in_turns) / seconds,
             "turns": len(found[arm]),
         }

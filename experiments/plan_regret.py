@@ -28,11 +28,10 @@ from torch import nn
 from stretto import DataParallel, Options
 from stretto.groups import Link
 from stretto.observe import replace_json
-from stretto.plan import SMALL, Machine, rank_by_time
-from stretto.strategies.ledger import ledger_of
+from stretto.plan import SMALL, Machine, compute_of, rank_by_time
 from stretto.train.arms import parse_arm
 from stretto.train.outcome import describe_environment
-from stretto.virtual import Compute, Network, Uplink, VirtualCluster
+from stretto.virtual import Network, Uplink, VirtualCluster
 
 CLOSE = 1.25
 TENSORS = 16
@@ -52,23 +51,16 @@ class Setting:
     numel: int
     """Of each of the model's tensors."""
     micro_batches: int
-    micro_batch_seconds: float
-    step_seconds: float
-    exchange_seconds: dict[str, float]
-    cores: float
+    even: Machine
+    """What a rank would be measured as that is no straggler, without jitter and on the link of most ranks."""
     slowness: dict[int, float]
     jitter: float
     network: Network
 
     @property
-    def parameters(self) -> int:
-        """Of the model."""
-        return self.numel * TENSORS
-
-    @property
     def bucket_bytes(self) -> int:
         """A quarter of the model, so that buckets follow each other."""
-        return self.parameters
+        return self.even.parameters
 
 
 def draw(seed: int) -> Setting:
@@ -91,13 +83,20 @@ def draw(seed: int) -> Setting:
         ranks=ranks,
         numel=numel,
         micro_batches=micro_batches,
-        micro_batch_seconds=micro_batch_seconds,
-        step_seconds=update_seconds * draws.uniform(0.0, 0.1),
-        exchange_seconds={
-            wire: exchange * factor
-            for wire, factor in (("fp32", 1.0), ("bf16", 1.2), ("int8", 2.5), ("int4", 3.0))
-        },
-        cores=draws.choice([1.0, 2.0, float("inf")]),
+        even=Machine(
+            ranks=ranks,
+            parameters=numel * TENSORS,
+            forward_seconds=micro_batch_seconds / 3,
+            backward_seconds=micro_batch_seconds * 2 / 3,
+            load_seconds=0.0,
+            step_seconds=update_seconds * draws.uniform(0.0, 0.1),
+            exchange_seconds={
+                wire: exchange * factor
+                for wire, factor in (("fp32", 1.0), ("bf16", 1.2), ("int8", 2.5), ("int4", 3.0))
+            },
+            link=Link(bits_per_second=rate, latency_seconds=latency),
+            cores=draws.choice([1.0, 2.0, float("inf")]),
+        ),
         slowness={rank: draws.uniform(1.1, 3.0) for rank in slow},
         jitter=draws.uniform(0.0, 0.3),
         network=Network(
@@ -116,24 +115,6 @@ def draw(seed: int) -> Setting:
     )
 
 
-def compute_of(setting: Setting, arm: str) -> Compute:
-    """Return what an arm's work costs: a lane takes cores from computing where there are few of them."""
-    parsed = parse_arm(arm)
-    strategy = parsed.strategy()
-    ledger = ledger_of(strategy)
-    lane = setting.exchange_seconds[parsed.settings.get("wire", "fp32")]
-    lane += setting.step_seconds * (1.0 if ledger.replicated else 1.0 / setting.ranks)
-    micro_batch = setting.micro_batch_seconds
-    if setting.cores < 2 and strategy.overlaps:
-        micro_batch += lane * ledger.rounds / setting.micro_batches
-    return Compute(
-        micro_batch_ns=round(micro_batch * 1e9),
-        step_ns=round(lane * 1e9),
-        slowness=setting.slowness,
-        jitter=setting.jitter,
-    )
-
-
 def measured(setting: Setting, draws: random.Random) -> Machine:
     """Return what `stretto plan` would measure on the cluster; its jitter is known from a few micro-batches only."""
     each = TRANSFER_BYTES // setting.ranks  # to every rank
@@ -146,20 +127,17 @@ def measured(setting: Setting, draws: random.Random) -> Machine:
         return float(group.now_ns) / 1e9
 
     taken = max(VirtualCluster(setting.ranks, setting.network).run(send).values)
-    latency = setting.network.link.latency_seconds
+    latency = setting.even.link.latency_seconds
     slowest = max([1.0, *setting.slowness.values()])
-    micro_batch = setting.micro_batch_seconds * slowest
     sent = TRANSFERS * each * (setting.ranks - 1)
-    return Machine(
-        ranks=setting.ranks,
-        parameters=setting.parameters,
-        forward_seconds=micro_batch / 3,
-        backward_seconds=micro_batch * 2 / 3,
-        load_seconds=0.0,
-        step_seconds=setting.step_seconds * slowest,
-        exchange_seconds={wire: seconds * slowest for wire, seconds in setting.exchange_seconds.items()},
+    even = setting.even
+    return dataclasses.replace(
+        even,
+        forward_seconds=even.forward_seconds * slowest,
+        backward_seconds=even.backward_seconds * slowest,
+        step_seconds=even.step_seconds * slowest,
+        exchange_seconds={wire: seconds * slowest for wire, seconds in even.exchange_seconds.items()},
         link=Link(bits_per_second=8 * sent / (taken - latency), latency_seconds=latency),
-        cores=setting.cores,
         jitter=statistics.fmean(
             math.sqrt(3)
             * statistics.stdev(draws.uniform(-setting.jitter, setting.jitter) for _ in range(BATCHES))
@@ -194,7 +172,12 @@ def train(setting: Setting, arm: str, seed: int) -> float:
         parallel.finish()
         return (ends[-1] - ends[WARM_UP - 1]) / COUNTED
 
-    cluster = VirtualCluster(setting.ranks, setting.network, compute_of(setting, arm), seed=seed)
+    compute = dataclasses.replace(
+        compute_of(parsed, setting.even, setting.micro_batches),
+        slowness=setting.slowness,
+        jitter=setting.jitter,
+    )
+    cluster = VirtualCluster(setting.ranks, setting.network, compute, seed=seed)
     return float(cluster.run(program).values[0])
 
 

@@ -72,6 +72,26 @@ def test_jitter_costs_what_the_slowest_of_all_ranks_lags_behind() -> None:
         assert lag(ranks) / of_two == pytest.approx(slowest * math.sqrt(math.pi), rel=0.1)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_free_link_and_more_ranks_that_jitter_never_make_an_update_cheaper(seed: int) -> None:
+    """Every rank of `ddp` steps all parameters, so only what it waits for the others grows."""
+    draws = random.Random(seed)
+    machine = dataclasses.replace(
+        MACHINE, link=Link(), jitter=draws.uniform(0.0, 1.0), backward_seconds=draws.uniform(0.01, 0.2)
+    )
+    micro_batches = draws.choice([1, 2, 4, 16])
+    taken = [
+        price(
+            parse_arm("ddp"),
+            dataclasses.replace(machine, ranks=ranks),
+            micro_batches=micro_batches,
+            bucket_bytes=BUCKET_BYTES,
+        ).seconds
+        for ranks in sorted([1, 2, *draws.sample(range(3, 5000), 3)])
+    ]
+    assert taken == sorted(taken)
+
+
 def test_a_strategy_that_overlaps_hides_most_of_the_jitter() -> None:
     even = dataclasses.replace(MACHINE, ranks=32, link=Link(bits_per_second=2e9))
     uneven = dataclasses.replace(even, jitter=0.2)

@@ -16,8 +16,8 @@ Note [Who lets go last]
     A thread of Gloo holds a collective for a moment after it has completed. If that thread is the last to let go, it
     frees the tensors, for which it needs Python's lock. In a program that ends at once Python never gives the lock:
     it ends the thread instead, in C++ that cannot be unwound, and the process aborts ("terminate called without an
-    active exception"). So the last few collectives are kept: the two threads that a group has let go of theirs in the
-    meantime. What they hold is small, or memory that the next update uses again.
+    active exception"). So the last few collectives are kept here. When one of them is dropped, Gloo's thread has let go
+    of it long ago. What they hold is small, or memory that the next update uses again.
 """
 
 import collections

@@ -1,7 +1,7 @@
 """What to use: a job's work and link are measured, every strategy and wire is priced by them, and the prices ranked."""
 
 from stretto.plan.measure import Machine, measure
-from stretto.plan.price import Price, price
+from stretto.plan.price import Price, compute_of, price
 from stretto.plan.ranking import EVIDENCE, SMALL, Evidence, PlanConfig, Ranking, plan, rank_by_time
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "PlanConfig",
     "Price",
     "Ranking",
+    "compute_of",
     "measure",
     "plan",
     "price",

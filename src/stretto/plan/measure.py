@@ -67,7 +67,7 @@ class Machine:
     cores: float
     """Processor cores for each rank of a machine; infinite where a device computes."""
     jitter: float = 0.0
-    """Share by which a micro-batch takes longer or shorter than most, as the width of a uniform draw."""
+    """A micro-batch takes up to this share more or less than the mean, if all times between are equally likely."""
 
     @property
     def micro_batch_seconds(self) -> float:
@@ -194,7 +194,7 @@ def _passes(task: Task, batch: Any, device: torch.device) -> tuple[float, float]
 
 
 def _jitter(taken: list[float]) -> float:
-    """Return the width of the uniform distribution with the spread of `taken`, as a share of its middle."""
+    """Return `Machine.jitter` from the spread of `taken`, in seconds; 0 where there is only one."""
     return math.sqrt(3) * statistics.stdev(taken) / statistics.fmean(taken) if len(taken) > 1 else 0.0
 
 

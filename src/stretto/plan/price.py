@@ -44,9 +44,9 @@ _WARM_UP = 3
 _UPDATES = 6
 """Updates that are counted; of strategies that send now and then, those of several intervals."""
 _UPDATES_WITH_JITTER = 24
-"""Prices are means over so many updates; the draws are the same for all arms."""
+"""As many where there is jitter: a price is their mean. The draws are the same for all arms."""
 _MOST_JITTER = 0.95
-"""No work takes no time."""
+"""`Compute` refuses 1."""
 _INTERVALS = 3
 _BUSY_CORES = 2.0
 """Cores per rank below which a communication lane takes its time from computing."""
@@ -88,21 +88,10 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) 
     wire = arm.settings.get("wire", "fp32")
     ledger = ledger_of(strategy)
     twin = _Twin.of(machine, bucket_bytes)
-    owned = 1.0 if ledger.replicated else 1.0 / machine.ranks
-    lane_seconds = machine.exchange_seconds[wire] + machine.step_seconds * owned
-    compute_seconds = machine.micro_batch_seconds
-    if machine.cores < _BUSY_CORES and strategy.overlaps:
-        compute_seconds += lane_seconds * ledger.rounds / micro_batches
-    cluster = VirtualCluster(
-        twin.ranks,
-        Network(link=twin.link),
-        Compute(
-            micro_batch_ns=_nanoseconds(max(compute_seconds, machine.load_seconds)),
-            step_ns=_nanoseconds(lane_seconds),
-            backward_share=machine.backward_seconds / machine.micro_batch_seconds,
-            jitter=_jitter_of_twin(machine, micro_batches),
-        ),
+    compute = dataclasses.replace(
+        compute_of(arm, machine, micro_batches), jitter=_jitter_of_twin(machine, micro_batches)
     )
+    cluster = VirtualCluster(twin.ranks, Network(link=twin.link), compute)
     options = Options(wire=wire, bucket_bytes=twin.bucket_bytes, allow_unused=True)
     updates = _WARM_UP + _counted(strategy, machine)
 
@@ -122,6 +111,22 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) 
         memory_bytes=machine.parameters
         * ledger.memory_bytes(strategy, parameter=4, accumulation=4, world_size=machine.ranks),
         micro_batches=micro_batches,
+    )
+
+
+def compute_of(arm: Arm, machine: Machine, micro_batches: int) -> Compute:
+    """Return what the work of an arm costs a rank of `machine`, in virtual time and without jitter."""
+    strategy = arm.strategy()
+    ledger = ledger_of(strategy)
+    owned = 1.0 if ledger.replicated else 1.0 / machine.ranks
+    lane_seconds = machine.exchange_seconds[arm.settings.get("wire", "fp32")] + machine.step_seconds * owned
+    compute_seconds = machine.micro_batch_seconds
+    if machine.cores < _BUSY_CORES and strategy.overlaps:
+        compute_seconds += lane_seconds * ledger.rounds / micro_batches
+    return Compute(
+        micro_batch_ns=_nanoseconds(max(compute_seconds, machine.load_seconds)),
+        step_ns=_nanoseconds(lane_seconds),
+        backward_share=machine.backward_seconds / machine.micro_batch_seconds,
     )
 
 
@@ -189,8 +194,6 @@ def _counted(strategy: Strategy, machine: Machine) -> int:
 
 def _jitter_of_twin(machine: Machine, micro_batches: int) -> float:
     """Return the jitter with which two ranks wait as long as all of them would; see Note [Waiting for the slowest]."""
-    if machine.ranks <= _RANKS:
-        return min(machine.jitter, _MOST_JITTER)
     growth = _expected_maximum(machine.ranks) / _expected_maximum(_RANKS)
     bound = math.sqrt(3 * micro_batches) / _expected_maximum(_RANKS)  # at which the lag is j
     return min(machine.jitter * min(growth, bound), _MOST_JITTER)
