@@ -13,7 +13,7 @@ from tests.processes import run_ranks
 
 def test_an_unknown_method_lists_those_that_exist() -> None:
     model = training.new_model()
-    with pytest.raises(UnknownName, match="torch-ddp-bf16, torch-ddp-zero"):
+    with pytest.raises(UnknownName, match="torch-ddp-powersgd, torch-ddp-zero"):
         make_peer("horovod", model, training.new_optimizer(model), 1)
 
 

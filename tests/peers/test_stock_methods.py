@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stretto.groups import Link, register_throttled
+from stretto.peers.stock import TorchDDPPowerSGD, TorchLocalSGD
 from tests.peers import training
 from tests.peers.training import MICRO_BATCHES, UPDATES, WORLD_SIZE
 from tests.processes import rank_outcomes, run_ranks
@@ -29,6 +30,8 @@ def run_counted(function: Any, *args: Any, link: str = "none") -> list[Any]:
         # fp32: a rank's mean and the sum over ranks round differently from one sum, by a last bit of a gradient;
         # four Adam steps of at most 1e-2 each turn a relative 1e-6 into well under 1e-6.
         ("torch-ddp", 1e-6),
+        ("torch-ddp-powersgd", 1e-6),  # in its first updates, as torch-local-sgd
+        ("torch-local-sgd", 1e-6),
         ("torch-ddp-zero", 1e-6),
         ("torch-fsdp2", 1e-6),
         # bf16 keeps 8 bits: a gradient is off by up to 2^-9 of itself, twice (narrowing, sum), a step of 1e-2 by
@@ -66,6 +69,57 @@ def test_zero_sends_the_gradients_and_then_the_parts() -> None:
     ranks = run_counted(training.train, "torch-ddp-zero")
     sent = [updates[-1].sent_bytes for _, updates in ranks]
     assert sum(sent) == 2 * 4 * NUM_PARAMETERS + 4 * NUM_PARAMETERS
+
+
+def train_compressed(rank: int) -> tuple[dict[str, Tensor], list[int]]:
+    TorchDDPPowerSGD.whole_updates = 2
+    parameters, updates = training.train(rank, "torch-ddp-powersgd")
+    return parameters, [update.sent_bytes for update in updates]
+
+
+def test_powersgd_sends_whole_gradients_first_and_then_matrices_of_rank_one() -> None:
+    (first, sent), (second, _) = run_counted(train_compressed)
+    thin = 3 * (6 + 6) + 3 * 6 + 6  # two vectors for each matrix, and what has one dimension as it is
+    assert sent[0] == 4 * NUM_PARAMETERS
+    assert sent[2:] == [4 * thin, 4 * thin]
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def train_replicas(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The mean of the replicas, and this rank's own, after four updates of micro-batches that weigh the same."""
+    TorchLocalSGD.whole_updates, TorchLocalSGD.period = 0, 2
+    model = training.new_model()
+    peer = training.make_peer("torch-local-sgd", model, training.new_optimizer(model), MICRO_BATCHES)
+    for inputs, _ in training.shard(rank):
+        peer.backward(training.loss_of(peer.model, inputs))
+    with peer.settled():
+        mean = {key: value.detach().clone() for key, value in model.named_parameters()}
+    return mean, {key: value.detach().clone() for key, value in model.named_parameters()}
+
+
+def test_local_sgd_steps_replicas_alone_and_averages_them_behind_every_second_update() -> None:
+    models = [training.new_model() for _ in range(WORLD_SIZE)]
+    optimizers = [training.new_optimizer(model) for model in models]
+    shards = [training.shard(rank) for rank in range(WORLD_SIZE)]
+    for update in range(UPDATES):
+        for model, optimizer, shard in zip(models, optimizers, shards, strict=True):
+            for _ in range(MICRO_BATCHES):
+                (training.loss_of(model, next(shard)[0]) / MICRO_BATCHES).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = averaged(models)
+        if update % 2 == 0:  # torch averages behind the first update already
+            for model in models:
+                model.load_state_dict(mean)
+    for rank, (shown, own) in enumerate(run_counted(train_replicas)):
+        torch.testing.assert_close(shown, mean, rtol=0, atol=1e-6)
+        torch.testing.assert_close(own, dict(models[rank].named_parameters()), rtol=0, atol=1e-6)
+        assert any((own[key] - shown[key]).abs().max() > 1e-4 for key in own)
+
+
+def averaged(models: list[torch.nn.Module]) -> dict[str, Tensor]:
+    states = [model.state_dict() for model in models]
+    return {key: sum(state[key] for state in states) / len(states) for key in states[0]}
 
 
 def ddp_written_by_hand(rank: int) -> dict[str, Tensor]:

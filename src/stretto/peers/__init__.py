@@ -8,10 +8,27 @@ from torch import nn
 from stretto.errors import ConfigError
 from stretto.fields import is_count, unknown_name
 from stretto.peers.peer import Peer
-from stretto.peers.stock import Compute, TorchDDP, TorchDDPbf16, TorchDDPZero, TorchFSDP2
+from stretto.peers.stock import (
+    Compute,
+    TorchDDP,
+    TorchDDPbf16,
+    TorchDDPPowerSGD,
+    TorchDDPZero,
+    TorchFSDP2,
+    TorchLocalSGD,
+)
 
 PEERS: dict[str, type[Peer]] = {
-    kind.name: kind for kind in (Compute, TorchDDP, TorchDDPbf16, TorchDDPZero, TorchFSDP2)
+    kind.name: kind
+    for kind in (
+        Compute,
+        TorchDDP,
+        TorchDDPbf16,
+        TorchDDPPowerSGD,
+        TorchDDPZero,
+        TorchLocalSGD,
+        TorchFSDP2,
+    )
 }
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's own methods to compare with: DDP, DDP with ZeRO, FSDP2; and no communication at all."""
+"""PyTorch's own methods to compare with: DDP, its hooks, ZeRO, local SGD, FSDP2; and no communication at all."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +69,68 @@ def all_reduce_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> Future[T
     """Run torch's own hook; under its own name DDP accepts it on accelerators only."""
     averaged: Future[Tensor] = bf16_compress_hook(group, bucket)
     return averaged
+
+
+class TorchDDPPowerSGD(TorchDDP):
+    """DDP with torch's PowerSGD hook: a gradient travels as two thin matrices of rank 1, with error feedback."""
+
+    name = "torch-ddp-powersgd"
+    whole_updates = 10
+    """First updates, whose gradients travel whole; torch advises as many as the learning rate's warm-up takes."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        wrapped = super().wrap(model)
+        state = powerSGD_hook.PowerSGDState(
+            self.group, matrix_approximation_rank=1, start_powerSGD_iter=self.whole_updates
+        )
+        self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return wrapped
+
+
+class TorchLocalSGD(TorchDDP):
+    """DDP for the first updates, then PostLocalSGDOptimizer: ranks step alone, and replicas are averaged at times.
+
+    A rank's gradient is the mean of its own micro-batches; right where all of them weigh the same.
+    """
+
+    name = "torch-local-sgd"
+    whole_updates = 10
+    """First updates, which average gradients, as torch advises."""
+    period = 10
+    """Updates from one average of the replicas to the next."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hooks
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        wrapped = super().wrap(model)
+        state = hooks.PostLocalSGDState(
+            self.group, self.group, self.whole_updates, post_local_gradient_allreduce=False
+        )
+        self.ddp.register_comm_hook(state, hooks.post_localSGD_hook)
+        averager = PeriodicModelAverager(self.period, self.whole_updates, process_group=self.group)
+        self.local = PostLocalSGDOptimizer(self.optimizer, averager)
+        return wrapped
+
+    def step(self) -> None:
+        self.local.step()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Show the mean of all replicas, and put each rank's own values back."""
+        from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+        own = [parameter.detach().clone() for parameter in self.ddp.parameters()]
+        average_parameters(iter(list(self.ddp.parameters())), self.group)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(self.ddp.parameters(), own, strict=True):
+                    parameter.copy_(value)
 
 
 class TorchDDPZero(TorchDDP):
