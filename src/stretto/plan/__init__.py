@@ -1,5 +1,6 @@
 """What to use: a job's work and link are measured, every strategy and wire is priced by them, and the prices ranked."""
 
+from stretto.plan.choice import Choice, choose
 from stretto.plan.measure import Machine, measure
 from stretto.plan.price import Price, compute_of, price
 from stretto.plan.ranking import EVIDENCE, SMALL, Evidence, PlanConfig, Ranking, plan, rank_by_time
@@ -7,11 +8,13 @@ from stretto.plan.ranking import EVIDENCE, SMALL, Evidence, PlanConfig, Ranking,
 __all__ = [
     "EVIDENCE",
     "SMALL",
+    "Choice",
     "Evidence",
     "Machine",
     "PlanConfig",
     "Price",
     "Ranking",
+    "choose",
     "compute_of",
     "measure",
     "plan",

@@ -91,31 +91,45 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
     with joined_group(info, Link.parse(job.link), device, job.timeout_seconds):
         task = job.task.build(info.rank, info.world_size, job.seed, None)
         task.model.to(device)
-        fresh = list(islice(_timed(slowed(job, task.loader, info.rank)), batches + _WARM_UP))
-        if len(fresh) <= _WARM_UP:
-            raise ConfigError(
-                f"plan: expected more than {_WARM_UP} micro-batches from the loader, found {len(fresh)}"
-            )
-        link = measure_link(device)
-        dist.barrier()
-        passes = [_passes(task, batch, device) for batch, _ in fresh][_WARM_UP:]
-        exchanges = {wire: _exchange_seconds(task, fresh[0][0], wire) for wire in WIRES}
-        step_seconds = _step_seconds(task, fresh[0][0], device)
-        own = Machine(
-            ranks=info.world_size,
-            parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
-            forward_seconds=statistics.median(forward for forward, _ in passes),
-            backward_seconds=statistics.median(backward for _, backward in passes),
-            load_seconds=statistics.fmean(seconds for _, seconds in fresh[_WARM_UP:]),
-            step_seconds=step_seconds,
-            exchange_seconds={wire: max(0.0, taken - step_seconds) for wire, taken in exchanges.items()},
-            link=link,
-            cores=float("inf")
-            if device.type != "cpu"
-            else len(os.sched_getaffinity(0)) / info.local_world_size,
-            jitter=_jitter([sum(one) for one in passes]),
+        slow = dataclasses.replace(task, loader=slowed(job, task.loader, info.rank))
+        return measure_task(slow, device, info.local_world_size, batches)
+
+
+def measure_task(task: Task, device: torch.device, local_world_size: int, batches: int) -> Machine:
+    """Measure a task on all ranks of the default group, and return the slowest one's times; changes the task's model.
+
+    Args:
+        task: Of this rank; its loader, model, loss and optimizer are used.
+        device: Where the model is.
+        local_world_size: How many ranks share this machine.
+        batches: Micro-batches to time.
+
+    Raises:
+        ConfigError: The loader ends too soon.
+    """
+    fresh = list(islice(_timed(task.loader), batches + _WARM_UP))
+    if len(fresh) <= _WARM_UP:
+        raise ConfigError(
+            f"plan: expected more than {_WARM_UP} micro-batches from the loader, found {len(fresh)}"
         )
-        return _slowest(own, device)
+    link = measure_link(device)
+    dist.barrier()
+    passes = [_passes(task, batch, device) for batch, _ in fresh][_WARM_UP:]
+    exchanges = {wire: _exchange_seconds(task, fresh[0][0], wire) for wire in WIRES}
+    step_seconds = _step_seconds(task, fresh[0][0], device)
+    own = Machine(
+        ranks=dist.get_world_size(),
+        parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
+        forward_seconds=statistics.median(forward for forward, _ in passes),
+        backward_seconds=statistics.median(backward for _, backward in passes),
+        load_seconds=statistics.fmean(seconds for _, seconds in fresh[_WARM_UP:]),
+        step_seconds=step_seconds,
+        exchange_seconds={wire: max(0.0, taken - step_seconds) for wire, taken in exchanges.items()},
+        link=link,
+        cores=float("inf") if device.type != "cpu" else len(os.sched_getaffinity(0)) / local_world_size,
+        jitter=_jitter([sum(one) for one in passes]),
+    )
+    return _slowest(own, device)
 
 
 def _slowest(own: Machine, device: torch.device) -> Machine:
@@ -179,9 +193,12 @@ def measure_link(device: torch.device) -> Link:
 
 def _timed(loader: Any) -> Iterator[tuple[Any, float]]:
     """Yield the loader's batches, epoch after epoch, with the seconds that each has taken."""
-    while True:
+    gives = True
+    while gives:
+        gives = False
         batches, started = iter(loader), time.perf_counter()
         for batch in batches:
+            gives = True
             yield batch, time.perf_counter() - started
             started = time.perf_counter()
 

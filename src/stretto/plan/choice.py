@@ -1,0 +1,111 @@
+"""A plan for a loop of the user's own: what to hand to `DataParallel`."""
+
+import copy
+import dataclasses
+import math
+import random
+import socket
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from stretto.engine import Options
+from stretto.groups import join_launched_group
+from stretto.plan.measure import measure_task
+from stretto.plan.ranking import SMALL, Ranking, rank_by_time
+from stretto.recipes.task import Loss, Task
+from stretto.strategies import Strategy
+from stretto.train.arms import Arm, parse_arm
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """What a plan chose for a loop; equal on all ranks."""
+
+    arm: Arm
+    """As the command line takes it, with its wire."""
+    ranking: Ranking | None
+    """The prices of all that could have been chosen, and what was measured; None where a rank is alone."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """For `DataParallel`."""
+        return self.arm.strategy()
+
+    @property
+    def wire(self) -> str:
+        """For `DataParallel`."""
+        return str(self.arm.settings.get("wire", "fp32"))
+
+
+def choose(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_function: Callable[[nn.Module, Any], Tensor],
+    loader: Iterable[Any],
+    *,
+    micro_batches: int = 1,
+    batches: int = 8,
+    bucket_bytes: int | None = None,
+) -> Choice:
+    """Measure a loop's work and link for some seconds, and return the strategy and wire whose updates are the fastest.
+
+    Only those take part whose price in held-out loss is known to be small. Measured is a copy of model and optimizer;
+    they, and the random states, are afterwards as they were. All ranks must call, before `DataParallel`. A rank that is
+    alone has nothing to choose, and takes the default.
+
+    Args:
+        model: On its device.
+        optimizer: Over its trainable parameters.
+        loss_function: Returns the scalar loss of a model on a batch; it is called with the copy.
+        loader: This rank's batches, `batches + 2` of which are taken; from the beginning again where it ends sooner.
+        micro_batches: Per rank and update.
+        batches: Micro-batches to time.
+        bucket_bytes: That of the job's `Options`; None is the default.
+
+    Raises:
+        ConfigError: The loader ends too soon.
+        CommunicationError: The ranks did not find each other.
+    """
+    device = next(model.parameters()).device
+    join_launched_group(device)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Choice(parse_arm("zero1"), None)
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model, optimizer = copy.deepcopy((model, optimizer))
+        task = Task(
+            model=model,
+            optimizer=optimizer,
+            scheduler=None,
+            loader=loader,  # type: ignore[arg-type]  # only iterated
+            loss=lambda model, batch: Loss(loss_function(model, batch), 1.0, 1),
+            evaluate=lambda model: math.nan,
+        )
+        machine = measure_task(task, device, _ranks_of_this_machine(device), batches)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    ranking = rank_by_time(
+        machine,
+        micro_batches=micro_batches,
+        bucket_bytes=Options().bucket_bytes if bucket_bytes is None else bucket_bytes,
+        most_nats=SMALL,
+    )
+    # Prices of other processors might differ in a last bit, so rank 0's choice is told to all.
+    arms = sorted(one.arm for one in ranking.prices)
+    index = torch.tensor(arms.index(ranking.choice.arm), device=device)
+    dist.broadcast(index, 0)
+    return Choice(parse_arm(arms[int(index)]), ranking)
+
+
+def _ranks_of_this_machine(device: torch.device) -> int:
+    """Return how many ranks of the default group have this rank's host name."""
+    own = torch.tensor([zlib.crc32(socket.gethostname().encode())], device=device)
+    hosts = torch.empty(dist.get_world_size(), dtype=own.dtype, device=device)
+    dist.all_gather_into_tensor(hosts, own)
+    return int((hosts == own).sum())
