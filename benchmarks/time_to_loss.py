@@ -18,37 +18,33 @@ from namespaces import compare_behind
 
 from stretto.observe import replace_json
 
+AVERAGE = "diloco:outer_lr=1:outer_momentum=0:keep_progress=on:wire=int4"
+"""Averages of replicas in 4 bits, beside the next updates."""
 TUNED = {
     "synchronous": "ddp",
     "acco": "acco:wire=int4",
     "local": "local:rate=0.1:wire=bf16",
-    "diloco": "diloco:interval=5:outer_lr=1:outer_momentum=0:delay=4:keep_progress=on:wire=int4",
+    "diloco": f"{AVERAGE}:interval=4:fragments=2:delay=1",
 }
 """One arm per way of updating; arms that differ in wire, interval or clock take its rate."""
 FREE = ("torch-ddp", "zero1")
 """Synchronous arms on the free wire, the measure of all others."""
 SLOW = (
-    "torch-ddp",
     "torch-ddp-bf16",
-    "zero1:wire=int8",
+    "torch-ddp-powersgd",
     "zero1:wire=int4",
     "acco:wire=int8",
-    "acco:wire=int4",
     "local:rate=0.1:wire=bf16",
 )
-SLOWEST = (
-    "torch-ddp-bf16",
-    "zero1:wire=int4",
-    "zero1:wire=int2",
-    "acco:wire=int4",
+SLOWER = (
+    "torch-ddp-powersgd",
+    "torch-local-sgd",
     "local:rate=0.1:wire=bf16",
-    "diloco:interval=5:outer_lr=1:outer_momentum=0:delay=4:keep_progress=on:wire=int4",
+    f"{AVERAGE}:interval=2:delay=1",
+    f"{AVERAGE}:interval=4:fragments=2:delay=1",
 )
-RARE = (
-    "local:rate=0.05:wire=bf16",
-    "diloco:interval=20:outer_lr=1:outer_momentum=0:delay=19:keep_progress=on:wire=int4",
-)
-ARMS = {"none": FREE, "10mbit": SLOWEST, "1mbit": RARE}
+SLOWEST = (f"{AVERAGE}:interval=16:fragments=4:delay=3", f"{AVERAGE}:interval=24:fragments=6:delay=3")
+ARMS = {"none": FREE, "10mbit": SLOWER, "1mbit": SLOWEST}
 """By link; `SLOW` for all others."""
 EVALUATION = ["--evaluate-every", "4", "--task.evaluation-windows", "32"]
 # A run that only time ends keeps its learning rate. Those of the tuning, which a count may end, must keep theirs too.
@@ -81,7 +77,7 @@ def tune(methods: list[str], rates: list[float], target: float, updates: int, ou
 def method_of(arm: str) -> str:
     """Return the key of an arm's tuned rate: all synchronous arms make the same updates."""
     name = arm.partition(":")[0]
-    return name if name in TUNED else "synchronous"
+    return {"torch-local-sgd": "local"}.get(name, name if name in TUNED else "synchronous")
 
 
 def measured(out: Path, rate: str) -> Iterator[tuple[int, dict]]:

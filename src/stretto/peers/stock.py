@@ -75,8 +75,9 @@ class TorchDDPPowerSGD(TorchDDP):
     """DDP with torch's PowerSGD hook: a gradient travels as two thin matrices of rank 1, with error feedback."""
 
     name = "torch-ddp-powersgd"
-    whole_updates = 10
-    """First updates, whose gradients travel whole; torch advises as many as the learning rate's warm-up takes."""
+    whole_updates = 2
+    """First updates, whose gradients travel whole: the fewest that torch takes, because they decide on slow links. It
+    advises as many as the learning rate's warm-up takes."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -96,8 +97,8 @@ class TorchLocalSGD(TorchDDP):
     """
 
     name = "torch-local-sgd"
-    whole_updates = 10
-    """First updates, which average gradients, as torch advises."""
+    whole_updates = 2
+    """First updates, which average gradients. Torch advises more of them, which decide on slow links."""
     period = 10
     """Updates from one average of the replicas to the next."""
 
