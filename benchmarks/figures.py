@@ -32,6 +32,7 @@ STYLE = {
     "legend.frameon": False,
     "hatch.linewidth": 0.6,
 }
+FRONTIER = "2026-11-23-frontier"
 WIDTH = 6.2
 """Inches."""
 
@@ -165,6 +166,73 @@ def rank_of(run: dict[str, Any]) -> float:
     return run["seconds_to_loss"] or 1e6 * run["heldout_loss"]
 
 
+# Loss against bytes
+
+
+TITLES = {
+    "2-ranks": "2 ranks, 5 seeds",
+    "8-ranks": "8 ranks with as much work each, one seed",
+    "8-ranks-same-batch": "8 ranks that share the work of 2, one seed",
+}
+"""Of the settings in `experiments/frontier.py`."""
+
+
+def kind_of(arm: str) -> tuple[str, str, str]:
+    """Return the legend, the colour and the marker of an arm."""
+    if arm == "ddp":
+        return "fp32, every update", GREY, "D"
+    if arm.startswith("torch"):
+        return "a hook of PyTorch", ORANGE, "s"
+    if arm.startswith(("diloco", "local")):
+        return "replicas averaged now and then", GREEN, "^"
+    return "fewer bits, every update", BLUE, "o"
+
+
+def short_name(arm: str) -> str:
+    """Return what is written beside an arm's mark."""
+    name, *settings = arm.split(":")
+    values = dict(setting.split("=") for setting in settings)
+    if name == "diloco":
+        delay = f", delay {values['delay']}" if int(values.get("delay", 0)) > 2 else ""
+        hidden = f", {values['fragments']} fragments" if "fragments" in values else delay
+        plain = "" if values.get("outer_momentum") == "0" else ", outer step"
+        return f"every {values['interval']}, {values.get('wire', 'fp32')}{hidden}{plain}"
+    if name == "local":
+        return f"rate {values['rate']}, {values['wire']}"
+    return " ".join([name.removeprefix("torch-ddp-"), values.get("wire", "" if name != "acco" else "fp32")])
+
+
+def draw_frontier() -> Figure:
+    """Draw by how much every arm ends above synchronous training; a panel per setting, those that send most above."""
+    found = json.loads((RESULTS / FRONTIER / "frontier.json").read_text(encoding="utf-8"))["settings"]
+    figure = Figure(
+        figsize=(WIDTH, 0.8 + 0.19 * sum(len(arms) + 2 for arms in found.values())), layout="constrained"
+    )
+    heights = [len(arms) + 1 for arms in found.values()]
+    axes = figure.subplots(len(found), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    legend = {}
+    for ax, (setting, arms) in zip(axes, found.items(), strict=True):
+        rows = sorted(arms.items(), key=lambda arm: -arm[1]["sent_bytes"])
+        for place, (arm, row) in enumerate(rows):
+            text, colour, marker = kind_of(arm)
+            over = row["against_ddp"]
+            ax.plot(
+                [over.get("low", over["mean"]), over.get("high", over["mean"])], [place] * 2, color=colour
+            )
+            (legend[text],) = ax.plot(over["mean"], place, marker, color=colour, markersize=5, linestyle="")
+            ax.axhline(place, color="#E4E4E4", linewidth=0.8, zorder=0)
+        names = [f"{short_name(arm)}   {row['sent_bytes'] / 1e3:.0f} kB" for arm, row in rows]
+        ax.set_yticks(range(len(rows)), names)
+        ax.set(ylim=(len(rows) - 0.4, -0.6))
+        ax.axvline(0, color=GREY, linewidth=0.8, zorder=0)
+        ax.set_title(TITLES[setting], loc="left", fontsize=9, fontweight="bold")
+        ax.tick_params(left=False)
+        ax.spines["left"].set_visible(False)
+    axes[-1].set_xlabel("nats above fp32 after equal samples, 95 % intervals")
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2)
+    return figure
+
+
 # Echo
 
 
@@ -200,6 +268,7 @@ def draw_echo() -> Figure:
 FIGURE: dict[str, Callable[[], Figure]] = {
     "lanes": draw_lanes,
     "time-to-loss": draw_time_to_loss,
+    "frontier": draw_frontier,
     "echo-speed": draw_echo,
 }
 """From the name of a file in `docs/figures/` to what draws it."""

@@ -15,7 +15,7 @@ from stretto.echo import Diagnosis
 from stretto.exchange import WIRES
 from stretto.flat import ALIGNMENT
 from stretto.groups import Link
-from stretto.plan import EVIDENCE, Ranking
+from stretto.plan import Ranking, evidence_of
 from stretto.recipes import TaskConfig
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig
@@ -170,12 +170,10 @@ def recommendation(ranking: Ranking) -> str:
     wire = arm.settings.get("wire", "fp32")
     options = f"--strategy {arm.name}" + ("" if wire == "fp32" else f" --wire {wire}")
     gain = base.seconds_per_micro_batch / choice.seconds_per_micro_batch
-    evidence = EVIDENCE[arm.name]
-    loss = "exact" if not evidence.nats else f"{evidence.nats:+.3f} nats in {evidence.source}"
+    evidence = evidence_of(choice.arm)
+    loss = f"{evidence.nats:+.3f} nats in {evidence.source}" if evidence.source else "exact"
     if wire == "bf16":
         loss += ", but for the rounding of bf16"
-    elif wire != "fp32":
-        loss += f"; what {wire} costs in long runs is not known"
     faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast as {base.arm} on fp32"
     seconds = f"{choice.seconds:.4f} s per update"
     text = f"{ranking.machine.ranks} ranks: use {options}: {seconds}, {faster}; {loss}"

@@ -3,10 +3,21 @@
 from stretto.plan.choice import Choice, choose
 from stretto.plan.measure import Machine, measure
 from stretto.plan.price import Price, compute_of, price
-from stretto.plan.ranking import EVIDENCE, SMALL, Evidence, PlanConfig, Ranking, plan, rank_by_time
+from stretto.plan.ranking import (
+    EVIDENCE,
+    OF_WIRES,
+    SMALL,
+    Evidence,
+    PlanConfig,
+    Ranking,
+    evidence_of,
+    plan,
+    rank_by_time,
+)
 
 __all__ = [
     "EVIDENCE",
+    "OF_WIRES",
     "SMALL",
     "Choice",
     "Evidence",
@@ -16,6 +27,7 @@ __all__ = [
     "Ranking",
     "choose",
     "compute_of",
+    "evidence_of",
     "measure",
     "plan",
     "price",

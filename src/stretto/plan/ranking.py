@@ -23,15 +23,16 @@ class Evidence:
     nats: float | None
     """More of them; None where nothing is known."""
     source: str
-    """Where that was measured; empty where it is exact."""
+    """Where that was measured; empty where it is exact, or rounds to 16 bits as everybody does."""
 
 
+_FRONTIER = "benchmarks/results/2026-11-23-frontier"
 _LEARNING = "benchmarks/results/2026-11-21-learning"
 EVIDENCE: Mapping[str, Evidence] = MappingProxyType(
     {
         "zero1": Evidence(0.0, ""),
         "ddp": Evidence(0.0, ""),
-        "acco": Evidence(0.005, _LEARNING),
+        "acco": Evidence(0.013, _FRONTIER),
         "wp": Evidence(0.22, _LEARNING),
         "dpu": Evidence(0.60, _LEARNING),
         "local": Evidence(None, "replicas drift"),
@@ -39,8 +40,17 @@ EVIDENCE: Mapping[str, Evidence] = MappingProxyType(
     }
 )
 """By strategy, in the order of preference where times are alike."""
-SMALL = 0.01
-"""Nats that nobody would notice, and below what the measurements could tell from nothing."""
+OF_WIRES: Mapping[str, Evidence] = MappingProxyType(
+    {
+        "fp32": Evidence(0.0, ""),
+        "bf16": Evidence(0.0, ""),
+        "int8": Evidence(0.0, _FRONTIER),
+        "int4": Evidence(0.010, _FRONTIER),
+    }
+)
+"""By wire."""
+SMALL = 0.02
+"""Nats that hardly anybody would notice: about the spread between seeds in the measurements."""
 ALIKE = 0.02
 """Share of the time below which two prices count as the same."""
 RARE = ("local:rate=0.1", "local:rate=0.02", "diloco:interval=10:delay=9", "diloco:interval=50:delay=9")
@@ -119,7 +129,7 @@ class Ranking:
 
     def why_not(self, other: Price) -> str:
         """Return why an arm is not the choice, in a word or two."""
-        choice, evidence = self.choice, EVIDENCE[parse_arm(other.arm).name]
+        choice, evidence = self.choice, evidence_of(other.arm)
         if other == choice:
             return "the choice"
         if _nats(other.arm) > SMALL:
@@ -189,9 +199,21 @@ def _fits(arm: Arm, micro_batches: int) -> bool:
     return ledger_of(arm.strategy()).rounds <= micro_batches
 
 
+def evidence_of(arm: str) -> Evidence:
+    """Return what an arm costs: the larger of what its strategy and its wire cost.
+
+    Together they cost no more, as far as was measured (`acco` on int4).
+    """
+    parsed = parse_arm(arm)
+    return max(OF_WIRES[parsed.settings.get("wire", "fp32")], EVIDENCE[parsed.name], key=_in_nats)
+
+
 def _nats(arm: str) -> float:
-    nats = EVIDENCE[parse_arm(arm).name].nats
-    return math.inf if nats is None else nats
+    return _in_nats(evidence_of(arm))
+
+
+def _in_nats(evidence: Evidence) -> float:
+    return math.inf if evidence.nats is None else evidence.nats
 
 
 def _preference(arm: str) -> tuple[int, int]:

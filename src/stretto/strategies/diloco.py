@@ -39,20 +39,21 @@ class DiLoCo(Strategy):
     interval: int = 10
     """Updates from one outer step of a fragment to its next. The papers take 30 to 500 on large models."""
     fragments: int = 1
-    """Parts of the parameters that leave one after the other: the link carries as much in all, and less at a time."""
+    """Parts of the parameters that leave one after the other: the link carries as much in all, and less at a time, so
+    that the delay may be short."""
     outer_lr: float = 0.7
     """Learning rate of the outer step."""
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer step, from 0 to below 1; short runs take about 0.6."""
     delay: int = 0
     """Updates between a fragment's departure and its landing, which hide its transfer; 0 waits. One fragment is under
-    way at a time, so it is below interval / fragments."""
+    way at a time, so it is below interval / fragments. Long ones cost loss; take more fragments instead."""
     mix: float = 0.0
     """What stays of a rank's own values at a landing, from 0 to below 1; only with a delay. Streaming DiLoCo takes
     0.5."""
     keep_progress: bool = False
-    """Add to the anchor what a rank has changed since the fragment left; only with a delay. Long delays then cost
-    little, so that `outer_lr=1, outer_momentum=0` is an average that hides completely."""
+    """Add to the anchor what a rank has changed since the fragment left; only with a delay. With `outer_lr=1,
+    outer_momentum=0` this is an average that hides; a delay above about half of the interval costs much."""
 
     name = "diloco"
     overlaps = False

@@ -1,0 +1,378 @@
+"""Loss against bytes: what fewer bits, rarer exchanges and delays cost in held-out loss after equal samples.
+
+    python experiments/frontier.py run --out benchmarks/results/DATE-frontier
+    python experiments/frontier.py summarise --out benchmarks/results/DATE-frontier
+
+All arms of a setting train a small language model on the same micro-batches in the same order, on the ranks of a
+virtual cluster; seeds are paired. The learning rate is tuned, on a seed that serves for nothing else, for some
+arms; the others take the rate of one of these (`Setting.tuned`).
+
+How many seconds an update takes on a slow link does not change what is learnt from it, because counts are fixed. So
+seconds are computed afterwards, by the prices of `stretto plan`: on links that are as slow, against computing, as real
+ones were for two million parameters on one core (`CALIBRATED`).
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from book import Book
+from intervals import Interval, difference, interval
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from stretto import DataParallel, Options
+from stretto.groups import Link
+from stretto.observe import replace_json
+from stretto.plan import Machine, price
+from stretto.recipes import StdlibGPT
+from stretto.recipes.gpt import Size
+from stretto.recipes.optimizers import Schedule
+from stretto.recipes.task import Task
+from stretto.train.arms import parse_arm
+from stretto.train.outcome import describe_environment
+from stretto.virtual import VirtualCluster
+
+UPDATES, POINTS, WARM_UP = 1500, 15, 100
+MICRO_BATCHES = 2
+CLIP_NORM = 1.0
+TUNING_SEED = 1000
+SYNCHRONOUS = "ddp"
+POWER_SGD = "torch-ddp-powersgd"
+"""PyTorch's DDP with its PowerSGD hook, of rank 1, plain until the warm-up is over."""
+AVERAGE = "diloco:outer_lr=1:outer_momentum=0"
+HIDDEN = f"{AVERAGE}:keep_progress=on:wire=int4"
+EVERY_2 = f"{HIDDEN}:interval=2:delay=1"
+EVERY_4 = f"{HIDDEN}:interval=4:fragments=2:delay=1"
+EVERY_10 = f"{HIDDEN}:interval=10:fragments=5:delay=1"
+EVERY_30 = f"{HIDDEN}:interval=30:fragments=10:delay=2"
+LONG_DELAY = f"{HIDDEN}:interval=10:delay=9"
+"""All parameters as one fragment, under way nearly all the time: what it is good for to cut them."""
+PLAIN_10 = f"{AVERAGE}:interval=10"
+"""What `PostLocalSGDOptimizer` and Accelerate's `LocalSGD` do: a plain average now and then, in fp32, not hidden."""
+OUTER_30 = "diloco:interval=30:outer_lr=0.7:outer_momentum=0.9"
+"""DiLoCo as published, with the paper's outer step; in fp32, not hidden."""
+CALIBRATED = Machine(
+    ranks=2, parameters=2_007_600, forward_seconds=0.0636, backward_seconds=0.1191, load_seconds=0.0,
+    step_seconds=0.0015, link=Link(), cores=1.0,
+    exchange_seconds={"fp32": 0.0060, "bf16": 0.0064, "int8": 0.0208, "int4": 0.0294, "int2": 0.0294},
+)  # fmt: skip
+"""What was measured of `stdlib-gpt` on a core of an AMD EPYC, benchmarks/results/2026-11-23-plan; int2 as int4."""
+PRICED_MICRO_BATCHES = 4
+LINKS = {"1 Mbit/s": 1e6, "10 Mbit/s": 1e7, "37 Mbit/s": 3.7e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
+TARGET_SHARE = 2 / 3
+"""Of all updates: the loss that `ddp` has then is the one that all arms are timed to."""
+BITS = ("zero1:wire=int8", "zero1:wire=int4", "zero1:wire=int2")
+LOCAL = "local:rate=0.1:wire=bf16"
+RARE = (LOCAL, EVERY_2, EVERY_4, EVERY_10, EVERY_30, LONG_DELAY, PLAIN_10, OUTER_30)
+DELAYED = ("acco", "acco:wire=int4")
+SAME_WIRE = {"acco": SYNCHRONOUS, "acco:wire=int4": "zero1:wire=int4"}
+"""Synchronous arms that send in the same format."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model on some ranks, and the arms that train it."""
+
+    size: Size
+    ranks: int
+    batch: int
+    """Windows of 64 bytes per micro-batch."""
+    arms: tuple[str, ...]
+    rates: tuple[float, ...] = ()
+    """To choose from."""
+    tuned: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """Arms whose rate is tuned, each with those that take its rate. All others take that of `ddp`, or, where that is
+    not tuned here, the one that they have on two ranks."""
+
+
+SETTINGS = {
+    "2-ranks": Setting(
+        size="0.1m", ranks=2, batch=4, rates=(4e-3, 8e-3, 1.6e-2),
+        arms=(SYNCHRONOUS, *BITS, *DELAYED, *RARE, POWER_SGD),
+        tuned={
+            SYNCHRONOUS: (), LOCAL: (), LONG_DELAY: (EVERY_2, EVERY_4, EVERY_10, EVERY_30, PLAIN_10), OUTER_30: (),
+            POWER_SGD: (),
+        },
+    ),
+    "8-ranks": Setting(
+        size="0.1m", ranks=8, batch=4,
+        arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10),
+    ),
+    "8-ranks-same-batch": Setting(
+        size="0.1m", ranks=8, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4)
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What decides a run; the fields by which its record is found."""
+
+    setting: str
+    arm: str
+    lr: float
+    seed: int
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train once; return the curve of the held-out loss, and the bytes that rank 0 sent per update."""
+    torch.set_num_threads(1)
+    setting = SETTINGS[run.setting]
+    program = _train_peer if run.arm == POWER_SGD else _train
+    results = VirtualCluster(setting.ranks, seed=run.seed).run(
+        lambda rank, group: program(run, setting, rank, group)
+    )
+    return results.values[0]
+
+
+def _task(run: Run, setting: Setting, rank: int) -> Task:
+    config = StdlibGPT(
+        size=setting.size,
+        context=64,
+        batch=setting.batch,
+        lr=run.lr,
+        schedule=Schedule(warmup=WARM_UP),
+        evaluation_windows=512,
+    )
+    return config.build(rank, setting.ranks, run.seed, UPDATES)
+
+
+def _is_point(step: int) -> bool:
+    """Return whether the model is evaluated behind this update; behind the last one it is when the job has ended."""
+    return step < UPDATES and step * POINTS // UPDATES > (step - 1) * POINTS // UPDATES
+
+
+def _train(run: Run, setting: Setting, rank: int, group: Any) -> dict[str, Any]:
+    task = _task(run, setting, rank)
+    arm = parse_arm(run.arm)
+    options = Options(clip_norm=CLIP_NORM, wire=arm.settings.get("wire", "fp32"), bucket_bytes=2**17)
+    parallel = DataParallel(
+        task.model, task.optimizer, arm.strategy(), micro_batches=MICRO_BATCHES, scheduler=task.scheduler,
+        group=group, options=options,
+    )  # fmt: skip
+    curve: list[tuple[int, float]] = []
+    shown = 0
+    for batch in parallel.feed(task.loader, UPDATES):
+        loss = task.loss(task.model, batch)
+        update = parallel.backward(loss.value, loss.weight, loss.samples)
+        if update is not None and _is_point(update.step):
+            before = parallel.sent_bytes
+            with parallel.settled():
+                curve.append((update.step, task.evaluate(task.model) if rank == 0 else math.nan))
+            shown += parallel.sent_bytes - before  # replicas that drift are averaged to be looked at
+    parallel.finish()
+    curve.append((parallel.steps, task.evaluate(task.model) if rank == 0 else math.nan))
+    return {"curve": curve, "sent_bytes": (parallel.sent_bytes - shown) / UPDATES}
+
+
+def _train_peer(run: Run, setting: Setting, rank: int, group: Any) -> dict[str, Any]:
+    task = _task(run, setting, rank)
+    model = DistributedDataParallel(task.model, process_group=group, gradient_as_bucket_view=True)
+    state = PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=WARM_UP)
+    model.register_comm_hook(state, powerSGD_hook)
+    curve: list[tuple[int, float]] = []
+    batches = iter(task.loader)
+    for step in range(1, UPDATES + 1):
+        for micro_batch in range(MICRO_BATCHES):
+            model.require_backward_grad_sync = micro_batch == MICRO_BATCHES - 1
+            loss = task.loss(model, next(batches))
+            (loss.value / MICRO_BATCHES).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        task.optimizer.step()
+        task.optimizer.zero_grad()
+        task.scheduler.step()
+        if _is_point(step):
+            curve.append((step, task.evaluate(task.model) if rank == 0 else math.nan))
+    curve.append((UPDATES, task.evaluate(task.model) if rank == 0 else math.nan))
+    factor = state.compression_stats()[0]
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    sent = 4 * whole * (WARM_UP + (UPDATES - WARM_UP) / factor) / UPDATES
+    return {"curve": curve, "sent_bytes": sent * 2 * (setting.ranks - 1) / setting.ranks}
+
+
+def final(run: dict[str, Any]) -> float:
+    """Return the held-out loss at the end, in nats."""
+    return float(run["curve"][-1][1])
+
+
+def planned(name: str, book: Book, seeds: int, arms: Sequence[str]) -> Iterator[Run]:
+    """Yield the runs of a setting that are missing: first those that tune, then the arms, seed after seed."""
+    setting = SETTINGS[name]
+    tuning = [Run(name, arm, rate, TUNING_SEED) for arm in setting.tuned for rate in setting.rates]
+    if missing := [run for run in tuning if not book.find(dataclasses.asdict(run))]:
+        yield from missing
+        return
+    for seed in range(seeds):
+        for arm in (arm for arm in setting.arms if not arms or arm in arms):
+            run = Run(name, arm, rate_of(name, arm, book), seed)
+            if not book.find(dataclasses.asdict(run)):
+                yield run
+
+
+def rate_of(name: str, arm: str, book: Book) -> float:
+    """Return the learning rate of an arm: its own best one, that of the arm it goes with, or that of `ddp`."""
+    setting = SETTINGS[name]
+    leader = next((one for one, others in setting.tuned.items() if arm in (one, *others)), SYNCHRONOUS)
+    if leader not in setting.tuned:
+        return rate_of("2-ranks", arm, book)
+    losses = {
+        rate: final(book.find({"setting": name, "arm": leader, "lr": rate, "seed": TUNING_SEED}) or {})
+        for rate in setting.rates
+    }
+    return min(losses, key=losses.__getitem__)
+
+
+def run_all(names: list[str], book: Book, seeds: int, arms: Sequence[str], processes: int) -> None:
+    """Make the runs that are missing, some at a time; those of a setting whose tuning is done."""
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        for name in names:
+            while todo := list(planned(name, book, seeds, arms)):
+                pending = {pool.submit(train, run): run for run in todo}
+                for future, run in pending.items():
+                    keep(book, run, future)
+
+
+def keep(book: Book, run: Run, future: "Future[dict[str, Any]]") -> None:
+    """Wait for a run, and write it down."""
+    made = future.result()
+    book.add({**dataclasses.asdict(run), **made})
+    print(
+        f"{run.setting} {run.arm} lr {run.lr:g} seed {run.seed}: {final(made):.4f}, "
+        f"{made['sent_bytes']:,.0f} bytes",
+        flush=True,
+    )
+
+
+def reached(curve: list[list[float]], target: float) -> float | None:
+    """Return the updates at which the line between two evaluations crosses a loss; None where it never does."""
+    for (step, loss), (following, below) in itertools.pairwise(curve):
+        if below <= target:
+            return step + (following - step) * max(0.0, loss - target) / (loss - below)
+    return None
+
+
+@functools.cache
+def seconds(arm: str, ranks: int, link: Link, share_sent: float) -> float:
+    """Return the price of an update; of PowerSGD as that of `ddp` on a link that is as much faster as it sends less."""
+    if arm == POWER_SGD:
+        rate = link.bits_per_second
+        arm, link = SYNCHRONOUS, Link(bits_per_second=None if rate is None else rate / share_sent)
+    machine = dataclasses.replace(CALIBRATED, ranks=ranks, link=link)
+    return price(parse_arm(arm), machine, micro_batches=PRICED_MICRO_BATCHES, bucket_bytes=2**20).seconds
+
+
+def compared(name: str, book: Book) -> dict[str, Any]:
+    """Compare the arms of a setting, each at its rate, with synchronous ones on the seeds that they share."""
+    setting = SETTINGS[name]
+    rates = {arm: rate_of(name, arm, book) for arm in setting.arms}
+    runs: dict[str, dict[int, dict[str, Any]]] = {arm: {} for arm in setting.arms}
+    for run in book.runs:
+        if run["setting"] == name and run["seed"] != TUNING_SEED and run["lr"] == rates.get(run["arm"]):
+            runs[run["arm"]][run["seed"]] = run
+    base = runs[SYNCHRONOUS]
+    return {
+        arm: {
+            "lr": rates[arm],
+            "seeds": sorted(found),
+            "sent_bytes": statistics.fmean(run["sent_bytes"] for run in found.values()),
+            "heldout_loss": interval([final(run) for run in found.values()]),
+            "against_ddp": over(found, base),
+            "against_same_wire": over(found, runs[SAME_WIRE[arm]]) if arm in SAME_WIRE else None,
+            "multiples_of_free": multiples(arm, setting.ranks, found, base),
+        }
+        for arm, found in runs.items()
+        if found
+    }
+
+
+def over(found: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) -> Interval:
+    """Return by how much the runs of an arm end above those of another one, on the seeds of both."""
+    seeds = sorted(found.keys() & other.keys())
+    return difference([final(found[seed]) for seed in seeds], [final(other[seed]) for seed in seeds])
+
+
+def multiples(
+    arm: str, ranks: int, found: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]]
+) -> dict[str, list[float]]:
+    """Return by link the time to the loss that `ddp` has after `TARGET_SHARE`, over that of `ddp` on a free wire.
+
+    One number for each seed whose run reaches that loss.
+    """
+    point = round(TARGET_SHARE * POINTS) - 1
+    updates = {
+        seed: reached(found[seed]["curve"], base[seed]["curve"][point][1])
+        for seed in found.keys() & base.keys()
+    }
+    share_sent = found[0]["sent_bytes"] / base[0]["sent_bytes"]
+    free_seconds = base[0]["curve"][point][0] * seconds(SYNCHRONOUS, ranks, Link(), 1.0)
+    return {
+        title: [
+            taken * seconds(arm, ranks, Link(bits_per_second=rate), share_sent) / free_seconds
+            for taken in updates.values()
+            if taken is not None
+        ]
+        for title, rate in LINKS.items()
+    }
+
+
+def table(rows: dict[str, Any]) -> str:
+    """Return a setting's table, in Markdown."""
+    head = ["arm", "rate", "seeds", "bytes", "loss", "against `ddp`", "against `ddp` on its wire", *LINKS]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for arm, row in rows.items():
+        times = [f"{statistics.median(m):.2f}" if m else "" for m in row["multiples_of_free"].values()]
+        cells = [
+            f"`{arm}`", f"{row['lr']:g}", f"{len(row['seeds'])}", f"{row['sent_bytes']:,.0f}",
+            f"{row['heldout_loss']['mean']:.4f}", _signed(row["against_ddp"]), _signed(row["against_same_wire"]),
+            *times,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _signed(found: Interval | None) -> str:
+    if found is None:
+        return ""
+    around = f" ({found['low']:+.4f} to {found['high']:+.4f})" if "low" in found else ""
+    return f"{found['mean']:+.4f}{around}"
+
+
+def summarise(names: list[str], book: Book, folder: Path) -> None:
+    """Write the comparison of settings that have been run, and print their tables."""
+    found = {name: compared(name, book) for name in names}
+    replace_json(folder / "frontier.json", {"settings": found, "environment": describe_environment()})
+    for name, rows in found.items():
+        print(f"\n## {name}\n\n{table(rows)}")
+
+
+def main() -> None:
+    """Make the runs, or compare them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=("run", "summarise"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--arms", nargs="+", help="out of those of the settings")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    book = Book(options.out)
+    if options.action == "run":
+        run_all(options.settings, book, options.seeds, options.arms or (), options.processes)
+    else:
+        summarise(options.settings, book, options.out)
+
+
+if __name__ == "__main__":
+    main()
