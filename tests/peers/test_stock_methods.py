@@ -95,6 +95,25 @@ def test_powersgd_sends_whole_gradients_first_and_then_matrices_of_rank_one() ->
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+def train_in_buckets(rank: int) -> bool:
+    """A model of more than DDP's first bucket; return whether the loss fell."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    peer = training.make_peer("torch-ddp-powersgd", model, optimizer, 1)
+    inputs = torch.randn(4, 256)
+    losses = []
+    for _ in range(12):
+        loss = (peer.model(inputs) - inputs).square().mean()
+        peer.backward(loss)
+        losses.append(float(loss.detach()))
+    return losses[-1] < losses[0]
+
+
+def test_powersgd_keeps_the_order_of_its_all_reduces_over_several_buckets() -> None:
+    assert run_ranks(WORLD_SIZE, train_in_buckets) == [True, True]
+
+
 def train_replicas(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The mean of the replicas, and this rank's own, after four updates of micro-batches that weigh the same."""
     TorchLocalSGD.whole_updates, TorchLocalSGD.period = 0, 2

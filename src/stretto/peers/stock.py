@@ -86,7 +86,14 @@ class TorchDDPPowerSGD(TorchDDP):
         state = powerSGD_hook.PowerSGDState(
             self.group, matrix_approximation_rank=1, start_powerSGD_iter=self.whole_updates
         )
-        self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+        def one_bucket_at_a_time(state: Any, bucket: GradBucket) -> Future[Tensor]:
+            # Its later all-reduces are issued when the first is over: those of two buckets cross, on some ranks only.
+            averaged: Future[Tensor] = powerSGD_hook.powerSGD_hook(state, bucket)
+            averaged.wait()
+            return averaged
+
+        self.ddp.register_comm_hook(state, one_bucket_at_a_time)
         return wrapped
 
 
