@@ -155,7 +155,7 @@ def _is_point(step: int) -> bool:
 def _train(run: Run, setting: Setting, rank: int, group: Any) -> dict[str, Any]:
     task = _task(run, setting, rank)
     arm = parse_arm(run.arm)
-    options = Options(clip_norm=CLIP_NORM, wire=arm.settings.get("wire", "fp32"), bucket_bytes=2**17)
+    options = Options(clip_norm=CLIP_NORM, wire=arm.wire, bucket_bytes=2**17)
     parallel = DataParallel(
         task.model, task.optimizer, arm.strategy(), micro_batches=MICRO_BATCHES, scheduler=task.scheduler,
         group=group, options=options,

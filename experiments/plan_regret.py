@@ -149,9 +149,7 @@ def measured(setting: Setting, draws: random.Random) -> Machine:
 def train(setting: Setting, arm: str, seed: int) -> float:
     """Return the virtual seconds of an update of an arm on the whole cluster."""
     parsed = parse_arm(arm)
-    options = Options(
-        wire=parsed.settings.get("wire", "fp32"), bucket_bytes=setting.bucket_bytes, allow_unused=True
-    )
+    options = Options(wire=parsed.wire, bucket_bytes=setting.bucket_bytes, allow_unused=True)
 
     def program(rank: int, group: Any) -> float:
         model = nn.ParameterList(nn.Parameter(torch.ones(setting.numel)) for _ in range(TENSORS))

@@ -60,6 +60,28 @@ def test_all_ranks_take_the_same_narrow_wire_on_a_slow_link_and_train_with_it() 
     assert steps == 2
 
 
+def ask_and_fail(rank: int) -> None:
+    calls = []
+
+    def draw_and_fail(model: nn.Module, batch: Tensor) -> Tensor:
+        calls.append((torch.rand(()), np.random.rand(), random.random()))
+        if len(calls) > 2:
+            raise ZeroDivisionError
+        return loss_of(model, batch)
+
+    model, optimizer = new_job()
+    batches = [torch.zeros(1, 128)]
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        choose(model, optimizer, draw_and_fail, batches)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_random_states_are_as_they_were_also_behind_an_error() -> None:
+    run_ranks(WORLD_SIZE, ask_and_fail)
+
+
 def ask_with_too_little(rank: int) -> None:
     choose(*new_job(), loss_of, two_batches())
 

@@ -167,7 +167,7 @@ def recommendation(ranking: Ranking) -> str:
     """Return what to use, and why."""
     choice, base = ranking.choice, ranking.base
     arm = parse_arm(choice.arm)
-    wire = arm.settings.get("wire", "fp32")
+    wire = arm.wire
     options = f"--strategy {arm.name}" + ("" if wire == "fp32" else f" --wire {wire}")
     gain = base.seconds_per_micro_batch / choice.seconds_per_micro_batch
     evidence = evidence_of(choice.arm)

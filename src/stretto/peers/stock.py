@@ -132,7 +132,7 @@ class TorchLocalSGD(TorchDDP):
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
         own = [parameter.detach().clone() for parameter in self.ddp.parameters()]
-        average_parameters(iter(list(self.ddp.parameters())), self.group)
+        average_parameters(self.ddp.parameters(), self.group)
         try:
             yield
         finally:

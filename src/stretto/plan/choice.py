@@ -3,13 +3,11 @@
 import copy
 import dataclasses
 import math
-import random
 import socket
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -18,6 +16,7 @@ from stretto.engine import Options
 from stretto.groups import join_launched_group
 from stretto.plan.measure import measure_task
 from stretto.plan.ranking import SMALL, Ranking, rank_by_time
+from stretto.randomness import random_states, restore_random_states
 from stretto.recipes.task import Loss, Task
 from stretto.strategies import Strategy
 from stretto.train.arms import Arm, parse_arm
@@ -40,7 +39,7 @@ class Choice:
     @property
     def wire(self) -> str:
         """For `DataParallel`."""
-        return str(self.arm.settings.get("wire", "fp32"))
+        return self.arm.wire
 
 
 def choose(
@@ -72,12 +71,12 @@ def choose(
         ConfigError: The loader ends too soon.
         CommunicationError: The ranks did not find each other.
     """
-    device = next(model.parameters()).device
+    device = next(model.parameters(), torch.empty(0)).device
     join_launched_group(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Choice(parse_arm("zero1"), None)
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    states = random_states(device)
+    try:
         model, optimizer = copy.deepcopy((model, optimizer))
         task = Task(
             model=model,
@@ -88,8 +87,8 @@ def choose(
             evaluate=lambda model: math.nan,
         )
         machine = measure_task(task, device, _ranks_of_this_machine(device), batches)
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+    finally:
+        restore_random_states(states, device)
     ranking = rank_by_time(
         machine,
         micro_batches=micro_batches,

@@ -85,14 +85,13 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) 
     """
     strategy = arm.strategy()
     micro_batches = arm.settings.get("micro_batches", micro_batches)
-    wire = arm.settings.get("wire", "fp32")
     ledger = ledger_of(strategy)
     twin = _Twin.of(machine, bucket_bytes)
     compute = dataclasses.replace(
         compute_of(arm, machine, micro_batches), jitter=_jitter_of_twin(machine, micro_batches)
     )
     cluster = VirtualCluster(twin.ranks, Network(link=twin.link), compute)
-    options = Options(wire=wire, bucket_bytes=twin.bucket_bytes, allow_unused=True)
+    options = Options(wire=arm.wire, bucket_bytes=twin.bucket_bytes, allow_unused=True)
     updates = _WARM_UP + _counted(strategy, machine)
 
     def program(rank: int, group: dist.ProcessGroup) -> tuple[list[float], list[float], list[int]]:
@@ -119,7 +118,7 @@ def compute_of(arm: Arm, machine: Machine, micro_batches: int) -> Compute:
     strategy = arm.strategy()
     ledger = ledger_of(strategy)
     owned = 1.0 if ledger.replicated else 1.0 / machine.ranks
-    lane_seconds = machine.exchange_seconds[arm.settings.get("wire", "fp32")] + machine.step_seconds * owned
+    lane_seconds = machine.exchange_seconds[arm.wire] + machine.step_seconds * owned
     compute_seconds = machine.micro_batch_seconds
     if machine.cores < _BUSY_CORES and strategy.overlaps:
         compute_seconds += lane_seconds * ledger.rounds / micro_batches

@@ -205,7 +205,7 @@ def evidence_of(arm: str) -> Evidence:
     Together they cost no more, as far as was measured (`acco` on int4).
     """
     parsed = parse_arm(arm)
-    return max(OF_WIRES[parsed.settings.get("wire", "fp32")], EVIDENCE[parsed.name], key=_in_nats)
+    return max(OF_WIRES[parsed.wire], EVIDENCE[parsed.name], key=_in_nats)
 
 
 def _nats(arm: str) -> float:
@@ -219,4 +219,4 @@ def _in_nats(evidence: Evidence) -> float:
 def _preference(arm: str) -> tuple[int, int]:
     """Return how exact an arm is: the smaller, the more."""
     parsed = parse_arm(arm)
-    return list(EVIDENCE).index(parsed.name), WIRES.index(parsed.settings.get("wire", "fp32"))
+    return list(EVIDENCE).index(parsed.name), WIRES.index(parsed.wire)

@@ -107,6 +107,11 @@ class Arm:
         return bool(self.phases) or self.name in STRATEGIES
 
     @property
+    def wire(self) -> str:
+        """The wire that is set for it, or else the default; strategies that take turns have their own."""
+        return str(self.settings.get("wire", "fp32"))
+
+    @property
     def overlaps(self) -> bool:
         """Whether it has a communication lane that a clock could wait for."""
         if self.phases:
