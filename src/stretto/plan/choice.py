@@ -106,5 +106,5 @@ def _ranks_of_this_machine(device: torch.device) -> int:
     """Return how many ranks of the default group have this rank's host name."""
     own = torch.tensor([zlib.crc32(socket.gethostname().encode())], device=device)
     hosts = torch.empty(dist.get_world_size(), dtype=own.dtype, device=device)
-    dist.all_gather_into_tensor(hosts, own)
+    dist.all_gather_single(hosts, own)
     return int((hosts == own).sum())
