@@ -38,7 +38,8 @@ def ask_then_train(rank: int) -> tuple[str, list[str], int]:
     before = copy.deepcopy(model.state_dict())
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)  # in a process of its own, pytest's filter does not hold
+        # In a process of its own pytest's filter does not hold.
+        warnings.simplefilter("error", FutureWarning)
         chosen = choose(model, optimizer, loss_of, batches, micro_batches=2)
     assert chosen.ranking is not None
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
