@@ -1,18 +1,26 @@
 """Time to a fixed held-out loss over slow sockets and a free wire, the learning rate tuned for every way of updating.
 
-    python benchmarks/time_to_loss.py --rates none 100mbit 10mbit --out benchmarks/results/DATE-time-to-loss
+    python benchmarks/time_to_loss.py learn --out benchmarks/results/DATE-time-to-loss
+    python benchmarks/time_to_loss.py time --out benchmarks/results/DATE-time-to-loss
+    python benchmarks/time_to_loss.py report --out benchmarks/results/DATE-time-to-loss
 
-Needs root for the namespaces. Tuning runs without a slow link, because with fixed counts the updates do not depend on
-it. All synchronous arms, ours and the stock ones, make the same updates and share one tuned rate. The measured runs
-then stop at the target; time spent on evaluations does not count. With every seed all arms run on all links in turns,
-and times are also told as multiples of the fastest synchronous arm on the free wire with the same seed.
+Needs root for the namespaces. With fixed counts the updates do not depend on time. So `learn` counts, on a free wire,
+after how many updates each arm reaches the loss; and `time` measures an update on every link, in turns and without
+evaluations, which would hold the clock while transfers arrive. `report` multiplies:
+
+    seconds to the loss = updates to the loss * seconds per update
+
+The measure of all is the fastest synchronous arm on the free wire. A timed run has the seed of a learning run: that
+both have the same loss after the same updates is the test of the first sentence. All synchronous fp32 arms, ours and
+the stock ones, make the same updates and share one learning run.
 """
 
 import argparse
+import itertools
 import json
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from namespaces import compare_behind
 
@@ -20,137 +28,214 @@ from stretto.observe import replace_json
 
 AVERAGE = "diloco:outer_lr=1:outer_momentum=0:keep_progress=on:wire=int4"
 """Averages of replicas in 4 bits, beside the next updates."""
+SYNCHRONOUS = "zero1"
+LOCAL_SGD, POWER_SGD = "torch-local-sgd", "torch-ddp-powersgd"
 TUNED = {
-    "synchronous": "ddp",
+    SYNCHRONOUS: SYNCHRONOUS,
     "acco": "acco:wire=int4",
     "local": "local:rate=0.1:wire=bf16",
     "diloco": f"{AVERAGE}:interval=4:fragments=2:delay=1",
+    LOCAL_SGD: LOCAL_SGD,
+    POWER_SGD: POWER_SGD,
 }
-"""One arm per way of updating; arms that differ in wire, interval or clock take its rate."""
-FREE = ("torch-ddp", "zero1")
-"""Synchronous arms on the free wire, the measure of all others."""
-SLOW = (
-    "torch-ddp-bf16",
-    "torch-ddp-powersgd",
-    "zero1:wire=int4",
-    "acco:wire=int8",
-    "local:rate=0.1:wire=bf16",
-)
-SLOWER = (
-    "torch-ddp-powersgd",
-    "torch-local-sgd",
-    "local:rate=0.1:wire=bf16",
-    f"{AVERAGE}:interval=2:delay=1",
-    f"{AVERAGE}:interval=4:fragments=2:delay=1",
-)
-SLOWEST = (f"{AVERAGE}:interval=16:fragments=4:delay=3", f"{AVERAGE}:interval=24:fragments=6:delay=3")
-ARMS = {"none": FREE, "10mbit": SLOWER, "1mbit": SLOWEST}
-"""By link; `SLOW` for all others."""
-EVALUATION = ["--evaluate-every", "4", "--task.evaluation-windows", "32"]
-# A run that only time ends keeps its learning rate. Those of the tuning, which a count may end, must keep theirs too.
+"""One arm per way of updating; arms that differ in wire or interval take its rate."""
+ARMS = {
+    "none": (SYNCHRONOUS, "torch-ddp"),
+    "100mbit": (
+        "torch-ddp-bf16",
+        POWER_SGD,
+        LOCAL_SGD,
+        "zero1:wire=int4",
+        "acco:wire=int4",
+        "local:rate=0.1:wire=int8",
+        f"{AVERAGE}:interval=2:delay=1",
+    ),
+    "10mbit": (
+        "torch-ddp-bf16",
+        POWER_SGD,
+        LOCAL_SGD,
+        "local:rate=0.1:wire=int4",
+        f"{AVERAGE}:interval=4:fragments=2:delay=1",
+    ),
+    "1mbit": (
+        POWER_SGD,
+        LOCAL_SGD,
+        f"{AVERAGE}:interval=20:fragments=4:delay=4",
+        f"{AVERAGE}:interval=24:fragments=8:delay=2",
+    ),
+}
+"""By link."""
+EXACT = ("torch-ddp",)
+"""Arms whose updates are those of `SYNCHRONOUS`."""
+EVALUATE = ["--task.evaluation-windows", "32", "--evaluate-every"]
+EVERY = 4
+# A run that only time ends keeps its learning rate. Those that a count may end must keep theirs too.
 SCHEDULE = ["--task.schedule.warmup", "10", "--task.schedule.floor", "1"]
 
 
-def updates_to_target(run: dict) -> float:
-    """Return the updates that a run needed to reach the target, or infinity."""
-    return float("inf") if run["seconds_to_loss"] is None else run["updates"]
+def method_of(arm: str) -> str:
+    """Return the key of an arm's tuned rate."""
+    name = arm.partition(":")[0]
+    return name if name in TUNED else SYNCHRONOUS
 
 
-def tune(methods: list[str], rates: list[float], target: float, updates: int, out: Path) -> dict[str, float]:
-    """Return by method the rate with which it needs the fewest updates; ties go to the lower final loss."""
-    arms = [f"{TUNED[method]}:lr={rate:g}" for method in methods for rate in rates]
-    limits = ["--updates", str(updates), "--to-loss", str(target), "--seed", "1000"]
-    runs = compare_behind("none", arms, out, *limits, *EVALUATION, *SCHEDULE)["runs"]
-    best = {}
-    for method in methods:
-        candidates = [run for run in runs if run["strategy"].startswith(f"{TUNED[method]}:lr=")]
-        chosen = min(candidates, key=lambda run: (updates_to_target(run), run["heldout_loss"]))
-        best[method] = chosen["learning_rate"]
-        for run in candidates:
-            print(
-                f"{run['strategy']:40} {updates_to_target(run):5g} updates, {run['heldout_loss']:.4f}",
-                flush=True,
-            )
+def learns_as(arm: str) -> str:
+    """Return the arm whose learning runs tell after how many updates this one reaches the loss."""
+    return SYNCHRONOUS if arm in EXACT else arm
+
+
+def with_rate(arm: str, rates: dict[str, float]) -> str:
+    """Return the arm with its tuned rate."""
+    return f"{arm}:lr={rates[method_of(arm)]:g}"
+
+
+def updates_to(run: dict[str, Any], target: float) -> float | None:
+    """Return the updates at which the line between two evaluations crosses the target, a second one confirming it."""
+    points = [(one["step"], one["heldout_loss"]) for one in run["evaluations"]]
+    for before, first, second in zip(points, points[1:], points[2:], strict=False):
+        if first[1] <= target and second[1] <= target:
+            return before[0] + (first[0] - before[0]) * (before[1] - target) / (before[1] - first[1])
+    return None
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the runs of a comparison; none where it was not made."""
+    file = path / "compare.json"
+    return json.loads(file.read_text())["runs"] if file.exists() else []
+
+
+def tune(options: argparse.Namespace) -> dict[str, float]:
+    """Return by way of updating the rate with which it needs the fewest updates; ties go to the lower final loss."""
+    file = options.out / "tuned.json"
+    best: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+    missing = {method: arm for method, arm in TUNED.items() if method not in best}
+    if missing:
+        arms = [f"{arm}:lr={rate:g}" for arm in missing.values() for rate in options.learning_rates]
+        runs = learnt(options.out / "tuning", arms, 1000, options)
+        for method, arm in missing.items():
+            tried = [run for run in runs if run["strategy"].startswith(f"{arm}:lr=")]
+            best[method] = min(tried, key=lambda run: _merit(run, options.target))["learning_rate"]
+        replace_json(file, best)
     return best
 
 
-def method_of(arm: str) -> str:
-    """Return the key of an arm's tuned rate: all synchronous arms make the same updates."""
-    name = arm.partition(":")[0]
-    return {"torch-local-sgd": "local"}.get(name, name if name in TUNED else "synchronous")
+def _merit(run: dict[str, Any], target: float) -> tuple[float, float]:
+    updates = updates_to(run, target)
+    return float("inf") if updates is None else updates, run["heldout_loss"]
 
 
-def measured(out: Path, rate: str) -> Iterator[tuple[int, dict]]:
-    """Yield the runs of all repeats on a link, each with its seed."""
-    for path in sorted(out.glob(f"{rate}-seed*/compare.json")):
-        seed = int(path.parent.name.removeprefix(f"{rate}-seed"))
-        yield from ((seed, run) for run in json.loads(path.read_text())["runs"])
+def learnt(out: Path, arms: list[str], seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train arms on a free wire, to the loss or until they give up; return their runs."""
+    limits = ["--updates", str(options.most_updates), "--to-loss", str(options.target), "--seed", str(seed)]
+    return compare_behind("none", arms, out, *limits, *EVALUATE, str(EVERY), *SCHEDULE)["runs"]
 
 
-def report(out: Path, rates: list[str]) -> None:
-    """Print every arm's time to the target over all repeats so far, and as a multiple of a free wire's."""
-    free: dict[int, float] = {}
-    for seed, run in measured(out, "none"):
-        if run["seconds_to_loss"] is not None:
-            free[seed] = min(free.get(seed, float("inf")), run["seconds_to_loss"])
-    for rate in rates:
-        found: dict[str, dict[int, dict]] = {}
-        for seed, run in measured(out, rate):
-            found.setdefault(run["strategy"], {})[seed] = run
-        for arm, runs in found.items():
-            seconds = {s: r["seconds_to_loss"] for s, r in runs.items() if r["seconds_to_loss"] is not None}
-            told = f"{rate:8} {arm:56} reached {len(seconds)} of {len(runs)}"
-            if seconds:
-                told += f", {_spread(list(seconds.values()), '.1f')} s"
-            if multiples := [seconds[seed] / free[seed] for seed in seconds if seed in free]:
-                told += f", {_spread(multiples, '.2f')} of a free wire"
-            sent = statistics.median(run["sent_bytes"] / run["updates"] / 1e6 for run in runs.values())
-            print(f"{told}, {sent:.2f} MB per update")
+def learn(options: argparse.Namespace) -> None:
+    """Count updates to the loss with every seed, after tuning where that has not been done."""
+    rates = tune(options)
+    arms = dict.fromkeys(with_rate(learns_as(arm), rates) for of_link in ARMS.values() for arm in of_link)
+    for seed in options.seeds:
+        learnt(options.out / f"learn-seed{seed}", list(arms), seed, options)
 
 
-def _spread(values: list[float], form: str) -> str:
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+def measure(options: argparse.Namespace) -> None:
+    """Time updates on every link; every turn takes all arms on all links."""
+    rates = tune(options)
+    for turn in options.turns:
+        for link in options.links:
+            limits = ["--updates", str(options.timed_updates), "--seconds", str(options.cap), "--seed", "0"]
+            arms = [with_rate(arm, rates) for arm in ARMS[link]]
+            never = str(10 * options.timed_updates)
+            compare_behind(
+                link, arms, options.out / f"{link}-turn{turn}", *limits, *EVALUATE, never, *SCHEDULE
+            )
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write and print every arm's time to the loss, as multiples of a free wire's: all seeds times all turns."""
+    rates = tune(options)
+    learning = {
+        (run["strategy"], seed): run
+        for seed in options.seeds
+        for run in read(options.out / f"learn-seed{seed}")
+    }
+    timed = {
+        (link, run["strategy"], turn): run
+        for link, turn in itertools.product(options.links, options.turns)
+        for run in read(options.out / f"{link}-turn{turn}")
+    }
+    base = with_rate(SYNCHRONOUS, rates)
+    needed = {seed: updates_to(learning[base, seed], options.target) for seed in options.seeds}
+    free = {
+        turn: min(pace(timed["none", with_rate(arm, rates), turn]) for arm in ARMS["none"])
+        for turn in options.turns
+    }
+    rows = []
+    for link, arm in ((one, arm) for one in options.links for arm in ARMS[one]):
+        found = {turn: timed[link, with_rate(arm, rates), turn] for turn in options.turns}
+        learnt_by = {seed: learning[with_rate(learns_as(arm), rates), seed] for seed in options.seeds}
+        updates = {seed: updates_to(run, options.target) for seed, run in learnt_by.items()}
+        multiples = [
+            taken / needed[seed] * pace(run) / free[turn]
+            for (seed, taken), (turn, run) in itertools.product(updates.items(), found.items())
+            if taken is not None
+        ]
+        row = {
+            "link": link,
+            "arm": arm,
+            "learning_rate": rates[method_of(arm)],
+            "updates": updates,
+            "seconds_per_update": [pace(run) for run in found.values()],
+            "sent_bytes_per_update": [run["sent_bytes"] / run["updates"] for run in found.values()],
+            "multiples": multiples,
+            "same_loss_as_learnt": [same_loss(run, learnt_by[0]) for run in found.values()],
+        }
+        rows.append(row)
+        print(
+            f"| {link} | `{arm}` | {spread(multiples, '.2f')} | {spread(list(updates.values()), '.0f')} "
+            f"| {spread(row['seconds_per_update'], '.3f')} "
+            f"| {statistics.median(row['sent_bytes_per_update']) / 1e6:.2f} | {row['same_loss_as_learnt']}"
+        )
+    replace_json(options.out / "time-to-loss.json", rows)
+
+
+def pace(run: dict[str, Any]) -> float:
+    """Return the seconds per update of a timed run, from its start until everything has landed."""
+    return run["seconds"] / run["updates"]
+
+
+def same_loss(timed: dict[str, Any], learnt: dict[str, Any]) -> float | None:
+    """Return by how much the losses of two runs differ after the timed one's updates; None where nobody looked."""
+    found = [one["heldout_loss"] for one in learnt["evaluations"] if one["step"] == timed["updates"]]
+    return abs(found[0] - timed["heldout_loss"]) if found else None
+
+
+def spread(values: list[float | None], form: str) -> str:
+    """Return the median and the range; and of values that are missing how many there are."""
+    found = sorted(value for value in values if value is not None)
+    if not found:
+        return "not reached"
+    of = "" if len(found) == len(values) else f", {len(found)} of {len(values)}"
+    return f"{statistics.median(found):{form}} ({found[0]:{form}} to {found[-1]:{form}}{of})"
 
 
 def main() -> None:
-    """Tune, measure, print the ranking."""
+    """Count, time, or multiply."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("action", choices=("learn", "time", "report"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rates", nargs="+", default=["none", "100mbit"], help="of the links")
+    parser.add_argument("--links", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--target", type=float, default=2.75, help="held-out loss, nats per byte")
-    parser.add_argument("--cap", type=float, default=75.0, help="training seconds after which a run gives up")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one repeat each, in turns")
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[7e-4, 1e-3, 1.5e-3])
-    parser.add_argument("--tuning-updates", type=int, default=90)
-    parser.add_argument("--arms", nargs="+", help="on slow links, instead of those that are built in")
-    parser.add_argument("--only-tune", action="store_true", help="end before the measured runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of learning")
+    parser.add_argument("--most-updates", type=int, default=88, help="after which a learning run gives up")
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[5e-4, 7e-4, 1e-3])
+    parser.add_argument("--turns", type=int, nargs="+", default=[0, 1, 2], help="of timing")
+    parser.add_argument("--timed-updates", type=int, default=48)
+    parser.add_argument("--cap", type=float, default=60.0, help="seconds after which a timed run ends")
     options = parser.parse_args()
-    arms = {
-        rate: options.arms if options.arms and rate != "none" else ARMS.get(rate, SLOW)
-        for rate in options.rates
-    }
-    # Tuning does not depend on time, so it may have been done before, elsewhere.
-    tuned = options.out / "tuned.json"
-    best = json.loads(tuned.read_text()) if tuned.exists() else {}
-    missing = dict.fromkeys(method_of(arm) for of_rate in arms.values() for arm in of_rate)
-    missing = [method for method in missing if method not in best]
-    if missing:
-        best |= tune(
-            missing, options.learning_rates, options.target, options.tuning_updates, options.out / "tuning"
-        )
-        replace_json(tuned, best)
-    if options.only_tune:
-        return
-    limits = ["--seconds", str(options.cap), "--to-loss", str(options.target)]
-    for seed in options.seeds:
-        for rate in options.rates:
-            named = [f"{arm}:lr={best[method_of(arm)]:g}" for arm in arms[rate]]
-            out = options.out / f"{rate}-seed{seed}"
-            compare_behind(rate, named, out, *limits, "--seed", str(seed), *EVALUATION, *SCHEDULE)
-    report(options.out, options.rates)
+    {"learn": learn, "time": measure, "report": report}[options.action](options)
 
 
 if __name__ == "__main__":
