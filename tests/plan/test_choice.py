@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import random
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto import DataParallel, ZeRO1
+from stretto.errors import ConfigError, PeerFailed
 from stretto.groups import Link, register_throttled
 from stretto.plan import choose
 from tests.docs.pages import DOCS, code_blocks
@@ -99,6 +101,19 @@ def test_batches_that_come_only_once_have_to_be_enough() -> None:
     """An iterator does not begin again."""
     with pytest.raises(RankFailed, match="expected more than 2 micro-batches from the loader, found 2"):
         run_ranks(WORLD_SIZE, ask_with_too_little)
+
+
+def ask_where_one_rank_has_too_little(rank: int) -> str:
+    loader = two_batches() if rank == 1 else itertools.repeat(torch.zeros(1, 128))
+    with pytest.raises(ConfigError if rank == 1 else PeerFailed) as caught:
+        choose(*new_job(), loss_of, loader)
+    return str(caught.value)
+
+
+def test_ranks_hear_why_another_one_gave_up_measuring() -> None:
+    waiting, gave_up = run_ranks(WORLD_SIZE, ask_where_one_rank_has_too_little)
+    assert gave_up == "plan: expected more than 2 micro-batches from the loader, found 2"
+    assert gave_up in waiting
 
 
 def test_a_rank_that_is_alone_takes_the_default_and_measures_nothing() -> None:

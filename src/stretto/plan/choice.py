@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from stretto.engine import Options
 from stretto.groups import join_launched_group
-from stretto.plan.measure import measure_task
+from stretto.plan.measure import Machine, Ranks, measure_task
 from stretto.plan.ranking import SMALL, Ranking, rank_by_time
 from stretto.randomness import random_states, restore_random_states
 from stretto.recipes.task import Loss, Task
@@ -69,13 +69,37 @@ def choose(
 
     Raises:
         ConfigError: The loader ends too soon.
-        CommunicationError: The ranks did not find each other.
+        CommunicationError: The ranks did not find each other, or another one has failed.
     """
     device = next(model.parameters(), torch.empty(0)).device
     join_launched_group(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Choice(parse_arm("zero1"), None)
-    states = random_states(device)
+    ranks = Ranks(device, Options().timeout_seconds)
+    with ranks.together():
+        machine = _measured(ranks, model, optimizer, loss_function, loader, batches)
+        ranking = rank_by_time(
+            machine,
+            micro_batches=micro_batches,
+            bucket_bytes=Options().bucket_bytes if bucket_bytes is None else bucket_bytes,
+            most_nats=SMALL,
+        )
+        # Prices of other processors might differ in a last bit, so rank 0's choice is everybody's.
+        arms = sorted(one.arm for one in ranking.prices)
+        chosen = ranks.gather([arms.index(ranking.choice.arm)])[0]
+    return Choice(parse_arm(arms[int(chosen)]), ranking)
+
+
+def _measured(
+    ranks: Ranks,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_function: Callable[[nn.Module, Any], Tensor],
+    loader: Iterable[Any],
+    batches: int,
+) -> Machine:
+    """Measure a copy, and put random states back."""
+    states = random_states(ranks.device)
     try:
         model, optimizer = copy.deepcopy((model, optimizer))
         task = Task(
@@ -86,25 +110,7 @@ def choose(
             loss=lambda model, batch: Loss(loss_function(model, batch), 1.0, 1),
             evaluate=lambda model: math.nan,
         )
-        machine = measure_task(task, device, _ranks_of_this_machine(device), batches)
+        hosts = ranks.gather([zlib.crc32(socket.gethostname().encode())])
+        return measure_task(ranks, task, int((hosts == hosts[ranks.group.rank()]).sum()), batches)
     finally:
-        restore_random_states(states, device)
-    ranking = rank_by_time(
-        machine,
-        micro_batches=micro_batches,
-        bucket_bytes=Options().bucket_bytes if bucket_bytes is None else bucket_bytes,
-        most_nats=SMALL,
-    )
-    # Prices of other processors might differ in a last bit, so rank 0's choice is told to all.
-    arms = sorted(one.arm for one in ranking.prices)
-    index = torch.tensor(arms.index(ranking.choice.arm), device=device)
-    dist.broadcast(index, 0)
-    return Choice(parse_arm(arms[int(index)]), ranking)
-
-
-def _ranks_of_this_machine(device: torch.device) -> int:
-    """Return how many ranks of the default group have this rank's host name."""
-    own = torch.tensor([zlib.crc32(socket.gethostname().encode())], device=device)
-    hosts = torch.empty(dist.get_world_size(), dtype=own.dtype, device=device)
-    dist.all_gather_single(hosts, own)
-    return int((hosts == own).sum())
+        restore_random_states(states, ranks.device)

@@ -11,17 +11,19 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from stretto.engine import Options
+from stretto.engine.failures import FailureDetector
+from stretto.engine.round import Progress
 from stretto.errors import ConfigError
-from stretto.groups import Link, SoloGroup
+from stretto.groups import Link, SoloGroup, private_group, retire
 from stretto.parallel import DataParallel
 from stretto.recipes import Task
 from stretto.strategies import ZeRO1
@@ -75,6 +77,53 @@ class Machine:
         return self.forward_seconds + self.backward_seconds
 
 
+class Ranks:
+    """All ranks of the default process group, on a group that nobody else uses: an error on one reaches the others.
+
+    Args:
+        device: Where what they send each other lies.
+        timeout_seconds: How long to wait for a rank that neither answers nor dies.
+    """
+
+    def __init__(self, device: torch.device, timeout_seconds: float) -> None:
+        self.group = private_group(timeout_seconds=timeout_seconds)
+        self.device = device
+        self._failures = FailureDetector(self.group, timeout_seconds, Progress())
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Tell the other ranks of an error in the block; at its end nobody may use the group any more."""
+        try:
+            yield
+        except BaseException as error:
+            if self._failures.tell(error):
+                self.group.abort()
+            raise
+        finally:
+            retire(self.group)
+
+    def gather(self, values: Sequence[float]) -> Tensor:
+        """Return what every rank gives, `(world_size, len(values))`, in float64; it waits for the last of them.
+
+        Raises:
+            CommunicationError: Another rank does not come.
+        """
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        whole = own.new_empty(self.group.size() * len(values))
+        self._failures.wait(self.group.all_gather_single(whole, own), "times of all ranks")
+        return whole.view(-1, len(values)).cpu()
+
+    def send(self, outgoing: Sequence[Tensor]) -> None:
+        """Send of each tensor an equal part to every rank, all at once.
+
+        Raises:
+            CommunicationError: Another rank does not come.
+        """
+        works = [self.group.all_to_all_single(torch.empty_like(one), one, [], []) for one in outgoing]
+        for work in works:
+            self._failures.wait(work, "measurement of the link")
+
+
 def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
     """Measure on all ranks, and return the slowest one's times; every rank calls this with equal settings.
 
@@ -85,6 +134,7 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
 
     Raises:
         ConfigError: The recipe has no loss that trains, or its loader ends too soon.
+        CommunicationError: Another rank has failed, or does not answer.
     """
     torch.set_num_threads(job.threads)
     device = choose_device(job.device, info)
@@ -92,33 +142,36 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
         task = job.task.build(info.rank, info.world_size, job.seed, None)
         task.model.to(device)
         slow = dataclasses.replace(task, loader=slowed(job, task.loader, info.rank))
-        return measure_task(slow, device, info.local_world_size, batches)
+        ranks = Ranks(device, job.timeout_seconds)
+        with ranks.together():
+            return measure_task(ranks, slow, info.local_world_size, batches)
 
 
-def measure_task(task: Task, device: torch.device, local_world_size: int, batches: int) -> Machine:
-    """Measure a task on all ranks of the default group, and return the slowest one's times; changes the task's model.
+def measure_task(ranks: Ranks, task: Task, local_world_size: int, batches: int) -> Machine:
+    """Measure a task, and return the slowest rank's times; changes the task's model. All ranks must call.
 
     Args:
+        ranks: Which have the model on their device.
         task: Of this rank; its loader, model, loss and optimizer are used.
-        device: Where the model is.
         local_world_size: How many ranks share this machine.
         batches: Micro-batches to time.
 
     Raises:
         ConfigError: The loader ends too soon.
+        CommunicationError: Another rank does not come.
     """
+    device = ranks.device
     fresh = list(islice(_timed(task.loader), batches + _WARM_UP))
     if len(fresh) <= _WARM_UP:
         raise ConfigError(
             f"plan: expected more than {_WARM_UP} micro-batches from the loader, found {len(fresh)}"
         )
-    link = measure_link(device)
-    dist.barrier()
+    link = measure_link(ranks)
     passes = [_passes(task, batch, device) for batch, _ in fresh][_WARM_UP:]
     exchanges = {wire: _exchange_seconds(task, fresh[0][0], wire) for wire in WIRES}
     step_seconds = _step_seconds(task, fresh[0][0], device)
     own = Machine(
-        ranks=dist.get_world_size(),
+        ranks=ranks.group.size(),
         parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
         forward_seconds=statistics.median(forward for forward, _ in passes),
         backward_seconds=statistics.median(backward for _, backward in passes),
@@ -129,20 +182,18 @@ def measure_task(task: Task, device: torch.device, local_world_size: int, batche
         cores=float("inf") if device.type != "cpu" else len(os.sched_getaffinity(0)) / local_world_size,
         jitter=_jitter([sum(one) for one in passes]),
     )
-    return _slowest(own, device)
+    return _slowest(ranks, own)
 
 
-def _slowest(own: Machine, device: torch.device) -> Machine:
+def _slowest(ranks: Ranks, own: Machine) -> Machine:
     """Return the longest of all ranks' times: ranks wait for each other, and shall plan alike."""
     link = own.link
     seconds_per_bit = 0.0 if link.bits_per_second is None else 1 / link.bits_per_second
     times = [own.forward_seconds, own.backward_seconds, own.load_seconds, own.step_seconds]
     times += [*own.exchange_seconds.values(), seconds_per_bit, link.latency_seconds, -own.cores]
-    longest = torch.tensor(times, dtype=torch.float64, device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    forward, backward, load, step, *exchanges, per_bit, latency, cores = longest.tolist()
-    jitter = torch.tensor(own.jitter, dtype=torch.float64, device=device)
-    dist.all_reduce(jitter)  # few draws: their mean is nearer to the truth than their maximum
+    of_all = ranks.gather([own.jitter, *times])
+    jitter = of_all[:, 0].mean().item()  # few draws: their mean is nearer to the truth than their maximum
+    forward, backward, load, step, *exchanges, per_bit, latency, cores = of_all[:, 1:].amax(0).tolist()
     return dataclasses.replace(
         own,
         forward_seconds=forward,
@@ -152,43 +203,34 @@ def _slowest(own: Machine, device: torch.device) -> Machine:
         exchange_seconds=dict(zip(own.exchange_seconds, exchanges, strict=True)),
         link=Link(bits_per_second=1 / per_bit if per_bit else None, latency_seconds=latency),
         cores=-cores,
-        jitter=jitter.item() / own.ranks,
+        jitter=jitter,
     )
 
 
-def measure_link(device: torch.device) -> Link:
-    """Return the link that every rank has to the others; all ranks of the default group must call.
+def measure_link(ranks: Ranks) -> Link:
+    """Return the link that every rank has to the others; all ranks must call.
 
     The latency is that of the smallest message, there. The rate is that of a transfer which is long enough.
     """
-    world_size = dist.get_world_size()
+    world_size = ranks.group.size()
     if world_size == 1:
         return Link()
 
     def seconds(numel: int, at_once: int = _AT_ONCE) -> float:
         outgoing = [
-            torch.zeros(world_size * numel // at_once, dtype=torch.uint8, device=device)
+            torch.zeros(world_size * numel // at_once, dtype=torch.uint8, device=ranks.device)
             for _ in range(at_once)
         ]
-
-        def send() -> None:
-            works = [dist.all_to_all_single(torch.empty_like(o), o, async_op=True) for o in outgoing]
-            for work in works:
-                work.wait()
-
-        return _seconds(send, device)
+        return _seconds(lambda: ranks.send(outgoing), ranks.device)
 
     latency = statistics.median(seconds(1, at_once=1) for _ in range(_ROUND_TRIPS))
     numel = 2**14
-    taken = seconds(numel)
-    longest = torch.tensor([taken], device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)  # all ranks send equally much
-    while longest.item() < _LINK_SECONDS and numel * (world_size - 1) < _LARGEST_TRANSFER:
+    longest = ranks.gather([seconds(numel)]).max().item()
+    while longest < _LINK_SECONDS and numel * (world_size - 1) < _LARGEST_TRANSFER:
         numel *= 4
-        longest[0] = seconds(numel)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        longest = ranks.gather([seconds(numel)]).max().item()  # all ranks send equally much
     sent_bytes = numel * (world_size - 1)
-    return Link(bits_per_second=8 * sent_bytes / max(longest.item() - latency, 1e-9), latency_seconds=latency)
+    return Link(bits_per_second=8 * sent_bytes / max(longest - latency, 1e-9), latency_seconds=latency)
 
 
 def _timed(loader: Any) -> Iterator[tuple[Any, float]]:
