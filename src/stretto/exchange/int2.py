@@ -22,7 +22,8 @@ class Int2(PackedWire):
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
         """Round blocks to numbers times their scale."""
         scales = block_scales(blocks, 1, bits=8)  # as many as bf16 has
-        numbers = (blocks / scales).round_().add_(1).to(torch.uint8)
+        # To int8 first: on a processor torch is four times as fast to that as to uint8.
+        numbers = (blocks / scales).round_().add_(1).to(torch.int8).view(torch.uint8)
         first, second, third, fourth = numbers.split(_QUARTER, dim=1)
         torch.bitwise_or(first | second << 2, third << 4 | fourth << 6, out=packed[:, :_QUARTER])
         packed[:, _QUARTER:].view(torch.bfloat16).copy_(scales)

@@ -24,8 +24,9 @@ class Int4(PackedWire):
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
         """Round blocks to integers times their scale."""
         scales = block_scales(blocks, _LARGEST, bits=8)  # as many as bf16 has
-        numbers = (blocks / scales).round_().add_(_ZERO).to(torch.uint8)
-        torch.bitwise_or(numbers[:, :32], numbers[:, 32:] << 4, out=packed[:, :32])
+        # On a processor torch is four times as fast to int8 as to uint8, and shifts whole tensors faster than parts.
+        numbers = (blocks / scales).round_().add_(_ZERO).to(torch.int8).view(torch.uint8)
+        torch.bitwise_or(numbers[:, :32], (numbers << 4)[:, 32:], out=packed[:, :32])
         packed[:, 32:].view(torch.bfloat16).copy_(scales)
 
     def unpack(self, packed: Tensor) -> Tensor:
