@@ -119,6 +119,20 @@ def test_bytes_are_the_ledgers_at_every_number_of_ranks(ranks: int) -> None:
     assert found.memory_bytes == pytest.approx((8 + 16 / ranks) * MACHINE.parameters)
 
 
+@pytest.mark.parametrize(
+    ("arm", "bytes_per_parameter"),
+    [
+        ("zero1:wire=int4", 34 / 64 + 34 / 64),
+        ("zero1:wire=int4:changes=bf16", 34 / 64 + 2),
+        ("acco:wire=int4:changes=bf16:estimates=int2", 2 * 34 / 64 + 2 + 18 / 64),
+    ],
+)
+def test_every_format_of_an_arm_is_priced(arm: str, bytes_per_parameter: float) -> None:
+    found = price(parse_arm(arm), MACHINE, micro_batches=4, bucket_bytes=BUCKET_BYTES)
+    expected = bytes_per_parameter * MACHINE.parameters / 2  # of two ranks, each keeps a half
+    assert found.sent_bytes == pytest.approx(expected, rel=0.04)  # a twin's records are as long as the job's
+
+
 def test_the_number_of_parameters_of_the_twin_does_not_matter() -> None:
     small = dataclasses.replace(MACHINE, parameters=100_000, link=Link(bits_per_second=1e7))
     large = dataclasses.replace(MACHINE, parameters=100_000_000, link=Link(bits_per_second=1e10))

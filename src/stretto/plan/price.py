@@ -78,7 +78,7 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) 
     """Return what an arm costs on `machine`.
 
     Args:
-        arm: A strategy of the library; it may set `wire` and `micro_batches`.
+        arm: A strategy of the library; it may set `wire`, `changes`, `estimates` and `micro_batches`.
         machine: What was measured, perhaps with other ranks or another link.
         micro_batches: Per rank and update, where the arm sets none.
         bucket_bytes: Of the job.
@@ -91,7 +91,13 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) 
         compute_of(arm, machine, micro_batches), jitter=_jitter_of_twin(machine, micro_batches)
     )
     cluster = VirtualCluster(twin.ranks, Network(link=twin.link), compute)
-    options = Options(wire=arm.wire, bucket_bytes=twin.bucket_bytes, allow_unused=True)
+    options = Options(
+        wire=arm.wire,
+        changes=arm.settings.get("changes"),
+        estimates=arm.settings.get("estimates"),
+        bucket_bytes=twin.bucket_bytes,
+        allow_unused=True,
+    )
     updates = _WARM_UP + _counted(strategy, machine)
 
     def program(rank: int, group: dist.ProcessGroup) -> tuple[list[float], list[float], list[int]]:
