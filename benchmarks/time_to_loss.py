@@ -58,8 +58,6 @@ ARMS = {
         f"{AVERAGE}:interval=4:fragments=2:delay=1",
     ),
     "1mbit": (
-        POWER_SGD,
-        LOCAL_SGD,
         f"{AVERAGE}:interval=20:fragments=4:delay=4",
         f"{AVERAGE}:interval=24:fragments=8:delay=2",
     ),
@@ -200,8 +198,8 @@ def report(options: argparse.Namespace) -> None:
 
 
 def pace(run: dict[str, Any]) -> float:
-    """Return the seconds per update of a timed run, from its start until everything has landed."""
-    return run["seconds"] / run["updates"]
+    """Return the seconds per update of a timed run, without its first updates and without what comes at its end."""
+    return run["samples"] / run["updates"] / run["samples_per_second"]
 
 
 def same_loss(timed: dict[str, Any], learnt: dict[str, Any]) -> float | None:
@@ -232,7 +230,7 @@ def main() -> None:
     parser.add_argument("--most-updates", type=int, default=88, help="after which a learning run gives up")
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[5e-4, 7e-4, 1e-3])
     parser.add_argument("--turns", type=int, nargs="+", default=[0, 1, 2], help="of timing")
-    parser.add_argument("--timed-updates", type=int, default=48)
+    parser.add_argument("--timed-updates", type=int, default=32)
     parser.add_argument("--cap", type=float, default=60.0, help="seconds after which a timed run ends")
     options = parser.parse_args()
     {"learn": learn, "time": measure, "report": report}[options.action](options)
