@@ -25,7 +25,15 @@ from stretto.engine.report import settings_text
 from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
 from stretto.errors import ConfigError, UnsupportedModel
-from stretto.exchange import WIRES, Exchange, NativeExchange, PackedWire, TwoLevelExchange, VerifiedExchange
+from stretto.exchange import (
+    WIRES,
+    Exchange,
+    NativeExchange,
+    PackedWire,
+    TwoLevelExchange,
+    VerifiedExchange,
+    VerifiedTwoLevelExchange,
+)
 from stretto.exchange.exchange import Wait
 from stretto.flat import Layout, check_parameters, original_name, plan_layout
 from stretto.guards import Guard
@@ -386,7 +394,8 @@ def exchange_of(options: Options, group: dist.ProcessGroup, layout: Layout, wait
         options.exchange == "auto" and layout.sets[0].device.type == "cuda"
     )
     if options.ranks_per_node is not None:
-        return TwoLevelExchange(group, layout, wire, wait, options.ranks_per_node)
+        nodes = VerifiedTwoLevelExchange if options.verified else TwoLevelExchange
+        return nodes(group, layout, wire, wait, options.ranks_per_node)
     kind = Exchange
     if options.verified:
         kind = VerifiedExchange
