@@ -148,8 +148,11 @@ def trained(rank: int, cases: list[Case]) -> list[Observed]:
 
 def test_real_ranks_get_the_bits_of_virtual_ones() -> None:
     cases = [with_nodes(case, 2) for case in JOBS if case.options.wire == "int8"]
-    for rank, observed in enumerate(run_ranks(4, trained, cases)):
-        for case, found in zip(cases, observed, strict=True):
+    verified = [
+        dataclasses.replace(case, options=dataclasses.replace(case.options, verified=True)) for case in cases
+    ]
+    for rank, observed in enumerate(run_ranks(4, trained, cases + verified)):
+        for case, found in zip(cases * 2, observed, strict=True):
             assert same(found.final, run(case, 2)[rank].final)
 
 
