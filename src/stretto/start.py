@@ -25,16 +25,9 @@ from stretto.engine.report import settings_text
 from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
 from stretto.errors import ConfigError, UnsupportedModel
-from stretto.exchange import (
-    WIRES,
-    Exchange,
-    NativeExchange,
-    PackedWire,
-    TwoLevelExchange,
-    VerifiedExchange,
-    VerifiedTwoLevelExchange,
-)
+from stretto.exchange import WIRES, Exchange, NativeExchange, PackedWire, TwoLevelExchange, VerifiedExchange
 from stretto.exchange.exchange import Wait
+from stretto.exchange.verified import VerifiedTwoLevelExchange
 from stretto.flat import Layout, check_parameters, original_name, plan_layout
 from stretto.guards import Guard
 from stretto.guards.fitting import check_guards

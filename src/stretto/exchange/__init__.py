@@ -7,7 +7,7 @@ from stretto.exchange.int8 import Int8
 from stretto.exchange.native import NativeExchange
 from stretto.exchange.publication import Publication
 from stretto.exchange.two_level import TwoLevelExchange, check_nodes
-from stretto.exchange.verified import VerifiedExchange, VerifiedTwoLevelExchange
+from stretto.exchange.verified import VerifiedExchange
 from stretto.exchange.wire import BF16, FP32, PackedWire, PlainWire, Wire
 from stretto.fields import unknown_name
 
@@ -39,7 +39,6 @@ __all__ = [
     "Publication",
     "TwoLevelExchange",
     "VerifiedExchange",
-    "VerifiedTwoLevelExchange",
     "Wire",
     "check_nodes",
     "wire_by_name",
