@@ -27,6 +27,7 @@ from stretto.engine.runtime import choose_runtime
 from stretto.errors import ConfigError, UnsupportedModel
 from stretto.exchange import WIRES, Exchange, NativeExchange, PackedWire, TwoLevelExchange, VerifiedExchange
 from stretto.exchange.exchange import Wait
+from stretto.exchange.verified import VerifiedTwoLevelExchange
 from stretto.flat import Layout, check_parameters, original_name, plan_layout
 from stretto.guards import Guard
 from stretto.guards.fitting import check_guards
@@ -386,7 +387,8 @@ def exchange_of(options: Options, group: dist.ProcessGroup, layout: Layout, wait
         options.exchange == "auto" and layout.sets[0].device.type == "cuda"
     )
     if options.ranks_per_node is not None:
-        return TwoLevelExchange(group, layout, wire, wait, options.ranks_per_node)
+        nodes = VerifiedTwoLevelExchange if options.verified else TwoLevelExchange
+        return nodes(group, layout, wire, wait, options.ranks_per_node)
     kind = Exchange
     if options.verified:
         kind = VerifiedExchange

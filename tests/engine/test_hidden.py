@@ -100,6 +100,20 @@ def test_gradients_leave_early_in_an_ordinary_job() -> None:
     assert len(begun_inside(check_same(plain))) >= UPDATES
 
 
+def test_every_bucket_but_those_of_the_last_gradient_leaves_during_the_backward_pass() -> None:
+    layouts = []
+
+    def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
+        plain(net, parallel, rank, index)
+        layouts.append(parallel.job.layout)
+
+    trace = check_same(step)
+    names = [[slot.name for slot in slots] for slots in layouts[0].slots_by_bucket()]
+    early = [bucket for bucket in names if "layers.0.weight" not in bucket]  # whose gradient comes last
+    assert len(early) > len(names) / 2
+    assert len(begun_inside(trace)) == UPDATES * len(early)
+
+
 def test_layers_may_run_in_an_order_of_their_own_on_every_rank_and_step() -> None:
     def step(net: Net, parallel: DataParallel, rank: int, index: int) -> None:
         order = tuple(

@@ -37,7 +37,7 @@ def draw(seed: int, strategy: Strategy, wire: str, *, verified: bool, nodes: boo
         settle=draws.random() < 0.3,
         options=Options(
             wire=wire,
-            verified=verified and not nodes,
+            verified=verified,
             ranks_per_node=2 if nodes else None,
             nonfinite="skip",
             allow_unused=True,

@@ -34,8 +34,8 @@ class Options:
     torchrun `int(os.environ["LOCAL_WORLD_SIZE"])`. None makes no difference between ranks."""
     verified: bool = False
     """Send a digest with all data, check what arrives and what is summed, and repeat damaged transfers before use;
-    needs the direct exchange. Costs eight bytes per bucket and rank, a second sum, and one small gather per
-    exchange."""
+    needs the direct exchange, of which it also checks both levels on nodes. Costs eight bytes per bucket and rank, a
+    second sum, and one small gather per exchange."""
     strikes: int | None = None
     """Number of updates in which guards or the verified exchange blame one rank, or one link, for damage before the job
     ends on all ranks with `Quarantined`; None for no limit. One may be an accident, three suggest a faulty device."""
@@ -90,11 +90,10 @@ class Options:
     def _check_exchange(self) -> None:
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ConfigError(f"Options(ranks_per_node={self.ranks_per_node}): expected at least 1, or None")
-        if self.ranks_per_node is not None and (self.verified or self.exchange == "native"):
-            other = "verified=True" if self.verified else "exchange='native'"
+        if self.ranks_per_node is not None and self.exchange == "native":
             raise ConfigError(
-                f"Options(ranks_per_node={self.ranks_per_node}, {other}): sums inside nodes are made by the direct "
-                "exchange without digests; leave out one of the two"
+                f"Options(ranks_per_node={self.ranks_per_node}, exchange='native'): sums inside nodes are made by the "
+                "direct exchange; leave out one of the two"
             )
         if self.verified and self.exchange == "native":
             raise ConfigError(

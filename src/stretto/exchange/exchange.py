@@ -4,16 +4,17 @@ All contributions to a slice travel to its owner, who adds them in rank order in
 replay gets the same bits.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import ClassVar, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from stretto.exchange.feedback import ErrorFeedback
+from stretto.exchange.sums import sum_in_rank_order
 from stretto.exchange.wire import PackedWire, PlainWire, Wire
 from stretto.flat import Layout
 from stretto.records import Incident
@@ -41,42 +42,18 @@ _LENGTH_BYTES = 8
 """Bytes of the length of a record, where lengths differ between ranks."""
 IN_FLIGHT = 4
 """Buckets that travel at a time: enough to keep a link busy while one is summed."""
-_MANY = 8
-"""With more ranks than this, one call per rank costs more than another pass over memory."""
-_NUMPY_KNOWS = (torch.float32, torch.float64)
 
 
-def sum_in_rank_order(contributions: Tensor | Sequence[Tensor], total: Tensor) -> None:
-    """Add  ((c_0 + c_1) + c_2) + ...  in the dtype of `total`.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Level:
+    """Ranks that exchange parts with each other, this one among them; each rank is on one of every number."""
 
-    Terms are added one at a time: torch's `sum(0)` may pair them in another way, which depends on the number of ranks
-    and the vector width. NumPy pairs terms only along an array's fastest axis, so over the first of two axes it does
-    the same additions as this loop, without a call per rank.
-
-    Args:
-        contributions: In rank order: `(world_size, numel)`, or `(numel,)` each.
-        total: `(numel,)`, overwritten.
-    """
-    if isinstance(contributions, Tensor) and len(contributions) > _MANY and _is_known(contributions, total):
-        # From −0.0, which changes no first term; NumPy's +0.0 would turn a sum of negative zeros.
-        np.add.reduce(contributions.numpy(), axis=0, out=total.numpy(), initial=-0.0)
-        return
-    first, *others = contributions
-    running = first.to(total.dtype)  # no copy where it has it
-    for contribution in others:
-        running = torch.add(running, contribution, out=total)
-    if not others:
-        total.copy_(running)
-
-
-def _is_known(contributions: Tensor, total: Tensor) -> bool:
-    """Return whether NumPy supports the tensors, and the first of two axes is not the fastest."""
-    return (
-        contributions.dtype == total.dtype
-        and total.dtype in _NUMPY_KNOWS
-        and total.device.type == "cpu"
-        and total.numel() > 1
-    )
+    number: int
+    """The same on all ranks."""
+    ranks: Sequence[int]
+    """Ascending."""
+    where: str
+    """For messages."""
 
 
 class Exchange:
@@ -113,6 +90,7 @@ class Exchange:
         self.wait = wait
         self.rank = group.rank()
         self.world_size = group.size()
+        self.everyone = Level(0, range(self.world_size), "")
         self.sent_bytes = 0
         """Bytes this rank has sent to others since construction."""
         self.feedback = ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) else None
@@ -174,28 +152,44 @@ class Exchange:
         """
         bucket = self.layout.buckets[index]
         sent = self._contributed[bucket.set_index] if wire is None else wire.of(flat.dtype)
-        outgoing = flat.narrow(0, bucket.start, bucket.numel)
-        if isinstance(sent, PlainWire):
-            if outgoing.dtype != sent.dtype:
-                narrow = self.scratch("outgoing", index, bucket.numel, sent.dtype, flat.device)
-                outgoing = narrow.copy_(outgoing)
+        parts = flat.narrow(0, bucket.start, bucket.numel).view(self.world_size, -1)
+        yield from self.sum_parts(self.everyone, index, parts, total, sent)
+
+    def sum_parts(self, level: Level, index: int, parts: Tensor, total: Tensor, sent: Wire) -> Transfer:
+        """Send the ranks of a level their parts, and add up in `total` what comes from them.
+
+        Args:
+            level: The ranks.
+            index: Of the transfer: those in flight have scratch memory of their own.
+            parts: One for each rank of the level, `(ranks, ...)`; they stay as they are.
+            total: `(numel of a part,)`, overwritten.
+            sent: The format in which parts travel.
+        """
+        numel, device = parts.numel(), parts.device
+        if not isinstance(sent, PlainWire):
+            outgoing = self.scratch("outgoing", index, sent.num_bytes(numel), torch.uint8, device)
+            sent.write(parts.view(-1), outgoing)
+        elif parts.dtype == sent.dtype and parts.is_contiguous():
+            outgoing = parts.view(-1)
         else:
-            packed = self.scratch("outgoing", index, sent.num_bytes(bucket.numel), torch.uint8, flat.device)
-            sent.write(outgoing, packed)
-            outgoing = packed
+            outgoing = self.scratch("outgoing", index, numel, sent.dtype, device)
+            outgoing.view(parts.shape).copy_(parts)
         received = outgoing  # a lone rank's contributions lie where they arrive
         if self.world_size > 1:
-            received = self.scratch("received", index, outgoing.numel(), outgoing.dtype, flat.device)
-        self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
-        yield self.group.all_to_all_single(received, outgoing, [], []), f"reduction of bucket {index}"
+            received = self.scratch("received", index, outgoing.numel(), outgoing.dtype, device)
+        yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
         if not isinstance(sent, PlainWire):
             received = sent.read(received)
-        self.add_up(received.view(self.world_size, -1), total)
+        self.add_up(received.view(len(level.ranks), -1), total)
 
     def sum_bucket(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum the `index`-th bucket of `flat`: the sums of all owners, rounded to the wire, as `total` on all ranks."""
         # The owner's slice lies where the gather writes it.
         yield from self.sum_slice(index, flat, total.view(self.world_size, -1)[self.rank], wire)
+        yield from self.gather_sum(index, flat, total, wire)
+
+    def gather_sum(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+        """Replace `total` by the sums of all owners, rounded to the wire."""
         sent = (wire or self.wire.values).of(flat.dtype)
         yield from self.gather(total, index, sent.dtype, f"gather of summed bucket {index}")
 
@@ -211,25 +205,27 @@ class Exchange:
             flats: One tensor per flat set, `(flat.numel,)`, holding this rank's own slices; overwritten whole.
             formats: By flat set, no wider than its parameters are stored.
         """
-        transfers = []
-        for index, bucket in enumerate(self.layout.buckets):
+
+        def transfer(index: int) -> Transfer:
+            bucket = self.layout.buckets[index]
             whole = flats[bucket.set_index].narrow(0, bucket.start, bucket.numel)
             dtype = formats[bucket.set_index].dtype
-            transfers.append(self.gather(whole, index, dtype, f"gather of bucket {index}"))
-        self.perform(transfers)
+            return self.gather(whole, index, dtype, f"gather of bucket {index}")
+
+        self.perform(transfer, range(len(self.layout.buckets)))
 
     def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
         """Gather what every owner has to add to its slices, packed."""
-        buckets = range(len(self.layout.buckets))
-        self.perform(self._gather_change(index, wire, change, add) for index in buckets)
 
-    def _gather_change(self, index: int, wire: PackedWire, change: Change, add: Add) -> Transfer:
-        bucket = self.layout.buckets[index]
-        device = self.layout.sets[bucket.set_index].device
-        whole = self.scratch("packed", index, wire.num_bytes(bucket.numel), torch.uint8, device)
-        wire.write(change(index), whole.view(self.world_size, -1)[self.rank])
-        yield from self.gather(whole, index, whole.dtype, f"gather of bucket {index}")
-        add(index, wire.read(whole))
+        def transfer(index: int) -> Transfer:
+            bucket = self.layout.buckets[index]
+            device = self.layout.sets[bucket.set_index].device
+            whole = self.scratch("packed", index, wire.num_bytes(bucket.numel), torch.uint8, device)
+            wire.write(change(index), whole.view(self.world_size, -1)[self.rank])
+            yield from self.gather(whole, index, whole.dtype, f"gather of bucket {index}")
+            add(index, wire.read(whole))
+
+        self.perform(transfer, range(len(self.layout.buckets)))
 
     def gather(self, whole: Tensor, index: int, dtype: torch.dtype, what: str) -> Transfer:
         """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`.
@@ -241,23 +237,56 @@ class Exchange:
             what: What is waited for, in messages.
         """
         own = whole.view(self.world_size, -1)[self.rank]
-        same = whole.dtype == dtype
-        if self.world_size > 1 or not same:
-            own = self.scratch("own", index, own.numel(), dtype, whole.device).copy_(own)
-        arrived = whole if same else self.scratch("whole", index, whole.numel(), dtype, whole.device)
-        self.sent_bytes += (self.world_size - 1) * own.nbytes
-        yield self.group.all_gather_single(arrived, own), what
-        if not same:
+        arrived = whole
+        if whole.dtype != dtype:
+            arrived = self.scratch("whole", index, whole.numel(), dtype, whole.device)
+        yield from self.gather_parts(self.everyone, index, own, arrived, what)
+        if arrived is not whole:
             whole.copy_(arrived)
+
+    def gather_parts(self, level: Level, index: int, own: Tensor, whole: Tensor, what: str) -> Transfer:
+        """Replace `whole` by what each rank of a level has as `own`, in the dtype of `whole`.
+
+        Args:
+            level: The ranks.
+            index: Of the transfer.
+            own: `(numel,)`; may be this rank's part of `whole`.
+            whole: `(ranks * numel,)`, overwritten.
+            what: What is waited for, in messages.
+        """
+        is_everyone = len(level.ranks) == self.world_size
+        outgoing, copies = own, 1 if is_everyone else len(level.ranks)
+        if self.world_size > 1 or own.dtype != whole.dtype:
+            outgoing = self.scratch("own", index, copies * own.numel(), whole.dtype, whole.device)
+            outgoing.view(copies, -1).copy_(own)
+        if is_everyone:
+            self.count(level, (self.world_size - 1) * outgoing.nbytes)
+            yield self.group.all_gather_single(whole, outgoing), what
+        else:
+            yield self.send(level, whole, outgoing), what
 
     def gather_values(self, own: Tensor, whole: Tensor, what: str) -> None:
         """Gather every rank's `own`, `(numel,)`, into `whole`, `(world_size * numel,)` of the same dtype."""
         whole.view(self.world_size, -1)[self.rank].copy_(own)
-        self.perform([self.gather(whole, 0, whole.dtype, what)])
+        self.perform(lambda index: self.gather(whole, index, whole.dtype, what), range(1))
 
-    def perform(self, transfers: Iterable[Transfer]) -> None:
-        """Run transfers of values that are there, at most `IN_FLIGHT` at a time."""
-        self.run(in_flight(transfers))
+    def perform(self, transfer: Callable[[int], Transfer], indices: Iterable[int]) -> None:
+        """Run gathers by their index, at most `IN_FLIGHT` at a time."""
+        self.run(in_flight(map(transfer, indices)))
+
+    # What both are made of
+
+    def send(self, level: Level, received: Tensor, outgoing: Tensor) -> dist.Work:
+        """Start to send equal parts to the ranks of a level, and to receive one from each."""
+        part = outgoing.numel() // len(level.ranks)
+        self.count(level, (len(level.ranks) - 1) * part * outgoing.itemsize)
+        is_everyone = len(level.ranks) == self.world_size
+        splits = [] if is_everyone else [part * (rank in level.ranks) for rank in range(self.world_size)]
+        return self.group.all_to_all_single(received, outgoing, splits, splits)
+
+    def count(self, level: Level, sent_bytes: int) -> None:
+        """Count bytes that this rank sends to others of a level."""
+        self.sent_bytes += sent_bytes
 
     def run(self, transfers: Transfers, prepare: Prepare | None = None) -> None:
         """Run transfers of values that are there, each bucket prepared right before it leaves."""

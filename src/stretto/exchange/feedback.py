@@ -28,15 +28,19 @@ class ErrorFeedback:
     Args:
         layout: Of the contributions.
         wire: Packs them.
-        part: Returns a view of what this rank packs of a bucket, where that is not all of it.
+        packed: Where this rank packs something else than its contribution: returns, for the index of a bucket and this
+            rank's contribution to it, what was packed last, and a view of the place of that in the contribution.
     """
 
     def __init__(
-        self, layout: Layout, wire: PackedWire, part: Callable[[Tensor], Tensor] = lambda bucket: bucket
+        self,
+        layout: Layout,
+        wire: PackedWire,
+        packed: Callable[[int, Tensor], tuple[Tensor, Tensor]] = lambda index, bucket: (bucket, bucket),
     ) -> None:
         self._layout = layout
         self._wire = wire
-        self._part = part
+        self._packed = packed
         self.owed = [
             torch.zeros(
                 flat.numel,
@@ -79,21 +83,16 @@ class ErrorFeedback:
                 sent[max(slot.start, bucket.start) : min(slot.stop, bucket.stop)].zero_()
 
     def settle(self) -> None:
-        """Remember what the last round has lost; called once the round counts, before its buffers are written again.
-
-        The part that this rank packs must hold what was packed.
-        """
-        for bucket in self._layout.buckets:
+        """Remember what the last round has lost; called once the round counts, before its buffers are written again."""
+        for index, bucket in enumerate(self._layout.buckets):
             sent = self._sent[bucket.set_index][bucket.start : bucket.stop]
-            part = self._part(sent)
-            is_whole = part.numel() == sent.numel()
-            values = sent if is_whole else part.clone(memory_format=torch.contiguous_format).view(-1)
+            values, place = self._packed(index, sent)
             packed = torch.empty(self._wire.num_bytes(values.numel()), dtype=torch.uint8, device=sent.device)
             self._wire.write(values, packed)  # once more: the receivers' bytes are gone
             values.sub_(self._wire.read(packed))
-            if not is_whole:
+            if place is not sent:
                 sent.zero_()
-                part.copy_(values.view_as(part))
+                place.copy_(values.view_as(place))
         for slot in self._layout.slots:
             if not self._used[slot.index]:
                 # Not zero where it packs for other ranks, which may have used the parameter.

@@ -16,7 +16,6 @@ Note [One group]
     save a copy of each gather, and need both.
 """
 
-from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from stretto.errors import ConfigError
-from stretto.exchange.exchange import Exchange, Transfer, Wait
+from stretto.exchange.exchange import Exchange, Level, Transfer, Wait
 from stretto.exchange.feedback import ErrorFeedback
 from stretto.exchange.wire import PackedWire, PlainWire, Wire
 from stretto.flat import Layout
@@ -63,68 +62,53 @@ class TwoLevelExchange(Exchange):
         check_nodes(self.world_size, ranks_per_node)
         self._per_node = each = min(ranks_per_node, self.world_size)
         self._node, self._column = divmod(self.rank, each)
-        self._on_node = range(self._node * each, (self._node + 1) * each)
-        self._in_column = range(self._column, self.world_size, each)
+        on_node = range(self._node * each, (self._node + 1) * each)
+        self._inside = Level(1, on_node, " inside a node")
+        self._between = Level(2, range(self._column, self.world_size, each), " between nodes")
         self.crossed_bytes = 0
         """Bytes of sums and gathers that this rank has sent to other nodes since construction."""
+        self._packed: dict[int, Tensor] = {}
+        """What this rank has packed of each bucket last, where the wire loses something of it."""
         if isinstance(wire, PackedWire):
-            self.feedback = ErrorFeedback(layout, wire, self._packed_part)
+            self.feedback = ErrorFeedback(layout, wire, self._packed_by_rank)
 
     def over(self, layout: Layout) -> Self:
         """Return an exchange of the same kind on the same group, over another layout."""
         return type(self)(self.group, layout, self.wire, self.wait, self._per_node)
 
-    def _packed_part(self, bucket: Tensor) -> Tensor:
-        """Return a view of what this rank packs: a node's sums of its column, `(N, bucket.numel / world_size)`."""
-        return self._slices(bucket)[:, self._column]
+    def _packed_by_rank(self, index: int, bucket: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what this rank has packed, a node's sums of its column; and where in the bucket these lie."""
+        return self._packed[index], self._slices(bucket)[:, self._column]
 
     def sum_slice(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum the `index`-th bucket of `flat` over each node, and over nodes this rank's slice of it into `total`."""
         bucket = self.layout.buckets[index]
         sent = self._contributed[bucket.set_index] if wire is None else wire.of(flat.dtype)
-        whole = flat.narrow(0, bucket.start, bucket.numel)
-        by_column = self._scratch_like("outgoing", index, whole)
-        by_column.view(self._per_node, -1, total.numel()).copy_(self._slices(whole).transpose(0, 1))
-        received = self._scratch_like("received", index, whole)
-        yield self._send(received, by_column, self._on_node), f"reduction of bucket {index} inside a node"
-        column = self.scratch("column", index, received.numel() // self._per_node, total.dtype, flat.device)
-        self.add_up(received.view(self._per_node, -1), column)
+        by_column = self._slices(flat.narrow(0, bucket.start, bucket.numel)).transpose(0, 1)
+        numel = bucket.numel // self._per_node
         if isinstance(sent, PackedWire) and self.feedback is not None:
-            self._packed_part(whole).copy_(column.view(-1, total.numel()))  # see `ErrorFeedback.settle`
-        packed = self.scratch("packed", index, sent.num_bytes(column.numel()), torch.uint8, flat.device)
-        sent.write(column, packed)
-        arrived = self._scratch_like("arrived", index, packed)
-        yield self._send(arrived, packed, self._in_column), f"reduction of bucket {index} between nodes"
-        self.add_up(sent.read(arrived).view(-1, total.numel()), total)
+            column = self._packed.setdefault(index, total.new_empty(numel))
+        else:
+            column = self.scratch("column", index, numel, total.dtype, flat.device)
+        yield from self.sum_parts(self._inside, index, by_column, column, PlainWire("", flat.dtype))
+        yield from self.sum_parts(self._between, index, column.view(-1, total.numel()), total, sent)
 
     def gather(self, whole: Tensor, index: int, dtype: torch.dtype, what: str) -> Transfer:
         """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`: across nodes, then inside."""
-        numel = whole.numel()
         own = whole.view(self.world_size, -1)[self.rank]
-        column = numel // self._per_node
-        for_column = self.scratch("own", index, column, dtype, whole.device)
-        for_column.view(-1, own.numel()).copy_(own)  # once for each node
-        arrived = self._scratch_like("column", index, for_column)
-        yield self._send(arrived, for_column, self._in_column), what
-        for_node = self.scratch("whole", index, numel, dtype, whole.device)
-        for_node.view(-1, column).copy_(arrived)  # once for each rank of the node
-        columns = self._scratch_like("columns", index, for_node)
-        yield self._send(columns, for_node, self._on_node), what
+        numel, device = whole.numel(), whole.device
+        column = self.scratch("gathered column", index, numel // self._per_node, dtype, device)
+        yield from self.gather_parts(self._between, index, own, column, what)
+        columns = self.scratch("columns", index, numel, dtype, device)
+        yield from self.gather_parts(self._inside, index, column, columns, what)
         self._slices(whole).copy_(columns.view(self._per_node, -1, own.numel()).transpose(0, 1))
 
-    def _send(self, received: Tensor, outgoing: Tensor, ranks: Sequence[int]) -> dist.Work:
-        """Start to send equal parts to some ranks, this one among them, and to receive one from each."""
-        part = outgoing.numel() // len(ranks)
-        splits = [part if rank in ranks else 0 for rank in range(self.world_size)]
-        sent_bytes = (len(ranks) - 1) * part * outgoing.itemsize
-        self.sent_bytes += sent_bytes
-        if ranks is self._in_column:
+    def count(self, level: Level, sent_bytes: int) -> None:
+        """Count bytes that this rank sends to others of a level."""
+        super().count(level, sent_bytes)
+        if level is self._between:
             self.crossed_bytes += sent_bytes
-        return self.group.all_to_all_single(received, outgoing, splits, splits)
 
     def _slices(self, bucket: Tensor) -> Tensor:
         """Return the slices of a bucket by node and rank of the node, `(N, L, numel / world_size)`."""
         return bucket.view(-1, self._per_node, bucket.numel() // self.world_size)
-
-    def _scratch_like(self, role: str, index: int, other: Tensor) -> Tensor:
-        return self.scratch(role, index, other.numel(), other.dtype, other.device)

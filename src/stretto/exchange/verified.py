@@ -1,24 +1,28 @@
 """The verified exchange: every row carries a seal, a digest by which the receiver checks what arrived.
 
-Damaged rows are sent again, and sums are computed twice, before anything is used.
+Sums are computed twice, and buckets with a damaged row travel again, before anything is used.
 """
 
-import struct
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import xxhash
 from torch import Tensor
 from torch import distributed as dist
 
 from stretto.checksums import digest, hexadecimal, same_bytes
 from stretto.errors import CorruptionError, TransferCorrupt
-from stretto.exchange.exchange import Add, Change, Exchange, Transfer, Transfers, Wait
-from stretto.exchange.repeats import REPEATS, Delivery, Missing, complete
+from stretto.exchange.exchange import Add, Change, Exchange, Level, Transfer, Transfers, Wait
+from stretto.exchange.missing import Missing, missing_anywhere
+from stretto.exchange.rows import SEAL_BYTES, opened, seal, seal_bytes, seed_of, values_of
+from stretto.exchange.sums import is_plausible_sum, sampled
+from stretto.exchange.two_level import TwoLevelExchange
 from stretto.exchange.wire import PackedWire, PlainWire, Wire
 from stretto.flat import Layout
 from stretto.records import Incident
 
+REPEATS = 3
+"""How often a damaged bucket is sent again; four failures in a row are no accident."""
 _COPIES = 3
 """Copies of every record of the round report: ranks need the records to agree on anything, even on a repeat."""
 
@@ -26,92 +30,104 @@ _COPIES = 3
 class VerifiedExchange(Exchange):
     """An exchange in which every row travels with its digest.
 
-    A *row* is what one rank sends to another of one bucket. Its *seal*, eight bytes behind it, is a digest over the
-    bytes and over what they are: which exchange, which bucket, from whom and for whom. A stale, swapped or misrouted
-    row thus counts as damaged, like a changed one. Damaged rows are sent again (`stretto.exchange.repeats`) before
-    anything is used.
+    A *row* is what one rank sends to another of one bucket, on one level. Its *seal*, eight bytes behind it, is a
+    digest over the bytes and over what they are: which exchange, which bucket, from whom and for whom. A stale, swapped
+    or misrouted row thus counts as damaged, like a changed one.
 
     Note [Sealed from the source, checked at the end]
-        A sender keeps the buffer that it seals its rows from, so a repeat takes the values from there. A receiver
-        sums twice, compares to the bit, and checks the seals afterwards: a row that changed in its memory before or
-        between the sums is noticed too. What makes both sums wrong in the same way hits a run of them, a page or a
-        whole slice: so a sample of every sum has to lie within its rounding of a sum in float64.
+        A receiver sums twice, compares to the bit, and checks the seals afterwards: a row that changed in its memory
+        before or between the sums is noticed too. What makes both sums wrong in the same way hits a run of them, a page
+        or a whole slice: so a sample of every sum has to lie within its rounding of a sum in float64.
+
+    Note [Repeats]
+        A *phase* is the sums of all buckets, or a gather of all. It ends with a small gather: how many rows does each
+        rank miss? If none are missing, the phase is over. Otherwise every rank learns who misses what, and all ranks
+        run the transfers of those buckets again, on all levels: what was made of a damaged row on its way has travelled
+        on in sound ones. Until then sources stay as they are: the buffers that contributions are cut from, and an
+        owner's slice, of which no copy that has travelled is taken back. After `REPEATS` repeats every rank raises the
+        same error.
     """
 
     is_verified = True
 
     def __init__(self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait) -> None:
         super().__init__(group, layout, wire, wait)
-        self._phase = 0
-        """Reductions and gathers so far, the same on all ranks: part of every row's seal."""
+        self._attempts = 0
+        """Phases so far, each repeat counted: the same on all ranks, and part of every row's seal."""
         self._records = 0
         """Round reports so far: part of every record's seal."""
-        self._sent: Sequence[Wire] = self._contributed
-        """The format in which the present phase sends contributions, by flat set."""
         self._missing: list[Missing] = []
         """What this rank misses of the present phase."""
-        self._held: dict[int, Tensor] = {}
-        """Rows of buckets of which some are missing, by bucket."""
 
     def summing(
         self, flats: Sequence[Tensor], sums: Sequence[Tensor], *, whole: bool, wire: PlainWire | None = None
     ) -> Transfers:
-        """Sum `flats` over ranks and repeat damaged rows: a reduce-scatter, then a gather of the owners' sums."""
+        """Sum `flats` over ranks and repeat damaged buckets: a reduce-scatter, then a gather of the owners' sums."""
         # Each owner's slice lies where the gather writes it, so the gather overwrites it with the same values.
         slices = [total.view(self.world_size, -1)[self.rank] for total in sums] if whole else sums
-        back = [(wire or self.wire.values).of(flat.dtype) for flat in flats]
-        sent = self._contributed if wire is None else back
-        self._begin_phase()
-        self._sent = sent
-
-        def row(index: int, receiver: int) -> Tensor:
-            flat = flats[self.layout.buckets[index].set_index]
-            empty = torch.empty(sizes[index], dtype=torch.uint8, device=flat.device)
-            return self._contribution(empty, index, flat, receiver)
-
-        def accept(arrived: dict[Missing, Tensor]) -> list[Missing]:
-            self._missing = []
-            for missing, content in arrived.items():
-                self._held[missing.index].view(self.world_size, -1)[missing.sender].copy_(content)
-            for index in dict.fromkeys(missing.index for missing in arrived):
-                self._settle(index, self._held.pop(index), slices[index])
-            return self._missing
-
-        sizes = [
-            self._row_bytes(bucket.numel // self.world_size, sent[bucket.set_index])
-            for bucket in self.layout.buckets
-        ]
-        yield from super().summing(flats, slices, whole=False)
-        complete(self, self._missing, Delivery(site="contribution", row_bytes=sizes, row=row, accept=accept))
-        if whole:
-            self._gather(slices, sums, [back[bucket.set_index] for bucket in self.layout.buckets])
-
-    def all_gather(self, flats: Sequence[Tensor], formats: Sequence[PlainWire]) -> None:
-        """Replace every bucket of `flats` by the owners' slices, and repeat damaged rows."""
         buckets = self.layout.buckets
-        owned = [slice(*bucket.owned_range(self.rank, self.world_size)) for bucket in buckets]
-        self._gather(
-            [flats[bucket.set_index][own] for bucket, own in zip(buckets, owned, strict=True)],
-            [flats[bucket.set_index][bucket.start : bucket.stop] for bucket in buckets],
-            [formats[bucket.set_index] for bucket in buckets],
+        self._begin_attempt()
+        yield from super().summing(flats, slices, whole=False, wire=wire)
+        self._repeat(
+            "contribution",
+            lambda index: self.sum_slice(index, flats[buckets[index].set_index], slices[index], wire),
         )
+        if whole:
+            self.perform(
+                lambda index: self.gather_sum(index, flats[buckets[index].set_index], sums[index], wire),
+                range(len(buckets)),
+            )
+
+    def sum_parts(self, level: Level, index: int, parts: Tensor, total: Tensor, sent: Wire) -> Transfer:
+        """Send the ranks of a level their sealed parts; sum what comes, and note what of it is damaged."""
+        ranks, row_bytes = level.ranks, sent.num_bytes(total.numel()) + SEAL_BYTES
+        outgoing = self.scratch("outgoing", index, len(ranks) * row_bytes, torch.uint8, total.device)
+        for receiver, row, part in zip(ranks, outgoing.view(len(ranks), -1), parts, strict=True):
+            seal(row, part.reshape(-1), sent, self._seed(level, index, self.rank, receiver))
+        received = self.scratch("received", index, outgoing.numel(), torch.uint8, total.device)
+        yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
+        rows = received.view(len(ranks), -1)
+        self._sum_twice(level, index, [values_of(row, sent) for row in rows], total)
+        for sender, row in zip(ranks, rows, strict=True):
+            seed = self._seed(level, index, sender, self.rank)
+            self._check("contribution", level, index, sender, row, seed)
+
+    def gather_parts(self, level: Level, index: int, own: Tensor, whole: Tensor, what: str) -> Transfer:
+        """Bring the ranks of a level what this one has, sealed; note what comes damaged from them."""
+        wire = PlainWire("", whole.dtype)
+        row_bytes = wire.num_bytes(own.numel()) + SEAL_BYTES
+        sealed = self.scratch("sealed", index, row_bytes, torch.uint8, whole.device)
+        seal(sealed, own, wire, self._seed(level, index, self.rank))
+        rows = self.scratch("rows", index, len(level.ranks) * row_bytes, torch.uint8, whole.device)
+        yield from super().gather_parts(level, index, sealed, rows, what)
+        parts = whole.view(len(level.ranks), -1)
+        for sender, part, row in zip(level.ranks, parts, rows.view(len(level.ranks), -1), strict=True):
+            self._check("gathered values", level, index, sender, row, self._seed(level, index, sender))
+            if sender != self.rank:
+                part.copy_(values_of(row, wire))
+            elif part.data_ptr() != own.data_ptr() or part.dtype != own.dtype:
+                part.copy_(own)
 
     def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
-        """Gather what every owner has to add to its slices, and repeat damaged rows before anything is added."""
+        """Gather what every owner has to add to its slices, and repeat damaged buckets before anything is added."""
         wholes = []
-        for bucket in self.layout.buckets:
+        for index, bucket in enumerate(self.layout.buckets):
             device = self.layout.sets[bucket.set_index].device
-            wholes.append(torch.empty(wire.num_bytes(bucket.numel), dtype=torch.uint8, device=device))
-        owned = [whole.view(self.world_size, -1)[self.rank] for whole in wholes]
-        for index, own in enumerate(owned):
-            wire.write(change(index), own)
-        self._gather(owned, wholes, [PlainWire("", torch.uint8)] * len(wholes))
+            whole = torch.empty(wire.num_bytes(bucket.numel), dtype=torch.uint8, device=device)
+            wire.write(change(index), whole.view(self.world_size, -1)[self.rank])
+            wholes.append(whole)
+        self.perform(
+            lambda index: self.gather(wholes[index], index, torch.uint8, f"gather of bucket {index}"),
+            range(len(wholes)),
+        )
         for index, whole in enumerate(wholes):
             add(index, wire.read(whole))
 
-    def gather_values(self, own: Tensor, whole: Tensor, what: str) -> None:
-        """Gather every rank's `own` into `whole`, and repeat damaged rows."""
-        self._gather([own], [whole], [PlainWire("", own.dtype)])
+    def perform(self, transfer: Callable[[int], Transfer], indices: Iterable[int]) -> None:
+        """Run gathers by their index, and repeat those with a damaged row."""
+        self._begin_attempt()
+        super().perform(transfer, indices)
+        self._repeat("gathered values", transfer)
 
     def gather_bytes(self, record: bytes) -> list[bytes]:
         """Return every rank's `record`, in rank order; every record travels three times, each with its seal.
@@ -131,79 +147,28 @@ class VerifiedExchange(Exchange):
             )
         return [content for content in found if content is not None]
 
-    def sum_slice(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
-        """Sum the rows of a bucket into this rank's slice; keep a bucket with a missing row for the repeat."""
-        row_bytes = self._row_bytes(total.numel(), self._sent[self.layout.buckets[index].set_index])
-        size = self.world_size * row_bytes
-        outgoing = self.scratch("outgoing", index, size, torch.uint8, flat.device)
-        for receiver, row in enumerate(outgoing.view(self.world_size, -1)):
-            self._contribution(row, index, flat, receiver)
-        received = self.scratch("received", index, size, torch.uint8, flat.device)
-        self.sent_bytes += row_bytes * (self.world_size - 1)
-        yield self.group.alltoall_base(received, outgoing, [], []), f"reduction of bucket {index}"
-        self._settle(index, received, total)
+    def _repeat(self, site: str, transfer: Callable[[int], Transfer]) -> None:
+        """Run transfers again until no rank misses a row of any; all ranks must call.
 
-    def _gather(self, owned: Sequence[Tensor], wholes: Sequence[Tensor], wires: Sequence[PlainWire]) -> None:
-        """Gather every rank's `owned` into `wholes`, each in its format on the wire."""
-        self._begin_phase()
-        sizes = [self._row_bytes(own.numel(), wire) for own, wire in zip(owned, wires, strict=True)]
+        Raises:
+            TransferCorrupt: On every rank, naming senders and receivers.
+        """
+        for repeats in itertools.count():
+            missing = missing_anywhere(self, self._missing)
+            if not missing:
+                return
+            if repeats == REPEATS:
+                raise TransferCorrupt(
+                    f"rank {self.rank}: {site} still damaged after {REPEATS} repeats: expected what the sender had "
+                    f"sealed, found something else in {'; '.join(map(str, missing))}; take that rank or that link out "
+                    "of the job",
+                    links=sorted({(lost.sender, lost.receiver) for lost in missing}),
+                )
+            self._begin_attempt()
+            for index in sorted({lost.index for lost in missing}):
+                super().perform(transfer, [index])  # one at a time: any two may share scratch memory
 
-        def sealed(index: int, memory: Tensor) -> Tensor:
-            return seal(memory, owned[index], wires[index], seed_of(self._phase, index, self.rank))
-
-        def row(index: int, _: int) -> Tensor:
-            return sealed(index, torch.empty(sizes[index], dtype=torch.uint8, device=owned[index].device))
-
-        def install(index: int, sender: int, content: Tensor) -> None:
-            # A damaged copy of this rank's own row must not overwrite the values that a repeat is made from.
-            if self._is_sound("gathered values", index, sender, content, seed_of(self._phase, index, sender)):
-                part = wholes[index].view(self.world_size, -1)[sender]
-                own, wire = owned[index], wires[index]
-                # This rank's own row is already there, unless the wire has made it narrower.
-                if sender != self.rank or part.data_ptr() != own.data_ptr() or wire.dtype != own.dtype:
-                    part.copy_(values_of(content, wire))
-
-        def transfer(index: int) -> Transfer:
-            device = owned[index].device
-            own = sealed(index, self.scratch("sealed", index, sizes[index], torch.uint8, device))
-            received = self.scratch("whole", index, self.world_size * sizes[index], torch.uint8, device)
-            self.sent_bytes += (self.world_size - 1) * own.nbytes
-            yield self.group.all_gather_single(received, own), f"gather of bucket {index}"
-            for sender, content in enumerate(received.view(self.world_size, -1)):
-                install(index, sender, content)
-
-        def accept(arrived: dict[Missing, Tensor]) -> list[Missing]:
-            self._missing = []
-            for missing, content in arrived.items():
-                install(missing.index, missing.sender, content)
-            return self._missing
-
-        self.perform(transfer(index) for index in range(len(owned)))
-        complete(
-            self, self._missing, Delivery(site="gathered values", row_bytes=sizes, row=row, accept=accept)
-        )
-
-    def _contribution(self, row: Tensor, index: int, flat: Tensor, receiver: int) -> Tensor:
-        """Write this rank's sealed contribution to `receiver`'s slice of a bucket into `row`, and return it."""
-        bucket = self.layout.buckets[index]
-        values = flat[slice(*bucket.owned_range(receiver, self.world_size))]
-        wire = self._sent[bucket.set_index]
-        return seal(row, values, wire, seed_of(self._phase, index, self.rank, receiver))
-
-    def _settle(self, index: int, received: Tensor, total: Tensor) -> None:
-        """Sum the rows of a bucket into `total` and check them; put them aside if one is missing."""
-        rows = received.view(self.world_size, -1)
-        wire = self._sent[self.layout.buckets[index].set_index]
-        values = [values_of(row, wire) for row in rows]
-        self._sum_twice(index, values, total)
-        sound = [
-            self._is_sound("contribution", index, sender, row, seed_of(self._phase, index, sender, self.rank))
-            for sender, row in enumerate(rows)
-        ]
-        if not all(sound):
-            self._held[index] = received.clone()
-
-    def _sum_twice(self, index: int, values: Sequence[Tensor], total: Tensor) -> None:
+    def _sum_twice(self, level: Level, index: int, values: Sequence[Tensor], total: Tensor) -> None:
         """Sum `values` until two sums in a row are equal to the bit, and plausible.
 
         Where two have differed, what did that may also make single elements alike: from then on all are looked at.
@@ -216,22 +181,22 @@ class VerifiedExchange(Exchange):
             if same_bytes(total, again) and is_plausible_sum(*looked_at):
                 return
             looked_at = list(values), total
-            self._report("sum", f"bucket {index}", self.rank, "summed again", digest(again), digest(total))
+            self._report(
+                "sum", f"bucket {index}{level.where}", self.rank, "summed again", digest(again), digest(total)
+            )
             total.copy_(again)
         raise CorruptionError(
-            f"rank {self.rank}: the sum of bucket {index} came out wrong or differently {REPEATS + 2} times: expected "
-            "the same bits from the same contributions; take this rank's device out of the job",
+            f"rank {self.rank}: the sum of bucket {index}{level.where} came out wrong or differently {REPEATS + 2} "
+            "times: expected the same bits from the same contributions; take this rank's device out of the job",
             ranks=[self.rank],
         )
 
-    def _is_sound(self, site: str, index: int, sender: int, row: Tensor, seed: int) -> bool:
-        """Return whether a row fits its seal; if not, note that it is missing."""
+    def _check(self, site: str, level: Level, index: int, sender: int, row: Tensor, seed: int) -> None:
+        """Note that a row is missing unless it fits its seal."""
         expected, found = opened(row, seed)
-        if found == expected:
-            return True
-        self._missing.append(Missing(self.rank, sender, index))
-        self._report(site, f"bucket {index}", sender, "sent again", expected, found)
-        return False
+        if found != expected:
+            self._missing.append(Missing(self.rank, sender, index))
+            self._report(site, f"bucket {index}{level.where}", sender, "sent again", expected, found)
 
     def _read(self, content: bytes, sealed_bytes: int, sender: int) -> bytes | None:
         """Return the record in one of the copies whose seal fits; None where none does."""
@@ -246,12 +211,12 @@ class VerifiedExchange(Exchange):
             )
         return sound[0][:-SEAL_BYTES]
 
-    def _begin_phase(self) -> None:
-        self._phase += 1
+    def _begin_attempt(self) -> None:
+        self._attempts += 1
         self._missing = []
 
-    def _row_bytes(self, numel: int, wire: Wire) -> int:
-        return wire.num_bytes(numel) + SEAL_BYTES
+    def _seed(self, level: Level, index: int, *ranks: int) -> int:
+        return seed_of(self._attempts, level.number, index, *ranks)
 
     def _report(self, site: str, part: str, sender: int, action: str, *digests: int) -> None:
         expected, found = map(hexadecimal, digests) if digests else (None, None)
@@ -270,71 +235,5 @@ class VerifiedExchange(Exchange):
         )
 
 
-SEAL_BYTES = 8
-"""A 64-bit digest; keeps the rows behind it aligned for any dtype."""
-
-
-_LOOKED_AT, _EVERY = 16, 256
-"""Elements of a sum that are looked at, of as many each: one cache line of float32 in sixteen."""
-
-
-def sampled(values: Tensor) -> Tensor:
-    """Return a view of some of `values`, `(n, 16)`, or all where there are few: at least one of any 256 in a row."""
-    return values if values.numel() < _LOOKED_AT else values.unfold(0, _LOOKED_AT, _EVERY)
-
-
-def is_plausible_sum(values: Sequence[Tensor], total: Tensor) -> bool:
-    """Return whether a sum lies within its rounding of the sum in float64.
-
-    For every element  |total − Σ v| ≤ n ε Σ |v|  (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2);
-    an element that may overflow counts as plausible.
-
-    Args:
-        values: The n contributions, in the shape of `total`.
-        total: Their sum.
-    """
-    exact = torch.zeros_like(total, dtype=torch.float64)
-    size = torch.zeros_like(exact)
-    for value in values:
-        exact += value
-        size += value.abs()
-    numbers = torch.finfo(total.dtype)
-    is_near = (total - exact).abs() <= len(values) * numbers.eps * size
-    return bool((is_near | ~(size <= numbers.max)).all())
-
-
-def seed_of(*what: int) -> int:
-    """Return a seed that identifies a row, so that the right bytes in the wrong place do not match their seal."""
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(what)}Q", *what))
-
-
-def seal(row: Tensor, values: Tensor, wire: Wire, seed: int) -> Tensor:
-    """Write `values` and their seal into `row`, and return it.
-
-    Args:
-        row: `(wire.num_bytes(values.numel()) + SEAL_BYTES,)` uint8; overwritten.
-        values: The values to send.
-        wire: The format in which they travel.
-        seed: Identifies the row, from `seed_of`.
-    """
-    content = row[:-SEAL_BYTES]
-    wire.write(values, content)
-    mark = bytearray(digest(content, seed).to_bytes(SEAL_BYTES, "little"))
-    row[-SEAL_BYTES:].copy_(torch.frombuffer(mark, dtype=torch.uint8))
-    return row
-
-
-def opened(row: Tensor, seed: int) -> tuple[int, int]:
-    """Return the digest that a row's seal holds, and the one that its values have."""
-    expected = int.from_bytes(row[-SEAL_BYTES:].cpu().numpy().tobytes(), "little")
-    return expected, digest(row[:-SEAL_BYTES], seed)
-
-
-def values_of(row: Tensor, wire: Wire) -> Tensor:
-    """Return a row's values; a view where the format is plain."""
-    return wire.read(row[:-SEAL_BYTES])
-
-
-def seal_bytes(record: bytes, seed: int) -> bytes:
-    """Return a record with its seal behind it."""
-    return record + xxhash.xxh3_64_intdigest(record, seed=seed).to_bytes(SEAL_BYTES, "little")
+class VerifiedTwoLevelExchange(TwoLevelExchange, VerifiedExchange):
+    """An exchange on nodes in which every row travels with its digest, on either level."""

@@ -40,9 +40,8 @@ def choose_guards(
             fitting.append(guard)
         else:
             left_out[guard.name] = reason
-    if options.exchange == "native" or options.ranks_per_node is not None:
-        name = "ranks_per_node" if options.exchange != "native" else "exchange='native'"
-        left_out["verified"] = f"does not work with {name}"
+    if options.exchange == "native":
+        left_out["verified"] = "does not work with exchange='native'"
     else:
         options = dataclasses.replace(options, verified=True)
     for left, reason in left_out.items():

@@ -1,0 +1,39 @@
+"""What ranks miss of a phase of a verified exchange: rows that did not arrive as they were sent."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from stretto.exchange.exchange import Exchange
+
+_ENTRY = np.dtype([("index", "<u4"), ("sender", "<u4")])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Missing:
+    """A row that did not arrive as it was sent."""
+
+    receiver: int
+    sender: int
+    index: int
+    """Of the transfer within its phase."""
+
+    def __str__(self) -> str:
+        return f"bucket {self.index} from rank {self.sender} to rank {self.receiver}"
+
+
+def missing_anywhere(exchange: Exchange, missing: Sequence[Missing]) -> list[Missing]:
+    """Return what all ranks miss, from what this one misses: the same list on every rank, in the order of receivers."""
+    counts = [int.from_bytes(record) for record in exchange.gather_bytes(len(missing).to_bytes(4))]
+    if not any(counts):
+        return []
+    own = np.zeros(max(counts), _ENTRY)
+    for position, entry in enumerate(missing):
+        own[position] = entry.index, entry.sender
+    tables = [np.frombuffer(record, _ENTRY) for record in exchange.gather_bytes(own.tobytes())]
+    return [
+        Missing(receiver, int(entry["sender"]), int(entry["index"]))
+        for receiver, (table, count) in enumerate(zip(tables, counts, strict=True))
+        for entry in table[:count]
+    ]
