@@ -63,7 +63,8 @@ class TwoLevelExchange(Exchange):
         check_nodes(self.world_size, ranks_per_node)
         self._per_node = each = min(ranks_per_node, self.world_size)
         self._node, self._column = divmod(self.rank, each)
-        self._on_node = range(self._node * each, (self._node + 1) * each)
+        self.on_node = range(self._node * each, (self._node + 1) * each)
+        """The ranks of this rank's node."""
         self._in_column = range(self._column, self.world_size, each)
         self.crossed_bytes = 0
         """Bytes of sums and gathers that this rank has sent to other nodes since construction."""
@@ -73,6 +74,13 @@ class TwoLevelExchange(Exchange):
     def over(self, layout: Layout) -> Self:
         """Return an exchange of the same kind on the same group, over another layout."""
         return type(self)(self.group, layout, self.wire, self.wait, self._per_node)
+
+    def take_account(self, other: Exchange) -> None:
+        """Count here what another exchange of this job has sent and found, and there no longer."""
+        super().take_account(other)
+        if isinstance(other, TwoLevelExchange):
+            self.crossed_bytes += other.crossed_bytes
+            other.crossed_bytes = 0
 
     def _packed_part(self, bucket: Tensor) -> Tensor:
         """Return a view of what this rank packs: a node's sums of its column, `(N, bucket.numel / world_size)`."""
@@ -86,7 +94,7 @@ class TwoLevelExchange(Exchange):
         by_column = self._scratch_like("outgoing", index, whole)
         by_column.view(self._per_node, -1, total.numel()).copy_(self._slices(whole).transpose(0, 1))
         received = self._scratch_like("received", index, whole)
-        yield self._send(received, by_column, self._on_node), f"reduction of bucket {index} inside a node"
+        yield self._send(received, by_column, self.on_node), f"reduction of bucket {index} inside a node"
         column = self.scratch("column", index, received.numel() // self._per_node, total.dtype, flat.device)
         self.add_up(received.view(self._per_node, -1), column)
         if isinstance(sent, PackedWire) and self.feedback is not None:
@@ -109,7 +117,7 @@ class TwoLevelExchange(Exchange):
         for_node = self.scratch("whole", index, numel, dtype, whole.device)
         for_node.view(-1, column).copy_(arrived)  # once for each rank of the node
         columns = self._scratch_like("columns", index, for_node)
-        yield self._send(columns, for_node, self._on_node), what
+        yield self._send(columns, for_node, self.on_node), what
         self._slices(whole).copy_(columns.view(self._per_node, -1, own.numel()).transpose(0, 1))
 
     def _send(self, received: Tensor, outgoing: Tensor, ranks: Sequence[int]) -> dist.Work:
