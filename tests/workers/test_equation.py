@@ -104,9 +104,7 @@ def test_two_nodes_of_two_are_two_ranks_with_the_micro_batches_of_a_node(
     strategy: Strategy, wire: str
 ) -> None:
     """To the bit: a sum of two has one order, and shares of a quarter add up to a half without rounding."""
-    nodes = VirtualCluster(4).run(
-        lambda rank, group: shown(rank, group, strategy, wire, 1, ranks_per_node=2)
-    )
+    nodes = VirtualCluster(4).run(lambda rank, group: shown(rank, group, strategy, wire, 1, ranks_per_node=2))
     ranks = VirtualCluster(2).run(lambda rank, group: shown(rank, group, of_ranks(strategy), wire, 2))
     for rank, found in enumerate(nodes.values):
         assert all(map(torch.equal, found, ranks.values[rank // 2]))
@@ -118,9 +116,7 @@ def trained(rank: int, cases: list[Case]) -> list[Observed]:
 
 
 def test_real_ranks_with_two_lanes_get_the_bits_of_virtual_ones() -> None:
-    cases = [
-        with_nodes(on_wire(VARIED, strategy, wire), 2) for strategy in STRATEGIES[:2] for wire in WIRES
-    ]
+    cases = [with_nodes(on_wire(VARIED, strategy, wire), 2) for strategy in STRATEGIES[:2] for wire in WIRES]
     expected = [run(case, 4, 2) for case in cases]
     for rank, observed in enumerate(run_ranks(4, trained, cases)):
         for found, values in zip(observed, expected, strict=True):

@@ -178,7 +178,9 @@ def test_ranks_of_a_node_that_would_step_with_other_settings_are_named_at_once()
 
     found = VirtualCluster(4).run(program).values
     for rank in (2, 3):
-        assert found[rank].startswith(f"WorkerDisagrees: rank {rank}, after step 2: ranks differ in optimizer")
+        assert found[rank].startswith(
+            f"WorkerDisagrees: rank {rank}, after step 2: ranks differ in optimizer"
+        )
         assert "lr=0.05' as on rank 2" in found[rank]
         assert "lr=0.5' on rank 3 (differing ranks: [3])" in found[rank]
     assert found[0].startswith("PeerFailed: rank 0: rank ")
