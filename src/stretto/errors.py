@@ -83,6 +83,10 @@ class RanksDisagree(ConfigError):
     """Models, strategies or settings differ between ranks."""
 
 
+class WorkerDisagrees(RanksDisagree):
+    """Settings differ between the ranks of a node that step one replica together; the other ranks are told."""
+
+
 class UsageError(StrettoError, ValueError):
     """A call came in an order, or touched state, that would corrupt the run."""
 
@@ -132,7 +136,7 @@ class NonFinite(StrettoError, ArithmeticError):
 
 
 class ReplicaNonFinite(NonFinite):
-    """A loss or a gradient of a rank that steps alone is not finite; the other ranks are told."""
+    """A loss or a gradient of a worker that steps alone is not finite; the other ranks are told."""
 
 
 class CommunicationError(StrettoError, RuntimeError):

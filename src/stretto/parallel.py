@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from stretto.engine import Clock, Job, Options
 from stretto.engine.accumulation import check_loss
+from stretto.engine.failures import BACKEND_MARGIN_SECONDS
 from stretto.engine.report import Vote
 from stretto.engine.round import Weighed, weighed
 from stretto.engine.state import JobState, State
@@ -25,10 +26,6 @@ from stretto.records import Incident, Update
 from stretto.start import Parts, check_strategy, start
 from stretto.strategies import Strategy, ZeRO1
 from stretto.switching import Phases, Switching
-
-_BACKEND_MARGIN_SECONDS = 5.0
-"""The backend's timeout comes after the library's, which names the silent rank, and not long after: a process
-cannot end while the backend waits."""
 
 
 class DataParallel:
@@ -109,7 +106,7 @@ class DataParallel:
         if group is None and isinstance(model, nn.Module):
             join_launched_group(next(model.parameters(), torch.empty(0)).device)
         self._group = private_group(
-            group, ranks, timeout_seconds=self.options.timeout_seconds + _BACKEND_MARGIN_SECONDS
+            group, ranks, timeout_seconds=self.options.timeout_seconds + BACKEND_MARGIN_SECONDS
         )
         self.late_incidents: tuple[Incident, ...] = ()
         """What guards and the verified exchange found behind the last update; known once `finish` has returned."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.averaging import DriftingReplica, FragmentedReplica, LocalReplica
+from stretto.averaging.worker import check_worker, exchange_inside, worker_of
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.comm_lane import CommLane
@@ -134,6 +135,7 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
     ledgers = [one.ledger for one in phases.values()]
     for one in phases.values():
         check_guards(one.guards, one.strategy, one.ledger)
+        check_worker(one.strategy, one.ledger, one.options)
         plan_quota(one.strategy, one.micro_batches, one.ledger.rounds)
     check_parameters(parts.model)
     layout, parameters = plan_layout(
@@ -143,12 +145,11 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
         bucket_bytes=parts.options.bucket_bytes,
         widen=parts.options.accumulate == "fp32",
         parts=math.lcm(*(max(1, ledger.fragments) for ledger in ledgers)),
-        whole_groups=whole_groups(
-            parts.optimizer
-        ),  # a replicated optimizer, too, sees flat slices where owners do
+        whole_groups=whole_groups(parts.optimizer),  # a replicated one, too, sees flat slices where owners do
     )
     exchange = exchange_of(parts.options, group, layout, failures.wait)
     agree(exchange, {**_settings(phases), "model": layout.text()}, f"rank {group.rank()}, before step 1")
+    inside = exchange_inside(exchange, failures) if any(ledger.by_node for ledger in ledgers) else None
     for slot in layout.slots:
         flat = layout.sets[slot.set_index]
         if flat.accumulation_dtype != flat.dtype:
@@ -157,7 +158,7 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
     sharded = owner_of(parts, parameters, exchange)
     if any(ledger.local or ledger.averages for ledger in ledgers[1:]):
         StateKinds(sharded).check_averages()  # now, and not when its turn comes
-    lane = lane_of(parts, exchange, sharded, progress)
+    lane = lane_of(parts, exchange, inside, sharded, progress)
     model = UserModel(parts.model, parameters, parts.optimizer, layout)
     compute = ComputeLane(
         model,
@@ -172,6 +173,7 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
         model=model,
         layout=layout,
         exchange=exchange,
+        inside=inside,
         sharded=sharded,
         replica=lane.comm.replica,
         compute=compute,
@@ -211,6 +213,7 @@ def owner_of(parts: Parts, parameters: Sequence[nn.Parameter], exchange: Exchang
 def lane_of(
     parts: Parts,
     exchange: Exchange,
+    inside: Exchange | None,
     sharded: ShardedOptimizer,
     progress: Progress,
     strikes: Strikes | None = None,
@@ -220,6 +223,7 @@ def lane_of(
     Args:
         parts: What the job is made of.
         exchange: Of the job.
+        inside: Among the ranks of this node, where a strategy of the job needs one.
         sharded: This rank's masters, as `owner_of` cuts them.
         progress: Where the job stands.
         strikes: What guards have counted so far in this job.
@@ -229,7 +233,7 @@ def lane_of(
     runtime = choose_runtime(
         exchange.group, exchange.layout.sets[0].device, overlaps=parts.strategy.overlaps or ledger.asks_ahead
     )
-    replica = _kind_of_replica(ledger)(
+    replica = _kind_of_replica(ledger, exchange, inside)(
         exchange,
         sharded,
         replicated=ledger.replicated,
@@ -250,12 +254,13 @@ def lane_of(
     )
 
 
-def _kind_of_replica(ledger: Ledger) -> Callable[..., Replica]:
+def _kind_of_replica(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Callable[..., Replica]:
+    if not ledger.local:
+        return DriftingReplica if ledger.averages else Replica
+    worker = worker_of(ledger, exchange, inside)
     if ledger.fragments:
-        return functools.partial(FragmentedReplica, fragments=ledger.fragments)
-    if ledger.local:
-        return LocalReplica
-    return DriftingReplica if ledger.averages else Replica
+        return functools.partial(FragmentedReplica, worker=worker, fragments=ledger.fragments)
+    return functools.partial(LocalReplica, worker=worker)
 
 
 def _interpreter(

@@ -183,7 +183,8 @@ def take_over(job: Job, old: Parts, new: Parts) -> None:
         owner = owner_of(new, model.parameters, exchange)
         hand_over(sharded, owner, exchange.gather_records)
         sharded = owner
-    lane = lane_of(new, exchange, sharded, progress, guards[0].interpreter.strikes if guards else None)
+    strikes = guards[0].interpreter.strikes if guards else None
+    lane = lane_of(new, exchange, job.inside, sharded, progress, strikes)
     job.exchange, job.sharded, job.replica, job.comm = exchange, sharded, lane.comm.replica, lane.comm
     buffer = compute.accumulation.buffer
     compute.take_up(lane.comm, lane.quota, lane.accumulate, buffer)

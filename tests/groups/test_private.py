@@ -5,7 +5,7 @@ import torch.distributed as dist
 from stretto.errors import ConfigError
 from stretto.groups.collective_group import SoloGroup
 from stretto.groups.link import Link
-from stretto.groups.private import private_group, release
+from stretto.groups.private import part_of, private_group, release
 from stretto.groups.throttled import ThrottledGroup, register_throttled
 from tests.processes import run_ranks
 
@@ -56,6 +56,35 @@ def over_a_part(rank: int) -> list[float]:
 
 def test_a_private_group_over_a_part_needs_only_its_ranks() -> None:
     assert run_ranks(3, over_a_part) == [[2.0, 0.0] * 3, [], [2.0, 1.0] * 3]
+
+
+def halves(rank: int) -> list[tuple[float, bool, list[int]]]:
+    """Sums over halves of a group that has the ranks in another order than the job, and a part of a part."""
+    register_throttled(Link.parse("1gbit"))
+    whole = private_group(dist.new_group([0, 1, 2, 3], backend="throttled"))
+    half = part_of(whole, range(2) if rank < 2 else range(2, 4), timeout_seconds=20)
+    last = part_of(half, [half.rank()])
+    found = []
+    for group in (half, last):
+        tensor = torch.full((4,), float(rank))
+        group.allreduce([tensor]).wait()
+        found.append(
+            (tensor.mean().item(), isinstance(group, ThrottledGroup), dist.get_process_group_ranks(group))
+        )
+    return found
+
+
+def test_a_part_of_a_group_has_its_backend_and_needs_only_its_ranks() -> None:
+    sums = ((1.0, [0, 1]), (1.0, [0, 1]), (5.0, [2, 3]), (5.0, [2, 3]))
+    expected = [
+        [(total, True, ranks), (float(rank), True, [rank])] for rank, (total, ranks) in enumerate(sums)
+    ]
+    assert run_ranks(4, halves) == expected
+
+
+def test_a_group_unknown_to_torch_without_parts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"part\(members\)"):
+        part_of(dist.ProcessGroup(0, 2), [0])
 
 
 def like_the_given_group(rank: int) -> tuple[bool, bool, list[int]]:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.errors import CommunicationError, ConfigError
+from stretto.errors import CollectivesDisagree, CommunicationError, ConfigError
 from stretto.virtual import VirtualCluster, VirtualGroup
 from tests.processes import run_ranks
 
@@ -109,6 +109,36 @@ def test_outputs_that_do_not_fit_and_what_is_not_modelled_are_refused() -> None:
             group.allreduce([own(rank)], dist.ReduceOp.BXOR)
 
     VirtualCluster(WORLD_SIZE).run(program)
+
+
+def test_parts_of_a_group_sum_over_their_own_ranks_and_number_them_from_0() -> None:
+    """The second half issues more collectives than the first one, on a second group of the same ranks too."""
+
+    def program(rank: int, group: VirtualGroup) -> tuple[int, int, float, float]:
+        members = range(2) if rank < 2 else range(2, 5)
+        half, other = group.part(members), group.part(members)
+        alone = half.part([half.rank()])
+        if rank >= 2:
+            other.barrier().wait()
+        total, own = torch.tensor([float(rank)]), torch.tensor([float(rank)])
+        half.allreduce([total]).wait()
+        alone.allreduce([own]).wait()
+        return half.rank(), half.size(), float(total), float(own)
+
+    first = [(0, 2, 1.0, 0.0), (1, 2, 1.0, 1.0)]
+    second = [(0, 3, 9.0, 2.0), (1, 3, 9.0, 3.0), (2, 3, 9.0, 4.0)]
+    assert list(VirtualCluster(5).run(program).values) == first + second
+
+
+def test_a_disagreement_in_a_part_names_its_ranks_as_the_run_numbers_them() -> None:
+    def program(rank: int, group: VirtualGroup) -> None:
+        if rank:
+            group.part([1, 2]).allreduce([own(rank, numel=rank)]).wait()
+
+    with pytest.raises(CollectivesDisagree) as caught:
+        VirtualCluster(WORLD_SIZE).run(program)
+    assert "collective 0 of the group.0 of ranks 1, 2" in str(caught.value)
+    assert [row.rank for row in caught.value.rows if "came with all_reduce" in row.doing] == [1, 2]
 
 
 def stock(rank: int, group: dist.ProcessGroup) -> list[Tensor]:

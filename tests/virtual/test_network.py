@@ -47,6 +47,27 @@ def test_an_uplink_carries_what_leaves_those_who_share_it() -> None:
     assert Wires(network, 4).carry(0, [300] * 4, "ring") == 300 * NS_PER_BYTE + LATENCY_NS
 
 
+def test_a_part_of_the_ranks_uses_its_own_links_only() -> None:
+    """Not an uplink behind which all of them are, busy as it may be; of others, what crosses between its ranks."""
+    slow = Link(bits_per_second=1e8, latency_seconds=LATENCY_NS / 1e9)
+    network = Network(link=GIGABIT, uplinks=(Uplink(ranks=(0, 1), link=slow),))
+    wires = Wires(network, 4)
+    assert wires.carry(0, [300] * 4, "ring") == 300 * 80 + LATENCY_NS
+    for ranks in ((0, 1), (2, 3)):
+        assert wires.carry(5_000, [100] * 2, "direct", ranks=ranks) == 5_800 + LATENCY_NS
+    # All that rank 1 sends to ranks 2 and 3 leaves, and in a ring only that of the last one behind the uplink.
+    fresh = [Wires(network, 4) for _ in range(3)]
+    assert fresh[0].carry(0, [50, 300, 50], "direct", ranks=(2, 1, 3)) == 300 * 80 + LATENCY_NS
+    assert fresh[1].carry(0, [50, 60, 40], "ring", ranks=(2, 1, 0)) == 40 * 80 + LATENCY_NS
+    parts = [[0, 7, 0], [100, 0, 500], [0, 9, 0]]
+    assert fresh[2].carry(0, [7, 600, 9], "direct", parts, ranks=(2, 1, 3)) == 600 * 80 + LATENCY_NS
+    assert fresh[2].carry(0, [1, 1], "direct", ranks=(2, 3)) == (9 + 1) * NS_PER_BYTE + LATENCY_NS
+
+
+def test_one_rank_sends_nothing_to_itself() -> None:
+    assert Wires(Network(link=GIGABIT), 4).carry(9, [100], "direct", ranks=(2,)) == 9
+
+
 @pytest.mark.parametrize(
     ("start_ns", "expected"),
     [(1_000, 0), (400, 300), (0, 300), (800, 0)],

@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from stretto.averaging.beside import WithLaneBeside
-from stretto.averaging.local import WITHOUT_DATA, LocalReplica
+from stretto.averaging.local import LocalReplica
 from stretto.averaging.outer import Fragment
 from stretto.engine.options import Options
 from stretto.engine.replica import Flight, Performer, flight_of
@@ -57,7 +57,7 @@ class _Trip:
 class FragmentedReplica(LocalReplica):
     """One rank's replica, with an anchor that all ranks hold alike.
 
-    Args are those of `Replica`, and:
+    Args are those of `LocalReplica`, and:
         fragments: Into how many the parameters are cut.
     """
 
@@ -138,7 +138,7 @@ class FragmentedReplica(LocalReplica):
                     yield kind, f"fragment {index}, number {number}", tensor
 
     def reduce(self, round: Round) -> Reduction:
-        """Take this rank's own gradients; nobody is asked."""
+        """Take the gradients of this rank's worker; nobody else is asked."""
         self._rounds += 1
         self._is_apart = True
         return super().reduce(round)
@@ -205,9 +205,8 @@ class FragmentedReplica(LocalReplica):
         """Let a fragment leave; on a rank without data, wait for the others and take over where they are."""
         flight = flight_of(effect, flight)
         round = flight.round
-        drains = round.vote in WITHOUT_DATA
-        # In a round of its own that holds nothing, a rank without data has nothing to decide.
-        is_due = effect.is_due and not (drains and round.contribution.count == 0)
+        # In a round of its own that holds nothing, a worker without data has nothing to decide.
+        is_due = effect.is_due and not (self._known.is_without_data and self._known.is_empty)
         buffers, changed = _buffers(flight)
         own = dataclasses.replace(self._since_average(self._own_report(round)), changed=changed)
         self._since = self._nothing_yet()
@@ -235,7 +234,7 @@ class FragmentedReplica(LocalReplica):
         self._is_apart = effect.delay > 0 or effect.mix > 0 or len(self.fragments) > 1
         if has_waited:
             self._catch_up(trip.report)
-        elif flight.round.vote not in WITHOUT_DATA:
+        elif not self._known.is_without_data:
             self.progress.stepped = True  # like every step of a rank that does not ask the others
         self._tell(trip, flight, has_waited=has_waited)
 
@@ -286,10 +285,7 @@ class FragmentedReplica(LocalReplica):
             pending, self._under_way = self._under_way, None
             self._arrived = pending.result()
             for fragment in self.fragments:
-                self.exchange.sent_bytes += fragment.exchange.sent_bytes
-                fragment.exchange.sent_bytes = 0
-                self.exchange.incidents += fragment.exchange.incidents
-                fragment.exchange.incidents = []
+                self.exchange.take_account(fragment.exchange)
         return self._arrived  # type: ignore[return-value]  # who looks at it knows that there is one
 
     def _unite(self, trip: _Trip, flight: Flight) -> None:
@@ -305,11 +301,11 @@ class FragmentedReplica(LocalReplica):
 
     def _tell(self, trip: _Trip, flight: Flight, *, has_waited: bool) -> None:
         """Let the round end with what a departure, of this round or of an earlier one, has made known."""
-        reduction, rank = flight.reduction, self.exchange.rank
+        reduction, ranks = flight.reduction, self._worker.ranks
         earlier, was_met = reduction.report, reduction.met
-        reduction.report, reduction.met = trip.report.news(earlier, rank), True
+        reduction.report, reduction.met = trip.report.news(earlier, ranks), True
         if was_met:
-            reduction.report = earlier.with_news(reduction.report, rank)
+            reduction.report = earlier.with_news(reduction.report, ranks)
         # The model holds this round's buffers, or where the round is left out, what ranks agreed on before it.
         taken = flight.round.statistics if has_waited or reduction.skipped else trip.snapshot
         flight.snapshot = [

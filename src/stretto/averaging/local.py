@@ -1,5 +1,7 @@
 """Replicas that step alone: what a rank has done since the last average, and the average of all replicas.
 
+What is alone is a worker: a rank, or the ranks of a node, which step alike (`stretto.averaging.worker`).
+
 At an average all ranks take part as if the round had been one of all: each reports everything that it has contributed
 since the last average, and its share of the weight is its share of the mean (`stretto.averaging.mean`).
 """
@@ -11,17 +13,15 @@ from typing import Any
 from torch import Tensor
 
 from stretto.averaging.mean import ReplicaMean, Share
+from stretto.averaging.worker import WITHOUT_DATA, Worker, WorkersRound
 from stretto.engine.replica import Flight, Performer, Replica
-from stretto.engine.report import RankReport, RoundReport, Totals, Vote, empty_report
+from stretto.engine.report import RankReport, RoundReport, Totals, empty_report
 from stretto.engine.round import Reduction, Round
 from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import RanksDisagree, ReplicaNonFinite
 from stretto.exchange import Exchange
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
 from stretto.strategies.contract import Average, Look, Moment
-
-WITHOUT_DATA = (Vote.EXHAUSTED, Vote.DRAIN)
-"""Votes of ranks that average whenever the others do: only averages let ranks agree on an end."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,19 +38,25 @@ class _SinceAverage:
 class LocalReplica(Replica):
     """One rank's replica among others that step with gradients of their own.
 
-    Args are those of `Replica`.
+    Args are those of `Replica`, and:
+        worker: The ranks that step this replica alike.
     """
 
     may_differ = True
     keeps_states_equal = False
 
-    def __init__(self, exchange: Exchange, sharded: ShardedOptimizer, **others: Any) -> None:
+    def __init__(
+        self, exchange: Exchange, sharded: ShardedOptimizer, *, worker: Worker, **others: Any
+    ) -> None:
         super().__init__(exchange, sharded, **others)
+        self._worker = worker
         self._mean = ReplicaMean(exchange, sharded)
         self._own_sums: list[Tensor] | None = None
         self._since = self._nothing_yet()
         self._states_are_equal = True
         """As far as the last average went; steps since then part them."""
+        self._known: WorkersRound
+        """Of the round whose gradients came last."""
 
     @property
     def performers(self) -> Mapping[type, Performer]:
@@ -72,16 +78,21 @@ class LocalReplica(Replica):
         """Whether all ranks hold the same masters and the same optimizer state."""
         return self._states_are_equal and self.gap == 0
 
+    @property
+    def name(self) -> str:
+        """Of this rank's own state in a checkpoint."""
+        return self._worker.name
+
     def reduce(self, round: Round) -> Reduction:
-        """Take this rank's own gradients; nobody is asked."""
+        """Take the gradients of this rank's worker; nobody else is asked."""
         exchange, progress = self.exchange, self.progress
+        finite = round.is_finite  # before others' gradients are added
         sums = self._own_gradient(round.buffer.flats)
-        gradient = ReducedGradient(
-            sums, round.contribution.totals.weight, 0.0, bytes(round.contribution.used)
-        )
-        gradient.norm_squared = norm_squared = gradient.measure()
-        own = round.report(finite=round.is_finite, norm_squared=norm_squared)
-        report = RoundReport.alone(own, exchange.rank, exchange.world_size)
+        self._worker.add_up(round.buffer.flats, sums)
+        own = round.report(finite=finite, norm_squared=ReducedGradient(sums, 0.0, 0.0, b"").measure())
+        self._known = known = self._worker.look_at(round, own, self.where)
+        report, norm_squared = known.report, known.norm_squared
+        gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
         skipped = self.is_left_out(report, norm_squared, ReplicaNonFinite)
         if skipped:
             gradient.weight, gradient.used = 0.0, bytes(len(gradient.used))
@@ -142,28 +153,28 @@ class LocalReplica(Replica):
         return self._own_sums
 
     def _look(self, _: Look, flight: Flight | None) -> Moment:
-        # A rank whose data have ended averages at once and waits there: only averages let ranks agree on an end.
-        drains = flight is not None and flight.round.vote in WITHOUT_DATA
+        # A worker whose data have ended averages at once and waits there: only averages let ranks agree on an end.
+        drains = flight is not None and self._known.is_without_data
         return Moment(self.progress.round_index, self.gap, drains)
 
     def _average(self, effect: Average, flight: Flight | None) -> None:
         """Bring the replicas together; the round ends as if all ranks had taken part in it."""
         if flight is None:
             raise TypeError("a strategy must step with AllReduce to average ahead of its gradients")
-        rank = self.exchange.rank
         report = self._meet(self._own_report(flight.round))
         self._check_settings(report, flight.round)
         flight.reduction.statistics = average_statistics(
             self.exchange, flight.round.statistics, report.changed, report.micro_batches
         )
-        share = report.share(rank)
+        share = report.share(self.exchange.rank)
         states_are_equal = self._states_are_equal if share is None else effect.state
         if share is not None:
             self._mean.unite(share, flight.round.buffer.flats, state=effect.state)
         self.begin_again()
         self._states_are_equal = states_are_equal
         self.sharded.publish(flight.round.buffer.flats)
-        flight.reduction.report, flight.reduction.met = report.news(flight.reduction.report, rank), True
+        flight.reduction.report = report.news(flight.reduction.report, self._worker.ranks)
+        flight.reduction.met = True
         self._catch_up(report)
 
     def _own_report(self, round: Round) -> RankReport:

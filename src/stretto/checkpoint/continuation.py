@@ -5,14 +5,15 @@
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
     rank.<rank>          random states, buffers as this rank has them, and counts
     owed.<rank>          rounding errors that this rank has yet to send, where the wire packs gradients or has done so
-    replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ
+    replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ; the name also says
+                         which ranks hold the same one, where workers are nodes
     scheduler            state of the scheduler that the library turns
     loader.<rank>        state of this rank's loader
     extra                whatever the user gave
 
 The carry and the prediction can be used by any number of ranks, but not by another strategy. Rounding errors are dealt
 to the ranks that there are, so that none is lost. A replica can be used only
-by the same rank of the same layout; otherwise ranks begin with the mean of all replicas.
+by the same rank of the same worker and layout; otherwise ranks begin with the mean of all replicas.
 """
 
 import dataclasses
@@ -94,9 +95,8 @@ class Continuation:
             own["owed"] = {rank: pack(owed, f"what rank {rank} owes")}
         if replica is not None:
             agreed = self._job.model.statistics.agreed
-            own["replica"] = {
-                rank: pack({"replica": replica, "agreed": agreed}, f"the replica of rank {rank}")
-            }
+            packed = pack({"replica": replica, "agreed": agreed}, f"the replica of rank {rank}")
+            own["replica"] = {self._job.replica.name: packed}
         if loader is not None:
             own["loader"] = {str(self._rank): pack(loader.state_dict(), "the loader's state")}
         if self._rank == 0:
@@ -128,8 +128,8 @@ class Continuation:
         owing = [rank for rank in range(self._rank, world_size, self._world_size) if f"owed.{rank}" in stored]
         if owing:
             state["owed"] = {str(rank): b"" for rank in owing}
-        if same_strategy and same_layout and f"replica.{self._rank}" in stored:
-            state["replica"] = {str(self._rank): b""}
+        if same_strategy and same_layout and f"replica.{self._job.replica.name}" in stored:
+            state["replica"] = {self._job.replica.name: b""}
         loaders = sorted(
             int(rank)
             for part, _, rank in (name.partition(".") for name in stored)
@@ -154,7 +154,7 @@ class Continuation:
         owe_on(self._job, [unpack(owed, "what a rank owes") for owed in state.get("owed", {}).values()])
         replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:
-            replica = unpack(state["replica"][str(self._rank)], "the replica")
+            replica = unpack(state["replica"][self._job.replica.name], "the replica")
             self._job.replica.load_state_dict({**replicas, "replica": replica["replica"]})
             values = GradientBuffer(self._job.layout)
             self._job.sharded.publish(values.flats)

@@ -18,7 +18,14 @@ _BROADCASTS = 4
 """How often starting values are sent at most, where ranks compare digests of what arrived."""
 
 
-def agree(exchange: Exchange, settings: Mapping[str, str], where: str) -> None:
+def agree(
+    exchange: Exchange,
+    settings: Mapping[str, str],
+    where: str,
+    *,
+    first: int = 0,
+    kind: type[RanksDisagree] = RanksDisagree,
+) -> None:
     """Raise on every rank unless all ranks hold the same settings.
 
     Args:
@@ -26,9 +33,11 @@ def agree(exchange: Exchange, settings: Mapping[str, str], where: str) -> None:
         settings: What must be equal, as text, by name; the names are equal on all ranks. For a text of several
             lines, the error shows the first line that differs.
         where: Rank and step, for the message.
+        first: How the message calls rank 0 of the exchange, and the others from there.
+        kind: Of the error.
 
     Raises:
-        RanksDisagree: Shows what differs on rank 0 and on the first rank that differs from it.
+        RanksDisagree: Shows what differs on the first rank and on the next one that differs from it.
     """
     own = b"".join(hashlib.sha256(text.encode()).digest() for text in settings.values())
     if len(set(exchange.gather_bytes(own))) == 1:
@@ -38,11 +47,11 @@ def agree(exchange: Exchange, settings: Mapping[str, str], where: str) -> None:
         [record.decode() for record in exchange.gather_records(text.encode())] for text in settings.values()
     ]
     found = [
-        f"{name}: {_difference(texts)}"
+        f"{name}: {_difference(texts, first)}"
         for name, texts in zip(settings, columns, strict=True)
         if len(set(texts)) > 1
     ]
-    raise RanksDisagree(f"{where}: ranks differ in {'; in '.join(found)}; give all ranks the same")
+    raise kind(f"{where}: ranks differ in {'; in '.join(found)}; give all ranks the same")
 
 
 def share_start(
@@ -90,12 +99,12 @@ def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:
         )
 
 
-def _difference(texts: Sequence[str]) -> str:
-    """Describe the first difference from the text of rank 0."""
-    differing = [rank for rank, text in enumerate(texts) if text != texts[0]]
-    lines = zip_longest(texts[0].splitlines(), texts[differing[0]].splitlines(), fillvalue="nothing")
+def _difference(texts: Sequence[str], first: int) -> str:
+    """Describe the first difference from the first rank's text; ranks are numbered from `first`."""
+    differing = [rank for rank, text in enumerate(texts, start=first) if text != texts[0]]
+    lines = zip_longest(texts[0].splitlines(), texts[differing[0] - first].splitlines(), fillvalue="nothing")
     expected, found = next(pair for pair in lines if pair[0] != pair[1])
     return (
-        f"expected {expected[:_SHOWN_CHARACTERS]!r} as on rank 0, found {found[:_SHOWN_CHARACTERS]!r} on rank "
+        f"expected {expected[:_SHOWN_CHARACTERS]!r} as on rank {first}, found {found[:_SHOWN_CHARACTERS]!r} on rank "
         f"{differing[0]} (differing ranks: {differing})"
     )

@@ -25,7 +25,7 @@ import contextlib
 import datetime
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -42,7 +42,9 @@ from stretto.errors import (
     RanksDisagree,
     ReplicaNonFinite,
     UnusedParameters,
+    WorkerDisagrees,
 )
+from stretto.exchange.exchange import Wait
 from stretto.groups import retire
 
 _LOOK_SECONDS = 1.0
@@ -58,6 +60,11 @@ _TROUBLE = "trouble"
 """The only key that a look reads while no rank has written anything, for any number of ranks."""
 _SEEN_BY_ALL = (NonFinite, Quarantined, RanksDisagree, UnusedParameters)
 """Errors that every rank finds and raises without being told, from the same round report or incidents."""
+_OF_ONE_WORKER = (ReplicaNonFinite, WorkerDisagrees)
+"""Those of them that only the ranks of one worker find."""
+BACKEND_MARGIN_SECONDS = 5.0
+"""The backend's timeout comes after the library's, which names the silent rank, and not long after: a process
+cannot end while the backend waits."""
 
 
 class FailureDetector:
@@ -73,6 +80,8 @@ class FailureDetector:
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float, progress: Progress) -> None:
         self.group = group
+        self.groups = [group]
+        """All that end with the job."""
         self.rank = group.rank()
         self.world_size = group.size()
         self.timeout_seconds = timeout_seconds
@@ -81,8 +90,21 @@ class FailureDetector:
         self._left = False
         self._completed: collections.deque[dist.Work] = collections.deque(maxlen=_KEPT)
 
-    def wait(self, work: dist.Work, what: str) -> None:
+    def among(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Wait:
+        """Return what waits for collectives of `group`, which only these ranks of the job share; it ends with the job.
+
+        Whatever rank of the job fails, they hear of it; silence or a closed connection is laid to one of them.
+        """
+        self.groups.append(group)
+        return lambda work, what: self.wait(work, f"{what} inside a node", ranks)
+
+    def wait(self, work: dist.Work, what: str, ranks: Sequence[int] | None = None) -> None:
         """Wait for `work`; `what` names it in messages.
+
+        Args:
+            work: Under way.
+            what: For messages.
+            ranks: Who takes part; None for all.
 
         Raises:
             PeerFailed: A rank died or raised, or this rank's own failure has ended the job.
@@ -98,10 +120,10 @@ class FailureDetector:
             except (PeerFailed, NoWayOn):  # a group that sees all ranks has found the cause by itself
                 raise
             except RuntimeError as error:
-                raise self._alarm(what, PeerFailed, _reason(error)) from error
-            self._look(what)
+                raise self._alarm(what, ranks, PeerFailed, _reason(error)) from error
+            self._look(what, ranks)
             if time.monotonic() > deadline:
-                raise self._alarm(what, PeerSilent, self._no_answer)
+                raise self._alarm(what, ranks, PeerSilent, self._no_answer)
 
     def tell(self, error: BaseException) -> bool:
         """Tell the other ranks why this one leaves, and end the waits of this rank's lane.
@@ -110,7 +132,7 @@ class FailureDetector:
             Whether the error was told: not one that came from another rank, nor one that every rank finds by itself.
         """
         self._left = True
-        known = isinstance(error, _SEEN_BY_ALL) and not isinstance(error, ReplicaNonFinite)
+        known = isinstance(error, _SEEN_BY_ALL) and not isinstance(error, _OF_ONE_WORKER)
         if known or isinstance(error, CommunicationError):
             return False
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to tell
@@ -130,7 +152,7 @@ class FailureDetector:
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _look(self, what: str) -> None:
+    def _look(self, what: str, ranks: Sequence[int] | None) -> None:
         """Raise if another rank has told a failure or raised an alarm, or if this rank has left."""
         if self._left:
             raise PeerFailed(self._where(what) + "this rank has ended the job")
@@ -143,18 +165,21 @@ class FailureDetector:
         if told is not None:
             raise told
         if any(alarm.startswith(PeerSilent.__name__) for alarm in alarms):
-            raise self._alarm(what, PeerSilent, self._no_answer)
+            raise self._alarm(what, ranks, PeerSilent, self._no_answer)
         if alarms:
-            raise self._alarm(what, PeerFailed, "another rank's connection closed")
+            raise self._alarm(what, ranks, PeerFailed, "another rank's connection closed")
 
-    def _alarm(self, what: str, kind: type[CommunicationError], reason: str) -> CommunicationError:
-        """Ask all ranks to answer, and return the error that names those that do not."""
+    def _alarm(
+        self, what: str, ranks: Sequence[int] | None, kind: type[CommunicationError], reason: str
+    ) -> CommunicationError:
+        """Ask all ranks to answer, and return the error that names those of `ranks` that do not."""
+        asked = [rank for rank in self._others if ranks is None or rank in ranks]
         deadline = time.monotonic() + _ANSWER_SECONDS
         try:
             self._say("alarm", f"{kind.__name__} {what}")
             while (told := self._told(what)) is None:
                 answers = self._hear("alarm")
-                missing = [rank for rank in self._others if rank not in answers]
+                missing = [rank for rank in asked if rank not in answers]
                 # Some rank closed its connections. If only one has not answered, it is that one: no need to wait.
                 if not missing or time.monotonic() > deadline or (kind is PeerFailed and len(missing) == 1):
                     break
@@ -248,16 +273,21 @@ class Lifetime:
         if self._ended_because is None:
             self._ended_because = f"{type(error).__name__}: {error}"
             if self._failures.tell(error):
-                self._failures.group.abort()
+                for group in self._failures.groups:
+                    group.abort()
             self._leave(waits=False)
-            retire(self._failures.group)
+            self._retire()
 
     def finish(self) -> None:
         """End the job without an error; no collective may be issued before this returns."""
         self._leave(waits=True)
-        retire(self._failures.group)
+        self._retire()
         self._ended_because = "finish() was called"
         self.has_finished = True
+
+    def _retire(self) -> None:
+        for group in self._failures.groups:
+            retire(group)
 
 
 def _completes(work: dist.Work, seconds: float) -> bool:

@@ -25,6 +25,8 @@ class Job:
     """The user's model, parameters and optimizer."""
     layout: Layout
     exchange: Exchange
+    inside: Exchange | None
+    """Among the ranks of this node, on a group of its own; None where no strategy of the job has workers of several."""
     sharded: ShardedOptimizer
     """This rank's masters and private optimizer."""
     replica: Replica

@@ -127,6 +127,11 @@ class Replica:
         return True
 
     @property
+    def name(self) -> str:
+        """Of this rank's own state in a checkpoint, for those who could use it."""
+        return str(self.exchange.rank)
+
+    @property
     def where(self) -> str:
         """Rank and step, for messages."""
         return f"rank {self.exchange.rank}, after step {self.progress.step}"

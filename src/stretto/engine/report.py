@@ -173,30 +173,34 @@ class RoundReport:
     @classmethod
     def alone(cls, report: RankReport, rank: int, world_size: int) -> "RoundReport":
         """Return the report of a round in which only `rank` took part: empty records for the others."""
-        dtype = record_dtype(len(report.used), len(report.changed))
-        records = np.zeros(world_size, dtype)
+        own = cls.unpack([cls.pack(report)], len(report.used), len(report.changed))
+        return own.among(rank, world_size)
+
+    def among(self, first: int, world_size: int) -> "RoundReport":
+        """Return this report of some ranks, numbered from `first`, with empty records for the others."""
+        records = np.zeros(world_size, self.records.dtype)
         records["gradient_is_finite"] = True
-        records[rank] = np.frombuffer(cls.pack(report), dtype)[0]
-        return cls(records)
+        records[first : first + len(self.records)] = self.records
+        return RoundReport(records)
 
-    def news(self, last: "RoundReport", rank: int) -> "RoundReport":
-        """Return the part of an average's report that `rank` has not reported before.
+    def news(self, last: "RoundReport", ranks: Sequence[int]) -> "RoundReport":
+        """Return the part of an average's report that `ranks`, those of one worker, have not reported before.
 
-        The record of `rank` is reduced to its `last` round. The other ranks contribute everything since the last
+        Their records are reduced to their `last` round. The other ranks contribute everything since the last
         average, so that every contribution is counted once. Losses are those of all ranks since the last average.
         """
         records = self.records.copy()
         for field in _COUNTS:
-            records[field][rank] = last.records[field][rank]
+            records[field][ranks] = last.records[field][ranks]
         return RoundReport(records)
 
-    def with_news(self, later: "RoundReport", rank: int) -> "RoundReport":
-        """Return both reports as one; `later` ends with the same round of `rank`, whose counts it repeats."""
+    def with_news(self, later: "RoundReport", ranks: Sequence[int]) -> "RoundReport":
+        """Return both reports as one; `later` ends with the same round of `ranks`, whose counts it repeats."""
         records = later.records.copy()
         for field in (*_COUNTS, *_LOSSES):
             added = self.records[field].copy()
             if field in _COUNTS:
-                added[rank] = 0
+                added[ranks] = 0
             records[field] += added
         return RoundReport(records)
 

@@ -105,6 +105,12 @@ class Exchange:
         """Return an exchange of the same kind on the same group, over another layout."""
         return type(self)(self.group, layout, self.wire, self.wait)
 
+    def take_account(self, other: "Exchange") -> None:
+        """Count here what another exchange of this job has sent and found, and there no longer."""
+        self.sent_bytes += other.sent_bytes
+        self.incidents += other.incidents
+        other.sent_bytes, other.incidents = 0, []
+
     @property
     def owed(self) -> list[Tensor]:
         """What this rank has yet to send, one tensor per flat set; none where the wire keeps no errors."""
@@ -128,9 +134,9 @@ class Exchange:
         """Sum `flats` over ranks.
 
         Args:
-            flats: One tensor per flat set, `(flat.numel,)`; they stay as they are.
+            flats: One tensor per flat set, `(flat.numel,)`; they stay as they are, unless `sums` are their buckets.
             sums: One tensor per bucket, `(bucket.numel,)`, at least float32; overwritten with the whole sum, equal on
-                all ranks.
+                all ranks. It may be the bucket of `flats` itself: a bucket is written once all of it has arrived.
             wire: The format of values that are not gradients; None sends gradients in their format.
         """
         self.run(self.summing(flats, sums, whole=True, wire=wire))

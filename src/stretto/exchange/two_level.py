@@ -62,8 +62,9 @@ class TwoLevelExchange(Exchange):
         check_nodes(self.world_size, ranks_per_node)
         self._per_node = each = min(ranks_per_node, self.world_size)
         self._node, self._column = divmod(self.rank, each)
-        on_node = range(self._node * each, (self._node + 1) * each)
-        self._inside = Level(1, on_node, " inside a node")
+        self.on_node = range(self._node * each, (self._node + 1) * each)
+        """The ranks of this rank's node."""
+        self._inside = Level(1, self.on_node, " inside a node")
         self._between = Level(2, range(self._column, self.world_size, each), " between nodes")
         self.crossed_bytes = 0
         """Bytes of sums and gathers that this rank has sent to other nodes since construction."""
@@ -75,6 +76,13 @@ class TwoLevelExchange(Exchange):
     def over(self, layout: Layout) -> Self:
         """Return an exchange of the same kind on the same group, over another layout."""
         return type(self)(self.group, layout, self.wire, self.wait, self._per_node)
+
+    def take_account(self, other: Exchange) -> None:
+        """Count here what another exchange of this job has sent and found, and there no longer."""
+        super().take_account(other)
+        if isinstance(other, TwoLevelExchange):
+            self.crossed_bytes += other.crossed_bytes
+            other.crossed_bytes = 0
 
     def _packed_by_rank(self, index: int, bucket: Tensor) -> tuple[Tensor, Tensor]:
         """Return what this rank has packed, a node's sums of its column; and where in the bucket these lie."""

@@ -1,7 +1,7 @@
 """A process group whose results are damaged as they arrive; stock DDP runs on it like anything else."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from torch.futures import Future
 from stretto.faults.injector import Injector
 from stretto.faults.plan import FaultPlan, Site
 from stretto.groups.collectives import Call
-from stretto.groups.private import private_group
+from stretto.groups.private import part_of, private_group
 from stretto.groups.wrapped import WrappedGroup, register_over_gloo
 
 _SITES: Mapping[str, Site] = MappingProxyType(
@@ -79,6 +79,10 @@ class FaultyGroup(WrappedGroup):
     def private(self) -> "FaultyGroup":
         """Return a sibling over the inner group's sibling, damaged by the same injector."""
         return FaultyGroup(private_group(self._inner), self.injector)
+
+    def part(self, members: Sequence[int]) -> "FaultyGroup":
+        """Return a group over some of the ranks, over such a part of the inner group, damaged by the same injector."""
+        return FaultyGroup(part_of(self._inner, members), self.injector)
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the inner group offers, such as a virtual cluster's clock."""

@@ -3,7 +3,7 @@
 from stretto.groups.collective_group import SoloGroup
 from stretto.groups.launcher import is_hosted_by_agent, join_launched_group, launched_rank, meeting_point
 from stretto.groups.link import Link
-from stretto.groups.private import private_group, release, retire
+from stretto.groups.private import part_of, private_group, release, retire
 from stretto.groups.throttled import ThrottledGroup, register_throttled
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "join_launched_group",
     "launched_rank",
     "meeting_point",
+    "part_of",
     "private_group",
     "register_throttled",
     "release",

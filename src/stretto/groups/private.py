@@ -47,6 +47,36 @@ def private_group(
     return SoloGroup()
 
 
+def part_of(
+    group: dist.ProcessGroup, members: Sequence[int], timeout_seconds: float = 600.0
+) -> dist.ProcessGroup:
+    """Return a new group over some of the ranks of `group`, on the same backend.
+
+    Every member must call, in the same order as its other private groups; the other ranks need not.
+
+    Args:
+        group: One that torch does not know must offer `part(members)`, which returns such a group.
+        members: Ranks as `group` numbers them, in rising order; this one among them.
+        timeout_seconds: After which a collective of the new group fails. A group with `part(members)` has its own.
+
+    Raises:
+        ConfigError: The group can make none of a part of its ranks.
+        CommunicationError: Not all members came.
+    """
+    ranks = _registered_ranks(group)
+    if ranks is not None:
+        own = [ranks[member] for member in members]
+        return _over(own, dist.get_backend_config(group), timeout_seconds)
+    part = getattr(group, "part", None)
+    if part is None:
+        raise ConfigError(
+            f"torch.distributed does not know the {type(group).__name__} it was given, and it has no method "
+            f"part(members) that returns a group of some of its ranks; make it with dist.new_group, or add the method"
+        )
+    smaller: dist.ProcessGroup = part(members)
+    return smaller
+
+
 def release(group: dist.ProcessGroup) -> None:
     """Destroy a private group over the whole job; every rank calls it.
 

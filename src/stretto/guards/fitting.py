@@ -42,6 +42,8 @@ def choose_guards(
             left_out[guard.name] = reason
     if options.exchange == "native":
         left_out["verified"] = "does not work with exchange='native'"
+    elif ledger.by_node:
+        left_out["verified"] = "does not check sums inside a worker that is a node"
     else:
         options = dataclasses.replace(options, verified=True)
     for left, reason in left_out.items():

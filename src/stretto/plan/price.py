@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.engine import Options
+from stretto.errors import ConfigError
 from stretto.flat import ALIGNMENT
 from stretto.groups import Link
 from stretto.parallel import DataParallel
@@ -82,10 +83,17 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) 
         machine: What was measured, perhaps with other ranks or another link.
         micro_batches: Per rank and update, where the arm sets none.
         bucket_bytes: Of the job.
+
+    Raises:
+        ConfigError: Its workers are nodes.
     """
     strategy = arm.strategy()
     micro_batches = arm.settings.get("micro_batches", micro_batches)
     ledger = ledger_of(strategy)
+    if ledger.by_node:
+        raise ConfigError(
+            f"{arm.text}: a plan prices ranks that have a link each; expected worker=rank, or stretto simulate --nodes"
+        )
     twin = _Twin.of(machine, bucket_bytes)
     compute = dataclasses.replace(
         compute_of(arm, machine, micro_batches), jitter=_jitter_of_twin(machine, micro_batches)

@@ -13,7 +13,10 @@ The contract of an update strategy: a coroutine over effects, and its options.
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
+
+WorkerKind = Literal["rank", "node"]
+"""Who steps one replica: a rank by itself, or the ranks of a node together."""
 
 
 class Gradient(Protocol):
@@ -36,7 +39,10 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Local:
-    """Take the next round's gradients of this rank alone; nothing is sent. Answer: a `Gradient`."""
+    """Take the next round's gradients of this worker alone; nothing is sent to others. Answer: a `Gradient`."""
+
+    worker: WorkerKind = "rank"
+    """Whose they are; those of a node are summed over its ranks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +78,7 @@ class Moment:
     gap: int
     """Rounds since the last average, this one included."""
     drains: bool
-    """Whether this rank only hands over what is left: an average is due then, whatever the plan, because only
+    """Whether this rank's worker only hands over what is left: an average is due then, whatever the plan, because only
     averages let ranks agree on an end. After an `AllReduce`, whether all ranks do. All else here is the same on all
     ranks."""
     interval: int | None = None
@@ -85,7 +91,8 @@ class Moment:
 class Average:
     """Replace every rank's replica by the mean of all.
 
-    After `Local`, replicas are weighted by what their ranks have contributed since the last time. After `AllReduce`
+    After `Local`, replicas are weighted by what their ranks have contributed since the last time. The ranks of a node
+    that is one worker hold the same replica, which so has the weight of all of them. After `AllReduce`
     every rank has stepped with everything: replicas count alike, those that are not finite are left out, and nothing
     is sent where all are equal. Answer: a `Divergence` where a probe is given, otherwise None.
     """

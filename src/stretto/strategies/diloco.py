@@ -4,7 +4,7 @@ import dataclasses
 
 from stretto.errors import ConfigError
 from stretto.fields import check_fields
-from stretto.strategies.contract import Land, Launch, Local, Look, Moment, Script, Step, Strategy
+from stretto.strategies.contract import Land, Launch, Local, Look, Moment, Script, Step, Strategy, WorkerKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,14 +20,15 @@ class DiLoCo(Strategy):
         θ_r ← α θ_r + (1 - α) (a + θ_r - θ_r')                   the same with `keep_progress`; θ_r' is what left
 
     `ω_q` is the weight that rank q has contributed since p left the last time. The fragments leave in turn, evenly
-    spread over the interval. -d is the outer gradient of the papers.
+    spread over the interval. -d is the outer gradient of the papers. With `worker="node"` gradient and weight in the
+    first line are those of all ranks of r's node, so that they hold the same θ_r.
 
     With one fragment, `outer_lr` 1 and no momentum, delay or mix this is `LocalSGD(rate=1 / interval)`.
 
     Staleness: 0; replicas drift apart. What a rank has changed while a fragment is under way is lost but for α of it,
     unless progress is kept.
     Traffic per update: one all-reduce of the parameters over the interval, a fragment at a time, beside the next
-    updates if there is a delay.
+    updates if there is a delay. With `worker="node"` one all-reduce of the gradients inside the node besides.
     Memory: masters, state and anchor whole on every rank; the velocity is divided among them. A fragment on its
     way takes its size once more, with `keep_progress` twice.
     Equals synchronous when: the interval is 1, `outer_lr` 1, without momentum, delay and mix, and the optimizer is SGD.
@@ -54,6 +55,9 @@ class DiLoCo(Strategy):
     keep_progress: bool = False
     """Add to the anchor what a rank has changed since the fragment left; only with a delay. With `outer_lr=1,
     outer_momentum=0` this is an average that hides; a delay above about half of the interval costs much."""
+    worker: WorkerKind = "rank"
+    """Who steps a replica: every rank by itself, or the ranks of a node together, which then train synchronously.
+    "node" needs `Options(ranks_per_node=...)`."""
 
     name = "diloco"
     overlaps = False
@@ -88,7 +92,7 @@ class DiLoCo(Strategy):
 
     def update(self) -> Script:
         """One step alone, and perhaps a landing and a departure."""
-        gradient = yield Local()
+        gradient = yield Local(self.worker)
         yield Step(gradient)
         moment = yield Look()
         if moment.aloft is not None and (moment.drains or moment.aloft == self.delay):

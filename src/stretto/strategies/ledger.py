@@ -48,7 +48,9 @@ class Ledger:
     replicated: bool
     """Whether every rank holds the whole optimizer."""
     local: bool
-    """Whether every rank steps with gradients of its own, so that replicas differ between averages."""
+    """Whether every worker steps with gradients of its own, so that replicas differ between averages."""
+    by_node: bool
+    """Whether a worker is a node: its ranks sum their gradients, and hold the same replica."""
     asks_ahead: bool
     """Whether an update may begin with something else than gradients, performed beside them."""
     steps: int
@@ -71,8 +73,18 @@ class Ledger:
     outer_steps: float
     """Outer steps of all parameters: a sum that travels like a gradient, and a gather. A mean over many updates."""
 
+    def inside_bytes(self, accumulation: float) -> float:
+        """Return bytes per parameter and update that cross inside a worker, before the factor (L - 1) / L of L ranks.
+
+        Args:
+            accumulation: Bytes of one element of the gradient buffer.
+        """
+        return 2 * accumulation if self.by_node else 0.0
+
     def wire_bytes(self, gradient: float, value: float | None = None, *, moments: int = 2) -> float:
         """Return bytes per parameter and update that cross the wire, before the factor (N - 1) / N.
+
+        What the ranks of a worker tell each other is not among them: that is `inside_bytes`.
 
         Args:
             gradient: Bytes of one element of a gradient on its way to its owner, and of a parameter that is gathered.
@@ -147,6 +159,7 @@ def ledger_of(strategy: Strategy) -> Ledger:
         rounds=sum(count[kind] for kind in ACCUMULATIONS),
         replicated=count[AllReduce] + count[Local] > 0,
         local=count[Local] > 0,
+        by_node=any(isinstance(effect, Local) and effect.worker == "node" for run in runs for effect in run),
         asks_ahead=isinstance(runs[0][0], _ASIDES),
         steps=count[Step],
         previews=count[Preview],

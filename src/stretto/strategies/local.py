@@ -14,7 +14,7 @@ from stretto.errors import ConfigError
 from stretto.fields import check_fields
 from stretto.randomness import coin
 from stretto.schedules import Schedule, value_at
-from stretto.strategies.contract import Average, Local, Look, Moment, Script, Step, Strategy
+from stretto.strategies.contract import Average, Local, Look, Moment, Script, Step, Strategy, WorkerKind
 
 Plan = Literal["even", "bernoulli"]
 
@@ -70,10 +70,12 @@ class LocalSGD(Strategy):
         θ_r ← Opt_r(θ_r, g(θ_r; B_r) / w_r)
         θ_r ← Σ_q ω_q θ_q / Σ_q ω_q            where the coin of this round says so
 
-    `ω_q` is the weight that rank q has contributed since the last average.
+    `ω_q` is the weight that rank q has contributed since the last average. With `worker="node"` gradient and weight in
+    the first line are those of all ranks of r's node, so that they hold the same θ_r.
 
     Staleness: 0; replicas drift apart for as long as the gap between two averages.
-    Traffic per update: the rate times one all-reduce of the parameters, exposed; nothing else is sent.
+    Traffic per update: the rate times one all-reduce of the parameters, exposed; nothing else is sent. With
+    `worker="node"` one all-reduce of the gradients inside the node besides.
     Memory: one gradient buffer; masters and state whole on every rank; on the bf16 wire the last average too.
     Equals synchronous when: the rate is 1 and the optimizer is SGD.
     Source: "Sharper Analysis of Data Echoing and New Communication-Efficient Algorithm for Data Parallelism",
@@ -92,6 +94,9 @@ class LocalSGD(Strategy):
     rank keeps its own."""
     seed: int = 0
     """Of the Bernoulli coin."""
+    worker: WorkerKind = "rank"
+    """Who steps a replica: every rank by itself, or the ranks of a node together, which then train synchronously.
+    "node" needs `Options(ranks_per_node=...)`."""
     _pace: Pace = dataclasses.field(init=False, compare=False)
 
     name = "local"
@@ -116,12 +121,12 @@ class LocalSGD(Strategy):
         rate = getattr(self.rate, "__qualname__", repr(self.rate))
         return (
             f"LocalSGD(rate={rate}, plan={self.plan!r}, max_gap={self.max_gap}, state={self.state}, "
-            f"seed={self.seed})"
+            f"seed={self.seed}, worker={self.worker!r})"
         )
 
     def update(self) -> Script:
         """One step alone, and perhaps an average."""
-        gradient = yield Local()
+        gradient = yield Local(self.worker)
         yield Step(gradient)
         if self.averages((yield Look())):
             yield Average(self.state)

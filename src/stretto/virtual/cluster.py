@@ -103,7 +103,7 @@ class _Run(Generic[T]):
         self._error: BaseException | None = None
         wires = Wires(cluster.network, cluster.world_size)
         context = RunContext(cluster.world_size, self._schedule, wires, self._trace)
-        self._matcher = CollectiveMatcher("the group", context)
+        self._matcher = CollectiveMatcher("the group", context, range(cluster.world_size))
 
     def complete(self) -> Results[T]:
         """Run it from beginning to end."""

@@ -5,7 +5,8 @@ error at the moment of the call, on every rank.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from stretto.errors import CollectivesDisagree, PeerFailed
 from stretto.groups.collectives import Call
@@ -86,29 +87,38 @@ class RunContext:
 
 
 class CollectiveMatcher:
-    """Brings the calls of one group's ranks together.
+    """Brings the calls of one group's ranks together. Ranks are numbered as the group numbers them.
 
     Args:
         name: The group's, in messages and in the trace.
         context: What the group shares with the other groups of the run.
+        ranks: Whose group it is, as the run numbers them, in the order of the group.
     """
 
-    def __init__(self, name: str, context: RunContext) -> None:
+    def __init__(self, name: str, context: RunContext, ranks: Sequence[int]) -> None:
         self.name = name
         self.context = context
-        self._calls_made = [0] * context.world_size
+        self.ranks = tuple(ranks)
+        self._calls_made = [0] * len(ranks)
         self._open: dict[int, Rendezvous] = {}
         self._left_by: int | None = None
-        self._siblings: list[CollectiveMatcher] = []
-        self._siblings_asked = [0] * context.world_size
+        self._siblings: dict[tuple[int, ...], list[CollectiveMatcher]] = {}
+        """By their ranks, as the run numbers them."""
+        self._siblings_asked: Counter[tuple[int, tuple[int, ...]]] = Counter()
 
-    def sibling(self, rank: int) -> "CollectiveMatcher":
-        """Return the matcher of another group: the n-th call of this method gives every rank the same one."""
-        position = self._siblings_asked[rank]
-        self._siblings_asked[rank] += 1
-        if position == len(self._siblings):
-            self._siblings.append(CollectiveMatcher(f"{self.name}.{position}", self.context))
-        return self._siblings[position]
+    def sibling(self, rank: int, members: Sequence[int] | None = None) -> "CollectiveMatcher":
+        """Return the matcher of another group of the same ranks, or of some of them.
+
+        The n-th call with the same members gives every one of them the same matcher.
+        """
+        ranks = self.ranks if members is None else tuple(self.ranks[member] for member in members)
+        position = self._siblings_asked[rank, ranks]
+        self._siblings_asked[rank, ranks] += 1
+        siblings = self._siblings.setdefault(ranks, [])
+        if position == len(siblings):
+            whose = "" if ranks == self.ranks else f" of ranks {', '.join(map(str, ranks))}"
+            siblings.append(CollectiveMatcher(f"{self.name}.{position}{whose}", self.context, ranks))
+        return siblings[position]
 
     def enter(self, call: Call) -> Rendezvous:
         """Bring a rank's next call to its rendezvous; the last rank's call performs the collective.
@@ -130,7 +140,7 @@ class CollectiveMatcher:
             error = self._disagreement(rendezvous)
             self.context.schedule.fail(lambda: CollectivesDisagree(*error))
             raise CollectivesDisagree(*error)
-        if len(rendezvous.calls) == self.context.world_size:
+        if len(rendezvous.calls) == len(self.ranks):
             del self._open[sequence]
             self._perform(rendezvous)
         return rendezvous
@@ -156,7 +166,7 @@ class CollectiveMatcher:
         """Let the others wait no longer: `rank` has given the group up."""
         if self._left_by is not None:
             return
-        self._left_by = rank
+        self._left_by = self.ranks[rank]
         schedule = self.context.schedule
         for rendezvous in self._open.values():
             for task in rendezvous.waiting:
@@ -165,18 +175,21 @@ class CollectiveMatcher:
 
     def _raise_if_left(self, rank: int) -> None:
         if self._left_by is not None:
-            raise PeerFailed(f"rank {rank}: rank {self._left_by} has given up {self.name} after an error")
+            raise PeerFailed(
+                f"rank {self.ranks[rank]}: rank {self._left_by} has given up {self.name} after an error"
+            )
 
     def _perform(self, rendezvous: Rendezvous) -> None:
         """Perform a collective to which all ranks have come."""
         context = self.context
-        entered = tuple(rendezvous.calls)
-        calls = [rendezvous.calls[rank] for rank in range(context.world_size)]
+        entered = tuple(self.ranks[rank] for rank in rendezvous.calls)
+        calls = [rendezvous.calls[rank] for rank in range(len(self.ranks))]
         move(calls)
         sent = [call.sent_bytes for call in calls]
         now_ns = context.schedule.now_ns
         parts = [call.part_bytes for call in calls] if calls[0].has_splits else None
-        rendezvous.over_ns = context.wires.carry(now_ns, sent, calls[0].operation.pattern, parts)
+        pattern = calls[0].operation.pattern
+        rendezvous.over_ns = context.wires.carry(now_ns, sent, pattern, parts, self.ranks)
         context.trace.records.append(
             Transfer(
                 group=self.name,
@@ -195,9 +208,12 @@ class CollectiveMatcher:
     def _disagreement(self, rendezvous: Rendezvous) -> tuple[str, tuple[RankStatus, ...]]:
         """Return the arguments of a `CollectivesDisagree`."""
         rows = []
+        calls = {self.ranks[rank]: call for rank, call in rendezvous.calls.items()}
         for row in rank_statuses(self.context.schedule):
-            call = rendezvous.calls.get(row.rank)
-            if call is None:
+            call = calls.get(row.rank)
+            if row.rank not in self.ranks:
+                doing = row.doing
+            elif call is None:
                 doing = f"has not come ({row.doing})"
             else:
                 splits = f", sending {list(call.input_splits)} rows" if call.input_splits else ""

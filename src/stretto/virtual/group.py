@@ -1,5 +1,6 @@
 """A virtual cluster's process group: every collective, checked strictly, in virtual time."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ class VirtualGroup(CollectiveGroup):
 
     def __init__(self, matcher: CollectiveMatcher, time: RankTime) -> None:
         description = f"{matcher.name} of a virtual cluster"
-        super().__init__(time.rank, matcher.context.world_size, matcher.name, description)
+        super().__init__(matcher.ranks.index(time.rank), len(matcher.ranks), matcher.name, description)
         self._matcher = matcher
         self._time = time
 
@@ -71,6 +72,13 @@ class VirtualGroup(CollectiveGroup):
     def private(self) -> "VirtualGroup":
         """Return another group of the same ranks; every rank must call, in the same order."""
         return VirtualGroup(self._matcher.sibling(self.rank()), self._time)
+
+    def part(self, members: Sequence[int]) -> "VirtualGroup":
+        """Return another group over some of these ranks; every member must call, in the same order.
+
+        Its collectives wait for its own ranks only, and use no link but theirs.
+        """
+        return VirtualGroup(self._matcher.sibling(self.rank(), members), self._time)
 
     def abort(self) -> None:
         """Give the group up after an error: the other ranks wait no longer."""

@@ -6,6 +6,7 @@ all ranks when its last byte has arrived:
 
     over = max over links of  max(begun, link free) + bytes / rate + latency
 
+The links are those of the ranks that take part, and the uplinks through which some of these reach others of them.
 `bytes` come from the table in `stretto.groups.collectives`. The throttled group has the same model of its own link.
 Sending costs no computing time, and switches drop nothing.
 """
@@ -125,42 +126,53 @@ class Wires:
         sent_bytes: Sequence[int],
         pattern: Pattern,
         parts: Sequence[Sequence[int]] | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> int:
         """Return when all that the ranks send in one collective has arrived.
 
         Args:
             begun_ns: When the last rank has entered it.
-            sent_bytes: By rank.
+            sent_bytes: By rank that takes part.
             pattern: Who sends to whom, which decides how many bytes cross the uplinks.
-            parts: Bytes from each rank to each, where a pattern does not say it.
+            parts: Bytes from each of them to each, where a pattern does not say it.
+            ranks: Those that take part, in the order of their group; None for all.
         """
-        if self._world_size == 1:
+        group = np.arange(self._world_size) if ranks is None else np.array(ranks)
+        if len(group) == 1:
             return begun_ns
         sent = np.array(sent_bytes, dtype=np.int64)
-        if parts is None:
-            crossing = [self._crossing(sent, members, pattern) for members in self._members]
-        else:
-            crossing = [
-                int(np.delete(np.array(parts)[members], members, axis=1).sum()) for members in self._members
-            ]
-        carried = np.concatenate([sent, crossing])
+        carried = np.zeros(len(self._rates), dtype=np.int64)
+        carried[group] = sent
+        takes_part = np.zeros(len(self._rates), dtype=bool)
+        takes_part[group] = True
+        for uplink, members in enumerate(self._members, start=self._world_size):
+            is_behind = np.isin(group, members)
+            takes_part[uplink] = is_behind.any() and not is_behind.all()
+            carried[uplink] = _crossing(sent, is_behind, pattern, parts)
         starts = np.maximum(self._free_from, begun_ns)
-        stops = starts + carried.astype(np.int64) * self._rates // _PICOSECONDS_PER_NANOSECOND
+        stops = starts + carried * self._rates // _PICOSECONDS_PER_NANOSECOND
         for outage in self._outages:
             if starts[outage.rank] < outage.stop_ns and stops[outage.rank] > outage.start_ns:
                 # Bytes that were sent before the outage are not sent again.
                 begun_inside = max(outage.start_ns, int(starts[outage.rank]))
                 stops[outage.rank] += outage.stop_ns - begun_inside
-        self._free_from = stops
-        return int((stops + self._latencies).max())
+        self._free_from = np.where(takes_part, stops, self._free_from)
+        return int((stops + self._latencies)[takes_part].max())
 
-    def _crossing(self, sent: NDArray[np.int64], members: NDArray[np.int64], pattern: Pattern) -> int:
-        """Return how many bytes the members of an uplink send to ranks outside it."""
-        if pattern == "ring":
-            following = (members + 1) % self._world_size
-            return int(sent[members[~np.isin(following, members)]].sum())
-        outside = self._world_size - len(members)
-        return int(sent[members].sum()) * outside // (self._world_size - 1)
+
+def _crossing(
+    sent: NDArray[np.int64],
+    is_behind: NDArray[np.bool_],
+    pattern: Pattern,
+    parts: Sequence[Sequence[int]] | None,
+) -> int:
+    """Return how many bytes the ranks behind an uplink send to the others of a group."""
+    if parts is not None:
+        return int(np.array(parts)[is_behind][:, ~is_behind].sum())
+    if pattern == "ring":
+        return int(sent[is_behind & ~np.roll(is_behind, -1)].sum())
+    outside = len(sent) - int(is_behind.sum())
+    return int(sent[is_behind].sum()) * outside // (len(sent) - 1)
 
 
 def _picoseconds_per_byte(link: Link) -> int:

@@ -1,0 +1,162 @@
+"""Workers: the ranks that step one replica together, and what they know of their round.
+
+A worker is a rank by itself, or all ranks of a node.
+
+Note [Inside a node]
+    The ranks of a node add up the gradients of every round, in rank order and as wide as gradients accumulate, and
+    gather a report of it. All that decides about the step follows from these: sum, weight, norm, which parameters are
+    used, whether everything is finite. So they hold the same masters in every round, to the bit. A rank whose data end
+    before those of its node goes on with weight zero; the worker is without data when all its ranks are.
+
+    The group is the node's own. No node waits for another, and a fragment may travel on the job's group meanwhile.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from stretto.engine.agreement import agree
+from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector
+from stretto.engine.options import Options
+from stretto.engine.report import RankReport, RoundReport, Vote, settings_text
+from stretto.engine.round import Round
+from stretto.errors import ConfigError, WorkerDisagrees
+from stretto.exchange import FP32, Exchange, TwoLevelExchange
+from stretto.groups import part_of
+from stretto.strategies import Strategy
+from stretto.strategies.ledger import Ledger
+
+WITHOUT_DATA = (Vote.EXHAUSTED, Vote.DRAIN)
+"""Votes of ranks whose worker averages whenever the others do, once all its ranks vote so: only averages let ranks
+agree on an end."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkersRound:
+    """What a worker knows of a round; the same on all its ranks."""
+
+    report: RoundReport
+    """Its ranks' records, and empty ones for all others."""
+    norm_squared: float
+    """Of the sum of its gradients."""
+    is_without_data: bool = False
+    """Whether the data of all its ranks have ended."""
+    is_empty: bool = True
+    """Whether none of its ranks has counted a micro-batch."""
+
+
+class Worker:
+    """A rank that steps by itself.
+
+    Args:
+        exchange: Of the job.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.ranks = [exchange.rank]
+        """Of the job, in rising order."""
+
+    @property
+    def name(self) -> str:
+        """Of this rank's replica in a checkpoint: only the same rank of the same worker can use it."""
+        return str(self.exchange.rank)
+
+    def add_up(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        """Sum `flats` over the worker's ranks into `sums`, which hold this rank's own values."""
+
+    def look_at(self, round: Round, own: RankReport, where: str) -> WorkersRound:
+        """Return what the worker's ranks know of a round once they have added up.
+
+        Args:
+            round: Of this rank.
+            own: Its report.
+            where: Rank and step, for messages.
+        """
+        report = RoundReport.alone(own, self.exchange.rank, self.exchange.world_size)
+        is_empty = round.contribution.count == 0
+        return WorkersRound(report, own.norm_squared, own.vote in WITHOUT_DATA, is_empty)
+
+
+class Node(Worker):
+    """The ranks of one node, which step alike; see Note [Inside a node].
+
+    Args:
+        exchange: Of the job.
+        inside: Among the node's ranks.
+        ranks: Of the node.
+    """
+
+    def __init__(self, exchange: Exchange, inside: Exchange, ranks: Sequence[int]) -> None:
+        super().__init__(exchange)
+        self.ranks = list(ranks)
+        self._inside = inside
+
+    @property
+    def name(self) -> str:
+        """Of this rank's replica in a checkpoint."""
+        return f"{self.exchange.rank} of {self.ranks[0]} to {self.ranks[-1]}"
+
+    def add_up(self, flats: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        """Sum `flats` over the node's ranks into `sums`."""
+        self._inside.all_reduce(flats, sums)
+
+    def look_at(self, round: Round, own: RankReport, where: str) -> WorkersRound:
+        """Gather the reports of the node's ranks.
+
+        Raises:
+            WorkerDisagrees: They would step with other settings.
+        """
+        inside = self._inside
+        records = inside.gather_bytes(RoundReport.pack(own) + bytes([round.contribution.count > 0]))
+        self.exchange.take_account(inside)
+        report = RoundReport.unpack([record[:-1] for record in records], len(own.used), len(own.changed))
+        if not report.settings_agree:
+            texts = {"optimizer settings": settings_text(round.hyperparameters)}
+            agree(inside, texts, where, first=self.ranks[0], kind=WorkerDisagrees)
+        return WorkersRound(
+            report.among(self.ranks[0], self.exchange.world_size),
+            report.norm_squared(replicated=True),
+            is_without_data=all(vote in WITHOUT_DATA for vote in report.votes),
+            is_empty=not any(record[-1] for record in records),
+        )
+
+
+def check_worker(strategy: Strategy, ledger: Ledger, options: Options) -> None:
+    """Check that it is known which ranks are a node, where a worker is one, and that nobody expects its sums verified.
+
+    Raises:
+        ConfigError: Not so.
+    """
+    if ledger.by_node and options.verified:
+        raise ConfigError(
+            f"{strategy}, Options(verified=True): sums inside a worker that is a node are not checked; expected "
+            "worker='rank', or verified=False"
+        )
+    if ledger.by_node and options.ranks_per_node is None:
+        raise ConfigError(
+            f"{strategy}: a worker that is a node needs to know its ranks: expected Options(ranks_per_node=L), on the "
+            "command line --ranks-per-node L, for nodes of L consecutive ranks"
+        )
+
+
+def exchange_inside(exchange: Exchange, failures: FailureDetector) -> Exchange | None:
+    """Return an exchange among the ranks of this node, on a group of its own; None where it has one rank.
+
+    Args:
+        exchange: Of the job; all ranks of the node must call.
+        failures: Of the job, which hears of what happens on the node.
+    """
+    if not isinstance(exchange, TwoLevelExchange) or len(exchange.on_node) == 1:
+        return None
+    seconds = failures.timeout_seconds + BACKEND_MARGIN_SECONDS
+    group = part_of(exchange.group, exchange.on_node, seconds)
+    return Exchange(group, exchange.layout, FP32, failures.among(group, exchange.on_node))
+
+
+def worker_of(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Worker:
+    """Return the worker to which this rank belongs under a strategy; see `exchange_inside`."""
+    if ledger.by_node and inside is not None and isinstance(exchange, TwoLevelExchange):
+        return Node(exchange, inside, exchange.on_node)
+    return Worker(exchange)
