@@ -1,5 +1,6 @@
 """What workers that are nodes send, inside and across, what it costs in time, and who passes their code."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto.groups.collective_group import CollectiveGroup
 from stretto.groups.collectives import Call
+from stretto.guards.fitting import choose_guards
 from stretto.plan import price
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import ledger_of
@@ -181,6 +183,19 @@ def test_nodes_that_are_not_known_are_refused_before_anything_is_sent(
     options = st.Options(ranks_per_node=ranks_per_node)
     with pytest.raises(ConfigError, match=words):
         st.DataParallel(model, optimizer, strategy, group=Mute(0, 3), options=options)
+
+
+def test_a_verified_job_has_no_nodes_for_workers_and_standard_guards_know_it() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy, options = st.DiLoCo(worker="node"), st.Options(ranks_per_node=3)
+    verified = dataclasses.replace(options, verified=True)
+    with pytest.raises(ConfigError, match="sums inside a worker that is a node are not checked"):
+        st.DataParallel(model, optimizer, strategy, group=Mute(0, 3), options=verified)
+    _, chosen = choose_guards("standard", strategy, options)
+    assert not chosen.verified
+    _, chosen = choose_guards("standard", st.DiLoCo(), options)
+    assert chosen.verified
 
 
 def test_other_kinds_of_workers_are_refused() -> None:
