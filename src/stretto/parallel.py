@@ -23,8 +23,8 @@ from stretto.guards import Guard
 from stretto.guards.fitting import choose_guards
 from stretto.optimizer import SeveralSchedulers, as_one
 from stretto.records import Incident, Update
-from stretto.start import Parts, check_strategy, start
-from stretto.strategies import Strategy, ZeRO1
+from stretto.start import Parts, start
+from stretto.strategies import Strategy, ZeRO1, check_strategy
 from stretto.switching import Phases, Switching
 
 

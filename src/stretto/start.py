@@ -45,7 +45,7 @@ from stretto.optimizer import (
     read_hyperparameters,
     whole_groups,
 )
-from stretto.strategies import STRATEGIES, Strategy
+from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
 
 _OF_OTHERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
@@ -299,20 +299,6 @@ def _accumulation(parts: Parts, ledger: Ledger, replica: Replica, quota: Quota) 
     return functools.partial(
         HiddenAccumulation, model=parts.model, replica=replica, micro_batches=quota.minima[0]
     )
-
-
-def check_strategy(strategy: object) -> Strategy:
-    """Return `strategy`, if it is one.
-
-    Raises:
-        ConfigError: It is not, but perhaps its class or its name.
-    """
-    if isinstance(strategy, Strategy):
-        return strategy
-    named = strategy.name if isinstance(strategy, type) and issubclass(strategy, Strategy) else strategy
-    kind = STRATEGIES.get(named) if isinstance(named, str) else None
-    meant = "" if kind is None else f"; did you mean {kind.__name__}()?"
-    raise ConfigError(f"strategy: expected an instance such as ACCO(), found {strategy!r}{meant}")
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -21,8 +21,8 @@ from stretto.feed import Feed
 from stretto.fields import check_fields, is_count
 from stretto.guards.replay import GuardedRounds
 from stretto.optimizer import hand_over
-from stretto.start import Parts, check_strategy, exchange_of, lane_of, owner_of
-from stretto.strategies import Strategy
+from stretto.start import Parts, exchange_of, lane_of, owner_of
+from stretto.strategies import Strategy, check_strategy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

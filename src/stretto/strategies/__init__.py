@@ -1,5 +1,6 @@
 """Update strategies: one file each, nothing but the coroutine and its options."""
 
+from stretto.errors import ConfigError
 from stretto.fields import unknown_name
 from stretto.strategies.acco import ACCO
 from stretto.strategies.contract import Strategy
@@ -25,6 +26,20 @@ def strategy_by_name(name: str) -> Strategy:
     return STRATEGIES[name]()
 
 
+def check_strategy(strategy: object) -> Strategy:
+    """Return `strategy`, if it is one.
+
+    Raises:
+        ConfigError: It is not, but perhaps its class or its name.
+    """
+    if isinstance(strategy, Strategy):
+        return strategy
+    named = strategy.name if isinstance(strategy, type) and issubclass(strategy, Strategy) else strategy
+    kind = STRATEGIES.get(named) if isinstance(named, str) else None
+    meant = "" if kind is None else f"; did you mean {kind.__name__}()?"
+    raise ConfigError(f"strategy: expected an instance such as ACCO(), found {strategy!r}{meant}")
+
+
 __all__ = [
     "ACCO",
     "DDP",
@@ -37,5 +52,6 @@ __all__ = [
     "Strategy",
     "WeightPrediction",
     "ZeRO1",
+    "check_strategy",
     "strategy_by_name",
 ]
