@@ -7,8 +7,9 @@ again. Colours are those of Okabe and Ito, which the colour-blind can tell apart
 """
 
 import json
+import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ STYLE = {
     "legend.frameon": False,
     "hatch.linewidth": 0.6,
 }
-FRONTIER = "2026-11-23-frontier"
+FRONTIER, RACE = "2026-11-23-frontier", "2026-11-23-race"
 WIDTH = 6.2
 """Inches."""
 
@@ -107,63 +108,45 @@ def draw_lanes() -> Figure:
 # Time to loss
 
 
-def runs_of(folders: str) -> Iterator[dict[str, Any]]:
-    """Yield every run in the folders of one link, all seeds."""
-    for file in sorted(RESULTS.glob(f"{folders}/compare.json")):
-        yield from json.loads(file.read_text(encoding="utf-8"))["runs"]
-
-
-def name_of(run: dict[str, Any]) -> str:
-    """Return the text of an arm, without the rate and with the longest options left out."""
-    name = run["strategy"].rpartition(":lr=")[0]
-    return name.replace(":outer_lr=1:outer_momentum=0:delay=4:keep_progress=on", ":…")
+LINK_TITLES = {"none": "free wire", "100mbit": "100 Mbit/s", "10mbit": "10 Mbit/s", "1mbit": "1 Mbit/s"}
 
 
 def draw_time_to_loss() -> Figure:
-    """Draw the seconds of every arm to the held-out loss, a panel for each link, a mark for each seed."""
-    panels = {
-        "100 Mbit/s, an Intel Xeon (2026-11-21-time-to-loss)": "2026-11-21-time-to-loss/100mbit-seed*",
-        "free wire, an AMD EPYC (2026-11-22-time-to-loss)": "2026-11-22-time-to-loss/none-seed*",
-        "100 Mbit/s, same machine": "2026-11-22-time-to-loss/100mbit-seed*",
-        "10 Mbit/s, same machine": "2026-11-22-time-to-loss/10mbit-seed*",
-    }
-    arms: dict[str, dict[str, list[dict[str, Any]]]] = {title: {} for title in panels}
-    for title, folders in panels.items():
-        for run in runs_of(folders):
-            arms[title].setdefault(name_of(run), []).append(run)
-    figure = Figure(figsize=(WIDTH, 7.4), layout="constrained")
-    axes = figure.subplots(4, sharex=True, height_ratios=[len(of_link) + 1 for of_link in arms.values()])
-    for ax, (title, of_link) in zip(axes, arms.items(), strict=True):
-        in_order = sorted(of_link.items(), key=lambda arm: statistics.median(map(rank_of, arm[1])))
-        for row, (name, runs) in enumerate(in_order):
-            stock = name.startswith("torch")
+    """Draw every arm's time to the held-out loss on every link, as multiples of a free wire's: medians and ranges."""
+    rows = json.loads((RESULTS / RACE / "time-to-loss.json").read_text(encoding="utf-8"))
+    by_link = {link: [row for row in rows if row["link"] == link] for link in LINK_TITLES}
+    figure = Figure(figsize=(WIDTH, 6.6), layout="constrained")
+    axes = figure.subplots(
+        len(by_link), sharex=True, height_ratios=[len(of_link) + 1 for of_link in by_link.values()]
+    )
+    for ax, (link, of_link) in zip(axes, by_link.items(), strict=True):
+        arms = sorted(of_link, key=lambda row: statistics.median(row["multiples"] or [math.inf]))
+        for place, row in enumerate(arms):
+            stock = row["arm"].startswith("torch")
             colour, marker = (ORANGE, "s") if stock else (BLUE, "o")
-            for run in runs:
-                reached = run["seconds_to_loss"] is not None
-                place = run["seconds_to_loss"] if reached else run["seconds"]
-                ax.plot(
-                    place, row, marker, color=colour, fillstyle="full" if reached else "none", markersize=6
-                )
-                if not reached:
-                    ax.annotate("not yet", (place, row), (6, -3), textcoords="offset points", fontsize=8)
-            ax.axhline(row, color="#E4E4E4", linewidth=0.8, zorder=0)
-        ax.set_yticks(range(len(in_order)), [name for name, _ in in_order])
-        ax.set(xlim=(25, 88), ylim=(len(in_order) - 0.4, -0.6))
-        ax.set_title(title, loc="left", fontsize=9, fontweight="bold")
+            if row["multiples"]:
+                low, median, high = (function(row["multiples"]) for function in (min, statistics.median, max))
+                ax.plot([low, high], [place, place], color=colour, linewidth=1.5)
+                ax.plot(median, place, marker, color=colour, markersize=6)
+                ax.annotate(f"{median:.2f}", (high, place), (6, -3), textcoords="offset points", fontsize=8)
+            else:
+                ax.annotate("not reached", (1, place), (4, -3), textcoords="offset points", fontsize=8)
+            ax.axhline(place, color="#E4E4E4", linewidth=0.8, zorder=0)
+        names = [row["arm"].replace(":outer_lr=1:outer_momentum=0:keep_progress=on", "") for row in arms]
+        ax.set_yticks(range(len(arms)), names)
+        ax.set(xscale="log", xlim=(0.8, 6.5), ylim=(len(arms) - 0.4, -0.6))
+        ax.set_xticks([1, 1.5, 2, 3, 4, 5], ["1", "1.5", "2", "3", "4", "5"], minor=False)
+        ax.set_xticks([], minor=True)
+        ax.set_title(LINK_TITLES[link], loc="left", fontsize=9, fontweight="bold")
         ax.tick_params(left=False)
         ax.spines["left"].set_visible(False)
-    axes[-1].set_xlabel("seconds to a loss of 2.75 nats per byte, a mark per seed")
+    axes[-1].set_xlabel("time to a loss; 1: synchronous, on a free wire")
     handles = [
         mpl.lines.Line2D([], [], marker="o", color=BLUE, linestyle="", label="Stretto"),
         mpl.lines.Line2D([], [], marker="s", color=ORANGE, linestyle="", label="stock PyTorch"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
-
-
-def rank_of(run: dict[str, Any]) -> float:
-    """Return the seconds to the loss; behind all of them, runs that ended before, by the loss that they had."""
-    return run["seconds_to_loss"] or 1e6 * run["heldout_loss"]
 
 
 # Loss against bytes

@@ -68,7 +68,8 @@ EXACT = ("torch-ddp",)
 EVALUATE = ["--task.evaluation-windows", "32", "--evaluate-every"]
 EVERY = 4
 # A run that only time ends keeps its learning rate. Those that a count may end must keep theirs too.
-SCHEDULE = ["--task.schedule.warmup", "10", "--task.schedule.floor", "1"]
+# A warm-up is cut to a tenth of a known number of updates.
+SCHEDULE = ["--task.schedule.warmup", "3", "--task.schedule.floor", "1"]
 
 
 def method_of(arm: str) -> str:

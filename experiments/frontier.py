@@ -367,7 +367,8 @@ def _signed(found: Interval | None) -> str:
 
 def summarise(names: list[str], book: Book, folder: Path) -> None:
     """Write the comparison of settings that have been run, and print their tables."""
-    found = {name: compared(name, book) for name in names}
+    begun = {run["setting"] for run in book.runs}
+    found = {name: compared(name, book) for name in names if name in begun}
     replace_json(folder / "frontier.json", {"settings": found, "environment": describe_environment()})
     for name, rows in found.items():
         print(f"\n## {name}\n\n{table(rows)}")
