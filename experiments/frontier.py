@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import runpy
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -43,9 +42,6 @@ from stretto.train.arms import parse_arm
 from stretto.train.outcome import describe_environment
 from stretto.virtual import VirtualCluster
 
-runpy.run_path(str(Path(__file__).parents[1] / "examples" / "extend" / "wire.py"))
-# It registers `largest`: of every 64 values the four largest.
-
 UPDATES, POINTS, WARM_UP = 1500, 15, 100
 MICRO_BATCHES = 2
 CLIP_NORM = 1.0
@@ -69,7 +65,7 @@ CALIBRATED = Machine(
     ranks=2, parameters=2_007_600, forward_seconds=0.0636, backward_seconds=0.1191, load_seconds=0.0,
     step_seconds=0.0015, link=Link(), cores=1.0,
     exchange_seconds={
-        "fp32": 0.0060, "bf16": 0.0064, "int8": 0.0208, "int4": 0.0294, "int2": 0.0294, "largest": 0.0294,
+        "fp32": 0.0060, "bf16": 0.0064, "int8": 0.0208, "int4": 0.0294, "int2": 0.0294,
     },
 )  # fmt: skip
 """What was measured of `stdlib-gpt` on a core of an AMD EPYC, benchmarks/results/2026-11-23-plan; others as int4."""
@@ -78,8 +74,6 @@ LINKS = {"1 Mbit/s": 1e6, "10 Mbit/s": 1e7, "37 Mbit/s": 3.7e7, "100 Mbit/s": 1e
 TARGET_SHARE = 2 / 3
 """Of all updates: the loss that `ddp` has then is the one that all arms are timed to."""
 BITS = ("zero1:wire=int8", "zero1:wire=int4", "zero1:wire=int2")
-SPARSE = "zero1:wire=largest"
-SPARSE_GRADIENTS = "zero1:wire=largest:changes=int4"
 LOCAL = "local:rate=0.1:wire=bf16"
 RARE = (LOCAL, EVERY_2, EVERY_4, EVERY_10, EVERY_30, LONG_DELAY, PLAIN_10, OUTER_30)
 DELAYED = ("acco", "acco:wire=int4")
@@ -106,10 +100,10 @@ class Setting:
 SETTINGS = {
     "2-ranks": Setting(
         size="0.1m", ranks=2, batch=4, rates=(4e-3, 8e-3, 1.6e-2),
-        arms=(SYNCHRONOUS, *BITS, SPARSE, SPARSE_GRADIENTS, *DELAYED, *RARE, POWER_SGD),
+        arms=(SYNCHRONOUS, *BITS, *DELAYED, *RARE, POWER_SGD),
         tuned={
             SYNCHRONOUS: (), LOCAL: (), LONG_DELAY: (EVERY_2, EVERY_4, EVERY_10, EVERY_30, PLAIN_10), OUTER_30: (),
-            POWER_SGD: (), SPARSE: (SPARSE_GRADIENTS,),
+            POWER_SGD: (),
         },
     ),
     "8-ranks": Setting(

@@ -387,7 +387,7 @@ class UserModel:
     @property
     def is_replaced(self) -> bool:
         """Whether other tensors are in the parameters' places, as inside `torch.func.functional_call`."""
-        return not self._ids <= {id(parameter) for parameter in self._every_parameter()}
+        return not self._ids <= set(map(id, self._every_parameter()))
 
     def _every_parameter(self) -> Iterator[nn.Parameter]:
         """Yield what is registered in the modules' places for parameters, in half the time of `parameters()`."""

@@ -145,7 +145,7 @@ class RoundReport:
         """One byte per parameter slot: used by any rank?"""
         self.changed: list[bool] = np.any(records["changed"], axis=0).tolist()
         """Per buffer: changed on any rank?"""
-        self.votes = [_VOTES[vote] for vote in records["vote"].tolist()]
+        self.votes = list(map(_VOTES.__getitem__, records["vote"].tolist()))
         """What each rank wants, by rank."""
         self.stepped = bool(records["stepped"].any())
         """Whether any rank stepped in the round of this average."""

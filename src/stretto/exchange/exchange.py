@@ -5,16 +5,18 @@ replay gets the same bits.
 """
 
 import dataclasses
+import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from stretto.exchange.feedback import ErrorFeedback
-from stretto.exchange.sums import sum_in_rank_order
 from stretto.exchange.wire import PackedWire, PlainWire, Wire
 from stretto.flat import Layout
 from stretto.records import Incident
@@ -38,10 +40,35 @@ Add = Callable[[int, Tensor], None]
 Prepare = Callable[[int], None]
 """Makes the values of a bucket, by its index, what is to be sent."""
 
-_LENGTH_BYTES = 8
-"""Bytes of the length of a record, where lengths differ between ranks."""
 IN_FLIGHT = 4
 """Buckets that travel at a time: enough to keep a link busy while one is summed."""
+_MANY = 8
+"""With more ranks than this, one call per rank costs more than another pass over memory."""
+
+
+def sum_in_rank_order(contributions: Tensor | Sequence[Tensor], total: Tensor) -> None:
+    """Add  ((c_0 + c_1) + c_2) + ...  in the dtype of `total`.
+
+    Terms are added one at a time: torch's `sum(0)` may pair them in another way. NumPy pairs terms only along an
+    array's fastest axis, so over the first of two axes it does the same additions, without a call per rank.
+
+    Args:
+        contributions: In rank order: `(world_size, numel)`, or `(numel,)` each.
+        total: `(numel,)`, overwritten.
+    """
+    dtype, device = total.dtype, total.device
+    is_known = contributions[0].dtype == dtype in (torch.float32, torch.float64) and device.type == "cpu"
+    is_large = len(contributions) > _MANY and total.numel() > 1  # the first of two axes is not the fastest
+    if isinstance(contributions, Tensor) and is_known and is_large:
+        # From −0.0, which changes no first term; NumPy's +0.0 would turn a sum of negative zeros.
+        np.add.reduce(contributions.numpy(), axis=0, out=total.numpy(), initial=-0.0)
+        return
+    first, *others = contributions
+    running = first.to(total.dtype)  # no copy where it has it
+    for contribution in others:
+        running = torch.add(running, contribution, out=total)
+    if not others:
+        total.copy_(running)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +81,8 @@ class Level:
     """Ascending."""
     where: str
     """For messages."""
+    crosses: bool = False
+    """Whether it leads to other nodes."""
 
 
 class Exchange:
@@ -61,13 +90,12 @@ class Exchange:
 
     Buffers are one tensor per flat set, padded as the layout says. Reductions are an all-to-all and a sum by the owner:
     the wire volume is a ring's, the result does not depend on the topology, sums are at least float32 on any wire, and
-    the owner sees every contribution by itself. The division by the total weight is the owner's. One bucket travels per
-    collective, and at most `IN_FLIGHT` buckets travel at a time, so that their scratch memory is all an exchange holds.
+    the owner sees every contribution by itself. A bucket travels per collective, at most `IN_FLIGHT` at a time, so that
+    their scratch memory is all an exchange holds.
 
     Note [In flight]
-        One large transfer fills the queue of a slow link and then waits for itself; a few smaller ones at a time
-        keep the link busy while others are summed or copied. Collectives are started and finished in one order
-        that depends on the layout only, so it is every rank's order.
+        One large transfer fills the queue of a slow link and then waits for itself; a few smaller ones keep the link
+        busy while others are summed. Collectives start and finish in the layout's order, which is every rank's.
 
     Note [Wire rounding]
         Every rank installs the values that come back over the wire, including the owner and a lone rank. An owner
@@ -91,8 +119,8 @@ class Exchange:
         self.rank = group.rank()
         self.world_size = group.size()
         self.everyone = Level(0, range(self.world_size), "")
-        self.sent_bytes = 0
-        """Bytes this rank has sent to others since construction."""
+        self.sent_bytes = self.crossed_bytes = 0
+        """Bytes this rank has sent to others since construction, and in sums and gathers to other nodes."""
         self.feedback = ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) else None
         """Errors of this rank's contributions; None where the wire loses nothing but a dtype's rounding."""
         self.incidents: list[Incident] = []
@@ -108,8 +136,9 @@ class Exchange:
     def take_account(self, other: "Exchange") -> None:
         """Count here what another exchange of this job has sent and found, and there no longer."""
         self.sent_bytes += other.sent_bytes
+        self.crossed_bytes += other.crossed_bytes
         self.incidents += other.incidents
-        other.sent_bytes, other.incidents = 0, []
+        other.sent_bytes, other.crossed_bytes, other.incidents = 0, 0, []
 
     @property
     def owed(self) -> list[Tensor]:
@@ -211,14 +240,12 @@ class Exchange:
             flats: One tensor per flat set, `(flat.numel,)`, holding this rank's own slices; overwritten whole.
             formats: By flat set, no wider than its parameters are stored.
         """
-
-        def transfer(index: int) -> Transfer:
-            bucket = self.layout.buckets[index]
+        gathers = []
+        for index, bucket in enumerate(self.layout.buckets):
             whole = flats[bucket.set_index].narrow(0, bucket.start, bucket.numel)
             dtype = formats[bucket.set_index].dtype
-            return self.gather(whole, index, dtype, f"gather of bucket {index}")
-
-        self.perform(transfer, range(len(self.layout.buckets)))
+            gathers.append(functools.partial(self.gather, whole, index, dtype, f"gather of bucket {index}"))
+        self.perform(gathers)
 
     def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
         """Gather what every owner has to add to its slices, packed."""
@@ -231,7 +258,7 @@ class Exchange:
             yield from self.gather(whole, index, whole.dtype, f"gather of bucket {index}")
             add(index, wire.read(whole))
 
-        self.perform(transfer, range(len(self.layout.buckets)))
+        self.perform([functools.partial(transfer, index) for index in range(len(self.layout.buckets))])
 
     def gather(self, whole: Tensor, index: int, dtype: torch.dtype, what: str) -> Transfer:
         """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`.
@@ -266,7 +293,9 @@ class Exchange:
             outgoing = self.scratch("own", index, copies * own.numel(), whole.dtype, whole.device)
             outgoing.view(copies, -1).copy_(own)
         if is_everyone:
-            self.count(level, (self.world_size - 1) * outgoing.nbytes)
+            sent_bytes = (self.world_size - 1) * outgoing.nbytes
+            self.sent_bytes += sent_bytes
+            self.crossed_bytes += sent_bytes * level.crosses
             yield self.group.all_gather_single(whole, outgoing), what
         else:
             yield self.send(level, whole, outgoing), what
@@ -274,25 +303,21 @@ class Exchange:
     def gather_values(self, own: Tensor, whole: Tensor, what: str) -> None:
         """Gather every rank's `own`, `(numel,)`, into `whole`, `(world_size * numel,)` of the same dtype."""
         whole.view(self.world_size, -1)[self.rank].copy_(own)
-        self.perform(lambda index: self.gather(whole, index, whole.dtype, what), range(1))
+        self.perform([functools.partial(self.gather, whole, 0, whole.dtype, what)])
 
-    def perform(self, transfer: Callable[[int], Transfer], indices: Iterable[int]) -> None:
-        """Run gathers by their index, at most `IN_FLIGHT` at a time."""
-        self.run(in_flight(map(transfer, indices)))
-
-    # What both are made of
+    def perform(self, transfers: Sequence[Callable[[], Transfer]]) -> None:
+        """Run gathers, one of every bucket in order, at most `IN_FLIGHT` at a time."""
+        self.run(in_flight(map(operator.call, transfers)))
 
     def send(self, level: Level, received: Tensor, outgoing: Tensor) -> dist.Work:
         """Start to send equal parts to the ranks of a level, and to receive one from each."""
         part = outgoing.numel() // len(level.ranks)
-        self.count(level, (len(level.ranks) - 1) * part * outgoing.itemsize)
+        sent_bytes = (len(level.ranks) - 1) * part * outgoing.itemsize
+        self.sent_bytes += sent_bytes
+        self.crossed_bytes += sent_bytes * level.crosses
         is_everyone = len(level.ranks) == self.world_size
         splits = [] if is_everyone else [part * (rank in level.ranks) for rank in range(self.world_size)]
         return self.group.all_to_all_single(received, outgoing, splits, splits)
-
-    def count(self, level: Level, sent_bytes: int) -> None:
-        """Count bytes that this rank sends to others of a level."""
-        self.sent_bytes += sent_bytes
 
     def run(self, transfers: Transfers, prepare: Prepare | None = None) -> None:
         """Run transfers of values that are there, each bucket prepared right before it leaves."""
@@ -319,7 +344,7 @@ class Exchange:
 
     def gather_records(self, record: bytes) -> list[bytes]:
         """Return every rank's `record`, of any length, in rank order; only lengths travel if all are empty."""
-        own = len(record).to_bytes(_LENGTH_BYTES)
+        own = len(record).to_bytes(8)
         lengths = [int.from_bytes(length) for length in self.gather_bytes(own)]
         if not any(lengths):
             return [b""] * len(lengths)

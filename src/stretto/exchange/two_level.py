@@ -65,9 +65,7 @@ class TwoLevelExchange(Exchange):
         self.on_node = range(self._node * each, (self._node + 1) * each)
         """The ranks of this rank's node."""
         self._inside = Level(1, self.on_node, " inside a node")
-        self._between = Level(2, range(self._column, self.world_size, each), " between nodes")
-        self.crossed_bytes = 0
-        """Bytes of sums and gathers that this rank has sent to other nodes since construction."""
+        self._between = Level(2, range(self._column, self.world_size, each), " between nodes", crosses=True)
         self._packed: dict[int, Tensor] = {}
         """What this rank has packed of each bucket last, where the wire loses something of it."""
         if isinstance(wire, PackedWire):
@@ -76,13 +74,6 @@ class TwoLevelExchange(Exchange):
     def over(self, layout: Layout) -> Self:
         """Return an exchange of the same kind on the same group, over another layout."""
         return type(self)(self.group, layout, self.wire, self.wait, self._per_node)
-
-    def take_account(self, other: Exchange) -> None:
-        """Count here what another exchange of this job has sent and found, and there no longer."""
-        super().take_account(other)
-        if isinstance(other, TwoLevelExchange):
-            self.crossed_bytes += other.crossed_bytes
-            other.crossed_bytes = 0
 
     def _packed_by_rank(self, index: int, bucket: Tensor) -> tuple[Tensor, Tensor]:
         """Return what this rank has packed, a node's sums of its column; and where in the bucket these lie."""
@@ -110,12 +101,6 @@ class TwoLevelExchange(Exchange):
         columns = self.scratch("columns", index, numel, dtype, device)
         yield from self.gather_parts(self._inside, index, column, columns, what)
         self._slices(whole).copy_(columns.view(self._per_node, -1, own.numel()).transpose(0, 1))
-
-    def count(self, level: Level, sent_bytes: int) -> None:
-        """Count bytes that this rank sends to others of a level."""
-        super().count(level, sent_bytes)
-        if level is self._between:
-            self.crossed_bytes += sent_bytes
 
     def _slices(self, bucket: Tensor) -> Tensor:
         """Return the slices of a bucket by node and rank of the node, `(N, L, numel / world_size)`."""

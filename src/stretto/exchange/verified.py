@@ -4,7 +4,8 @@ Sums are computed twice, and buckets with a damaged row travel again, before any
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,14 +69,17 @@ class VerifiedExchange(Exchange):
         buckets = self.layout.buckets
         self._begin_attempt()
         yield from super().summing(flats, slices, whole=False, wire=wire)
-        self._repeat(
-            "contribution",
-            lambda index: self.sum_slice(index, flats[buckets[index].set_index], slices[index], wire),
-        )
+        again = [
+            partial(self.sum_slice, index, flats[bucket.set_index], slices[index], wire)
+            for index, bucket in enumerate(buckets)
+        ]
+        self._repeat("contribution", again)
         if whole:
             self.perform(
-                lambda index: self.gather_sum(index, flats[buckets[index].set_index], sums[index], wire),
-                range(len(buckets)),
+                [
+                    partial(self.gather_sum, index, flats[bucket.set_index], sums[index], wire)
+                    for index, bucket in enumerate(buckets)
+                ]
             )
 
     def sum_parts(self, level: Level, index: int, parts: Tensor, total: Tensor, sent: Wire) -> Transfer:
@@ -117,17 +121,19 @@ class VerifiedExchange(Exchange):
             wire.write(change(index), whole.view(self.world_size, -1)[self.rank])
             wholes.append(whole)
         self.perform(
-            lambda index: self.gather(wholes[index], index, torch.uint8, f"gather of bucket {index}"),
-            range(len(wholes)),
+            [
+                partial(self.gather, whole, index, torch.uint8, f"gather of bucket {index}")
+                for index, whole in enumerate(wholes)
+            ]
         )
         for index, whole in enumerate(wholes):
             add(index, wire.read(whole))
 
-    def perform(self, transfer: Callable[[int], Transfer], indices: Iterable[int]) -> None:
-        """Run gathers by their index, and repeat those with a damaged row."""
+    def perform(self, transfers: Sequence[Callable[[], Transfer]]) -> None:
+        """Run gathers, one of every bucket in order, and repeat those with a damaged row."""
         self._begin_attempt()
-        super().perform(transfer, indices)
-        self._repeat("gathered values", transfer)
+        super().perform(transfers)
+        self._repeat("gathered values", transfers)
 
     def gather_bytes(self, record: bytes) -> list[bytes]:
         """Return every rank's `record`, in rank order; every record travels three times, each with its seal.
@@ -147,7 +153,7 @@ class VerifiedExchange(Exchange):
             )
         return [content for content in found if content is not None]
 
-    def _repeat(self, site: str, transfer: Callable[[int], Transfer]) -> None:
+    def _repeat(self, site: str, transfers: Sequence[Callable[[], Transfer]]) -> None:
         """Run transfers again until no rank misses a row of any; all ranks must call.
 
         Raises:
@@ -166,7 +172,7 @@ class VerifiedExchange(Exchange):
                 )
             self._begin_attempt()
             for index in sorted({lost.index for lost in missing}):
-                super().perform(transfer, [index])  # one at a time: any two may share scratch memory
+                super().perform([transfers[index]])  # one at a time: any two may share scratch memory
 
     def _sum_twice(self, level: Level, index: int, values: Sequence[Tensor], total: Tensor) -> None:
         """Sum `values` until two sums in a row are equal to the bit, and plausible.
