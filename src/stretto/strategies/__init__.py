@@ -52,6 +52,5 @@ __all__ = [
     "Strategy",
     "WeightPrediction",
     "ZeRO1",
-    "check_strategy",
     "strategy_by_name",
 ]
