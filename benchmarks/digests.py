@@ -12,7 +12,7 @@ import collections
 import hashlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +54,11 @@ def measure(values: list[Tensor], seconds: float) -> dict[str, list[float]]:
     targets = [torch.empty_like(value) for value in values]
     ways: dict[str, Callable[[], object]] = {"copy": lambda: torch._foreach_copy_(targets, values)}
     ways |= {name: partial(read, way, values) for name, way in BY_TENSOR.items()}
+    return in_turns(ways, seconds)
+
+
+def in_turns(ways: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+    """Return the seconds that every way takes, by turn, for about `seconds`; every turn begins with another way."""
     calls = {name: repeats_of(way) for name, way in ways.items()}
     order = collections.deque(ways)
     found: dict[str, list[float]] = {name: [] for name in ways}

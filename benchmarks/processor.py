@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from digests import in_turns
 from torch import distributed as dist
 from turns import Training, begin_worker, launch, write
 
@@ -128,14 +129,7 @@ def rates(seconds: float) -> dict[str, dict[str, float]]:
     for ranks in (2, 8):
         parts = values.expand(ranks, -1).contiguous()
         ways[f"sum of {ranks}"] = partial(sum_in_rank_order, parts, target)
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    order, started = collections.deque(ways), time.perf_counter()
-    while time.perf_counter() - started < seconds:
-        for name in order:
-            begun = time.perf_counter()
-            ways[name]()
-            found[name].append(time.perf_counter() - begun)
-        order.rotate(-1)
+    found = in_turns(ways, seconds)
     return {
         name: {
             "gigabytes_per_second": 4 * VALUES / statistics.median(taken) / 1e9,

@@ -25,6 +25,8 @@ from typing import Any
 from namespaces import compare_behind
 
 from stretto.observe import replace_json
+from stretto.train.loop import seconds_to_loss
+from stretto.train.outcome import Evaluation
 
 AVERAGE = "diloco:outer_lr=1:outer_momentum=0:keep_progress=on:wire=int4"
 """Averages of replicas in 4 bits, beside the next updates."""
@@ -67,6 +69,7 @@ EXACT = ("torch-ddp",)
 """Arms whose updates are those of `SYNCHRONOUS`."""
 EVALUATE = ["--task.evaluation-windows", "32", "--evaluate-every"]
 EVERY = 4
+TIMED_SEED = 0
 # A run that only time ends keeps its learning rate. Those that a count may end must keep theirs too.
 # A warm-up is cut to a tenth of a known number of updates.
 SCHEDULE = ["--task.schedule.warmup", "3", "--task.schedule.floor", "1"]
@@ -90,11 +93,11 @@ def with_rate(arm: str, rates: dict[str, float]) -> str:
 
 def updates_to(run: dict[str, Any], target: float) -> float | None:
     """Return the updates at which the line between two evaluations crosses the target, a second one confirming it."""
-    points = [(one["step"], one["heldout_loss"]) for one in run["evaluations"]]
-    for before, first, second in zip(points, points[1:], points[2:], strict=False):
-        if first[1] <= target and second[1] <= target:
-            return before[0] + (first[0] - before[0]) * (before[1] - target) / (before[1] - first[1])
-    return None
+    counted = [
+        Evaluation(step=one["step"], training_seconds=one["step"], heldout_loss=one["heldout_loss"])
+        for one in run["evaluations"]
+    ]
+    return seconds_to_loss(counted, target)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -142,7 +145,8 @@ def measure(options: argparse.Namespace) -> None:
     rates = tune(options)
     for turn in options.turns:
         for link in options.links:
-            limits = ["--updates", str(options.timed_updates), "--seconds", str(options.cap), "--seed", "0"]
+            limits = ["--updates", str(options.timed_updates), "--seconds", str(options.cap)]
+            limits += ["--seed", str(TIMED_SEED)]
             arms = [with_rate(arm, rates) for arm in ARMS[link]]
             never = str(10 * options.timed_updates)
             compare_behind(
@@ -187,7 +191,7 @@ def report(options: argparse.Namespace) -> None:
             "seconds_per_update": [pace(run) for run in found.values()],
             "sent_bytes_per_update": [run["sent_bytes"] / run["updates"] for run in found.values()],
             "multiples": multiples,
-            "same_loss_as_learnt": [same_loss(run, learnt_by[0]) for run in found.values()],
+            "same_loss_as_learnt": [same_loss(run, learnt_by.get(TIMED_SEED)) for run in found.values()],
         }
         rows.append(row)
         print(
@@ -203,9 +207,10 @@ def pace(run: dict[str, Any]) -> float:
     return run["samples"] / run["updates"] / run["samples_per_second"]
 
 
-def same_loss(timed: dict[str, Any], learnt: dict[str, Any]) -> float | None:
+def same_loss(timed: dict[str, Any], learnt: dict[str, Any] | None) -> float | None:
     """Return by how much the losses of two runs differ after the timed one's updates; None where nobody looked."""
-    found = [one["heldout_loss"] for one in learnt["evaluations"] if one["step"] == timed["updates"]]
+    evaluations = [] if learnt is None else learnt["evaluations"]
+    found = [one["heldout_loss"] for one in evaluations if one["step"] == timed["updates"]]
     return abs(found[0] - timed["heldout_loss"]) if found else None
 
 

@@ -40,9 +40,9 @@ class WorkersRound:
     """Its ranks' records, and empty ones for all others."""
     norm_squared: float
     """Of the sum of its gradients."""
-    is_without_data: bool = False
+    is_without_data: bool
     """Whether the data of all its ranks have ended."""
-    is_empty: bool = True
+    is_empty: bool
     """Whether none of its ranks has counted a micro-batch."""
 
 
@@ -76,7 +76,9 @@ class Worker:
         """
         report = RoundReport.alone(own, self.exchange.rank, self.exchange.world_size)
         is_empty = round.contribution.count == 0
-        return WorkersRound(report, own.norm_squared, own.vote in WITHOUT_DATA, is_empty)
+        return WorkersRound(
+            report, own.norm_squared, is_without_data=own.vote in WITHOUT_DATA, is_empty=is_empty
+        )
 
 
 class Node(Worker):

@@ -86,7 +86,9 @@ class TwoLevelExchange(Exchange):
         by_column = self._slices(flat.narrow(0, bucket.start, bucket.numel)).transpose(0, 1)
         numel = bucket.numel // self._per_node
         if isinstance(sent, PackedWire) and self.feedback is not None:
-            column = self._packed.setdefault(index, total.new_empty(numel))
+            if index not in self._packed:
+                self._packed[index] = total.new_empty(numel)
+            column = self._packed[index]
         else:
             column = self.scratch("column", index, numel, total.dtype, flat.device)
         yield from self.sum_parts(self._inside, index, by_column, column, PlainWire("", flat.dtype))

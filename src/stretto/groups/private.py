@@ -1,8 +1,9 @@
 """The library's own groups: nobody else issues collectives on them, so results cannot be mixed up."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 
@@ -67,14 +68,8 @@ def part_of(
     if ranks is not None:
         own = [ranks[member] for member in members]
         return _over(own, dist.get_backend_config(group), timeout_seconds)
-    part = getattr(group, "part", None)
-    if part is None:
-        raise ConfigError(
-            f"torch.distributed does not know the {type(group).__name__} it was given, and it has no method "
-            f"part(members) that returns a group of some of its ranks; make it with dist.new_group, or add the method"
-        )
-    smaller: dist.ProcessGroup = part(members)
-    return smaller
+    part = _method(group, "part(members)", "a group of some of its ranks")
+    return part(members)
 
 
 def release(group: dist.ProcessGroup) -> None:
@@ -127,14 +122,19 @@ def _sibling(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGr
     ranks = _registered_ranks(group)
     if ranks is not None:
         return _over(ranks, dist.get_backend_config(group), timeout_seconds)
-    private = getattr(group, "private", None)
-    if private is None:
+    private = _method(group, "private()", "another group of its ranks")
+    return private()
+
+
+def _method(group: dist.ProcessGroup, call: str, returns: str) -> Callable[..., dist.ProcessGroup]:
+    """Return the method by which a group that torch does not know makes another one."""
+    method = getattr(group, call.partition("(")[0], None)
+    if method is None:
         raise ConfigError(
             f"torch.distributed does not know the {type(group).__name__} it was given, and it has no method "
-            f"private() that returns another group of its ranks; make it with dist.new_group, or add the method"
+            f"{call} that returns {returns}; make it with dist.new_group, or add the method"
         )
-    sibling: dist.ProcessGroup = private()
-    return sibling
+    return cast("Callable[..., dist.ProcessGroup]", method)
 
 
 def _registered_ranks(group: dist.ProcessGroup) -> list[int] | None:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from stretto.engine import Options
-from stretto.engine.failures import FailureDetector
+from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector, Lifetime
 from stretto.engine.round import Progress
 from stretto.errors import ConfigError
-from stretto.groups import Link, SoloGroup, private_group, retire
+from stretto.groups import Link, SoloGroup, private_group
 from stretto.parallel import DataParallel
 from stretto.recipes import Task
 from stretto.strategies import ZeRO1
@@ -86,21 +86,17 @@ class Ranks:
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
-        self.group = private_group(timeout_seconds=timeout_seconds)
+        self.group = private_group(timeout_seconds=timeout_seconds + BACKEND_MARGIN_SECONDS)
         self.device = device
         self._failures = FailureDetector(self.group, timeout_seconds, Progress())
+        self._lifetime = Lifetime(self._failures, leave=lambda waits: None)
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """Tell the other ranks of an error in the block; at its end nobody may use the group any more."""
-        try:
+        with self._lifetime.running():
             yield
-        except BaseException as error:
-            if self._failures.tell(error):
-                self.group.abort()
-            raise
-        finally:
-            retire(self.group)
+        self._lifetime.finish()
 
     def gather(self, values: Sequence[float]) -> Tensor:
         """Return what every rank gives, `(world_size, len(values))`, in float64; it waits for the last of them.
