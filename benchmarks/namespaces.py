@@ -45,6 +45,7 @@ class Namespaces:
         Args:
             workers: How many, one namespace each.
             rate: Of every worker, in each direction, as "100mbit"; "none" leaves the links as fast as they are.
+                "10mbit/100mbit": worker 0 sends at the first rate, all else has the second one.
 
         Raises:
             ConfigError: The user is not root, iproute2 is missing, or the rate cannot be read.
@@ -55,8 +56,9 @@ class Namespaces:
             )
         if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
             raise ConfigError(f"{' and '.join(missing)} not found: install iproute2")
-        self.link = Link.parse(rate)
-        if self.link.latency_seconds:
+        first, _, second = rate.partition("/")
+        self._first_sends, self._link = Link.parse(first), Link.parse(second or first)
+        if self._first_sends.latency_seconds or self._link.latency_seconds:
             raise ConfigError(f"the link {rate!r} has a latency; namespaces have a rate only")
         self.workers = workers
         self._hub = f"stretto-{os.getpid()}-hub"
@@ -138,20 +140,21 @@ class Namespaces:
             _run("ip", "-n", space, "address", "add", f"{_address(rank)}/16", "dev", _INTERFACE)
             _run("ip", "-n", space, "link", "set", _INTERFACE, "up")
             _run("ip", "-n", space, "link", "set", "lo", "up")
-            self._slow_down(space, _INTERFACE)
-            self._slow_down(self._hub, port)
-
-    def _slow_down(self, space: str, interface: str) -> None:
-        """Put a token bucket on what leaves `interface`; the bucket holds a millisecond or one large segment."""
-        bits = self.link.bits_per_second
-        if bits is not None:
-            burst = max(96 * 1024, int(bits / 8 / 1000))
-            bucket = ["tbf", "rate", f"{int(bits)}bit", "burst", f"{burst}b", "latency", _QUEUE]
-            _run("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *bucket)
+            _slow_down(space, _INTERFACE, self._first_sends if rank == 0 else self._link)
+            _slow_down(self._hub, port, self._link)
 
     def _remove(self) -> None:
         for space in (*self.spaces, self._hub):
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
+
+
+def _slow_down(space: str, interface: str, link: Link) -> None:
+    """Put a token bucket on what leaves `interface`; the bucket holds a millisecond or one large segment."""
+    bits = link.bits_per_second
+    if bits is not None:
+        burst = max(96 * 1024, int(bits / 8 / 1000))
+        bucket = ["tbf", "rate", f"{int(bits)}bit", "burst", f"{burst}b", "latency", _QUEUE]
+        _run("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *bucket)
 
 
 def compare_behind(rate: str, arms: Sequence[str], out: Path, *options: str) -> dict[str, Any]:
@@ -213,7 +216,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rate", default="100mbit", help="of every worker, in each direction; 'none' for no limit"
+        "--rate",
+        default="100mbit",
+        help="of every worker, in each direction; 'none' for no limit; A/B: worker 0 sends at A, all else is B",
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("command", nargs="+", help="after --")

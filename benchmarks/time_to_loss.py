@@ -30,19 +30,22 @@ from stretto.train.outcome import Evaluation
 
 AVERAGE = "diloco:outer_lr=1:outer_momentum=0:keep_progress=on:wire=int4"
 """Averages of replicas in 4 bits, beside the next updates."""
+EVERY_2 = f"{AVERAGE}:interval=2:delay=1"
+EVERY_4 = f"{AVERAGE}:interval=4:fragments=2:delay=1"
 SYNCHRONOUS = "zero1"
 LOCAL_SGD, POWER_SGD = "torch-local-sgd", "torch-ddp-powersgd"
 TUNED = {
     SYNCHRONOUS: SYNCHRONOUS,
     "acco": "acco:wire=int4",
     "local": "local:rate=0.1:wire=bf16",
-    "diloco": f"{AVERAGE}:interval=4:fragments=2:delay=1",
+    "diloco": EVERY_4,
     LOCAL_SGD: LOCAL_SGD,
     POWER_SGD: POWER_SGD,
 }
 """One arm per way of updating; arms that differ in wire or interval take its rate."""
 ARMS = {
     "none": (SYNCHRONOUS, "torch-ddp"),
+    "1gbit": (SYNCHRONOUS, "torch-ddp", "torch-ddp-bf16", LOCAL_SGD, EVERY_2),
     "100mbit": (
         "torch-ddp-bf16",
         POWER_SGD,
@@ -50,21 +53,23 @@ ARMS = {
         "zero1:wire=int4",
         "acco:wire=int4",
         "local:rate=0.1:wire=int8",
-        f"{AVERAGE}:interval=2:delay=1",
+        EVERY_2,
     ),
+    "37mbit": ("torch-ddp-bf16", LOCAL_SGD, "zero1:wire=int4", "local:rate=0.1:wire=int8", EVERY_2),
     "10mbit": (
         "torch-ddp-bf16",
         POWER_SGD,
         LOCAL_SGD,
         "local:rate=0.1:wire=int4",
-        f"{AVERAGE}:interval=4:fragments=2:delay=1",
+        EVERY_4,
     ),
+    "10mbit/100mbit": ("torch-ddp-bf16", LOCAL_SGD, "zero1:wire=int4", "local:rate=0.1:wire=int4", EVERY_4),
     "1mbit": (
         f"{AVERAGE}:interval=20:fragments=4:delay=4",
         f"{AVERAGE}:interval=24:fragments=8:delay=2",
     ),
 }
-"""By link."""
+"""By link, as of `Namespaces`."""
 EXACT = ("torch-ddp",)
 """Arms whose updates are those of `SYNCHRONOUS`."""
 EVALUATE = ["--task.evaluation-windows", "32", "--evaluate-every"]
@@ -104,6 +109,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     """Return the runs of a comparison; none where it was not made."""
     file = path / "compare.json"
     return json.loads(file.read_text())["runs"] if file.exists() else []
+
+
+def timed_in(out: Path, link: str, turn: int) -> Path:
+    """Return the folder of the updates that were timed on a link."""
+    return out / f"{link.replace('/', '-by-')}-turn{turn}"
 
 
 def tune(options: argparse.Namespace) -> dict[str, float]:
@@ -150,7 +160,7 @@ def measure(options: argparse.Namespace) -> None:
             arms = [with_rate(arm, rates) for arm in ARMS[link]]
             never = str(10 * options.timed_updates)
             compare_behind(
-                link, arms, options.out / f"{link}-turn{turn}", *limits, *EVALUATE, never, *SCHEDULE
+                link, arms, timed_in(options.out, link, turn), *limits, *EVALUATE, never, *SCHEDULE
             )
 
 
@@ -165,7 +175,7 @@ def report(options: argparse.Namespace) -> None:
     timed = {
         (link, run["strategy"], turn): run
         for link, turn in itertools.product(options.links, options.turns)
-        for run in read(options.out / f"{link}-turn{turn}")
+        for run in read(timed_in(options.out, link, turn))
     }
     base = with_rate(SYNCHRONOUS, rates)
     needed = {seed: updates_to(learning[base, seed], options.target) for seed in options.seeds}

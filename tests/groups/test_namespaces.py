@@ -1,6 +1,7 @@
 """Workers in network namespaces; needs root and iproute2, without which there is nothing to test."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,18 @@ def test_each_worker_has_a_place_and_an_interface_and_nothing_stays(tmp_path: Pa
         assert "tbf" in bucket
         assert "rate 100Mbit" in bucket
     assert own_namespaces() == []
+
+
+@as_root
+def test_one_direction_may_be_slower_than_all_others(tmp_path: Path) -> None:
+    with Namespaces(2, "10mbit/100mbit") as spaces:
+        script = f"tc qdisc show dev eth0 > {tmp_path}/$LOCAL_RANK"
+        assert spaces.run(["sh", "-c", script]) == [0, 0]
+        hub = f"stretto-{os.getpid()}-hub"
+        back = subprocess.run(["tc", "-n", hub, "qdisc", "show"], capture_output=True, text=True, check=True)
+    rates = [re.findall(r"rate (\w+)", (tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert rates == [["10Mbit"], ["100Mbit"]]
+    assert re.findall(r"rate (\w+)", back.stdout) == ["100Mbit", "100Mbit"]
 
 
 SEND_A_MEGABYTE = """
