@@ -185,7 +185,9 @@ def report(options: argparse.Namespace) -> None:
     }
     rows = []
     for link, arm in ((one, arm) for one in options.links for arm in ARMS[one]):
-        found = {turn: timed[link, with_rate(arm, rates), turn] for turn in options.turns}
+        found = {turn: run for turn in free if (run := timed.get((link, with_rate(arm, rates), turn)))}
+        if not found:
+            continue  # this link was not timed
         learnt_by = {seed: learning[with_rate(learns_as(arm), rates), seed] for seed in options.seeds}
         updates = {seed: updates_to(run, options.target) for seed, run in learnt_by.items()}
         multiples = [

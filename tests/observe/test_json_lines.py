@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.observe import JsonLines, Recorder, read_json_lines, replace_json
+from stretto.faults import Application, Fault
+from stretto.observe import JsonLines, Recorder, StrikeRecorder, read_json_lines, replace_json
 from stretto.page.contents import read_evaluations
 from tests.observe.updates import update
 
@@ -71,7 +72,7 @@ def test_a_record_is_in_the_file_at_once() -> None:
 
 
 def test_a_recorder_writes_updates_with_all_their_fields_and_evaluations_beside_them() -> None:
-    recorder = Recorder(Path(), resumed_from=None)
+    recorder = Recorder(Path(), None, lambda: 7)
     recorder.updated(update(1, loss=math.nan), training_seconds=1.5)
     recorder.evaluated(1, 2.5, training_seconds=1.5)
     recorder.close()
@@ -90,8 +91,21 @@ def test_a_recorder_writes_updates_with_all_their_fields_and_evaluations_beside_
     ]
 
 
+def test_memory_has_a_line_for_every_rise() -> None:
+    peaks = iter([7, 7, 9, 9, 10])
+    recorder = Recorder(Path(), None, lambda: next(peaks))
+    for step in range(1, 6):
+        recorder.updated(update(step), training_seconds=0.0)
+    recorder.close()
+    assert read_json_lines(Path("memory.jsonl")) == [
+        {"step": 1, "peak_bytes": 7},
+        {"step": 3, "peak_bytes": 9},
+        {"step": 5, "peak_bytes": 10},
+    ]
+
+
 def test_numbers_that_are_not_finite_are_written_as_json_and_read_again() -> None:
-    recorder = Recorder(Path(), resumed_from=None)
+    recorder = Recorder(Path(), None, lambda: 7)
     recorder.updated(update(1, loss=math.nan, gradient_norm=math.inf), training_seconds=1.0)
     for step, loss in enumerate((math.nan, math.inf, -math.inf, 2.5)):
         recorder.evaluated(step, loss, training_seconds=float(step))
@@ -99,8 +113,39 @@ def test_numbers_that_are_not_finite_are_written_as_json_and_read_again() -> Non
     replace_json(Path("compare.json"), {"runs": [{"loss": math.nan, "evaluations": ({"loss": math.inf},)}]})
     lines = "".join(Path(name).read_text() for name in ("evaluations.jsonl", "updates.jsonl", "compare.json"))
     assert not {"NaN", "Infinity"} & set(re.findall(r"\w+", lines))  # Python's words, not JSON's
-    Recorder(Path(), resumed_from=2).close()
+    Recorder(Path(), 2, lambda: 7).close()
     losses = read_evaluations(read_json_lines(Path("evaluations.jsonl")))[:, 1]
     assert np.isnan(losses).tolist() == [True, True, True]
     compared = json.loads(Path("compare.json").read_text())
     assert compared == {"runs": [{"loss": None, "evaluations": [{"loss": None}]}]}
+
+
+def test_a_fault_has_a_line_for_every_update_in_which_it_changed_values() -> None:
+    once = Fault(site="masters", rank=1)
+    often = Fault(site="sum", rank=1, lasts="sticky", pattern="zero")
+    strikes: list[Application] = []
+
+    def strike(fault: Fault, step: int, elements: int, after: str = "b") -> None:
+        strikes.append(
+            Application(
+                fault=fault, opportunity=0, step=step, elements=elements, span=(0.0, 1.0), before="a", after=after
+            )
+        )  # fmt: skip
+
+    recorder = StrikeRecorder(FILE, None, strikes)
+    strike(often, 2, 10)
+    strike(once, 2, 1)
+    strike(often, 2, 20)
+    strike(often, 2, 40, after="a")  # zeros that are zeroed
+    recorder.updated(update(3), training_seconds=0.0)
+    recorder.updated(update(4), training_seconds=0.0)
+    strike(often, 4, 30)
+    recorder.close()
+    zeroed = {"rank": 1, "site": "sum", "pattern": "zero"}
+    assert read_json_lines(FILE) == [
+        {"step": 3, **zeroed, "strikes": 2, "elements": 30},
+        {"step": 3, "rank": 1, "site": "masters", "pattern": "flip", "strikes": 1, "elements": 1},
+        {"step": 5, **zeroed, "strikes": 1, "elements": 30},
+    ]
+    StrikeRecorder(FILE, 4, []).close()
+    assert steps() == [3, 3]

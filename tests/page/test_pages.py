@@ -59,8 +59,20 @@ def test_every_fault_has_its_place_on_the_curve_and_a_row(folders: Path) -> None
     page = page_of(folders / "run")
     incidents = read_json_lines(folders / "run" / "incidents.jsonl")
     (run,) = numbers(page)["runs"]
+    strikes = [
+        one for rank in (0, 1) for one in read_json_lines(folders / "run" / "strikes" / f"rank-{rank}.jsonl")
+    ]
     assert len(incidents) >= 2
-    assert run["events"]["updates"] == sorted(one["step"] for one in incidents)
+    of_kind = {"fault": strikes, "incident": incidents}
+    for kind, records in of_kind.items():
+        places = zip(run["events"]["kind"], run["events"]["updates"], strict=True)
+        assert [step for found, step in places if found == kind] == sorted(one["step"] for one in records)
+    assert [(one["rank"], one["site"], one["pattern"]) for one in strikes] == [
+        (0, "contribution", "flip"),
+        (1, "masters", "flip"),
+    ]
+    for strike in strikes:
+        assert f"{strike['site']} of rank {strike['rank']} damaged on purpose: flip, 1 values" in shown(page)
     for incident in incidents:
         assert f"{incident['site']} damaged ({incident['part']}" in shown(page)
         assert incident["action"] in shown(page)
@@ -84,8 +96,25 @@ def test_the_timeline_has_every_span_of_every_rank(folders: Path) -> None:
             kinds = {timeline["kinds"][kind] for kind in row["kind"]}
             assert own[lane] <= kinds
             assert kinds == {kind for line in lines for kind, _, _ in line[lane]}
-    assert len(whole["marks"]) == len(read_json_lines(folders / "run" / "incidents.jsonl"))
+    files = (folders / "run" / "incidents.jsonl", *(folders / "run" / "strikes").iterdir())
+    assert len(whole["marks"]) == sum(len(read_json_lines(file)) for file in files)
     assert [rank["y"][-1] > 0 for rank in data["memory"][0]["ranks"]] == [True, True]
+
+
+def test_the_memory_of_rank_0_needs_no_trace(folders: Path) -> None:
+    shutil.copytree(folders / "run", "untraced")
+    shutil.rmtree("untraced/traces")
+    page = page_of("untraced")
+    rises = read_json_lines(folders / "run" / "memory.jsonl")
+    assert rises == sorted(rises, key=lambda one: (one["step"], one["peak_bytes"]))
+    assert numbers(page)["memory"][0]["ranks"] == [
+        {
+            "rank": 0,
+            "updates": [*(one["step"] for one in rises), 8],
+            "y": [one["peak_bytes"] / 1e6 for one in (*rises, rises[-1])],
+        }
+    ]
+    assert '<div class="chart small" id="memory-0"' in page
 
 
 def test_a_comparison_lays_its_arms_over_each_other(folders: Path) -> None:

@@ -11,6 +11,7 @@ import numpy
 import pytest
 
 from stretto.cli import main
+from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto.plan import EVIDENCE, Machine, Ranking, price, rank_by_time
 from stretto.strategies import STRATEGIES
@@ -117,6 +118,18 @@ def test_bytes_are_the_ledgers_at_every_number_of_ranks(ranks: int) -> None:
     expected = 8 * MACHINE.parameters * (ranks - 1) / ranks
     assert found.sent_bytes == pytest.approx(expected, rel=0.02)
     assert found.memory_bytes == pytest.approx((8 + 16 / ranks) * MACHINE.parameters)
+
+
+def test_a_setting_of_an_arm_is_priced_or_refused() -> None:
+    whole = 4 * MACHINE.parameters
+    of_arm, of_job = (
+        price(parse_arm(arm), MACHINE, micro_batches=4, bucket_bytes=given).seconds
+        for arm, given in ((f"zero1:bucket_bytes={whole // 2}", whole // 8), ("zero1", whole // 2))
+    )
+    assert of_arm == of_job > seconds("zero1")
+    for setting in ("clock=1,4", "ranks_per_node=2"):
+        with pytest.raises(ConfigError, match=f"has no price for {setting.partition('=')[0]}"):
+            seconds(f"acco:{setting}")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from stretto.observe.records import (
     JsonLines,
     Observer,
     Recorder,
+    StrikeRecorder,
     append_json_line,
     read_json_lines,
     replace_json,
+    strikes_file,
 )
 from stretto.observe.tables import print_campaign, print_comparison, print_demo
 from stretto.observe.tensorboard import TensorBoard
@@ -19,6 +21,7 @@ __all__ = [
     "Observer",
     "Progress",
     "Recorder",
+    "StrikeRecorder",
     "TensorBoard",
     "Trace",
     "append_json_line",
@@ -27,5 +30,6 @@ __all__ = [
     "print_demo",
     "read_json_lines",
     "replace_json",
+    "strikes_file",
     "trace_file",
 ]

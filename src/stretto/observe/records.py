@@ -1,20 +1,28 @@
 """Records of a run in files: who is told of updates, and the JSON that is written of them.
 
-`updates.jsonl`, `evaluations.jsonl` and `incidents.jsonl` hold one JSON object per line. A run that continues from a
-checkpoint drops the records behind it and makes them again, so that the files read as if nothing had happened.
+`updates.jsonl`, `evaluations.jsonl`, `memory.jsonl` and `incidents.jsonl` hold one JSON object per line. So does
+`strikes/rank-R.jsonl` of a run with faults on purpose. A run that continues from a checkpoint drops the records behind
+it and makes them again, so that the files read as if nothing had happened.
 """
 
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from stretto.disk import read_whole, replace_file, writing_to
 from stretto.errors import ConfigError
+from stretto.faults import Application, Fault
 from stretto.records import Incident, Update, plain
+
+
+def strikes_file(folder: Path, rank: int) -> Path:
+    """Return where the strikes of faults on a rank lie in the folder of a run."""
+    return folder / "strikes" / f"rank-{rank}.jsonl"
 
 
 class Observer:
@@ -40,23 +48,31 @@ class Observer:
 
 
 class Recorder(Observer):
-    """Writes the three files of a run.
+    """Writes the files of a run; that of memory has a line for each update in which more was in use than ever.
 
     Args:
         folder: Where they lie.
         resumed_from: Committed updates of the checkpoint that the run continues from: later updates and evaluations
-            are dropped, incidents stay. None begins both files.
+            are dropped, incidents stay. None begins all files anew.
+        peak_bytes: Returns the most memory that was in use so far on this rank.
     """
 
-    def __init__(self, folder: Path, resumed_from: int | None) -> None:
+    def __init__(self, folder: Path, resumed_from: int | None, peak_bytes: Callable[[], int]) -> None:
         self._updates = JsonLines(folder / "updates.jsonl", keep_until=resumed_from)
         self._evaluations = JsonLines(folder / "evaluations.jsonl", keep_until=resumed_from)
+        self._memory = JsonLines(folder / "memory.jsonl", keep_until=resumed_from)
         self._incidents = folder / "incidents.jsonl"
+        self._peak_bytes = peak_bytes
+        self._most_bytes = 0
 
     def updated(self, update: Update, training_seconds: float) -> None:
         for incident in update.incidents:
             self.noticed(incident)
         self._updates.write({**update.as_json(), "training_seconds": training_seconds})
+        # A file of its own, because the others are equal to the last byte when a simulation is made again.
+        if (peak_bytes := self._peak_bytes()) > self._most_bytes:
+            self._most_bytes = peak_bytes
+            self._memory.write({"step": update.step, "peak_bytes": peak_bytes})
 
     def noticed(self, incident: Incident) -> None:
         append_json_line(self._incidents, incident.as_json())
@@ -69,6 +85,44 @@ class Recorder(Observer):
     def close(self) -> None:
         self._updates.close()
         self._evaluations.close()
+        self._memory.close()
+
+
+class StrikeRecorder(Observer):
+    """Writes what faults on purpose did to one rank: a line per fault and update in which it changed values.
+
+    Args:
+        path: The file.
+        resumed_from: Committed updates of the checkpoint that the run continues from; later lines are dropped.
+        applications: Every strike on this rank so far, in order; grows.
+    """
+
+    def __init__(self, path: Path, resumed_from: int | None, applications: Sequence[Application]) -> None:
+        with writing_to(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = JsonLines(path, keep_until=resumed_from)
+        self._applications = applications
+        self._written = 0
+
+    def updated(self, update: Update, training_seconds: float) -> None:
+        self._write()
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._write()
+        self._lines.close()
+
+    def _write(self) -> None:
+        new = self._applications[self._written :]
+        self._written += len(new)
+        by_fault: dict[tuple[int, Fault], list[Application]] = defaultdict(list)
+        for one in new:
+            if one.changed:
+                by_fault[one.step + 1, one.fault].append(one)
+        for (step, fault), strikes in sorted(by_fault.items(), key=lambda item: item[0][0]):
+            elements = sum(one.elements for one in strikes)
+            what = {"rank": fault.rank, "site": fault.site, "pattern": fault.pattern}
+            self._lines.write({"step": step, **what, "strikes": len(strikes), "elements": elements})
 
 
 class JsonLines:

@@ -24,7 +24,7 @@ class Event:
     step: float
     """The update, counted from 1."""
     kind: str
-    """incident, restart or skipped."""
+    """fault, which was done on purpose; incident, restart or skipped."""
     text: str
     """What, where and by whom."""
 
@@ -44,6 +44,8 @@ class Run:
     events: Sequence[Event]
     time: UpdateTime | None
     """Where the time of an average update went."""
+    memory: Sequence[tuple[float, float]] = ()
+    """Of rank 0: updates, and the most bytes in use until then; a line for each rise."""
     micro_batches: Sequence[float] = ()
     """Mean number per update, by rank."""
 

@@ -69,7 +69,8 @@ def _events(run: Run) -> dict[str, Any]:
     places = np.searchsorted(steps, [event.step for event in shown]).clip(0, len(steps) - 1)
     nearest = known[np.searchsorted(known, places).clip(0, len(known) - 1)] if len(known) else places
     texts = [f"update {event.step:.0f}: {event.kind}: {event.text}"[:300] for event in shown]
-    return {**_axes(run.axes, places), "y": plain(losses[nearest]), "text": texts}
+    kinds = [event.kind for event in shown]
+    return {**_axes(run.axes, places), "y": plain(losses[nearest]), "text": texts, "kind": kinds}
 
 
 def _parts(run: Run) -> dict[str, Any]:
@@ -107,11 +108,14 @@ def timeline(name: str, stretches: Sequence[Stretch]) -> dict[str, Any]:
     }
 
 
-def memory(name: str, times: Sequence[RankTimes]) -> dict[str, Any]:
-    """Return the memory of each rank along a run, in megabytes."""
+def memory(run: Run, times: Sequence[RankTimes]) -> dict[str, Any]:
+    """Return the most memory of each rank along a run, in megabytes; without traces, of rank 0 alone."""
+    by_rank = {one.rank: one.memory for one in times}
+    if not by_rank and run.memory:
+        by_rank = {0: [*run.memory, *((step, run.memory[-1][1]) for step in run.columns["step"][-1:])]}
     ranks = []
-    for one in times:
-        points = one.memory[:: max(1, len(one.memory) // 200)]
+    for rank, known in by_rank.items():
+        points = known[:: max(1, len(known) // 200)]
         steps, peaks = [float(step) for step, _ in points], [peak / 1e6 for _, peak in points]
-        ranks.append({"rank": one.rank, "updates": plain(steps), "y": plain(peaks)})
-    return {"name": name, "ranks": ranks}
+        ranks.append({"rank": rank, "updates": plain(steps), "y": plain(peaks)})
+    return {"name": run.name, "ranks": ranks}

@@ -48,10 +48,13 @@ def write_page(
         for folder, ranks in zip(folders, traces, strict=True)
         if ranks
     ]
+    times = {folder.path: found for folder, _, found in traced}
     data = {
         "runs": [curves(run) for run in runs],
         "timelines": [timeline(folder.name, shown) for folder, shown, _ in traced],
-        "memory": [memory(folder.name, times) for folder, _, times in traced],
+        "memory": [
+            memory(folder.runs[0], times.get(folder.path, ())) for folder in folders if folder.is_traceable
+        ],
     }
     body = "\n".join(sections(folders, runs, traced))
     replace_file(out, lambda path: path.write_text(_whole(folders, body, data), encoding="utf-8"))

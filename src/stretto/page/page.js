@@ -12,6 +12,11 @@ const KIND_COLOURS = {
   preview: "#88cc99", leaving: "#a9d3e3", average: "#dd9944", launch: "#c98cc0", land: "#8899dd", guard: "#ee8866",
   evaluation: "#bbbbbb", checkpoint: "#8a8f98", other: "#777777",
 };
+// Name, shape and size. A ring fits around the cross of the incident that a fault becomes.
+const EVENTS = {
+  fault: ["faults on purpose", "circle-open", 16], incident: ["incidents", "x", 10], restart: ["restarts", "star", 12],
+  skipped: ["skipped rounds", "square-open", 10],
+};
 const AXIS_TITLES = {
   updates: "committed updates", samples: "samples of all ranks", seconds: "training seconds", bytes: "bytes sent by rank 0",
 };
@@ -52,10 +57,11 @@ function drawLoss() {
       traces.push({ x: run.loss[axis], y: run.loss.y, name: `${name}, training`, mode: "lines", opacity: 0.6, line: { ...line, width: 1.3 },
         hovertemplate: "%{y:.5g}<extra>%{fullData.name}</extra>" });
     }
-    if (run.events && run.events.text.length) {
-      const few = run.events.text.length <= 30;
-      traces.push({ x: run.events[axis], y: run.events.y, text: run.events.text.map(plain), name: `${name}, events`, mode: "markers",
-        marker: { symbol: "x", size: few ? 10 : 6, color: colour("warn") }, hovertemplate: "%{text}<extra></extra>" });
+    for (const [kind, [label, symbol, size]] of Object.entries(run.events ? EVENTS : {})) {
+      const of = (values) => values.filter((_, place) => run.events.kind[place] === kind);
+      if (!run.events.kind.includes(kind)) continue;
+      traces.push({ x: of(run.events[axis]), y: of(run.events.y), text: of(run.events.text).map(plain), name: `${name}, ${label}`, mode: "markers",
+        marker: { symbol, size: run.events.kind.length <= 60 ? size : 0.6 * size, color: colour("warn") }, hovertemplate: "%{text}<extra></extra>" });
     }
     if (run.heldout.y.length) {
       traces.push({ x: run.heldout[axis], y: run.heldout.y, name: `${name}, held-out`, mode: run.heldout.y.length > 60 ? "lines" : "lines+markers", line: { ...line, width: 2.5 },
@@ -114,7 +120,7 @@ function drawInput() {
 function drawMemory() {
   data.memory.forEach((run, index) => {
     const traces = run.ranks.map((rank, place) => ({ x: rank.updates, y: rank.y, name: `rank ${rank.rank}`, mode: "lines",
-      line: { color: RUN_COLOURS[place % RUN_COLOURS.length], dash: DASHES[Math.floor(place / RUN_COLOURS.length) % DASHES.length] },
+      line: { color: RUN_COLOURS[place % RUN_COLOURS.length], dash: DASHES[Math.floor(place / RUN_COLOURS.length) % DASHES.length], shape: "hv" },
       hovertemplate: "%{y:,.1f} MB<extra>%{fullData.name}</extra>" }));
     draw(`memory-${index}`, traces, { height: 240, xaxis: { title: title(AXIS_TITLES.updates) }, yaxis: { title: title("most MB in use"), rangemode: "tozero" } });
   });

@@ -49,6 +49,10 @@ def read_run(path: Path, name: str) -> Contents:
         evaluation_axes={**places, "updates": evaluations[:, 0], "seconds": evaluations[:, 2]},
         events=_events(path, columns, gaps),
         time=of_updates(columns, strategy, rounds),
+        memory=[
+            (number(one.get("step")), number(one.get("peak_bytes")))
+            for one in read_records(path / "memory.jsonl", gaps, expected=False)
+        ],
         micro_batches=_mean_counts([items(one.get("micro_batches")) for one in records]),
     )
     if not records:
@@ -73,6 +77,11 @@ def _mean_counts(counts: Sequence[list[Any]]) -> list[float]:
 
 def _events(path: Path, columns: dict[str, Column], gaps: list[str]) -> list[Event]:
     events = [
+        Event(step=number(one.get("step")), kind="fault", text=_strike(one))
+        for file in sorted(path.glob("strikes/rank-*.jsonl"))
+        for one in read_records(file, gaps, expected=False)
+    ]
+    events += [
         Event(step=number(one.get("step")), kind="incident", text=_incident(one))
         for one in read_records(path / "incidents.jsonl", gaps, expected=False)
     ]
@@ -89,6 +98,15 @@ def _events(path: Path, columns: dict[str, Column], gaps: list[str]) -> list[Eve
                 Event(step=step, kind="skipped", text=f"{count:.0f} rounds were not finite, and left out")
             )
     return sorted(events, key=lambda event: np.nan_to_num(event.step))
+
+
+def _strike(record: dict[str, Any]) -> str:
+    strikes, elements = number(record.get("strikes")), number(record.get("elements"))
+    again = f" {strikes:.0f} times" if strikes > 1 else ""
+    return (
+        f"{record.get('site')} of rank {record.get('rank')} damaged on purpose{again}: {record.get('pattern')}, "
+        f"{formatted(elements, '{:,.0f}')} values"
+    )
 
 
 def _incident(record: dict[str, Any]) -> str:

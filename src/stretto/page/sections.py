@@ -5,6 +5,7 @@ Whatever comes from a folder passes `text`.
 
 import html
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -48,11 +49,12 @@ def sections(folders: Sequence[Contents], runs: Sequence[Run], traced: Sequence[
         yield _section(
             "What happened when",
             f"<p class=note>{names}: not traced. Train with <code>--trace</code>, and there is a timeline of both "
-            "lanes of every rank, with the times and the memory of each.</p>",
+            "lanes of every rank, with the times and the memory of each rank.</p>",
         )
     yield from _input(runs)
-    for index, (folder, _, times) in enumerate(traced):
-        yield _ranks(index, folder, times)
+    for folder, _, times in traced:
+        yield _ranks(folder, times)
+    yield from _memory([folder for folder in folders if folder.is_traceable], with_trace)
 
 
 def _section(title: str, *parts: str) -> str:
@@ -204,7 +206,7 @@ def _input(runs: Sequence[Run]) -> Iterator[str]:
         yield _section("Fresh and echoed batches", *parts)
 
 
-def _ranks(index: int, folder: Contents, times: Sequence[RankTimes]) -> str:
+def _ranks(folder: Contents, times: Sequence[RankTimes]) -> str:
     """Return the section about single ranks: who is slow, who is waited for, and how much memory each had."""
     fastest = min((one.micro_batch for one in times if one.micro_batch > 0), default=np.nan)
     counts = folder.runs[0].micro_batches
@@ -232,13 +234,24 @@ def _ranks(index: int, folder: Contents, times: Sequence[RankTimes]) -> str:
     )
     return _section(
         f"Ranks and stragglers: {folder.name}",
-        f"<p class=note>{_straggler(times, fastest)} Means over updates at even distances. Memory is the most that the "
-        "process had resident until then, or what was allocated on its GPU.</p>",
+        f"<p class=note>{_straggler(times, fastest)} Means over updates at even distances.</p>",
         _table(Table(title="By rank", headings=headings, rows=rows)),
         _table(by_kind),
-        "<h3>Memory</h3>",
-        _chart(f"memory-{index}", "memory of every rank along the run", small=True),
     )
+
+
+def _memory(folders: Sequence[Contents], with_trace: Sequence[Path]) -> Iterator[str]:
+    parts = [
+        f"<h3>{text(folder.name)}</h3>\n" + _chart(f"memory-{index}", "memory along the run", small=True)
+        for index, folder in enumerate(folders)
+        if folder.runs[0].memory or folder.path in with_trace
+    ]
+    if parts:
+        note = (
+            "The most that the process of a rank had resident until then, or that was allocated on its GPU; of a run "
+            "without a trace, that of rank 0."
+        )
+        yield _section("Memory", f"<p class=note>{note}</p>", *parts)
 
 
 def _straggler(times: Sequence[RankTimes], fastest: float) -> str:

@@ -49,6 +49,8 @@ _UPDATES_WITH_JITTER = 24
 _MOST_JITTER = 0.95
 """`Compute` refuses 1."""
 _INTERVALS = 3
+_UNPRICED = ("clock", "ranks_per_node")
+"""Settings of an arm that change its time and that a twin does not have."""
 _BUSY_CORES = 2.0
 """Cores per rank below which a communication lane takes its time from computing."""
 
@@ -79,13 +81,13 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) 
     """Return what an arm costs on `machine`.
 
     Args:
-        arm: A strategy of the library; it may set `wire`, `changes`, `estimates` and `micro_batches`.
+        arm: A strategy of the library; what it sets goes before the other arguments.
         machine: What was measured, perhaps with other ranks or another link.
         micro_batches: Per rank and update, where the arm sets none.
-        bucket_bytes: Of the job.
+        bucket_bytes: Of the job, where the arm sets none.
 
     Raises:
-        ConfigError: Its workers are nodes.
+        ConfigError: Its workers are nodes, or it has a setting that nothing prices.
     """
     strategy = arm.strategy()
     micro_batches = arm.settings.get("micro_batches", micro_batches)
@@ -94,7 +96,11 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) 
         raise ConfigError(
             f"{arm.text}: a plan prices ranks that have a link each; expected worker=rank, or stretto simulate --nodes"
         )
-    twin = _Twin.of(machine, bucket_bytes)
+    if unpriced := [name for name in _UNPRICED if name in arm.settings]:
+        raise ConfigError(
+            f"{arm.text}: a plan has no price for {' and '.join(unpriced)}; leave it out, or use stretto simulate"
+        )
+    twin = _Twin.of(machine, arm.settings.get("bucket_bytes", bucket_bytes))
     compute = dataclasses.replace(
         compute_of(arm, machine, micro_batches), jitter=_jitter_of_twin(machine, micro_batches)
     )

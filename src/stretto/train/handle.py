@@ -1,6 +1,6 @@
 """What the training loop holds: `DataParallel` or a stock method with the same interface, as a run says."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from stretto.engine.round import Weighed
 from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
-from stretto.faults import FaultPlan, FaultyGroup, Injector, strike_memory
+from stretto.faults import Application, FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto.groups import SoloGroup
 from stretto.guards.text import parse_guards
 from stretto.parallel import DataParallel
@@ -171,6 +171,11 @@ class Rehearsal:
         strike_memory(handle, self._injector)
 
     @property
+    def applications(self) -> Sequence[Application]:
+        """Every strike on this rank so far, in order; the same object grows."""
+        return self._injector.applications
+
+    @property
     def struck(self) -> int:
         """How often faults have changed values on this rank."""
-        return sum(application.changed for application in self._injector.applications)
+        return sum(application.changed for application in self.applications)

@@ -1,7 +1,8 @@
 """The outcome of a run on one rank, a description of the machine it ran on, and the run's folder.
 
-The folder holds config.json, updates.jsonl, evaluations.jsonl, tensorboard/, checkpoints/, traces/ and model.pt; of a
-model that other libraries read also model/, and the tokenizer/ that was made for it.
+The folder holds config.json, updates.jsonl, evaluations.jsonl, memory.jsonl, tensorboard/, checkpoints/, traces/ and
+model.pt; where faults are done on purpose also strikes/; of a model that other libraries read also model/, and the
+tokenizer/ that was made for it.
 """
 
 import dataclasses
@@ -204,8 +205,16 @@ def prepare_run_folder(run: RunConfig[TaskT], command: Mapping[str, Any] | None 
 
 _CONFIG = "config.json"
 """The first file of a run: a folder without it, and with anything else, is not a run's."""
-_OURS = (_CONFIG, "updates.jsonl", "evaluations.jsonl", "incidents.jsonl", "quarantine.jsonl", "model.pt")
-_OUR_FOLDERS = ("checkpoints", "model", "tensorboard", "tokenizer", "traces")
+_OURS = (
+    _CONFIG,
+    "updates.jsonl",
+    "evaluations.jsonl",
+    "memory.jsonl",
+    "incidents.jsonl",
+    "quarantine.jsonl",
+    "model.pt",
+)
+_OUR_FOLDERS = ("checkpoints", "model", "strikes", "tensorboard", "tokenizer", "traces")
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:

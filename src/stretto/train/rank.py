@@ -16,7 +16,17 @@ from torch import distributed as dist
 
 from stretto.disk import replace_file, replace_folder
 from stretto.groups import Link
-from stretto.observe import Header, Observer, Progress, Recorder, TensorBoard, Trace, trace_file
+from stretto.observe import (
+    Header,
+    Observer,
+    Progress,
+    Recorder,
+    StrikeRecorder,
+    TensorBoard,
+    Trace,
+    strikes_file,
+    trace_file,
+)
 from stretto.recipes import Task
 from stretto.terminal import printable
 from stretto.train.configuration import RunConfig, TaskT
@@ -94,7 +104,7 @@ def train_at(
                 progress.doing(f"note: {note}")
         totals.evaluations.extend(start.evaluations)
         stopwatch = Stopwatch(start.training_seconds, context.now)
-        observers = _observers(run, start, context, progress)
+        observers = _observers(run, start, context, progress, rehearsal)
         for observer, incident in itertools.product(observers, start.incidents):
             observer.noticed(incident)
         try:
@@ -214,16 +224,23 @@ def title_of(run: RunConfig[TaskT], world_size: int) -> str:
 
 
 def _observers(
-    run: RunConfig[TaskT], start: TrainState, context: RankContext, progress: Progress | None
+    run: RunConfig[TaskT],
+    start: TrainState,
+    context: RankContext,
+    progress: Progress | None,
+    rehearsal: Rehearsal,
 ) -> list[Observer]:
-    """Return who hears of the run on this rank: but for a trace, nobody but on rank 0."""
+    """Return who hears of the run on this rank: but for a trace and for strikes, nobody but on rank 0."""
     observers: list[Observer] = []
+    peak_bytes = partial(_peak_bytes, context.device)
     if run.trace and run.run_dir is not None:
         path = trace_file(Path(run.run_dir), context.rank)
-        peak_bytes = partial(_peak_bytes, context.device)
         observers.append(Trace(path, start.step, now=context.now, epoch=context.epoch, peak_bytes=peak_bytes))
+    if run.faults and run.run_dir is not None:
+        path = strikes_file(Path(run.run_dir), context.rank)
+        observers.append(StrikeRecorder(path, start.step, rehearsal.applications))
     if context.rank == 0 and run.run_dir is not None:
-        observers.append(Recorder(Path(run.run_dir), start.step))
+        observers.append(Recorder(Path(run.run_dir), start.step, peak_bytes))
         if run.tensorboard:
             observers.append(TensorBoard(Path(run.run_dir, "tensorboard"), start.step))
     if progress is not None:
