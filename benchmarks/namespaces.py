@@ -14,6 +14,7 @@ nothing of the host changes, and all is gone with the namespaces.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -80,7 +81,9 @@ class Namespaces:
         self._remove()
 
     def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> list[int]:
-        """Run `command` once per worker and wait; when one fails, the others are killed.
+        """Run `command` once per worker, each on cores of its own, and wait; when one fails, the others are killed.
+
+        Without cores of their own, some virtual machines keep two workers that wait for each other on one core.
 
         Args:
             command: Program and arguments.
@@ -95,7 +98,15 @@ class Namespaces:
                 place = {**os.environ, **(environment or {}), **self._place(rank)}
                 place.setdefault("OMP_NUM_THREADS", "1")
                 inside = ["ip", "netns", "exec", space, *command]
-                processes.append(subprocess.Popen(inside, env=place, start_new_session=True))
+                cores = cores_of(rank, self.workers)
+                processes.append(
+                    subprocess.Popen(
+                        inside,
+                        env=place,
+                        start_new_session=True,
+                        preexec_fn=functools.partial(os.sched_setaffinity, 0, cores),
+                    )
+                )
             _wait_for_all_or_a_failure(processes)
         finally:
             for process in processes:
@@ -155,6 +166,13 @@ def _slow_down(space: str, interface: str, link: Link) -> None:
         burst = max(96 * 1024, int(bits / 8 / 1000))
         bucket = ["tbf", "rate", f"{int(bits)}bit", "burst", f"{burst}b", "latency", _QUEUE]
         _run("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *bucket)
+
+
+def cores_of(rank: int, workers: int) -> list[int]:
+    """Return a worker's equal share of the cores that this process may use; one core of several workers' at least."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // workers
+    return cores[rank * each : (rank + 1) * each] or [cores[rank % len(cores)]]
 
 
 def compare_behind(rate: str, arms: Sequence[str], out: Path, *options: str) -> dict[str, Any]:

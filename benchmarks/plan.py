@@ -42,7 +42,7 @@ def machine_of(task: StdlibGPT, micro_batches: int, workers: int) -> Machine:
     job: PlanConfig[StdlibGPT] = PlanConfig(task=task, micro_batches=micro_batches, threads=1)
     found = find_ranks(workers).call(measure_machine, job, job.batches)[0]
     # A namespace looks like a machine of its own, but all share the processor.
-    return dataclasses.replace(found, cores=len(os.sched_getaffinity(0)) / workers)
+    return dataclasses.replace(found, cores=(os.cpu_count() or 1) / workers)
 
 
 def compared(

@@ -119,7 +119,7 @@ SETTINGS = {
     "2-ranks-larger": Setting(
         size="0.5m", ranks=2, batch=4, rates=(2e-3, 4e-3, 8e-3),
         arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4, EVERY_30, OUTER_30),
-        tuned={SYNCHRONOUS: (), EVERY_30: (EVERY_4,), OUTER_30: ()},
+        tuned={SYNCHRONOUS: (EVERY_4, EVERY_30, OUTER_30)},  # which all had one rate on the smaller model
     ),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.namespaces import Namespaces, remove_orphans
+from benchmarks.namespaces import Namespaces, cores_of, remove_orphans
 from stretto.errors import ConfigError
 
 as_root = pytest.mark.skipif(
@@ -43,6 +43,22 @@ def test_each_worker_has_a_place_and_an_interface_and_nothing_stays(tmp_path: Pa
         assert "tbf" in bucket
         assert "rate 100Mbit" in bucket
     assert own_namespaces() == []
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "expected"),
+    [
+        ({0, 1}, 2, [[0], [1]]),
+        ({0, 1}, 4, [[0], [1], [0], [1]]),
+        ({2, 3, 5, 7, 8}, 2, [[2, 3], [5, 7]]),
+        ({4}, 2, [[4], [4]]),
+    ],
+)
+def test_workers_have_cores_of_their_own_where_there_are_enough(
+    cores: set[int], workers: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    assert [cores_of(rank, workers) for rank in range(workers)] == expected
 
 
 @as_root

@@ -72,7 +72,7 @@ def test_every_fault_has_its_place_on_the_curve_and_a_row(folders: Path) -> None
         (1, "masters", "flip"),
     ]
     for strike in strikes:
-        assert f"{strike['site']} of rank {strike['rank']} damaged on purpose: flip, 1 values" in shown(page)
+        assert f"{strike['site']} of rank {strike['rank']} damaged on purpose: flip, 1 value" in shown(page)
     for incident in incidents:
         assert f"{incident['site']} damaged ({incident['part']}" in shown(page)
         assert incident["action"] in shown(page)

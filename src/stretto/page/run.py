@@ -105,7 +105,7 @@ def _strike(record: dict[str, Any]) -> str:
     again = f" {strikes:.0f} times" if strikes > 1 else ""
     return (
         f"{record.get('site')} of rank {record.get('rank')} damaged on purpose{again}: {record.get('pattern')}, "
-        f"{formatted(elements, '{:,.0f}')} values"
+        f"{formatted(elements, '{:,.0f}')} {'value' if elements == 1 else 'values'}"
     )
 
 
