@@ -108,14 +108,22 @@ def draw_lanes() -> Figure:
 # Time to loss
 
 
-LINK_TITLES = {"none": "free wire", "100mbit": "100 Mbit/s", "10mbit": "10 Mbit/s", "1mbit": "1 Mbit/s"}
+LINK_TITLES = {
+    "none": "free wire",
+    "1gbit": "1 Gbit/s",
+    "100mbit": "100 Mbit/s",
+    "37mbit": "37 Mbit/s",
+    "10mbit": "10 Mbit/s",
+    "10mbit/100mbit": "10 Mbit/s there, 100 Mbit/s back",
+    "1mbit": "1 Mbit/s",
+}
 
 
 def draw_time_to_loss() -> Figure:
     """Draw every arm's time to the held-out loss on every link, as multiples of a free wire's: medians and ranges."""
     rows = json.loads((RESULTS / RACE / "time-to-loss.json").read_text(encoding="utf-8"))
     by_link = {link: [row for row in rows if row["link"] == link] for link in LINK_TITLES}
-    figure = Figure(figsize=(WIDTH, 6.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 9.6), layout="constrained")
     axes = figure.subplots(
         len(by_link), sharex=True, height_ratios=[len(of_link) + 1 for of_link in by_link.values()]
     )

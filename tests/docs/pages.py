@@ -16,10 +16,22 @@ def pages() -> list[Path]:
 
 def table(page: Path, marker: str) -> list[dict[str, str]]:
     """The rows of the table below the comment `<!-- table: marker -->`, by column title."""
+    head, *rows = _lines(page, marker)
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def cells(page: Path, marker: str) -> list[list[str]]:
+    """The same without titles."""
+    return _lines(page, marker)[1:]
+
+
+def _lines(page: Path, marker: str) -> list[list[str]]:
     _, _, below = page.read_text(encoding="utf-8").partition(f"<!-- table: {marker} -->\n")
     lines = below.split("\n\n", maxsplit=1)[0].splitlines()
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [dict(zip(head, row, strict=True)) for row in rows]
+    head, _, *rows = [
+        [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")] for line in lines
+    ]
+    return [head, *rows]
 
 
 def code_blocks(page: Path, marker: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import stretto
-from tests.docs.pages import README, ROOT, code_blocks, table
+from tests.docs.pages import README, ROOT, cells, code_blocks, table
 
 MARKER = "tests/docs/test_readme.py"
 RACE = ROOT / "benchmarks" / "results" / "2026-11-23-race"
@@ -52,9 +52,8 @@ def test_the_loop_as_printed_commits_an_update_for_every_four_batches() -> None:
     assert parallel.steps == 12 // 4
 
 
-def test_the_table_has_every_measured_arm_with_its_numbers() -> None:
+def test_the_table_of_the_results_has_every_measured_arm_with_its_numbers() -> None:
     rows = table(RACE / "README.md", MARKER)
-    assert table(README, MARKER) == rows
     measured = json.loads((RACE / "time-to-loss.json").read_text())
     found = [
         f"{statistics.median(of_arm):.2f} ({min(of_arm):.2f} to {max(of_arm):.2f})"
@@ -63,3 +62,23 @@ def test_the_table_has_every_measured_arm_with_its_numbers() -> None:
         for of_arm in (row["multiples"] for row in measured)
     ]
     assert sorted(row["times a free wire's"] for row in rows) == sorted(found)
+
+
+def test_the_table_of_the_readme_has_the_fastest_of_ours_and_of_stock_pytorch_on_every_link() -> None:
+    times = "times a free wire's"
+    by_link: dict[str, list[dict[str, str]]] = {}
+    for row in table(RACE / "README.md", MARKER):
+        by_link.setdefault(row["link"], []).append(row)
+
+    def fastest(rows: list[dict[str, str]], *, stock: bool) -> list[str]:
+        of_kind = [
+            row for row in rows if row["arm"].startswith("`torch") == stock and row[times][0].isdigit()
+        ]
+        first = min(
+            of_kind, key=lambda row: float(row[times].split()[0]), default={"arm": "not timed", times: ""}
+        )
+        return [first["arm"], first[times]]
+
+    assert cells(README, MARKER) == [
+        [link, *fastest(rows, stock=False), *fastest(rows, stock=True)] for link, rows in by_link.items()
+    ]
