@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 from stretto.cli import main
 from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto.plan import EVIDENCE, Machine, Ranking, price, rank_by_time
+from stretto.plan.measure import share_of_cores
 from stretto.strategies import STRATEGIES
 from stretto.train.arms import parse_arm
 
@@ -98,6 +100,22 @@ def test_a_strategy_that_overlaps_hides_most_of_the_jitter() -> None:
     uneven = dataclasses.replace(even, jitter=0.2)
     lags = {arm: seconds(arm, uneven) - seconds(arm, even) for arm in ("acco", "zero1")}
     assert lags["acco"] < lags["zero1"] / 2
+
+
+@pytest.mark.parametrize(
+    ("cores_of_rank", "expected"),
+    [
+        ([range(8), range(8)], [4, 4]),
+        ([range(4), range(4, 8)], [4, 4]),
+        ([range(8), range(2)], [7, 1]),
+        ([range(1), range(1), range(1), range(1)], [0.25] * 4),
+    ],
+)
+def test_ranks_that_are_bound_to_cores_have_these_and_share_the_rest(
+    cores_of_rank: list[range], expected: list[float]
+) -> None:
+    may_use = torch.tensor([[float(core in own) for core in range(8)] for own in cores_of_rank])
+    assert [share_of_cores(may_use, place) for place in range(len(expected))] == expected
 
 
 def test_on_a_core_of_its_own_computing_pays_for_what_overlaps() -> None:

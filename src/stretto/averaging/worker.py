@@ -138,8 +138,8 @@ def check_worker(strategy: Strategy, ledger: Ledger, options: Options) -> None:
         )
     if ledger.by_node and options.ranks_per_node is None:
         raise ConfigError(
-            f"{strategy}: a worker that is a node needs to know its ranks: expected Options(ranks_per_node=L), for nodes "
-            "of L consecutive ranks"
+            f"{strategy}: a worker that is a node needs to know its ranks: expected Options(ranks_per_node=L), for "
+            "nodes of L consecutive ranks"
         )
 
 

@@ -45,6 +45,8 @@ _AT_ONCE = 8
 at a time, and takes up to twice as long."""
 _LARGEST_TRANSFER = 2**25
 """Bytes that a rank sends at most to find out."""
+_MOST_CORES = 1024
+"""As many as a set of cores has on Linux."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,10 +177,30 @@ def measure_task(ranks: Ranks, task: Task, local_world_size: int, batches: int) 
         step_seconds=step_seconds,
         exchange_seconds={wire: max(0.0, taken - step_seconds) for wire, taken in exchanges.items()},
         link=link,
-        cores=float("inf") if device.type != "cpu" else len(os.sched_getaffinity(0)) / local_world_size,
+        cores=float("inf") if device.type != "cpu" else _own_cores(ranks, local_world_size),
         jitter=_jitter([sum(one) for one in passes]),
     )
     return _slowest(ranks, own)
+
+
+def _own_cores(ranks: Ranks, local_world_size: int) -> float:
+    """Return this rank's cores; ranks may be bound to some of their own, as Slurm does, or share all."""
+    own = [0.0] * _MOST_CORES
+    for core in os.sched_getaffinity(0):
+        own[core % _MOST_CORES] = 1.0
+    place = ranks.group.rank() % local_world_size
+    first = ranks.group.rank() - place
+    return share_of_cores(ranks.gather(own)[first : first + local_world_size], place)
+
+
+def share_of_cores(may_use: Tensor, place: int) -> float:
+    """Return the cores of one rank of a machine, each core divided among those that may use it.
+
+    Args:
+        may_use: `(ranks, cores)`, 1 where a rank of the machine may use a core, and else 0.
+        place: Of the rank among those of the machine.
+    """
+    return float((may_use[place] / may_use.sum(0).clamp(min=1)).sum())
 
 
 def _slowest(ranks: Ranks, own: Machine) -> Machine:
