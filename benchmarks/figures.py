@@ -164,6 +164,8 @@ TITLES = {
     "2-ranks": "2 ranks, 5 seeds",
     "8-ranks": "8 ranks with as much work each, one seed",
     "8-ranks-same-batch": "8 ranks that share the work of 2, one seed",
+    "32-ranks": "32 ranks with a quarter of the work each, one seed",
+    "2-ranks-larger": "2 ranks, a model of 0.5 million parameters, one seed",
 }
 """Of the settings in `experiments/frontier.py`."""
 
