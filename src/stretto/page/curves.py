@@ -110,7 +110,7 @@ def timeline(name: str, stretches: Sequence[Stretch]) -> dict[str, Any]:
 
 def memory(run: Run, times: Sequence[RankTimes]) -> dict[str, Any]:
     """Return the most memory of each rank along a run, in megabytes; without traces, of rank 0 alone."""
-    by_rank = {one.rank: one.memory for one in times}
+    by_rank: dict[int, Sequence[tuple[float, float]]] = {one.rank: one.memory for one in times}
     if not by_rank and run.memory:
         by_rank = {0: [*run.memory, *((step, run.memory[-1][1]) for step in run.columns["step"][-1:])]}
     ranks = []
