@@ -11,7 +11,7 @@ import pytest
 from stretto.cli import main
 from stretto.observe import read_json_lines
 from tests.docs.pages import DOCS, commands
-from tests.page.pages import drawn, needs_chromium, numbers, page_of, shown
+from tests.page.pages import drawn, needs_chromium, numbers, page_of, shown, used
 
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
 COMMON = [TINY, "--micro-batches", "2", "--evaluate-every", "4"]
@@ -209,3 +209,26 @@ def test_a_browser_draws_a_run_with_damage_beside_a_comparison(folders: Path) ->
     assert {"micro-batch", "reduce", "step", "gather", "guard"} <= set(
         re.findall(r"<li[^>]*>(.*?)</li>", legend)
     )
+
+
+@needs_chromium
+def test_a_reader_hovers_zooms_and_chooses_with_mouse_and_keyboard(folders: Path) -> None:
+    page_of(folders / "run")
+    updates = read_json_lines(folders / "run" / "updates.jsonl")
+    found = used(Path("page.html"))
+    (hover,) = found["hover"]
+    assert hover == f"run, training{updates[4]['loss']:.5g}"
+    assert found["seconds"] == [one["training_seconds"] for one in updates]
+    assert found["scale"] == "log"
+    begin, end = found["whole"]
+    assert found["dragged"] == pytest.approx(
+        [begin + (end - begin) * share for share in (0.25, 0.75)], rel=0.02
+    )
+    assert found["tabIndex"] == 0  # the Tab key leads to the timeline
+    whole, nearer, later, back, farther = found["keys"]
+    width = whole[1] - whole[0]
+    # A range is shown in whole microseconds.
+    assert nearer == pytest.approx([whole[0] + width / 4, whole[1] - width / 4], abs=2e-6)
+    assert later == pytest.approx([one + width / 4 for one in nearer], abs=2e-6)
+    assert (back, farther) == (pytest.approx(nearer, abs=2e-6), pytest.approx(whole, abs=2e-6))
+    assert found["button"] == pytest.approx(nearer, abs=2e-6)
