@@ -46,8 +46,8 @@ def test_one_command_trains_and_leaves_a_whole_folder(finished: tuple[Path, list
     config = json.loads((run / "config.json").read_text())
     assert (config["strategy"], config["task"]["width"], config["updates"]) == ("zero1", 4, 4)
     assert {path.name for path in run.iterdir()} == {
-        ".lock", "checkpoints", "config.json", "evaluations.jsonl", "model.pt", "report.html", "tensorboard",
-        "updates.jsonl",
+        ".lock", "checkpoints", "config.json", "evaluations.jsonl", "memory.jsonl", "model.pt", "report.html",
+        "tensorboard", "updates.jsonl",
     }  # fmt: skip
 
 

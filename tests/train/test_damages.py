@@ -4,8 +4,8 @@ from pathlib import Path
 
 from tests.train.damages import DAMAGES, DamagedRuns
 
-CASES = 2 * len(DAMAGES)
-"""Each kind of damage twice; experiments/damaged_checkpoints.py draws hundreds."""
+CASES = 3 * len(DAMAGES)
+"""Each kind of damage three times; experiments/damaged_checkpoints.py draws hundreds."""
 
 
 def test_a_damaged_run_ends_with_the_same_bits_or_is_refused_in_one_line(tmp_path: Path) -> None:

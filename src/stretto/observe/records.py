@@ -10,6 +10,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,12 @@ class Recorder(Observer):
     """
 
     def __init__(self, folder: Path, resumed_from: int | None, peak_bytes: Callable[[], int]) -> None:
-        self._updates = JsonLines(folder / "updates.jsonl", keep_until=resumed_from)
-        self._evaluations = JsonLines(folder / "evaluations.jsonl", keep_until=resumed_from)
-        self._memory = JsonLines(folder / "memory.jsonl", keep_until=resumed_from)
+        with ExitStack() as opened:  # one that is damaged must not leave the others open
+            self._updates, self._evaluations, self._memory = (
+                opened.enter_context(closing(JsonLines(folder / f"{name}.jsonl", keep_until=resumed_from)))
+                for name in ("updates", "evaluations", "memory")
+            )
+            opened.pop_all()
         self._incidents = folder / "incidents.jsonl"
         self._peak_bytes = peak_bytes
         self._most_bytes = 0

@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -233,18 +234,24 @@ def _observers(
     """Return who hears of the run on this rank: but for a trace and for strikes, nobody but on rank 0."""
     observers: list[Observer] = []
     peak_bytes = partial(_peak_bytes, context.device)
-    if run.trace and run.run_dir is not None:
-        path = trace_file(Path(run.run_dir), context.rank)
-        observers.append(Trace(path, start.step, now=context.now, epoch=context.epoch, peak_bytes=peak_bytes))
-    if run.faults and run.run_dir is not None:
-        path = strikes_file(Path(run.run_dir), context.rank)
-        observers.append(StrikeRecorder(path, start.step, rehearsal.applications))
-    if context.rank == 0 and run.run_dir is not None:
-        observers.append(Recorder(Path(run.run_dir), start.step, peak_bytes))
-        if run.tensorboard:
-            observers.append(TensorBoard(Path(run.run_dir, "tensorboard"), start.step))
-    if progress is not None:
-        observers.append(progress)
+    with ExitStack() as opened:  # one whose file is damaged must not leave the others open
+
+        def add(observer: Observer) -> None:
+            observers.append(opened.enter_context(closing(observer)))
+
+        if run.trace and run.run_dir is not None:
+            path = trace_file(Path(run.run_dir), context.rank)
+            add(Trace(path, start.step, now=context.now, epoch=context.epoch, peak_bytes=peak_bytes))
+        if run.faults and run.run_dir is not None:
+            path = strikes_file(Path(run.run_dir), context.rank)
+            add(StrikeRecorder(path, start.step, rehearsal.applications))
+        if context.rank == 0 and run.run_dir is not None:
+            add(Recorder(Path(run.run_dir), start.step, peak_bytes))
+            if run.tensorboard:
+                add(TensorBoard(Path(run.run_dir, "tensorboard"), start.step))
+        if progress is not None:
+            observers.append(progress)
+        opened.pop_all()
     return observers
 
 
