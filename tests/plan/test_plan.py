@@ -115,7 +115,14 @@ def test_ranks_that_are_bound_to_cores_have_these_and_share_the_rest(
     cores_of_rank: list[range], expected: list[float]
 ) -> None:
     may_use = torch.tensor([[float(core in own) for core in range(8)] for own in cores_of_rank])
-    assert [share_of_cores(may_use, place) for place in range(len(expected))] == expected
+    assert [share_of_cores(own, may_use) for own in may_use] == expected
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_ranks_of_a_machine_have_together_every_core_that_one_of_them_may_use(seed: int) -> None:
+    may_use = (torch.rand(seed + 1, 64, generator=torch.Generator().manual_seed(seed)) < 0.3).double()
+    together = sum(share_of_cores(own, may_use) for own in may_use)
+    assert together == pytest.approx(int(may_use.any(0).sum()), rel=1e-12)  # a few roundings of 1e-16
 
 
 def test_on_a_core_of_its_own_computing_pays_for_what_overlaps() -> None:

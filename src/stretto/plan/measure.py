@@ -9,8 +9,10 @@ Note [What is measured where]
 import dataclasses
 import math
 import os
+import socket
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -142,16 +144,15 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
         slow = dataclasses.replace(task, loader=slowed(job, task.loader, info.rank))
         ranks = Ranks(device, job.timeout_seconds)
         with ranks.together():
-            return measure_task(ranks, slow, info.local_world_size, batches)
+            return measure_task(ranks, slow, batches)
 
 
-def measure_task(ranks: Ranks, task: Task, local_world_size: int, batches: int) -> Machine:
+def measure_task(ranks: Ranks, task: Task, batches: int) -> Machine:
     """Measure a task, and return the slowest rank's times; changes the task's model. All ranks must call.
 
     Args:
         ranks: Which have the model on their device.
         task: Of this rank; its loader, model, loss and optimizer are used.
-        local_world_size: How many ranks share this machine.
         batches: Micro-batches to time.
 
     Raises:
@@ -177,30 +178,29 @@ def measure_task(ranks: Ranks, task: Task, local_world_size: int, batches: int) 
         step_seconds=step_seconds,
         exchange_seconds={wire: max(0.0, taken - step_seconds) for wire, taken in exchanges.items()},
         link=link,
-        cores=float("inf") if device.type != "cpu" else _own_cores(ranks, local_world_size),
+        cores=float("inf") if device.type != "cpu" else _own_cores(ranks),
         jitter=_jitter([sum(one) for one in passes]),
     )
     return _slowest(ranks, own)
 
 
-def _own_cores(ranks: Ranks, local_world_size: int) -> float:
+def _own_cores(ranks: Ranks) -> float:
     """Return this rank's cores; ranks may be bound to some of their own, as Slurm does, or share all."""
-    own = [0.0] * _MOST_CORES
-    for core in os.sched_getaffinity(0):
-        own[core % _MOST_CORES] = 1.0
-    place = ranks.group.rank() % local_world_size
-    first = ranks.group.rank() - place
-    return share_of_cores(ranks.gather(own)[first : first + local_world_size], place)
+    own = torch.zeros(_MOST_CORES, dtype=torch.float64)
+    own[[core % _MOST_CORES for core in os.sched_getaffinity(0)]] = 1.0
+    host = float(zlib.crc32(socket.gethostname().encode()))
+    of_all = ranks.gather([host, *own.tolist()])
+    return share_of_cores(own, of_all[of_all[:, 0] == host, 1:])
 
 
-def share_of_cores(may_use: Tensor, place: int) -> float:
-    """Return the cores of one rank of a machine, each core divided among those that may use it.
+def share_of_cores(own: Tensor, may_use: Tensor) -> float:
+    """Return the cores of one rank of a machine: each core is divided among the ranks that may use it.
 
     Args:
-        may_use: `(ranks, cores)`, 1 where a rank of the machine may use a core, and else 0.
-        place: Of the rank among those of the machine.
+        own: `(cores,)`, 1 where this rank may use a core, and else 0.
+        may_use: `(ranks, cores)`, the same of all ranks of the machine.
     """
-    return float((may_use[place] / may_use.sum(0).clamp(min=1)).sum())
+    return float((own / may_use.sum(0).clamp(min=1)).sum())
 
 
 def _slowest(ranks: Ranks, own: Machine) -> Machine:
