@@ -19,6 +19,7 @@ import json
 import os
 import re
 import selectors
+import shlex
 import shutil
 import signal
 import subprocess
@@ -80,7 +81,9 @@ class Namespaces:
     ) -> None:
         self._remove()
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> list[int]:
+    def run(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, *, ranks_per_node: int = 1
+    ) -> list[int]:
         """Run `command` once per worker, each on cores of its own, and wait; when one fails, the others are killed.
 
         Without cores of their own, some virtual machines keep two workers that wait for each other on one core.
@@ -88,10 +91,17 @@ class Namespaces:
         Args:
             command: Program and arguments.
             environment: Variables beside those of this process; what torchrun sets comes last.
+            ranks_per_node: With more than one, each worker is a node, and torchrun starts so many of a Python program.
 
         Returns:
-            Exit codes by rank, as `subprocess` gives them.
+            Exit codes by worker, as `subprocess` gives them.
         """
+        if ranks_per_node > 1:  # torchrun is told of its place as a rank is
+            place = "--nnodes $WORLD_SIZE --node-rank $RANK --master-addr $MASTER_ADDR --master-port 29501"
+            torchrun = (
+                f"exec {sys.executable} -m torch.distributed.run --nproc-per-node {ranks_per_node} {place}"
+            )
+            command = ["bash", "-c", f"{torchrun} {shlex.join(command[1:])}"]
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, space in enumerate(self.spaces):
@@ -175,21 +185,24 @@ def cores_of(rank: int, workers: int) -> list[int]:
     return cores[rank * each : (rank + 1) * each] or [cores[rank % len(cores)]]
 
 
-def compare_behind(rate: str, arms: Sequence[str], out: Path, *options: str) -> dict[str, Any]:
-    """Run `stretto compare stdlib-gpt` on two workers behind links of `rate`.
+def compare_behind(
+    rate: str, arms: Sequence[str], out: Path, *options: str, ranks_per_node: int = 1
+) -> dict[str, Any]:
+    """Run `stretto compare stdlib-gpt` on two workers, or two nodes, behind links of `rate`.
 
     Args:
         rate: As of `Namespaces`.
         arms: What is compared.
         out: Folder for compare.json.
         options: Further words of the command line.
+        ranks_per_node: Workers that share a link.
 
     Returns:
         What compare.json holds.
     """
     command = [sys.executable, "-m", "stretto", "compare", "stdlib-gpt", "--strategies", ",".join(arms)]
     with Namespaces(2, rate) as network:
-        codes = network.run([*command, "--out", str(out), *options])
+        codes = network.run([*command, "--out", str(out), *options], ranks_per_node=ranks_per_node)
     if any(codes):
         raise SystemExit(f"a worker failed: exit codes {codes}")
     return json.loads((out / "compare.json").read_text())

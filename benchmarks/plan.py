@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--rate", default="none", help="of every link, in each direction")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--per-node", type=int, default=1, help="workers that share a node and its link")
     parser.add_argument("--micro-batches", type=int, default=4, help="per rank and update")
     parser.add_argument("--seconds", type=float, default=120.0, help="of the turns, without warm-up")
     parser.add_argument(
@@ -92,13 +93,13 @@ def main() -> None:
     )
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        return launch(options.workers, options.rate, sys.argv[1:])
+        return launch(options.workers // options.per_node, options.rate, sys.argv[1:], options.per_node)
     torch.set_num_threads(1)
     task = StdlibGPT(evaluation_windows=1)
     machine = machine_of(task, options.micro_batches, options.workers)
     run = RunConfig(task=task, micro_batches=options.micro_batches)
     arms = [parse_arm(text) for text in (*options.arms, COMPUTE)]
-    os.environ["MASTER_PORT"] = TURNS_PORT
+    os.environ.update(MASTER_PORT=TURNS_PORT, TORCHELASTIC_USE_AGENT_STORE="False")
     dist.init_process_group("gloo")
     found = measure({arm.text: run.run_of(arm) for arm in arms}, options.seconds, options.updates)
     if dist.get_rank() == 0:
@@ -109,8 +110,9 @@ def main() -> None:
                 f"ratio {row['ratio']:.3f}, priced again {row['priced_again']:.3f}",
                 flush=True,
             )
+        by = f"-by-{options.per_node}" if options.per_node > 1 else ""
         write(
-            options.out / f"{options.rate}-{options.workers}.json",
+            options.out / f"{options.rate}-{options.workers}{by}.json",
             options={**vars(options), "out": None},
             machine=dataclasses.asdict(machine),
             table=table,

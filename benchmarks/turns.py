@@ -13,7 +13,6 @@ import argparse
 import collections
 import itertools
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -144,13 +143,8 @@ def begin_worker() -> bool:
 
 def launch(nodes: int, rate: str, words: list[str], per_node: int = 1) -> None:
     """Run this script again as every worker, on nodes behind links of `rate`."""
-    command = [sys.executable, sys.argv[0], *words]
-    if per_node > 1:  # torchrun on every node, which is told of its place as a rank is
-        place = "--nnodes $WORLD_SIZE --node-rank $RANK --master-addr $MASTER_ADDR --master-port 29501"
-        torchrun = f"exec {sys.executable} -m torch.distributed.run --nproc-per-node {per_node} {place}"
-        command = ["bash", "-c", f"{torchrun} {shlex.join([sys.argv[0], *words])}"]
     with Namespaces(nodes, rate) as network:
-        codes = network.run(command)
+        codes = network.run([sys.executable, sys.argv[0], *words], ranks_per_node=per_node)
     if any(codes):
         raise SystemExit(f"a worker failed: exit codes {codes}")
 

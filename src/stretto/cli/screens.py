@@ -138,15 +138,20 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
         print(recommendation(ranking))
     last = rankings[-1]
     machine, choice = last.machine, last.choice
+    nodes = ""
+    if machine.ranks_per_node > 1:
+        nodes = (
+            f" on nodes of {machine.ranks_per_node} (the link is a node's;\ninside {_rate(machine.inside)})"
+        )
     print(
         f"\nmicro-batch {1000 * machine.micro_batch_seconds:.1f} ms, optimizer {1000 * machine.step_seconds:.1f} ms, "
         f"loader {1000 * machine.load_seconds:.1f} ms,\nlink {_rate(machine.link)}, {machine.parameters:,} parameters, "
-        f"{machine.ranks} ranks,\n{choice.micro_batches} micro-batches per rank and update"
+        f"{machine.ranks} ranks{nodes},\n{choice.micro_batches} micro-batches per rank and update"
     )
     print(f"\n{'':32}{'s/update':>9}{'waits':>6}{'MB sent':>8}{'MB held':>8}")
     for one in last.prices:
         print(
-            f"{one.arm.replace(':wire=', ' '):32}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
+            f"{_row_of(one.arm):32}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
             f"{one.sent_bytes / 1e6:8,.1f}{one.memory_bytes / 1e6:8,.0f}  {last.why_not(one)}"
         )
     counts = last.by_count()
@@ -163,12 +168,18 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
         print(textwrap.fill(text, COLUMNS, subsequent_indent="  "))
 
 
+def _row_of(arm: str) -> str:
+    return arm.replace(":wire=", " ").replace(":ranks_per_node=", " nodes of ")
+
+
 def recommendation(ranking: Ranking) -> str:
     """Return what to use, and why."""
     choice, base = ranking.choice, ranking.base
     arm = parse_arm(choice.arm)
     wire = arm.wire
     options = f"--strategy {arm.name}" + ("" if wire == "fp32" else f" --wire {wire}")
+    if (each := arm.settings.get("ranks_per_node")) is not None:
+        options += f" --ranks-per-node {each}"
     gain = base.seconds_per_micro_batch / choice.seconds_per_micro_batch
     evidence = evidence_of(choice.arm)
     loss = f"{evidence.nats:+.3f} nats in {evidence.source}" if evidence.source else "exact"

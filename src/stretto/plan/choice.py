@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.engine import Options
-from stretto.groups import join_launched_group
+from stretto.groups import join_launched_group, launched_rank
 from stretto.plan.measure import Machine, Ranks, measure_task
 from stretto.plan.ranking import SMALL, Ranking, rank_by_time
 from stretto.randomness import random_states, restore_random_states
@@ -38,6 +39,11 @@ class Choice:
     def wire(self) -> str:
         """For `DataParallel`."""
         return self.arm.wire
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """For `Options`; None unless ranks lie on nodes and gain by it."""
+        return self.arm.settings.get("ranks_per_node")
 
 
 def choose(
@@ -108,6 +114,7 @@ def _measured(
             loss=lambda model, batch: Loss(loss_function(model, batch), 1.0, 1),
             evaluate=lambda model: math.nan,
         )
-        return measure_task(ranks, task, batches)
+        launched = launched_rank(os.environ)
+        return measure_task(ranks, task, batches, 1 if launched is None else launched.local_world_size)
     finally:
         restore_random_states(states, ranks.device)

@@ -69,11 +69,15 @@ class Machine:
     exchange_seconds: dict[str, float]
     """By wire: what a whole exchange costs a rank that is alone, without the optimizer."""
     link: Link
-    """In each direction, with all ranks sending."""
+    """Of every rank to the others, in each direction, with all ranks sending; or of every node to the others."""
     cores: float
     """Processor cores for each rank of a machine; infinite where a device computes."""
     jitter: float = 0.0
     """A micro-batch takes up to this share more or less than the mean, if all times between are equally likely."""
+    ranks_per_node: int = 1
+    """Consecutive ranks that share the link of their node."""
+    inside: Link = dataclasses.field(default_factory=Link)
+    """Of every rank to those of its node, in each direction, with all ranks sending."""
 
     @property
     def micro_batch_seconds(self) -> float:
@@ -113,13 +117,15 @@ class Ranks:
         self._failures.wait(self.group.all_gather_single(whole, own), "times of all ranks")
         return whole.view(-1, len(values)).cpu()
 
-    def send(self, outgoing: Sequence[Tensor]) -> None:
-        """Send of each tensor an equal part to every rank, all at once.
+    def send(self, outgoing: Sequence[Tensor], to: Sequence[int]) -> None:
+        """Send of each tensor an equal part to each rank of `to`, all at once; these do the same.
 
         Raises:
             CommunicationError: Another rank does not come.
         """
-        works = [self.group.all_to_all_single(torch.empty_like(one), one, [], []) for one in outgoing]
+        part = outgoing[0].numel() // len(to)
+        splits = [part * (rank in to) for rank in range(self.group.size())]
+        works = [self.group.all_to_all_single(torch.empty_like(one), one, splits, splits) for one in outgoing]
         for work in works:
             self._failures.wait(work, "measurement of the link")
 
@@ -144,16 +150,17 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
         slow = dataclasses.replace(task, loader=slowed(job, task.loader, info.rank))
         ranks = Ranks(device, job.timeout_seconds)
         with ranks.together():
-            return measure_task(ranks, slow, batches)
+            return measure_task(ranks, slow, batches, job.ranks_per_node or info.local_world_size)
 
 
-def measure_task(ranks: Ranks, task: Task, batches: int) -> Machine:
+def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int) -> Machine:
     """Measure a task, and return the slowest rank's times; changes the task's model. All ranks must call.
 
     Args:
         ranks: Which have the model on their device.
         task: Of this rank; its loader, model, loss and optimizer are used.
         batches: Micro-batches to time.
+        ranks_per_node: Ranks of this rank's node. Nodes count where there are several, all with equally many ranks.
 
     Raises:
         ConfigError: The loader ends too soon.
@@ -165,7 +172,8 @@ def measure_task(ranks: Ranks, task: Task, batches: int) -> Machine:
         raise ConfigError(
             f"plan: expected more than {_WARM_UP} micro-batches from the loader, found {len(fresh)}"
         )
-    link = measure_link(ranks)
+    each = _agreed_ranks_per_node(ranks, ranks_per_node)
+    inside, link = measure_links(ranks, each)
     passes = [_passes(task, batch, device) for batch, _ in fresh][_WARM_UP:]
     exchanges = {wire: _exchange_seconds(task, fresh[0][0], wire) for wire in WIRES}
     step_seconds = _step_seconds(task, fresh[0][0], device)
@@ -180,8 +188,17 @@ def measure_task(ranks: Ranks, task: Task, batches: int) -> Machine:
         link=link,
         cores=float("inf") if device.type != "cpu" else _own_cores(ranks),
         jitter=_jitter([sum(one) for one in passes]),
+        ranks_per_node=each,
+        inside=inside,
     )
     return _slowest(ranks, own)
+
+
+def _agreed_ranks_per_node(ranks: Ranks, own: int) -> int:
+    """Return how many ranks each node has; 1 where there are no nodes to tell apart."""
+    world_size = ranks.group.size()
+    is_even = bool((ranks.gather([own]) == own).all()) and world_size % own == 0
+    return own if is_even and own < world_size else 1
 
 
 def _own_cores(ranks: Ranks) -> float:
@@ -205,13 +222,19 @@ def share_of_cores(own: Tensor, may_use: Tensor) -> float:
 
 def _slowest(ranks: Ranks, own: Machine) -> Machine:
     """Return the longest of all ranks' times: ranks wait for each other, and shall plan alike."""
-    link = own.link
-    seconds_per_bit = 0.0 if link.bits_per_second is None else 1 / link.bits_per_second
+    links = [
+        number
+        for link in (own.link, own.inside)
+        for number in (1 / (link.bits_per_second or math.inf), link.latency_seconds)
+    ]
     times = [own.forward_seconds, own.backward_seconds, own.load_seconds, own.step_seconds]
-    times += [*own.exchange_seconds.values(), seconds_per_bit, link.latency_seconds, -own.cores]
+    times += [*own.exchange_seconds.values(), *links, -own.cores]
     of_all = ranks.gather([own.jitter, *times])
     jitter = of_all[:, 0].mean().item()  # few draws: their mean is nearer to the truth than their maximum
-    forward, backward, load, step, *exchanges, per_bit, latency, cores = of_all[:, 1:].amax(0).tolist()
+    slowest = of_all[:, 1:].amax(0).tolist()
+    forward, backward, load, step, *exchanges, per_bit, latency, per_bit_inside, latency_inside, cores = (
+        slowest
+    )
     return dataclasses.replace(
         own,
         forward_seconds=forward,
@@ -220,34 +243,52 @@ def _slowest(ranks: Ranks, own: Machine) -> Machine:
         step_seconds=step,
         exchange_seconds=dict(zip(own.exchange_seconds, exchanges, strict=True)),
         link=Link(bits_per_second=1 / per_bit if per_bit else None, latency_seconds=latency),
+        inside=Link(
+            bits_per_second=1 / per_bit_inside if per_bit_inside else None, latency_seconds=latency_inside
+        ),
         cores=-cores,
         jitter=jitter,
     )
 
 
-def measure_link(ranks: Ranks) -> Link:
-    """Return the link that every rank has to the others; all ranks must call.
+def measure_links(ranks: Ranks, ranks_per_node: int) -> tuple[Link, Link]:
+    """Return the link of every rank inside its node, and that of every node to the others; all ranks must call."""
+    world_size, rank, each = ranks.group.size(), ranks.group.rank(), ranks_per_node
+    if each == 1:
+        return Link(), measure_link(ranks, range(world_size))
+    first = rank // each * each
+    inside = measure_link(ranks, range(first, first + each))
+    between = measure_link(ranks, range(rank % each, world_size, each))
+    # All ranks of a node have sent at once.
+    return inside, dataclasses.replace(between, bits_per_second=each * (between.bits_per_second or math.inf))
+
+
+def measure_link(ranks: Ranks, to: Sequence[int]) -> Link:
+    """Return the link that every rank has to some others while all send; all ranks must call.
 
     The latency is that of the smallest message, there. The rate is that of a transfer which is long enough.
+
+    Args:
+        ranks: All of them.
+        to: This rank and those it sends to, as many on every rank.
     """
-    world_size = ranks.group.size()
-    if world_size == 1:
+    if len(to) == 1:
         return Link()
 
     def seconds(numel: int, at_once: int = _AT_ONCE) -> float:
         outgoing = [
-            torch.zeros(world_size * numel // at_once, dtype=torch.uint8, device=ranks.device)
+            torch.zeros(len(to) * numel // at_once, dtype=torch.uint8, device=ranks.device)
             for _ in range(at_once)
         ]
-        return _seconds(lambda: ranks.send(outgoing), ranks.device)
+        return _seconds(lambda: ranks.send(outgoing, to), ranks.device)
 
     latency = statistics.median(seconds(1, at_once=1) for _ in range(_ROUND_TRIPS))
     numel = 2**14
     longest = ranks.gather([seconds(numel)]).max().item()
-    while longest < _LINK_SECONDS and numel * (world_size - 1) < _LARGEST_TRANSFER:
+    while longest < _LINK_SECONDS and numel * (len(to) - 1) < _LARGEST_TRANSFER:
         numel *= 4
         longest = ranks.gather([seconds(numel)]).max().item()  # all ranks send equally much
-    sent_bytes = numel * (world_size - 1)
+    sent_bytes = numel * (len(to) - 1)
     return Link(bits_per_second=8 * sent_bytes / max(longest - latency, 1e-9), latency_seconds=latency)
 
 

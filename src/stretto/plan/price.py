@@ -5,6 +5,7 @@ Note [A small twin]
     the parameters, of the bucket size and of the link's rate takes the same virtual time, and next to no real time.
     Many ranks are scaled down alike: what each rank sends grows as (N - 1)/N, and its share of the optimizer falls as
     1/N. What grows with N and not with the model is left out: the round report, some hundred bytes per rank.
+    Nodes of several ranks become two nodes of two ranks, whose links are scaled each by what crosses it.
 
 Note [Waiting for the slowest]
     Ranks that wait for each other take as long as the slowest of them, so what jitter costs grows with N. With n
@@ -17,7 +18,7 @@ Note [Waiting for the slowest]
 import dataclasses
 import math
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +31,12 @@ from stretto.groups import Link
 from stretto.parallel import DataParallel
 from stretto.plan.measure import Machine
 from stretto.strategies import Strategy
-from stretto.strategies.ledger import ledger_of
+from stretto.strategies.ledger import Ledger, ledger_of
 from stretto.train.arms import Arm
 from stretto.virtual import Compute, Network, VirtualCluster
 
 _RANKS = 2
-"""Ranks of a twin, at most."""
+"""Nodes of a twin, and ranks of each, at most."""
 _PARAMETERS = 2**15
 """Elements of a twin, about."""
 _TENSORS = 16
@@ -49,8 +50,6 @@ _UPDATES_WITH_JITTER = 24
 _MOST_JITTER = 0.95
 """`Compute` refuses 1."""
 _INTERVALS = 3
-_UNPRICED = ("clock", "ranks_per_node")
-"""Settings of an arm that change its time and that a twin does not have."""
 _BUSY_CORES = 2.0
 """Cores per rank below which a communication lane takes its time from computing."""
 
@@ -66,6 +65,7 @@ class Price:
     exposed_seconds: float
     """Of it, waiting for communication."""
     sent_bytes: float
+    """To other ranks, those of its node among them."""
     memory_bytes: float
     """Parameters, gradients, masters and an optimizer with two moments."""
     micro_batches: int
@@ -87,48 +87,44 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) 
         bucket_bytes: Of the job, where the arm sets none.
 
     Raises:
-        ConfigError: Its workers are nodes, or it has a setting that nothing prices.
+        ConfigError: Its nodes are not those of the machine, or it has a setting that nothing prices.
     """
     strategy = arm.strategy()
     micro_batches = arm.settings.get("micro_batches", micro_batches)
     ledger = ledger_of(strategy)
-    if ledger.by_node:
-        raise ConfigError(
-            f"{arm.text}: a plan prices ranks that have a link each; expected worker=rank, or stretto simulate --nodes"
-        )
-    if unpriced := [name for name in _UNPRICED if name in arm.settings]:
-        raise ConfigError(
-            f"{arm.text}: a plan has no price for {' and '.join(unpriced)}; leave it out, or use stretto simulate"
-        )
-    twin = _Twin.of(machine, arm.settings.get("bucket_bytes", bucket_bytes))
-    compute = dataclasses.replace(
-        compute_of(arm, machine, micro_batches), jitter=_jitter_of_twin(machine, micro_batches)
+    if "clock" in arm.settings:
+        raise ConfigError(f"{arm.text}: a plan has no price for clock; leave it out, or use stretto simulate")
+    twin = _Twin.of(
+        machine, arm.settings.get("bucket_bytes", bucket_bytes), by_node=_is_by_node(arm, machine)
     )
-    cluster = VirtualCluster(twin.ranks, Network(link=twin.link), compute)
+    compute = dataclasses.replace(
+        compute_of(arm, machine, micro_batches), jitter=_jitter_of_twin(machine, twin.ranks, micro_batches)
+    )
+    cluster = VirtualCluster(twin.ranks, twin.network, compute)
     options = Options(
         wire=arm.wire,
         changes=arm.settings.get("changes"),
         estimates=arm.settings.get("estimates"),
         bucket_bytes=twin.bucket_bytes,
+        ranks_per_node=twin.ranks_per_node or arm.settings.get("ranks_per_node"),
         allow_unused=True,
     )
     updates = _WARM_UP + _counted(strategy, machine)
 
-    def program(rank: int, group: dist.ProcessGroup) -> tuple[list[float], list[float], list[int]]:
+    def program(rank: int, group: dist.ProcessGroup) -> list[_Passed]:
         return twin.train(strategy, options, micro_batches, updates, group)
 
-    ends, exposed, sent = cluster.run(program).values[0]
-    counted = updates - _WARM_UP
-    traffic = (sent[-1] - sent[_WARM_UP - 1]) / counted / twin.scale
+    passed = cluster.run(program).values[0]
+    first, last, counted = passed[_WARM_UP - 1], passed[-1], updates - _WARM_UP
+    crossed = (last.crossed_bytes - first.crossed_bytes) / counted
+    others = (last.sent_bytes - first.sent_bytes) / counted - crossed
     return Price(
         arm=arm.text,
-        seconds=(ends[-1] - ends[_WARM_UP - 1]) / counted,
-        exposed_seconds=statistics.fmean(exposed[_WARM_UP:]),
-        sent_bytes=traffic * _share_sent(machine.ranks) / _share_sent(twin.ranks)
-        if machine.ranks > 1
-        else 0.0,
+        seconds=(last.seconds - first.seconds) / counted,
+        exposed_seconds=statistics.fmean(one.exposed_seconds for one in passed[_WARM_UP:]),
+        sent_bytes=others / twin.scale_inside + crossed / twin.scale_across,
         memory_bytes=machine.parameters
-        * ledger.memory_bytes(strategy, parameter=4, accumulation=4, world_size=machine.ranks),
+        * ledger.memory_bytes(strategy, parameter=4, accumulation=4, world_size=_owners(ledger, machine)),
         micro_batches=micro_batches,
     )
 
@@ -137,8 +133,12 @@ def compute_of(arm: Arm, machine: Machine, micro_batches: int) -> Compute:
     """Return what the work of an arm costs a rank of `machine`, in virtual time and without jitter."""
     strategy = arm.strategy()
     ledger = ledger_of(strategy)
-    owned = 1.0 if ledger.replicated else 1.0 / machine.ranks
-    lane_seconds = machine.exchange_seconds[arm.wire] + machine.step_seconds * owned
+    each = machine.ranks_per_node if _is_by_node(arm, machine) else 1
+    owned = 1.0 if ledger.replicated else 1.0 / _owners(ledger, machine)
+    plain, packed = machine.exchange_seconds["fp32"], machine.exchange_seconds[arm.wire]
+    # On nodes a rank packs and unpacks the sums of its column; the other half, what owners publish, is all of it.
+    exchange_seconds = plain + (packed - plain) * (1 + 1 / each) / 2
+    lane_seconds = exchange_seconds + machine.step_seconds * owned
     compute_seconds = machine.micro_batch_seconds
     if machine.cores < _BUSY_CORES and strategy.overlaps:
         compute_seconds += lane_seconds * ledger.rounds / micro_batches
@@ -149,60 +149,123 @@ def compute_of(arm: Arm, machine: Machine, micro_batches: int) -> Compute:
     )
 
 
+def _owners(ledger: Ledger, machine: Machine) -> int:
+    """Return how many ranks share an optimizer that is not replicated."""
+    return machine.ranks_per_node if ledger.by_node else machine.ranks
+
+
+def _is_by_node(arm: Arm, machine: Machine) -> bool:
+    """Return whether an arm adds up inside nodes first.
+
+    Raises:
+        ConfigError: Its nodes are not those of the machine.
+    """
+    each = arm.settings.get("ranks_per_node")
+    if each is None and ledger_of(arm.strategy()).by_node:
+        raise ConfigError(
+            f"{arm.text}: a worker that is a node: expected ranks_per_node={machine.ranks_per_node}"
+        )
+    if each not in (None, 1, machine.ranks_per_node):
+        raise ConfigError(
+            f"{arm.text}: a machine whose nodes have ranks_per_node={machine.ranks_per_node}: expected that, or to "
+            f"measure ranks on nodes of {each}"
+        )
+    return each is not None and each > 1
+
+
+class _Passed(NamedTuple):
+    """Where a twin stands when an update has come."""
+
+    seconds: float
+    exposed_seconds: float
+    """Of this update."""
+    sent_bytes: int
+    """Since the beginning."""
+    crossed_bytes: int
+    """Of them, sums and gathers between nodes, where there are two levels."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Twin:
     """A job that takes the same virtual time."""
 
     ranks: int
+    ranks_per_node: int | None
+    """Of two levels."""
     numel: int
     """Of each of its tensors."""
     bucket_bytes: int
-    link: Link
-    scale: float
-    """Its elements over those of the job."""
+    network: Network
+    scale_inside: float
+    """What a rank sends, over what a rank of the job sends: to all others, or with two levels inside its node."""
+    scale_across: float
+    """With two levels: what it sends to other nodes, over what a rank of the job does."""
 
     @classmethod
-    def of(cls, machine: Machine, bucket_bytes: int) -> "_Twin":
+    def of(cls, machine: Machine, bucket_bytes: int, *, by_node: bool) -> "_Twin":
         """Return the twin of a job."""
-        ranks = min(machine.ranks, _RANKS)
+        each, nodes = machine.ranks_per_node, max(1, machine.ranks // machine.ranks_per_node)
+        twin_each, twin_nodes = min(each, _RANKS), min(nodes, _RANKS)
+        ranks = twin_each * twin_nodes
         smallest = ranks * ALIGNMENT  # of a bucket
         buckets = max(1, math.ceil(machine.parameters * 4 / bucket_bytes))
         elements = min(machine.parameters, max(_PARAMETERS, buckets * smallest))
         numel = max(ALIGNMENT, elements // _TENSORS // ALIGNMENT * ALIGNMENT)
         scale = numel * _TENSORS / machine.parameters
-        rate = machine.link.bits_per_second
-        if rate is not None and machine.ranks > 1:
-            rate *= scale * _share_sent(ranks) / _share_sent(machine.ranks)
+        node_sends = scale
+        if nodes > 1:
+            node_sends *= _crossing(twin_nodes, twin_each, by_node) / _crossing(nodes, each, by_node)
+        pair, of_job = (twin_each, each) if by_node else (ranks, machine.ranks)
+        rank_sends = scale if of_job == 1 else scale * _share_sent(pair) / _share_sent(of_job)
+        own, uplink = _scaled(machine.inside, rank_sends), _scaled(machine.link, node_sends)
         return cls(
             ranks=ranks,
+            ranks_per_node=twin_each if by_node else None,
             numel=numel,
             bucket_bytes=max(4 * smallest, round(bucket_bytes * scale)),
-            link=dataclasses.replace(machine.link, bits_per_second=rate),
-            scale=scale,
+            network=Network(link=uplink)
+            if each == 1
+            else dataclasses.replace(Network(link=uplink).between(twin_nodes, ranks), link=own),
+            scale_inside=rank_sends,
+            scale_across=node_sends * each / twin_each,
         )
 
     def train(
         self, strategy: Strategy, options: Options, micro_batches: int, updates: int, group: Any
-    ) -> tuple[list[float], list[float], list[int]]:
-        """Return, for each update, when it came, the seconds that it waited, and the bytes sent until then."""
+    ) -> list[_Passed]:
+        """Return what has passed, for each update."""
         model = nn.ParameterList(nn.Parameter(torch.ones(self.numel)) for _ in range(_TENSORS))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         parallel = DataParallel(
             model, optimizer, strategy, micro_batches=micro_batches, group=group, options=options
         )
-        ends: list[float] = []
-        exposed: list[float] = []
-        sent: list[int] = []
-        while len(ends) < updates:
+        passed: list[_Passed] = []
+        while len(passed) < updates:
             loss: Tensor = torch.zeros(())
             for parameter in model:
                 loss = loss + parameter.sum()
             if update := parallel.backward(loss):
-                ends.append(group.now_ns / 1e9)
-                exposed.append(update.exposed_seconds)
-                sent.append(parallel.sent_bytes)
+                crossed_bytes = parallel.job.exchange.crossed_bytes
+                passed.append(
+                    _Passed(group.now_ns / 1e9, update.exposed_seconds, parallel.sent_bytes, crossed_bytes)
+                )
         parallel.finish()
-        return ends, exposed, sent
+        return passed
+
+
+def _crossing(nodes: int, each: int, by_node: bool) -> float:
+    """Return what a node's ranks send to others in a sum and a gather, in buffers' worth.
+
+    On one level a sum is an all-to-all, and a gather a ring that passes every slice on through one rank of each node.
+    """
+    if by_node:
+        return 2 * (1 - 1 / nodes)
+    return each * (1 - 1 / nodes) + _share_sent(nodes * each)
+
+
+def _scaled(link: Link, factor: float) -> Link:
+    rate = link.bits_per_second
+    return dataclasses.replace(link, bits_per_second=None if rate is None else rate * factor)
 
 
 def _counted(strategy: Strategy, machine: Machine) -> int:
@@ -211,10 +274,11 @@ def _counted(strategy: Strategy, machine: Machine) -> int:
     return max(_UPDATES_WITH_JITTER if machine.jitter else _UPDATES, _INTERVALS * interval)
 
 
-def _jitter_of_twin(machine: Machine, micro_batches: int) -> float:
-    """Return the jitter with which two ranks wait as long as all of them would; see Note [Waiting for the slowest]."""
-    growth = _expected_maximum(machine.ranks) / _expected_maximum(_RANKS)
-    bound = math.sqrt(3 * micro_batches) / _expected_maximum(_RANKS)  # at which the lag is j
+def _jitter_of_twin(machine: Machine, ranks: int, micro_batches: int) -> float:
+    """Return the jitter with which `ranks` wait as long as all would; see Note [Waiting for the slowest]."""
+    of_twin = _expected_maximum(max(ranks, _RANKS))
+    growth = _expected_maximum(machine.ranks) / of_twin
+    bound = math.sqrt(3 * micro_batches) / of_twin  # at which the lag is j
     return min(machine.jitter * min(growth, bound), _MOST_JITTER)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from stretto.errors import ConfigError
+from stretto.exchange import check_nodes
 from stretto.fields import check_at_least
 from stretto.plan.measure import WIRES, Machine, measure
 from stretto.plan.price import Price, price
@@ -67,8 +68,8 @@ class PlanConfig(Job[TaskT]):
     ranks: tuple[int, ...] = ()
     """Ranks to plan for, as 8,64,512, instead of those that measure."""
     network: str | None = None
-    """free, datacenter, ethernet, office, internet, or a link of every rank's own such as 100mbit,2ms; None is the link
-    that was measured."""
+    """free, datacenter, ethernet, office, internet, or a link such as 100mbit,2ms: of every rank, or where nodes have
+    several ranks of every node; None is the link that was measured."""
     batches: int = 8
     """Micro-batches to time."""
 
@@ -81,11 +82,29 @@ class PlanConfig(Job[TaskT]):
             parse_network(self.network)
 
     def machines(self, measured: Machine) -> list[Machine]:
-        """Return the machines to plan for: as measured, but with the ranks and the network that were asked for."""
+        """Return the machines to plan for: as measured, but with the ranks, nodes and network that were asked for.
+
+        Raises:
+            ConfigError: Ranks do not fill their nodes, or nobody knows the link between these.
+        """
+        return [self._machine(measured, ranks) for ranks in self.ranks or (measured.ranks,)]
+
+    def _machine(self, measured: Machine, ranks: int) -> Machine:
         link = measured.link if self.network is None else parse_network(self.network).link
-        return [
-            dataclasses.replace(measured, ranks=ranks, link=link) for ranks in self.ranks or (measured.ranks,)
-        ]
+        each = self.ranks_per_node or measured.ranks_per_node
+        if each == 1:
+            return dataclasses.replace(measured, ranks=ranks, link=link)
+        has_nodes = measured.ranks_per_node > 1
+        inside = measured.inside if has_nodes else measured.link
+        if ranks <= each:
+            return dataclasses.replace(measured, ranks=ranks, ranks_per_node=1, link=inside)
+        check_nodes(ranks, each)
+        if not has_nodes and self.network is None:
+            raise ConfigError(
+                f"plan for {ranks} ranks with ranks_per_node={each}: the link between nodes was not measured: expected "
+                "ranks on several nodes, or a network"
+            )
+        return dataclasses.replace(measured, ranks=ranks, ranks_per_node=each, link=link, inside=inside)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +129,7 @@ class Ranking:
     @property
     def base(self) -> Price:
         """What is exact and what nobody has to choose: the default."""
-        return next(one for one in self.prices if one.arm == _BASE)
+        return min(self.prices, key=lambda one: _preference(one.arm))
 
     def by_count(self) -> list[Price]:
         """Price the choice at `COUNTS` micro-batches; what a larger batch does to the loss is not in it."""
@@ -141,7 +160,12 @@ class Ranking:
 
 
 def rank_by_time(
-    machine: Machine, *, micro_batches: int, bucket_bytes: int, most_nats: float = math.inf
+    machine: Machine,
+    *,
+    micro_batches: int,
+    bucket_bytes: int,
+    most_nats: float = math.inf,
+    ranks_per_node: int | None = None,
 ) -> Ranking:
     """Return the ranking of strategies and wires on a machine, by the time to a number of samples.
 
@@ -151,6 +175,7 @@ def rank_by_time(
         bucket_bytes: Of the job.
         most_nats: Leave out strategies that cost more in held-out loss, and those whose cost is not known, unless this
             is infinite.
+        ranks_per_node: That of the job's options; None looks at one level too where the machine has nodes.
     """
     wired = [
         arm if wire == "fp32" else f"{arm}:wire={wire}"
@@ -159,14 +184,26 @@ def rank_by_time(
         for wire in WIRES
     ]
     rare = [arm if wire == "fp32" else f"{arm}:wire={wire}" for arm in RARE for wire in ("fp32", "int4")]
+    by_node = "" if machine.ranks_per_node == 1 else f":ranks_per_node={machine.ranks_per_node}"
     arms = [
         arm
         for text in (*wired, *rare)
-        if _fits(arm := parse_arm(text), micro_batches) and _nats(text) <= most_nats
+        if _fits(arm := parse_arm(text + by_node), micro_batches) and _nats(text) <= most_nats
     ]
     prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in arms]
-    prices.sort(key=lambda one: one.seconds_per_micro_batch)
-    return Ranking(machine, tuple(prices), bucket_bytes)
+    if by_node and ranks_per_node is None:
+        # What the second level is worth: there are few links on which another arm would win without it.
+        chosen = _ranked(machine, prices, bucket_bytes).choice.arm.removesuffix(by_node)
+        for text in dict.fromkeys((_BASE, chosen)):
+            prices.append(
+                price(parse_arm(text), machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes)
+            )
+    return _ranked(machine, prices, bucket_bytes)
+
+
+def _ranked(machine: Machine, prices: list[Price], bucket_bytes: int) -> Ranking:
+    by_time = sorted(prices, key=lambda one: one.seconds_per_micro_batch)
+    return Ranking(machine, tuple(by_time), bucket_bytes)
 
 
 def plan(
@@ -188,7 +225,11 @@ def plan(
     log("pricing strategies and wires in virtual time")
     return [
         rank_by_time(
-            machine, micro_batches=job.micro_batches, bucket_bytes=job.bucket_bytes, most_nats=most_nats
+            machine,
+            micro_batches=job.micro_batches,
+            bucket_bytes=job.bucket_bytes,
+            most_nats=most_nats,
+            ranks_per_node=job.ranks_per_node,
         )
         for machine in job.machines(measured)
     ]
@@ -216,7 +257,7 @@ def _in_nats(evidence: Evidence) -> float:
     return math.inf if evidence.nats is None else evidence.nats
 
 
-def _preference(arm: str) -> tuple[int, int]:
-    """Return how exact an arm is: the smaller, the more."""
+def _preference(arm: str) -> tuple[int, int, int]:
+    """Return how exact an arm is: the smaller, the more; of two that are as exact, the one with fewer settings."""
     parsed = parse_arm(arm)
-    return list(EVIDENCE).index(parsed.name), WIRES.index(parsed.wire)
+    return list(EVIDENCE).index(parsed.name), WIRES.index(parsed.wire), len(parsed.settings)
