@@ -70,11 +70,21 @@ ARMS = {
     ),
 }
 """By link, as of `Namespaces`."""
+NODE = ":ranks_per_node=2"
+ON_NODES = {
+    "none": (SYNCHRONOUS, "torch-ddp"),
+    "100mbit": ("torch-ddp-bf16", LOCAL_SGD, f"zero1:wire=int4{NODE}", f"{EVERY_2}:worker=node{NODE}"),
+    "10mbit": (LOCAL_SGD, EVERY_4, f"zero1:wire=int4{NODE}", f"{EVERY_4}:worker=node{NODE}"),
+    "1mbit": (f"{AVERAGE}:interval=20:fragments=4:delay=4:worker=node{NODE}",),
+}
+"""By link of a node of two workers."""
 EXACT = ("torch-ddp",)
 """Arms whose updates are those of `SYNCHRONOUS`."""
 EVALUATE = ["--task.evaluation-windows", "32", "--evaluate-every"]
 EVERY = 4
 TIMED_SEED = 0
+MICRO_BATCHES = 4
+"""Of each of two workers."""
 # A run that only time ends keeps its learning rate. Those that a count may end must keep theirs too.
 # A warm-up is cut to a tenth of a known number of updates.
 SCHEDULE = ["--task.schedule.warmup", "3", "--task.schedule.floor", "1"]
@@ -84,6 +94,11 @@ def method_of(arm: str) -> str:
     """Return the key of an arm's tuned rate."""
     name = arm.partition(":")[0]
     return name if name in TUNED else SYNCHRONOUS
+
+
+def arms_of(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Return the arms by link."""
+    return ARMS if options.per_node == 1 else ON_NODES
 
 
 def learns_as(arm: str) -> str:
@@ -139,13 +154,20 @@ def _merit(run: dict[str, Any], target: float) -> tuple[float, float]:
 def learnt(out: Path, arms: list[str], seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train arms on a free wire, to the loss or until they give up; return their runs."""
     limits = ["--updates", str(options.most_updates), "--to-loss", str(options.target), "--seed", str(seed)]
-    return compare_behind("none", arms, out, *limits, *EVALUATE, str(EVERY), *SCHEDULE)["runs"]
+    words = [*limits, *work(options), *EVALUATE, str(EVERY), *SCHEDULE]
+    return compare_behind("none", arms, out, *words, ranks_per_node=options.per_node)["runs"]
+
+
+def work(options: argparse.Namespace) -> list[str]:
+    """Return how many micro-batches a rank makes: an update has as many samples with any number of workers."""
+    return ["--micro-batches", str(MICRO_BATCHES // options.per_node)]
 
 
 def learn(options: argparse.Namespace) -> None:
     """Count updates to the loss with every seed, after tuning where that has not been done."""
     rates = tune(options)
-    arms = dict.fromkeys(with_rate(learns_as(arm), rates) for of_link in ARMS.values() for arm in of_link)
+    links = arms_of(options).values()
+    arms = dict.fromkeys(with_rate(learns_as(arm), rates) for of_link in links for arm in of_link)
     for seed in options.seeds:
         learnt(options.out / f"learn-seed{seed}", list(arms), seed, options)
 
@@ -157,11 +179,10 @@ def measure(options: argparse.Namespace) -> None:
         for link in options.links:
             limits = ["--updates", str(options.timed_updates), "--seconds", str(options.cap)]
             limits += ["--seed", str(TIMED_SEED)]
-            arms = [with_rate(arm, rates) for arm in ARMS[link]]
-            never = str(10 * options.timed_updates)
-            compare_behind(
-                link, arms, timed_in(options.out, link, turn), *limits, *EVALUATE, never, *SCHEDULE
-            )
+            arms = [with_rate(arm, rates) for arm in arms_of(options)[link]]
+            words = [*limits, *work(options), *EVALUATE, str(10 * options.timed_updates), *SCHEDULE]
+            folder = timed_in(options.out, link, turn)
+            compare_behind(link, arms, folder, *words, ranks_per_node=options.per_node)
 
 
 def report(options: argparse.Namespace) -> None:
@@ -180,11 +201,11 @@ def report(options: argparse.Namespace) -> None:
     base = with_rate(SYNCHRONOUS, rates)
     needed = {seed: updates_to(learning[base, seed], options.target) for seed in options.seeds}
     free = {
-        turn: min(pace(timed["none", with_rate(arm, rates), turn]) for arm in ARMS["none"])
+        turn: min(pace(timed["none", with_rate(arm, rates), turn]) for arm in arms_of(options)["none"])
         for turn in options.turns
     }
     rows = []
-    for link, arm in ((one, arm) for one in options.links for arm in ARMS[one]):
+    for link, arm in ((one, arm) for one in options.links for arm in arms_of(options)[one]):
         found = {turn: run for turn in free if (run := timed.get((link, with_rate(arm, rates), turn)))}
         if not found:
             continue  # this link was not timed
@@ -242,7 +263,10 @@ def main() -> None:
     )
     parser.add_argument("action", choices=("learn", "time", "report"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--links", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--links", nargs="+", choices=list(ARMS), help="all that there are")
+    parser.add_argument(
+        "--per-node", type=int, choices=(1, 2), default=1, help="workers on each of two nodes"
+    )
     parser.add_argument("--target", type=float, default=2.75, help="held-out loss, nats per byte")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of learning")
     parser.add_argument("--most-updates", type=int, default=88, help="after which a learning run gives up")
@@ -251,6 +275,7 @@ def main() -> None:
     parser.add_argument("--timed-updates", type=int, default=32)
     parser.add_argument("--cap", type=float, default=60.0, help="seconds after which a timed run ends")
     options = parser.parse_args()
+    options.links = options.links or list(arms_of(options))
     {"learn": learn, "time": measure, "report": report}[options.action](options)
 
 
