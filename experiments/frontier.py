@@ -38,7 +38,7 @@ from stretto.recipes import StdlibGPT
 from stretto.recipes.gpt import Size
 from stretto.recipes.optimizers import Schedule
 from stretto.recipes.task import Task
-from stretto.train.arms import parse_arm
+from stretto.train.arms import Arm, parse_arm
 from stretto.train.outcome import describe_environment
 from stretto.virtual import VirtualCluster
 
@@ -46,6 +46,8 @@ UPDATES, POINTS, WARM_UP = 1500, 15, 100
 MICRO_BATCHES = 2
 CLIP_NORM = 1.0
 TUNING_SEED = 1000
+LARGER_BATCHES = ("zero1:wire=int4:micro_batches=4:lr=0.012", "zero1:wire=int4:micro_batches=8:lr=0.016")
+"""Two and four times the batch of all others: as many samples in fewer updates."""
 SYNCHRONOUS = "ddp"
 POWER_SGD = "torch-ddp-powersgd"
 """PyTorch's DDP with its PowerSGD hook, of rank 1, plain until the warm-up is over."""
@@ -108,7 +110,7 @@ SETTINGS = {
     ),
     "8-ranks": Setting(
         size="0.1m", ranks=8, batch=4,
-        arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10),
+        arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10, *LARGER_BATCHES),
     ),
     "8-ranks-same-batch": Setting(
         size="0.1m", ranks=8, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4)
@@ -135,7 +137,10 @@ class Run:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train once; return the curve of the held-out loss, and the bytes that rank 0 sent per update."""
+    """Train once; return the curve of the held-out loss, and the bytes that rank 0 sent per update.
+
+    Updates are counted in those of `MICRO_BATCHES`, so that all arms have as many samples after as many.
+    """
     torch.set_num_threads(1)
     setting = SETTINGS[run.setting]
     program = _train_peer if run.arm == POWER_SGD else _train
@@ -145,45 +150,52 @@ def train(run: Run) -> dict[str, Any]:
     return results.values[0]
 
 
-def _task(run: Run, setting: Setting, rank: int) -> Task:
+def _task(run: Run, setting: Setting, rank: int, times: int = 1) -> Task:
     config = StdlibGPT(
         size=setting.size,
         context=64,
         batch=setting.batch,
         lr=run.lr,
-        schedule=Schedule(warmup=WARM_UP),
+        schedule=Schedule(warmup=WARM_UP // times),
         evaluation_windows=512,
     )
-    return config.build(rank, setting.ranks, run.seed, UPDATES)
+    return config.build(rank, setting.ranks, run.seed, UPDATES // times)
 
 
-def _is_point(step: int) -> bool:
+def _is_point(step: int, updates: int) -> bool:
     """Return whether the model is evaluated behind this update; behind the last one it is when the job has ended."""
-    return step < UPDATES and step * POINTS // UPDATES > (step - 1) * POINTS // UPDATES
+    return step < updates and step * POINTS // updates > (step - 1) * POINTS // updates
+
+
+def times_batch(arm: Arm) -> int:
+    """Return how many times as large the batch of an arm is as that of most."""
+    return int(arm.settings.get("micro_batches", MICRO_BATCHES)) // MICRO_BATCHES
 
 
 def _train(run: Run, setting: Setting, rank: int, group: Any) -> dict[str, Any]:
-    task = _task(run, setting, rank)
     arm = parse_arm(run.arm)
+    times = times_batch(arm)
+    updates = UPDATES // times
+    task = _task(dataclasses.replace(run, lr=arm.settings.get("lr", run.lr)), setting, rank, times)
     options = Options(
         clip_norm=CLIP_NORM, wire=arm.wire, changes=arm.settings.get("changes"), bucket_bytes=2**17
     )
     parallel = DataParallel(
-        task.model, task.optimizer, arm.strategy(), micro_batches=MICRO_BATCHES, scheduler=task.scheduler,
-        group=group, options=options,
+        task.model, task.optimizer, arm.strategy(), micro_batches=times * MICRO_BATCHES,
+        scheduler=task.scheduler, group=group, options=options,
     )  # fmt: skip
     curve: list[tuple[int, float]] = []
     shown = 0
-    for batch in parallel.feed(task.loader, UPDATES):
+    for batch in parallel.feed(task.loader, updates):
         loss = task.loss(task.model, batch)
         update = parallel.backward(loss.value, loss.weight, loss.samples)
-        if update is not None and _is_point(update.step):
+        if update is not None and _is_point(update.step, updates):
             before = parallel.sent_bytes
             with parallel.settled():
-                curve.append((update.step, task.evaluate(task.model) if rank == 0 else math.nan))
+                curve.append((times * update.step, task.evaluate(task.model) if rank == 0 else math.nan))
             shown += parallel.sent_bytes - before  # replicas that drift are averaged to be looked at
     parallel.finish()
-    curve.append((parallel.steps, task.evaluate(task.model) if rank == 0 else math.nan))
+    curve.append((times * parallel.steps, task.evaluate(task.model) if rank == 0 else math.nan))
     return {"curve": curve, "sent_bytes": (parallel.sent_bytes - shown) / UPDATES}
 
 
@@ -203,7 +215,7 @@ def _train_peer(run: Run, setting: Setting, rank: int, group: Any) -> dict[str, 
         task.optimizer.step()
         task.optimizer.zero_grad()
         task.scheduler.step()
-        if _is_point(step):
+        if _is_point(step, UPDATES):
             curve.append((step, task.evaluate(task.model) if rank == 0 else math.nan))
     curve.append((UPDATES, task.evaluate(task.model) if rank == 0 else math.nan))
     factor = state.compression_stats()[0]
@@ -275,12 +287,20 @@ def reached(curve: list[list[float]], target: float) -> float | None:
 
 @functools.cache
 def seconds(arm: str, ranks: int, link: Link, share_sent: float) -> float:
-    """Return the price of an update; of PowerSGD as that of `ddp` on a link that is as much faster as it sends less."""
+    """Return the price of an update's samples.
+
+    That of PowerSGD is the price of `ddp` on a link that is as much faster as it sends less.
+    """
     if arm == POWER_SGD:
         rate = link.bits_per_second
         arm, link = SYNCHRONOUS, Link(bits_per_second=None if rate is None else rate / share_sent)
     machine = dataclasses.replace(CALIBRATED, ranks=ranks, link=link)
-    return price(parse_arm(arm), machine, micro_batches=PRICED_MICRO_BATCHES, bucket_bytes=2**20).seconds
+    parsed = parse_arm(arm)
+    times, settings = times_batch(parsed), {**parsed.settings}
+    settings.pop("micro_batches", None)
+    alone = dataclasses.replace(parsed, settings=settings)
+    count = times * PRICED_MICRO_BATCHES
+    return price(alone, machine, micro_batches=count, bucket_bytes=2**20).seconds / times
 
 
 def compared(name: str, book: Book) -> dict[str, Any]:

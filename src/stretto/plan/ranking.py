@@ -54,8 +54,8 @@ SMALL = 0.02
 """Nats that hardly anybody would notice: about the spread between seeds in the measurements."""
 ALIKE = 0.02
 """Share of the time below which two prices count as the same."""
-RARE = ("local:rate=0.1", "local:rate=0.02", "diloco:interval=10:delay=9", "diloco:interval=50:delay=9")
-"""Strategies that send now and then."""
+RARE = ("local:rate=0.1", "local:rate=0.02", "diloco:interval=10:delay=1", "diloco:interval=50:delay=2")
+"""Strategies that send now and then; a long delay learns worse than waiting for a slow link (docs/diloco.md)."""
 COUNTS = (1, 2, 4, 8, 16)
 """Micro-batches per rank and update at which the choice is priced too."""
 _BASE = "zero1"
