@@ -46,7 +46,7 @@ UPDATES, POINTS, WARM_UP = 1500, 15, 100
 MICRO_BATCHES = 2
 CLIP_NORM = 1.0
 TUNING_SEED = 1000
-LARGER_BATCHES = ("zero1:wire=int4:micro_batches=4:lr=0.012", "zero1:wire=int4:micro_batches=8:lr=0.016")
+LARGER_BATCHES = ("zero1:wire=int4:micro_batches=4:lr=0.012", "zero1:wire=int4:micro_batches=8:lr=0.008")
 """Two and four times the batch of all others: as many samples in fewer updates."""
 SYNCHRONOUS = "ddp"
 POWER_SGD = "torch-ddp-powersgd"
@@ -314,7 +314,7 @@ def compared(name: str, book: Book) -> dict[str, Any]:
     base = runs[SYNCHRONOUS]
     return {
         arm: {
-            "lr": rates[arm],
+            "lr": parse_arm(arm).settings.get("lr", rates[arm]),
             "seeds": sorted(found),
             "sent_bytes": statistics.fmean(run["sent_bytes"] for run in found.values()),
             "heldout_loss": interval([final(run) for run in found.values()]),
