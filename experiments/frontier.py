@@ -48,6 +48,8 @@ CLIP_NORM = 1.0
 TUNING_SEED = 1000
 LARGER_BATCHES = ("zero1:wire=int4:micro_batches=4:lr=0.012", "zero1:wire=int4:micro_batches=8:lr=0.008")
 """Two and four times the batch of all others: as many samples in fewer updates."""
+BY_NODE = ":worker=node:ranks_per_node=4"
+"""Two nodes of four ranks, each node one worker; inside it the link is free."""
 SYNCHRONOUS = "ddp"
 POWER_SGD = "torch-ddp-powersgd"
 """PyTorch's DDP with its PowerSGD hook, of rank 1, plain until the warm-up is over."""
@@ -110,7 +112,8 @@ SETTINGS = {
     ),
     "8-ranks": Setting(
         size="0.1m", ranks=8, batch=4,
-        arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10, *LARGER_BATCHES),
+        arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10, *LARGER_BATCHES,
+              f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}"),
     ),
     "8-ranks-same-batch": Setting(
         size="0.1m", ranks=8, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4)
@@ -178,8 +181,9 @@ def _train(run: Run, setting: Setting, rank: int, group: Any) -> dict[str, Any]:
     updates = UPDATES // times
     task = _task(dataclasses.replace(run, lr=arm.settings.get("lr", run.lr)), setting, rank, times)
     options = Options(
-        clip_norm=CLIP_NORM, wire=arm.wire, changes=arm.settings.get("changes"), bucket_bytes=2**17
-    )
+        clip_norm=CLIP_NORM, wire=arm.wire, changes=arm.settings.get("changes"), bucket_bytes=2**17,
+        ranks_per_node=arm.settings.get("ranks_per_node"),
+    )  # fmt: skip
     parallel = DataParallel(
         task.model, task.optimizer, arm.strategy(), micro_batches=times * MICRO_BATCHES,
         scheduler=task.scheduler, group=group, options=options,
@@ -294,8 +298,9 @@ def seconds(arm: str, ranks: int, link: Link, share_sent: float) -> float:
     if arm == POWER_SGD:
         rate = link.bits_per_second
         arm, link = SYNCHRONOUS, Link(bits_per_second=None if rate is None else rate / share_sent)
-    machine = dataclasses.replace(CALIBRATED, ranks=ranks, link=link)
     parsed = parse_arm(arm)
+    each = parsed.settings.get("ranks_per_node", 1)
+    machine = dataclasses.replace(CALIBRATED, ranks=ranks, ranks_per_node=each, link=link)
     times, settings = times_batch(parsed), {**parsed.settings}
     settings.pop("micro_batches", None)
     alone = dataclasses.replace(parsed, settings=settings)
