@@ -65,6 +65,7 @@ ARMS = {
     ),
     "10mbit/100mbit": ("torch-ddp-bf16", LOCAL_SGD, "zero1:wire=int4", "local:rate=0.1:wire=int4", EVERY_4),
     "1mbit": (
+        LOCAL_SGD,
         f"{AVERAGE}:interval=20:fragments=4:delay=4",
         f"{AVERAGE}:interval=24:fragments=8:delay=2",
     ),
@@ -273,7 +274,12 @@ def main() -> None:
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[5e-4, 7e-4, 1e-3])
     parser.add_argument("--turns", type=int, nargs="+", default=[0, 1, 2], help="of timing")
     parser.add_argument("--timed-updates", type=int, default=32)
-    parser.add_argument("--cap", type=float, default=60.0, help="seconds after which a timed run ends")
+    parser.add_argument(
+        "--cap",
+        type=float,
+        default=60.0,
+        help="seconds after which a timed run ends; torch-local-sgd takes 420 for some updates at 1mbit",
+    )
     options = parser.parse_args()
     options.links = options.links or list(arms_of(options))
     {"learn": learn, "time": measure, "report": report}[options.action](options)

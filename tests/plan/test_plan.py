@@ -136,6 +136,15 @@ def test_on_a_core_of_its_own_computing_pays_for_what_overlaps() -> None:
     assert seconds("zero1", narrow) == seconds("zero1")
 
 
+def test_packing_costs_a_rank_that_averages_now_and_then_only_then() -> None:
+    """It works on the compute lane, and all of it is between two micro-batches."""
+    for arm, per_update in (("local:rate=0.1", 0.1), ("diloco:interval=4:fragments=2", 0.25)):
+        free = dataclasses.replace(MACHINE, link=Link())
+        slow = dataclasses.replace(free, exchange_seconds={**free.exchange_seconds, "int4": 0.5})
+        found = seconds(f"{arm}:wire=int4", slow) - seconds(f"{arm}:wire=int4", free)
+        assert found == pytest.approx(per_update * (0.5 - 0.03), rel=0.01)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
 def test_bytes_are_the_ledgers_at_every_number_of_ranks(ranks: int) -> None:
     found = price(
