@@ -123,6 +123,7 @@ def draw_time_to_loss() -> Figure:
     """Draw every arm's time to the held-out loss on every link, as multiples of a free wire's: medians and ranges."""
     rows = json.loads((RESULTS / RACE / "time-to-loss.json").read_text(encoding="utf-8"))
     by_link = {link: [row for row in rows if row["link"] == link] for link in LINK_TITLES}
+    most = max(multiple for row in rows for multiple in row["multiples"])
     figure = Figure(figsize=(WIDTH, 9.6), layout="constrained")
     axes = figure.subplots(
         len(by_link), sharex=True, height_ratios=[len(of_link) + 1 for of_link in by_link.values()]
@@ -142,8 +143,8 @@ def draw_time_to_loss() -> Figure:
             ax.axhline(place, color="#E4E4E4", linewidth=0.8, zorder=0)
         names = [row["arm"].replace(":outer_lr=1:outer_momentum=0:keep_progress=on", "") for row in arms]
         ax.set_yticks(range(len(arms)), names)
-        ax.set(xscale="log", xlim=(0.8, 6.5), ylim=(len(arms) - 0.4, -0.6))
-        ax.set_xticks([1, 1.5, 2, 3, 4, 5], ["1", "1.5", "2", "3", "4", "5"], minor=False)
+        ax.set(xscale="log", xlim=(0.8, 1.5 * most), ylim=(len(arms) - 0.4, -0.6))
+        ax.set_xticks([1, 1.5, 2, 3, 4, 6, 8], ["1", "1.5", "2", "3", "4", "6", "8"], minor=False)
         ax.set_xticks([], minor=True)
         ax.set_title(LINK_TITLES[link], loc="left", fontsize=9, fontweight="bold")
         ax.tick_params(left=False)
