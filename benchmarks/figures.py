@@ -190,10 +190,13 @@ def short_name(arm: str) -> str:
         delay = f", delay {values['delay']}" if int(values.get("delay", 0)) > 2 else ""
         hidden = f", {values['fragments']} fragments" if "fragments" in values else delay
         plain = "" if values.get("outer_momentum") == "0" else ", outer step"
-        return f"every {values['interval']}, {values.get('wire', 'fp32')}{hidden}{plain}"
+        nodes = ", nodes of 4" if values.get("worker") == "node" else ""
+        return f"every {values['interval']}, {values.get('wire', 'fp32')}{hidden}{plain}{nodes}"
     if name == "local":
         return f"rate {values['rate']}, {values['wire']}"
-    return " ".join([name.removeprefix("torch-ddp-"), values.get("wire", "" if name != "acco" else "fp32")])
+    larger = f", {int(values['micro_batches']) // 2} times the batch" if "micro_batches" in values else ""
+    wire = values.get("wire", "" if name != "acco" else "fp32")
+    return f"{name.removeprefix('torch-ddp-')} {wire}".rstrip() + larger
 
 
 def draw_frontier() -> Figure:

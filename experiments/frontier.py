@@ -194,13 +194,19 @@ def _train(run: Run, setting: Setting, rank: int, group: Any) -> dict[str, Any]:
         loss = task.loss(task.model, batch)
         update = parallel.backward(loss.value, loss.weight, loss.samples)
         if update is not None and _is_point(update.step, updates):
-            before = parallel.sent_bytes
+            before = sent_bytes(parallel)
             with parallel.settled():
                 curve.append((times * update.step, task.evaluate(task.model) if rank == 0 else math.nan))
-            shown += parallel.sent_bytes - before  # replicas that drift are averaged to be looked at
+            shown += sent_bytes(parallel) - before  # replicas that drift are averaged to be looked at
     parallel.finish()
     curve.append((times * parallel.steps, task.evaluate(task.model) if rank == 0 else math.nan))
-    return {"curve": curve, "sent_bytes": (parallel.sent_bytes - shown) / UPDATES}
+    return {"curve": curve, "sent_bytes": (sent_bytes(parallel) - shown) / UPDATES}
+
+
+def sent_bytes(parallel: DataParallel) -> int:
+    """Return the bytes that a rank has sent, or where there are nodes to other nodes."""
+    by_node = parallel.options.ranks_per_node is not None
+    return parallel.job.exchange.crossed_bytes if by_node else parallel.sent_bytes
 
 
 def _train_peer(run: Run, setting: Setting, rank: int, group: Any) -> dict[str, Any]:
