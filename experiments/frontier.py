@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,6 +26,19 @@ from typing import Any
 
 import torch
 from book import Book
+from frontier_arms import (
+    CLIP_NORM,
+    MICRO_BATCHES,
+    POINTS,
+    POWER_SGD,
+    SAME_WIRE,
+    SETTINGS,
+    SYNCHRONOUS,
+    TUNING_SEED,
+    UPDATES,
+    WARM_UP,
+    Setting,
+)
 from intervals import Interval, difference, interval
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -35,36 +48,12 @@ from stretto.groups import Link
 from stretto.observe import replace_json
 from stretto.plan import Machine, price
 from stretto.recipes import StdlibGPT
-from stretto.recipes.gpt import Size
 from stretto.recipes.optimizers import Schedule
 from stretto.recipes.task import Task
 from stretto.train.arms import Arm, parse_arm
 from stretto.train.outcome import describe_environment
 from stretto.virtual import VirtualCluster
 
-UPDATES, POINTS, WARM_UP = 1500, 15, 100
-MICRO_BATCHES = 2
-CLIP_NORM = 1.0
-TUNING_SEED = 1000
-LARGER_BATCHES = ("zero1:wire=int4:micro_batches=4:lr=0.012", "zero1:wire=int4:micro_batches=8:lr=0.008")
-"""Two and four times the batch of all others: as many samples in fewer updates."""
-BY_NODE = ":worker=node:ranks_per_node=4"
-"""Two nodes of four ranks, each node one worker; inside it the link is free."""
-SYNCHRONOUS = "ddp"
-POWER_SGD = "torch-ddp-powersgd"
-"""PyTorch's DDP with its PowerSGD hook, of rank 1, plain until the warm-up is over."""
-AVERAGE = "diloco:outer_lr=1:outer_momentum=0"
-HIDDEN = f"{AVERAGE}:keep_progress=on:wire=int4"
-EVERY_2 = f"{HIDDEN}:interval=2:delay=1"
-EVERY_4 = f"{HIDDEN}:interval=4:fragments=2:delay=1"
-EVERY_10 = f"{HIDDEN}:interval=10:fragments=5:delay=1"
-EVERY_30 = f"{HIDDEN}:interval=30:fragments=10:delay=2"
-LONG_DELAY = f"{HIDDEN}:interval=10:delay=9"
-"""All parameters as one fragment, under way nearly all the time: what it is good for to cut them."""
-PLAIN_10 = f"{AVERAGE}:interval=10"
-"""What `PostLocalSGDOptimizer` and Accelerate's `LocalSGD` do: a plain average now and then, in fp32, not hidden."""
-OUTER_30 = "diloco:interval=30:outer_lr=0.7:outer_momentum=0.9"
-"""DiLoCo as published, with the paper's outer step; in fp32, not hidden."""
 CALIBRATED = Machine(
     ranks=2, parameters=2_007_600, forward_seconds=0.0636, backward_seconds=0.1191, load_seconds=0.0,
     step_seconds=0.0015, link=Link(), cores=1.0,
@@ -77,56 +66,6 @@ PRICED_MICRO_BATCHES = 4
 LINKS = {"1 Mbit/s": 1e6, "10 Mbit/s": 1e7, "37 Mbit/s": 3.7e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
 TARGET_SHARE = 2 / 3
 """Of all updates: the loss that `ddp` has then is the one that all arms are timed to."""
-BITS = ("zero1:wire=int8", "zero1:wire=int4", "zero1:wire=int2")
-LOCAL = "local:rate=0.1:wire=bf16"
-RARE = (LOCAL, EVERY_2, EVERY_4, EVERY_10, EVERY_30, LONG_DELAY, PLAIN_10, OUTER_30)
-DELAYED = ("acco", "acco:wire=int4")
-SAME_WIRE = {"acco": SYNCHRONOUS, "acco:wire=int4": "zero1:wire=int4"}
-"""Synchronous arms that send in the same format."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A model on some ranks, and the arms that train it."""
-
-    size: Size
-    ranks: int
-    batch: int
-    """Windows of 64 bytes per micro-batch."""
-    arms: tuple[str, ...]
-    rates: tuple[float, ...] = ()
-    """To choose from."""
-    tuned: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-    """Arms whose rate is tuned, each with those that take its rate. All others take that of `ddp`, or, where that is
-    not tuned here, the one that they have on two ranks."""
-
-
-SETTINGS = {
-    "2-ranks": Setting(
-        size="0.1m", ranks=2, batch=4, rates=(4e-3, 8e-3, 1.6e-2),
-        arms=(SYNCHRONOUS, *BITS, *DELAYED, *RARE, POWER_SGD),
-        tuned={
-            SYNCHRONOUS: (), LOCAL: (), LONG_DELAY: (EVERY_2, EVERY_4, EVERY_10, EVERY_30, PLAIN_10), OUTER_30: (),
-            POWER_SGD: (),
-        },
-    ),
-    "8-ranks": Setting(
-        size="0.1m", ranks=8, batch=4,
-        arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10, *LARGER_BATCHES,
-              f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}"),
-    ),
-    "8-ranks-same-batch": Setting(
-        size="0.1m", ranks=8, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4)
-    ),
-    "32-ranks": Setting(
-        size="0.1m", ranks=32, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4, EVERY_30, OUTER_30)
-    ),
-    "2-ranks-larger": Setting(
-        size="0.5m", ranks=2, batch=4, rates=(2e-3, 4e-3, 8e-3),
-        arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4, EVERY_30, OUTER_30),
-        tuned={SYNCHRONOUS: (EVERY_4, EVERY_30, OUTER_30)},  # which all had one rate on the smaller model
-    ),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,14 +14,12 @@ from stretto.groups import Link
 from stretto.groups.collective_group import CollectiveGroup
 from stretto.groups.collectives import Call
 from stretto.guards.fitting import choose_guards
-from stretto.plan import price
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import ledger_of
 from stretto.train.arms import parse_arm
 from stretto.virtual import Compute, Network, VirtualCluster
 from tests.diloco.jobs import HEIGHT, WIDTH, Course, go_on, start
 from tests.engine.test_path import Passed
-from tests.plan.test_plan import MACHINE
 
 NUMEL = WIDTH * HEIGHT
 NODES, EACH = 2, 2
@@ -201,11 +199,6 @@ def test_a_verified_job_has_no_nodes_for_workers_and_standard_guards_know_it() -
 def test_other_kinds_of_workers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected one of rank, node"):
         st.DiLoCo(worker="rack")
-
-
-def test_a_plan_refuses_to_price_nodes() -> None:
-    with pytest.raises(ConfigError, match="a plan prices ranks that have a link each"):
-        price(parse_arm("diloco:worker=node"), MACHINE, micro_batches=1, bucket_bytes=2**20)
 
 
 def test_the_command_line_knows_the_option() -> None:

@@ -1,7 +1,13 @@
 """Process groups: what every collective is, a rank alone, a launcher's, a slow link, the library's own."""
 
 from stretto.groups.collective_group import SoloGroup
-from stretto.groups.launcher import is_hosted_by_agent, join_launched_group, launched_rank, meeting_point
+from stretto.groups.launcher import (
+    is_hosted_by_agent,
+    join_launched_group,
+    launched_per_node,
+    launched_rank,
+    meeting_point,
+)
 from stretto.groups.link import Link
 from stretto.groups.private import part_of, private_group, release, retire
 from stretto.groups.throttled import ThrottledGroup, register_throttled
@@ -12,6 +18,7 @@ __all__ = [
     "ThrottledGroup",
     "is_hosted_by_agent",
     "join_launched_group",
+    "launched_per_node",
     "launched_rank",
     "meeting_point",
     "part_of",

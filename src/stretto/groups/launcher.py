@@ -63,6 +63,16 @@ def launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
         ) from error
 
 
+def launched_per_node() -> int:
+    """Return how many ranks a launcher has started on this machine; 1 where there is no launcher.
+
+    Raises:
+        ConfigError: Its variables do not fit.
+    """
+    launched = launched_rank(os.environ)
+    return 1 if launched is None else launched.local_world_size
+
+
 def _tasks_per_node(text: str) -> list[int]:
     """Read what srun writes as `2(x3),1`: three nodes with two tasks each and one with one."""
     counts: list[int] = []

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.engine import Options
-from stretto.groups import join_launched_group, launched_rank
+from stretto.groups import join_launched_group, launched_per_node
 from stretto.plan.measure import Machine, Ranks, measure_task
 from stretto.plan.ranking import SMALL, Ranking, rank_by_time
 from stretto.randomness import random_states, restore_random_states
@@ -114,7 +113,6 @@ def _measured(
             loss=lambda model, batch: Loss(loss_function(model, batch), 1.0, 1),
             evaluate=lambda model: math.nan,
         )
-        launched = launched_rank(os.environ)
-        return measure_task(ranks, task, batches, 1 if launched is None else launched.local_world_size)
+        return measure_task(ranks, task, batches, launched_per_node())
     finally:
         restore_random_states(states, ranks.device)
