@@ -165,8 +165,8 @@ TITLES = {
     "2-ranks": "2 ranks, 5 seeds",
     "8-ranks": "8 ranks with as much work each, one seed",
     "8-ranks-same-batch": "8 ranks that share the work of 2, one seed",
-    "32-ranks": "32 ranks with a quarter of the work each, one seed",
-    "2-ranks-larger": "2 ranks, a model of 0.5 million parameters, one seed",
+    "32-ranks": "32 ranks, a quarter of the work, one seed",
+    "2-ranks-larger": "2 ranks, 0.5 million parameters, one seed",
 }
 """Of the settings in `experiments/frontier.py`."""
 
@@ -190,13 +190,17 @@ def short_name(arm: str) -> str:
         delay = f", delay {values['delay']}" if int(values.get("delay", 0)) > 2 else ""
         hidden = f", {values['fragments']} fragments" if "fragments" in values else delay
         plain = "" if values.get("outer_momentum") == "0" else ", outer step"
-        nodes = ", nodes of 4" if values.get("worker") == "node" else ""
+        nodes = ", by node" if values.get("worker") == "node" else ""
         return f"every {values['interval']}, {values.get('wire', 'fp32')}{hidden}{plain}{nodes}"
     if name == "local":
         return f"rate {values['rate']}, {values['wire']}"
     larger = f", {int(values['micro_batches']) // 2} times the batch" if "micro_batches" in values else ""
     wire = values.get("wire", "" if name != "acco" else "fp32")
     return f"{name.removeprefix('torch-ddp-')} {wire}".rstrip() + larger
+
+
+def _kilobytes(count: float) -> str:
+    return f"{count / 1e3:.{0 if count > 1e3 else 1}f}"
 
 
 def draw_frontier() -> Figure:
@@ -218,14 +222,14 @@ def draw_frontier() -> Figure:
             )
             (legend[text],) = ax.plot(over["mean"], place, marker, color=colour, markersize=5, linestyle="")
             ax.axhline(place, color="#E4E4E4", linewidth=0.8, zorder=0)
-        names = [f"{short_name(arm)}   {row['sent_bytes'] / 1e3:.0f} kB" for arm, row in rows]
+        names = [f"{short_name(arm)}   {_kilobytes(row['sent_bytes'])} kB" for arm, row in rows]
         ax.set_yticks(range(len(rows)), names)
         ax.set(ylim=(len(rows) - 0.4, -0.6))
         ax.axvline(0, color=GREY, linewidth=0.8, zorder=0)
         ax.set_title(TITLES[setting], loc="left", fontsize=9, fontweight="bold")
         ax.tick_params(left=False)
         ax.spines["left"].set_visible(False)
-    axes[-1].set_xlabel("nats above fp32 after equal samples, 95 % intervals")
+    axes[-1].set_xlabel("nats above fp32, 95 % intervals")
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2)
     return figure
 
