@@ -138,20 +138,21 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
         print(recommendation(ranking))
     last = rankings[-1]
     machine, choice = last.machine, last.choice
-    nodes = ""
-    if machine.ranks_per_node > 1:
-        nodes = (
-            f" on nodes of {machine.ranks_per_node} (the link is a node's;\ninside {_rate(machine.inside)})"
-        )
     print(
         f"\nmicro-batch {1000 * machine.micro_batch_seconds:.1f} ms, optimizer {1000 * machine.step_seconds:.1f} ms, "
         f"loader {1000 * machine.load_seconds:.1f} ms,\nlink {_rate(machine.link)}, {machine.parameters:,} parameters, "
-        f"{machine.ranks} ranks{nodes},\n{choice.micro_batches} micro-batches per rank and update"
+        f"{machine.ranks} ranks,\n{choice.micro_batches} micro-batches per rank and update"
     )
+    if machine.ranks_per_node > 1:
+        text = (
+            f"on nodes of {machine.ranks_per_node} ranks: the link is a node's, a rank inside has "
+            f"{_rate(machine.inside)}; gradients are added up inside first, except in rows of one level"
+        )
+        print(textwrap.fill(text, COLUMNS))
     print(f"\n{'':32}{'s/update':>9}{'waits':>6}{'MB sent':>8}{'MB held':>8}")
     for one in last.prices:
         print(
-            f"{_row_of(one.arm):32}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
+            f"{_row_of(one.arm, machine.ranks_per_node):32}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
             f"{one.sent_bytes / 1e6:8,.1f}{one.memory_bytes / 1e6:8,.0f}  {last.why_not(one)}"
         )
     counts = last.by_count()
@@ -168,8 +169,10 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
         print(textwrap.fill(text, COLUMNS, subsequent_indent="  "))
 
 
-def _row_of(arm: str) -> str:
-    return arm.replace(":wire=", " ").replace(":ranks_per_node=", " nodes of ")
+def _row_of(arm: str, ranks_per_node: int) -> str:
+    """Return what a table calls an arm; on nodes that of one level says so, and others leave out what they share."""
+    name, by_node, _ = arm.replace(":wire=", " ").partition(":ranks_per_node=")
+    return name if by_node or ranks_per_node == 1 else f"{name}, one level"
 
 
 def recommendation(ranking: Ranking) -> str:
