@@ -232,9 +232,8 @@ def _slowest(ranks: Ranks, own: Machine) -> Machine:
     of_all = ranks.gather([own.jitter, *times])
     jitter = of_all[:, 0].mean().item()  # few draws: their mean is nearer to the truth than their maximum
     slowest = of_all[:, 1:].amax(0).tolist()
-    forward, backward, load, step, *exchanges, per_bit, latency, per_bit_inside, latency_inside, cores = (
-        slowest
-    )
+    forward, backward, load, step, *exchanges = slowest[:-5]
+    per_bit, latency, per_bit_inside, latency_inside, cores = slowest[-5:]
     return dataclasses.replace(
         own,
         forward_seconds=forward,

@@ -138,9 +138,8 @@ def compute_of(arm: Arm, machine: Machine, micro_batches: int) -> Compute:
     plain, packed = machine.exchange_seconds["fp32"], machine.exchange_seconds[arm.wire]
     # On nodes a rank packs and unpacks the sums of its column; the other half, what owners publish, is all of it.
     exchange_seconds = plain + (packed - plain) * (1 + 1 / each) / 2
-    if (
-        ledger.local
-    ):  # it exchanges now and then; the ranks of a node add up gradients as they are, at every update
+    if ledger.local:
+        # It exchanges now and then; only the ranks of a node add up their gradients at every update, unpacked.
         exchange_seconds *= ledger.averages + ledger.outer_steps
         exchange_seconds += plain if ledger.by_node and each > 1 else 0.0
     lane_seconds = exchange_seconds + machine.step_seconds * owned
