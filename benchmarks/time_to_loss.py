@@ -33,7 +33,9 @@ AVERAGE = "diloco:outer_lr=1:outer_momentum=0:keep_progress=on:wire=int4"
 EVERY_2 = f"{AVERAGE}:interval=2:delay=1"
 EVERY_4 = f"{AVERAGE}:interval=4:fragments=2:delay=1"
 SYNCHRONOUS = "zero1"
-LOCAL_SGD, POWER_SGD = "torch-local-sgd", "torch-ddp-powersgd"
+LOCAL_SGD, POWER_SGD, ACCELERATE = "torch-local-sgd", "torch-ddp-powersgd", "accelerate-local-sgd"
+TORCHFT = "torchft-diloco:outer_lr=1:outer_momentum=0:mix=0.5"
+"""Averages as ours, in fp32; of what a rank has changed meanwhile torchft can keep a share."""
 TUNED = {
     SYNCHRONOUS: SYNCHRONOUS,
     "acco": "acco:wire=int4",
@@ -41,6 +43,9 @@ TUNED = {
     "diloco": EVERY_4,
     LOCAL_SGD: LOCAL_SGD,
     POWER_SGD: POWER_SGD,
+    ACCELERATE: ACCELERATE,
+    "torchft-diloco": f"{TORCHFT}:interval=4:fragments=2:delay=1",
+    "hivemind": "hivemind:interval=4:delay=1",
 }
 """One arm per way of updating; arms that differ in wire or interval take its rate."""
 ARMS = {
@@ -54,6 +59,9 @@ ARMS = {
         "acco:wire=int4",
         "local:rate=0.1:wire=int8",
         EVERY_2,
+        ACCELERATE,
+        f"{TORCHFT}:interval=4:fragments=2:delay=1",
+        "hivemind:interval=4:delay=1",
     ),
     "37mbit": ("torch-ddp-bf16", LOCAL_SGD, "zero1:wire=int4", "local:rate=0.1:wire=int8", EVERY_2),
     "10mbit": (
@@ -62,15 +70,24 @@ ARMS = {
         LOCAL_SGD,
         "local:rate=0.1:wire=int4",
         EVERY_4,
+        f"{LOCAL_SGD}:interval=15",
+        f"{ACCELERATE}:interval=15",
+        f"{TORCHFT}:interval=16:fragments=4:delay=2",
+        "hivemind:interval=4:delay=2:compression=uniform8bit",
     ),
     "10mbit/100mbit": ("torch-ddp-bf16", LOCAL_SGD, "zero1:wire=int4", "local:rate=0.1:wire=int4", EVERY_4),
     "1mbit": (
         LOCAL_SGD,
         f"{AVERAGE}:interval=20:fragments=4:delay=4",
         f"{AVERAGE}:interval=24:fragments=8:delay=2",
+        f"{LOCAL_SGD}:interval=30",
+        f"{ACCELERATE}:interval=30",
+        f"{TORCHFT}:interval=64:fragments=8:delay=7",
+        "hivemind:interval=20:delay=17:compression=uniform8bit",
     ),
 }
-"""By link, as of `Namespaces`."""
+"""By link, as of `Namespaces`. Intervals and delays of the other libraries are about the shortest that hide what they
+send, or, where nothing hides, that an average or two fall into the run."""
 NODE = ":ranks_per_node=2"
 ON_NODES = {
     "none": (SYNCHRONOUS, "torch-ddp"),
@@ -99,7 +116,8 @@ def method_of(arm: str) -> str:
 
 def arms_of(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Return the arms by link."""
-    return ARMS if options.per_node == 1 else ON_NODES
+    arms = ARMS if options.per_node == 1 else ON_NODES
+    return {link: tuple(arm for arm in found if arm.startswith(options.arms)) for link, found in arms.items()}
 
 
 def learns_as(arm: str) -> str:
@@ -139,7 +157,7 @@ def tune(options: argparse.Namespace) -> dict[str, float]:
     missing = {method: arm for method, arm in TUNED.items() if method not in best}
     if missing:
         arms = [f"{arm}:lr={rate:g}" for arm in missing.values() for rate in options.learning_rates]
-        runs = learnt(options.out / "tuning", arms, 1000, options)
+        runs = learnt("tuning", arms, 1000, options)
         for method, arm in missing.items():
             tried = [run for run in runs if run["strategy"].startswith(f"{arm}:lr=")]
             best[method] = min(tried, key=lambda run: _merit(run, options.target))["learning_rate"]
@@ -152,11 +170,16 @@ def _merit(run: dict[str, Any], target: float) -> tuple[float, float]:
     return float("inf") if updates is None else updates, run["heldout_loss"]
 
 
-def learnt(out: Path, arms: list[str], seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train arms on a free wire, to the loss or until they give up; return their runs."""
+def learnt(name: str, arms: list[str], seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train arms on a free wire, to the loss or until they give up; return these runs and those made before."""
+    before = [run for folder in sorted(options.out.glob(f"{name}*")) for run in read(folder)]
+    arms = [arm for arm in arms if arm not in {run["strategy"] for run in before}]
+    if not arms:
+        return before
     limits = ["--updates", str(options.most_updates), "--to-loss", str(options.target), "--seed", str(seed)]
     words = [*limits, *work(options), *EVALUATE, str(EVERY), *SCHEDULE]
-    return compare_behind("none", arms, out, *words, ranks_per_node=options.per_node)["runs"]
+    folder = options.out / (f"{name}-more{len(before)}" if before else name)
+    return before + compare_behind("none", arms, folder, *words, ranks_per_node=options.per_node)["runs"]
 
 
 def work(options: argparse.Namespace) -> list[str]:
@@ -165,12 +188,12 @@ def work(options: argparse.Namespace) -> list[str]:
 
 
 def learn(options: argparse.Namespace) -> None:
-    """Count updates to the loss with every seed, after tuning where that has not been done."""
+    """Count updates to the loss with every seed, after tuning; what has been counted before is left out."""
     rates = tune(options)
     links = arms_of(options).values()
     arms = dict.fromkeys(with_rate(learns_as(arm), rates) for of_link in links for arm in of_link)
     for seed in options.seeds:
-        learnt(options.out / f"learn-seed{seed}", list(arms), seed, options)
+        learnt(f"learn-seed{seed}", list(arms), seed, options)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -192,7 +215,8 @@ def report(options: argparse.Namespace) -> None:
     learning = {
         (run["strategy"], seed): run
         for seed in options.seeds
-        for run in read(options.out / f"learn-seed{seed}")
+        for folder in options.out.glob(f"learn-seed{seed}*")
+        for run in read(folder)
     }
     timed = {
         (link, run["strategy"], turn): run
@@ -265,6 +289,7 @@ def main() -> None:
     parser.add_argument("action", choices=("learn", "time", "report"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--links", nargs="+", choices=list(ARMS), help="all that there are")
+    parser.add_argument("--arms", nargs="+", default=[""], help="how their names begin; all that there are")
     parser.add_argument(
         "--per-node", type=int, choices=(1, 2), default=1, help="workers on each of two nodes"
     )
@@ -281,6 +306,7 @@ def main() -> None:
         help="seconds after which a timed run ends; torch-local-sgd takes 420 for some updates at 1mbit",
     )
     options = parser.parse_args()
+    options.arms = tuple(options.arms)
     options.links = options.links or list(arms_of(options))
     {"learn": learn, "time": measure, "report": report}[options.action](options)
 

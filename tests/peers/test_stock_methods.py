@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stretto.groups import Link, register_throttled
-from stretto.peers.stock import TorchDDPPowerSGD, TorchLocalSGD
 from tests.peers import training
 from tests.peers.training import MICRO_BATCHES, UPDATES, WORLD_SIZE
 from tests.processes import rank_outcomes, run_ranks
@@ -70,8 +69,7 @@ def test_zero_sends_the_gradients_and_then_the_parts() -> None:
 
 
 def train_whole(rank: int, name: str) -> dict[str, Tensor]:
-    TorchDDPPowerSGD.whole_updates = TorchLocalSGD.whole_updates = UPDATES
-    return training.train(rank, name, 0.05)[0]
+    return training.train(rank, name, 0.05, whole_updates=UPDATES)[0]
 
 
 @pytest.mark.parametrize("name", ["torch-ddp-powersgd", "torch-local-sgd"])
@@ -112,43 +110,6 @@ def train_in_buckets(rank: int) -> bool:
 
 def test_powersgd_keeps_the_order_of_its_all_reduces_over_several_buckets() -> None:
     assert run_ranks(WORLD_SIZE, train_in_buckets) == [True, True]
-
-
-def train_replicas(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The mean of the replicas, and this rank's own, after four updates of micro-batches that weigh the same."""
-    TorchLocalSGD.whole_updates, TorchLocalSGD.period = 0, 2
-    model = training.new_model()
-    peer = training.make_peer("torch-local-sgd", model, training.new_optimizer(model), MICRO_BATCHES)
-    for inputs, _ in training.shard(rank):
-        peer.backward(training.loss_of(peer.model, inputs))
-    with peer.settled():
-        mean = {key: value.detach().clone() for key, value in model.named_parameters()}
-    return mean, {key: value.detach().clone() for key, value in model.named_parameters()}
-
-
-def test_local_sgd_steps_replicas_alone_and_averages_them_behind_every_second_update() -> None:
-    models = [training.new_model() for _ in range(WORLD_SIZE)]
-    optimizers = [training.new_optimizer(model) for model in models]
-    shards = [training.shard(rank) for rank in range(WORLD_SIZE)]
-    for update in range(UPDATES):
-        for model, optimizer, shard in zip(models, optimizers, shards, strict=True):
-            for _ in range(MICRO_BATCHES):
-                (training.loss_of(model, next(shard)[0]) / MICRO_BATCHES).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        mean = averaged(models)
-        if update % 2 == 0:  # torch averages behind the first update already
-            for model in models:
-                model.load_state_dict(mean)
-    for rank, (shown, own) in enumerate(run_counted(train_replicas)):
-        torch.testing.assert_close(shown, mean, rtol=0, atol=1e-6)
-        torch.testing.assert_close(own, dict(models[rank].named_parameters()), rtol=0, atol=1e-6)
-        assert any((own[key] - shown[key]).abs().max() > 1e-4 for key in own)
-
-
-def averaged(models: list[torch.nn.Module]) -> dict[str, Tensor]:
-    states = [model.state_dict() for model in models]
-    return {key: sum(state[key] for state in states) / len(states) for key in states[0]}
 
 
 def ddp_written_by_hand(rank: int) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """A small job that every method trains, and the plain loop it has to equal."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +76,12 @@ def plain_loop(clip_norm: float) -> tuple[dict[str, Tensor], list[float], list[f
     return dict(model.state_dict()), losses, norms
 
 
-def train(rank: int, name: str, clip_norm: float | None = None) -> tuple[dict[str, Tensor], list[Update]]:
+def train(
+    rank: int, name: str, clip_norm: float | None = None, **options: Any
+) -> tuple[dict[str, Tensor], list[Update]]:
     """The same job by a stock method; parameters at the end and the updates."""
     model = new_model()
-    peer = make_peer(name, model, new_optimizer(model), MICRO_BATCHES, clip_norm=clip_norm)
+    peer = make_peer(name, model, new_optimizer(model), MICRO_BATCHES, clip_norm=clip_norm, **options)
     updates = list(run(peer, shard(rank)))
     with peer.settled():
         parameters = {key: value.detach().clone() for key, value in model.named_parameters()}

@@ -2,6 +2,7 @@
 
 from stretto.groups.collective_group import SoloGroup
 from stretto.groups.launcher import (
+    announce_rank,
     is_hosted_by_agent,
     join_launched_group,
     launched_per_node,
@@ -16,6 +17,7 @@ __all__ = [
     "Link",
     "SoloGroup",
     "ThrottledGroup",
+    "announce_rank",
     "is_hosted_by_agent",
     "join_launched_group",
     "launched_per_node",

@@ -73,6 +73,24 @@ def launched_per_node() -> int:
     return 1 if launched is None else launched.local_world_size
 
 
+def announce_rank(rank: int, world_size: int) -> None:
+    """Set the variables of torchrun in this process, for a library that looks for nothing else.
+
+    Where no launcher has started the ranks, they are all on this machine.
+
+    Args:
+        rank: Of this process, from 0.
+        world_size: How many ranks there are.
+
+    Raises:
+        ConfigError: The variables of a launcher do not fit.
+    """
+    alone = LaunchedRank(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    launched = launched_rank(os.environ) or alone
+    for field in dataclasses.fields(LaunchedRank):
+        os.environ[field.name.upper()] = str(getattr(launched, field.name))
+
+
 def _tasks_per_node(text: str) -> list[int]:
     """Read what srun writes as `2(x3),1`: three nodes with two tasks each and one with one."""
     counts: list[int] = []

@@ -1,4 +1,4 @@
-"""PyTorch's own methods behind the interface of `DataParallel`: what a comparison runs beside our strategies."""
+"""Methods of PyTorch and other libraries behind the interface of `DataParallel`: what ours are compared with."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from stretto.errors import ConfigError
-from stretto.fields import is_count, unknown_name
+from stretto.fields import field_types, is_count, unknown_name
+from stretto.peers.libraries import AccelerateLocalSGD, HivemindAverages, TorchftDiLoCo
 from stretto.peers.peer import Peer
 from stretto.peers.stock import (
     Compute,
@@ -28,6 +29,9 @@ PEERS: dict[str, type[Peer]] = {
         TorchDDPZero,
         TorchLocalSGD,
         TorchFSDP2,
+        AccelerateLocalSGD,
+        TorchftDiLoCo,
+        HivemindAverages,
     )
 }
 
@@ -40,6 +44,7 @@ def make_peer(
     *,
     clip_norm: float | None = None,
     scheduler: Any = None,
+    **options: Any,
 ) -> Peer:
     """Set up a stock method over all ranks of the job; all ranks must call.
 
@@ -50,10 +55,13 @@ def make_peer(
         micro_batches: Per rank and update.
         clip_norm: Limit of the gradients' global norm; None does not clip.
         scheduler: Turned at every update; None leaves it to the caller.
+        options: Of the method's `options_type`.
 
     Raises:
-        UnknownName: There is no such method.
-        ConfigError: `micro_batches` is below 1, or the method needs a job of `torch.distributed` and there is none.
+        UnknownName: There is no such method, or it has no such option.
+        ConfigError: `micro_batches` is below 1, an option cannot be, or the method needs a job of `torch.distributed`
+            and there is none.
+        MissingExtra: The library of the method is not installed.
     """
     if name not in PEERS:
         raise unknown_name("no stock method is called", name, PEERS)
@@ -61,7 +69,17 @@ def make_peer(
         raise ConfigError(
             f"{name} needs a fixed number of micro-batches per update of at least 1, found {micro_batches}"
         )
-    return PEERS[name](model, optimizer, micro_batches, clip_norm=clip_norm, scheduler=scheduler)
+    kind = PEERS[name]
+    if unknown := sorted(options.keys() - field_types(kind.options_type)):
+        raise unknown_name(f"{name} has no option", unknown[0], field_types(kind.options_type))
+    return kind(
+        model,
+        optimizer,
+        micro_batches,
+        clip_norm=clip_norm,
+        scheduler=scheduler,
+        options=kind.options_type(**options),
+    )
 
 
 __all__ = ["PEERS", "Peer", "make_peer"]

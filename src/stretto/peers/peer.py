@@ -22,6 +22,11 @@ from stretto.records import Incident, Update
 Batch = TypeVar("Batch")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NoOptions:
+    """The options of a method that has none."""
+
+
 class Peer:
     """A stock method with the interface of `DataParallel`, over all ranks of the job.
 
@@ -40,6 +45,8 @@ class Peer:
     """On the command line."""
     needs_launcher = True
     """Whether the method works in a job of `torch.distributed` only."""
+    options_type: type = NoOptions
+    """Record of what can be set for the method."""
 
     def __init__(
         self,
@@ -49,12 +56,14 @@ class Peer:
         *,
         clip_norm: float | None = None,
         scheduler: Any = None,
+        options: Any = None,
     ) -> None:
-        """Wrap `model`; arguments and errors are those of `make_peer`."""
+        """Wrap `model`; `options` is an `options_type`, all else and the errors are those of `make_peer`."""
         if self.needs_launcher and not dist.is_initialized():
             raise ConfigError(
                 f"{self.name} needs torch.distributed: start with torchrun, or call init_process_group"
             )
+        self.options = self.options_type() if options is None else options
         self.optimizer = optimizer
         self.micro_batches = micro_batches
         self.clip_norm = clip_norm
@@ -65,6 +74,7 @@ class Peer:
         self.rounds = 0
         self.late_incidents: tuple[Incident, ...] = ()
         self._control = dist.new_group(backend="gloo") if dist.is_initialized() else SoloGroup()
+        self.measured: tuple[Any, ...] = (self.group,)
         self._tally = Tally()
         self._input = InputStatistics()
         self._until: Literal["any", "all"] = "any"
@@ -121,8 +131,8 @@ class Peer:
     @property
     def sent_bytes(self) -> int:
         """Bytes this rank has sent since the start; 0 where the group does not count (only throttled ones do)."""
-        sent = self.group.sent_bytes if isinstance(self.group, ThrottledGroup) else 0
-        return sent - self._sent_to_start
+        counting = [group for group in self.measured if isinstance(group, ThrottledGroup)]
+        return sum(group.sent_bytes for group in counting) - self._sent_to_start
 
     def feed(
         self,

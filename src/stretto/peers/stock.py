@@ -1,5 +1,6 @@
 """PyTorch's own methods to compare with: DDP, its hooks, ZeRO, local SGD, FSDP2; and no communication at all."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from stretto.fields import check_at_least, check_fields
 from stretto.optimizer.private import read_hyperparameters, rebuild
 from stretto.peers.peer import Peer, Tally, Totals
 
@@ -71,20 +73,31 @@ def all_reduce_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> Future[T
     return averaged
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PowerSGDOptions:
+    """What can be set for PowerSGD."""
+
+    whole_updates: int = 2
+    """First updates, whose gradients travel whole: the fewest that torch takes, because they decide on slow links. It
+    advises as many as the learning rate's warm-up takes."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, whole_updates=2)
+
+
 class TorchDDPPowerSGD(TorchDDP):
     """DDP with torch's PowerSGD hook: a gradient travels as two thin matrices of rank 1, with error feedback."""
 
     name = "torch-ddp-powersgd"
-    whole_updates = 2
-    """First updates, whose gradients travel whole: the fewest that torch takes, because they decide on slow links. It
-    advises as many as the learning rate's warm-up takes."""
+    options_type = PowerSGDOptions
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         wrapped = super().wrap(model)
         state = powerSGD_hook.PowerSGDState(
-            self.group, matrix_approximation_rank=1, start_powerSGD_iter=self.whole_updates
+            self.group, matrix_approximation_rank=1, start_powerSGD_iter=self.options.whole_updates
         )
 
         def one_bucket_at_a_time(state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -97,17 +110,46 @@ class TorchDDPPowerSGD(TorchDDP):
         return wrapped
 
 
-class TorchLocalSGD(TorchDDP):
-    """DDP for the first updates, then PostLocalSGDOptimizer: ranks step alone, and replicas are averaged at times.
+class Replicas(Peer):
+    """A method whose ranks step alone, so that their replicas differ, and are averaged now and then.
 
     A rank's gradient is the mean of its own micro-batches; right where all of them weigh the same.
     """
 
-    name = "torch-local-sgd"
-    whole_updates = 2
-    """First updates, which average gradients. Torch advises more of them, which decide on slow links."""
-    period = 10
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Show the mean of all replicas, and put each rank's own values back."""
+        from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+        own = [parameter.detach().clone() for parameter in self.model.parameters()]
+        average_parameters(self.model.parameters(), self.group)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(self.model.parameters(), own, strict=True):
+                    parameter.copy_(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSGDOptions:
+    """What can be set for torch's local SGD."""
+
+    interval: int = 10
     """Updates from one average of the replicas to the next."""
+    whole_updates: int = 2
+    """First updates, which average gradients. Torch advises more of them, which decide on slow links."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, interval=1, whole_updates=0)
+
+
+class TorchLocalSGD(Replicas, TorchDDP):
+    """DDP for the first updates, then PostLocalSGDOptimizer: ranks step alone, and replicas are averaged at times."""
+
+    name = "torch-local-sgd"
+    options_type = LocalSGDOptions
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hooks
@@ -115,30 +157,15 @@ class TorchLocalSGD(TorchDDP):
         from torch.distributed.optim import PostLocalSGDOptimizer
 
         wrapped = super().wrap(model)
-        state = hooks.PostLocalSGDState(
-            self.group, self.group, self.whole_updates, post_local_gradient_allreduce=False
-        )
+        whole = self.options.whole_updates
+        state = hooks.PostLocalSGDState(self.group, self.group, whole, post_local_gradient_allreduce=False)
         self.ddp.register_comm_hook(state, hooks.post_localSGD_hook)
-        averager = PeriodicModelAverager(self.period, self.whole_updates, process_group=self.group)
+        averager = PeriodicModelAverager(self.options.interval, whole, process_group=self.group)
         self.local = PostLocalSGDOptimizer(self.optimizer, averager)
         return wrapped
 
     def step(self) -> None:
         self.local.step()
-
-    @contextmanager
-    def settled(self) -> Iterator[None]:
-        """Show the mean of all replicas, and put each rank's own values back."""
-        from torch.distributed.algorithms.model_averaging.utils import average_parameters
-
-        own = [parameter.detach().clone() for parameter in self.ddp.parameters()]
-        average_parameters(self.ddp.parameters(), self.group)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, value in zip(self.ddp.parameters(), own, strict=True):
-                    parameter.copy_(value)
 
 
 class TorchDDPZero(TorchDDP):

@@ -40,6 +40,8 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
 """Settings of a run that an arm may have for itself, and their types."""
 _OF_PHASES = ("wire", "changes", "estimates", "clock")
 """Those that a strategy may have for itself that takes turns with others."""
+_OF_PEERS = ("micro_batches", "clip_norm", "lr")
+"""Those that a stock method may have for itself."""
 
 
 def parse_clock(text: str) -> Clock:
@@ -95,7 +97,7 @@ class Arm:
     name: str
     """Of the strategy or stock method."""
     options: dict[str, Any]
-    """Options of the strategy's own."""
+    """Options of the strategy's or the stock method's own."""
     settings: dict[str, Any]
     """Settings of the run, out of `SETTINGS`."""
     phases: tuple[tuple[int, "Arm"], ...] = ()
@@ -157,8 +159,9 @@ def parse_arm(text: str) -> Arm:
     name, _ = split_settings(text)
     if name not in STRATEGIES and name not in PEERS:
         raise unknown_name("no strategy is called", name, [*STRATEGIES, *PEERS])
-    own = field_types(STRATEGIES[name]) if name in STRATEGIES else {}
-    values = read_settings(text, {**own, **SETTINGS, **own}, _READERS)  # its own are named first
+    own = field_types(STRATEGIES[name] if name in STRATEGIES else PEERS[name].options_type)
+    settings = SETTINGS if name in STRATEGIES else {key: SETTINGS[key] for key in _OF_PEERS}
+    values = read_settings(text, {**own, **settings, **own}, _READERS)  # its own are named first
     arm = Arm(
         text,
         name,
@@ -167,6 +170,8 @@ def parse_arm(text: str) -> Arm:
     )
     if arm.is_ours:
         arm.strategy()  # refuses options that cannot be
+    else:
+        PEERS[name].options_type(**arm.options)
     return arm
 
 

@@ -87,7 +87,13 @@ def open_handle(
     arm = parse_arm(run.strategy)
     if not arm.is_ours:
         return make_peer(
-            arm.name, model, optimizer, run.micro_batches, clip_norm=run.clip_norm, scheduler=scheduler
+            arm.name,
+            model,
+            optimizer,
+            run.micro_batches,
+            clip_norm=run.clip_norm,
+            scheduler=scheduler,
+            **arm.options,
         )
     micro_batches = run.micro_batches if run.clock is None else run.clock
     return DataParallel(

@@ -1,0 +1,211 @@
+"""Methods whose ranks step alone and average now and then, of torch and other libraries, against loops by hand."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stretto as st
+from stretto.errors import ConfigError, MissingExtra, UnknownName
+from stretto.groups import Link, register_throttled
+from stretto.peers import make_peer
+from stretto.train.arms import parse_arm
+from tests.peers import training
+from tests.peers.training import MICRO_BATCHES, UPDATES, WORLD_SIZE
+from tests.processes import run_ranks
+
+Parameters = dict[str, Tensor]
+NUM_PARAMETERS = 3 * (6 * 6 + 6) + 6
+
+
+def run_counted(function: Any, *args: Any, link: str = "none") -> list[Any]:
+    prepare = functools.partial(register_throttled, Link.parse(link))
+    return run_ranks(WORLD_SIZE, function, *args, backend="throttled", prepare=prepare)
+
+
+def copy_of(model: nn.Module) -> Parameters:
+    return {key: value.detach().clone() for key, value in model.named_parameters()}
+
+
+def train_replicas(rank: int, name: str, options: dict[str, Any]) -> tuple[Parameters, Parameters, list[int]]:
+    """The mean of the replicas, this rank's own, and what updates sent; of micro-batches that weigh the same."""
+    model = training.new_model()
+    peer = make_peer(name, model, training.new_optimizer(model), MICRO_BATCHES, **options)
+    updates = [peer.backward(training.loss_of(peer.model, inputs)) for inputs, _ in training.shard(rank)]
+    with peer.settled():
+        mean = copy_of(model)
+    peer.finish()
+    return mean, copy_of(model), [update.sent_bytes for update in updates if update is not None]
+
+
+def replicas_by_hand(then: Callable[[int, list[nn.Module]], None]) -> list[nn.Module]:
+    """Plain loops, one for each rank; `then` is called behind every update, from 1, with all models."""
+    models = [training.new_model() for _ in range(WORLD_SIZE)]
+    optimizers = [training.new_optimizer(model) for model in models]
+    shards = [training.shard(rank) for rank in range(WORLD_SIZE)]
+    for update in range(1, UPDATES + 1):
+        for model, optimizer, shard in zip(models, optimizers, shards, strict=True):
+            for _ in range(MICRO_BATCHES):
+                (training.loss_of(model, next(shard)[0]) / MICRO_BATCHES).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        then(update, models)
+    return models
+
+
+def mean_of(states: list[Parameters]) -> Parameters:
+    return {key: sum(state[key] for state in states) / len(states) for key in states[0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "averaged_behind"),
+    [
+        ("torch-local-sgd", {"interval": 2, "whole_updates": 0}, {1, 3}),  # behind the first update already
+        ("accelerate-local-sgd", {"interval": 3}, {3}),
+        ("torchft-diloco", {"interval": 3, "outer_lr": 1.0, "outer_momentum": 0.0}, {3}),
+        ("hivemind", {"interval": 3, "compression": "none"}, {3}),
+    ],
+)
+def test_ranks_step_alone_and_their_replicas_are_averaged_behind_some_updates(
+    name: str, options: dict[str, Any], averaged_behind: set[int]
+) -> None:
+    def average(update: int, models: list[nn.Module]) -> None:
+        mean = mean_of([copy_of(model) for model in models])
+        if update in averaged_behind:
+            for model in models:
+                model.load_state_dict(mean)
+
+    models = replicas_by_hand(average)
+    mean = mean_of([copy_of(model) for model in models])
+    for rank, (shown, own, sent) in enumerate(run_counted(train_replicas, name, options)):
+        torch.testing.assert_close(shown, mean, rtol=0, atol=1e-6)
+        torch.testing.assert_close(own, copy_of(models[rank]), rtol=0, atol=1e-6)
+        assert any((own[key] - shown[key]).abs().max() > 1e-4 for key in own)
+        if name in (
+            "accelerate-local-sgd",
+            "torchft-diloco",
+        ):  # DDP tells bucket sizes too; hivemind is not counted
+            # 2 (N-1)/N = 1 on two ranks
+            whole = 4 * NUM_PARAMETERS
+            assert sent == [whole if update in averaged_behind else 0 for update in range(1, UPDATES + 1)]
+
+
+def test_hivemind_adds_to_a_replica_how_far_the_mean_was_from_what_left() -> None:
+    left: list[Parameters] = []
+
+    def land_one_update_later(update: int, models: list[nn.Module]) -> None:
+        if update == 2:
+            left.extend(copy_of(model) for model in models)
+        if update == 3:
+            mean = mean_of(left)
+            with torch.no_grad():
+                for model, own in zip(models, left, strict=True):
+                    for key, value in model.named_parameters():
+                        value.add_(mean[key] - own[key])
+
+    models = replicas_by_hand(land_one_update_later)
+    options = {"interval": 2, "delay": 1, "compression": "none"}
+    for rank, (_, own, _) in enumerate(run_counted(train_replicas, "hivemind", options)):
+        torch.testing.assert_close(own, copy_of(models[rank]), rtol=0, atol=1e-6)
+
+
+def our_diloco(rank: int, options: dict[str, Any]) -> Parameters:
+    model = training.new_model()
+    parallel = st.DataParallel(
+        model, training.new_optimizer(model), st.DiLoCo(**options), micro_batches=MICRO_BATCHES
+    )
+    for inputs, _ in training.shard(rank):
+        parallel.backward(training.loss_of(parallel.model, inputs))
+    return copy_of(model)
+
+
+def test_torchft_and_our_diloco_take_the_same_outer_steps_with_momentum() -> None:
+    options = {"interval": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
+    theirs = run_counted(train_replicas, "torchft-diloco", options)
+    ours = run_counted(our_diloco, options)
+    for (_, own, _), parameters in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(own, parameters, rtol=0, atol=1e-6)
+
+
+def test_torchft_sends_a_fragment_at_a_time() -> None:
+    options = {"interval": 4, "fragments": 2, "delay": 1, "mix": 0.5}
+    for _, _, sent in run_counted(train_replicas, "torchft-diloco", options):
+        assert sent[1] == sent[3] == 0
+        assert sent[0] > 0
+        assert sent[2] > 0
+        assert sent[0] + sent[2] == 4 * NUM_PARAMETERS
+
+
+def refusals(rank: int) -> list[str]:
+    found = []
+    for name, options in (
+        ("hivemind", {}),
+        ("torchft-diloco", {"interval": 3, "fragments": 2}),
+        ("torchft-diloco", {"interval": 100, "fragments": 100}),
+    ):
+        model = training.new_model()
+        with pytest.raises(ConfigError) as caught:
+            make_peer(name, model, training.new_optimizer(model), 1, **options)
+        found.append(str(caught.value))
+    return found
+
+
+def train_without_libraries(rank: int) -> list[str]:
+    found = []
+    for name, package in (
+        ("accelerate-local-sgd", "accelerate"),
+        ("torchft-diloco", "torchft"),
+        ("hivemind",) * 2,
+    ):
+        sys.modules[package] = None  # type: ignore[assignment]  # as if it were not installed
+        model = training.new_model()
+        with pytest.raises(MissingExtra) as caught:
+            make_peer(name, model, training.new_optimizer(model), 1)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_a_library_cannot_do_is_refused_with_the_cause() -> None:
+    slow, uneven, small = run_counted(refusals, link="10mbit")[0]
+    assert "sockets of its own" in slow
+    assert "network namespaces" in slow
+    assert "torchft refuses" in uneven
+    assert "larger than a fragment" in small
+
+
+def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs_it() -> None:
+    assert run_counted(train_without_libraries)[0] == [
+        f"{name} needs {package}: pip install 'stretto[peers]'"
+        for name, package in (
+            ("accelerate-local-sgd", "accelerate"),
+            ("torchft-diloco", "torchft"),
+            ("hivemind", "hivemind"),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arm", "error", "words"),
+    [
+        ("torch-local-sgd:interval=0", ConfigError, "interval must be at least 1"),
+        ("hivemind:interval=4:delay=4", ConfigError, "delay=4: expected below the interval"),
+        ("torchft-diloco:wire=int8", UnknownName, "torchft-diloco has no setting 'wire'"),
+        ("torch-ddp:wire=int8", UnknownName, "torch-ddp has no setting 'wire'"),
+        ("torch-ddp-powersgd:whole_updates=1", ConfigError, "at least 2"),
+    ],
+)
+def test_an_arm_of_a_stock_method_takes_its_own_options_and_no_strategys(
+    arm: str, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        parse_arm(arm)
+
+
+def test_a_method_without_an_option_says_so() -> None:
+    model = training.new_model()
+    with pytest.raises(UnknownName, match="torch-ddp has no option 'interval'"):
+        make_peer("torch-ddp", model, training.new_optimizer(model), 1, interval=3)
