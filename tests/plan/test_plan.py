@@ -6,7 +6,6 @@ import math
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -17,34 +16,18 @@ from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto.plan import EVIDENCE, Machine, PlanConfig, Ranking, price, rank_by_time
 from stretto.plan.measure import measure, share_of_cores
-from stretto.recipes import DigitsResNet
 from stretto.recipes.own import own_recipe
 from stretto.strategies import STRATEGIES
 from stretto.train.arms import parse_arm
 from stretto.train.launch import LocalRanks
+from tests.plan.machine import BUCKET_BYTES, MACHINE, seconds
 
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
-BUCKET_BYTES = 2**20
-MACHINE = Machine(
-    ranks=2,
-    parameters=2_000_000,
-    forward_seconds=0.05,
-    backward_seconds=0.1,
-    load_seconds=0.0,
-    step_seconds=0.02,
-    exchange_seconds={"fp32": 0.01, "bf16": 0.012, "int8": 0.03, "int4": 0.03},
-    link=Link(bits_per_second=2e8),
-    cores=8,
-)
 N_T = 4 * MACHINE.micro_batch_seconds
 TRANSFER = 8e6 / 2 * 8 / 2e8
 """R, and G: half of all parameters, in 32 bits, at the link's rate."""
 LANE = 0.01 + 0.02 / 2
 EXCHANGE = 2 * TRANSFER + LANE
-
-
-def seconds(arm: str, machine: Machine = MACHINE) -> float:
-    return price(parse_arm(arm), machine, micro_batches=4, bucket_bytes=BUCKET_BYTES).seconds
 
 
 @pytest.mark.parametrize(
@@ -172,79 +155,6 @@ def test_a_setting_of_an_arm_is_priced_or_refused() -> None:
     with pytest.raises(ConfigError, match="a worker that is a node: expected ranks_per_node=1"):
         seconds("diloco:worker=node")
     assert seconds("diloco:worker=node:ranks_per_node=1") == pytest.approx(seconds("diloco"), rel=1e-3)
-
-
-def on_nodes(ranks: int, each: int, **changes: Any) -> Machine:
-    return dataclasses.replace(MACHINE, ranks=ranks, ranks_per_node=each, **changes)
-
-
-@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (2, 8), (3, 2), (8, 4)])
-def test_what_crosses_between_nodes_is_divided_by_their_ranks_on_two_levels(nodes: int, each: int) -> None:
-    """A node's ranks share its link. On one level L·P·(1 - 1/M) values leave it to be summed, and P·(1 - 1/(L·M)) in
-    the ring that gathers; on two levels P·(1 - 1/M), twice."""
-    machine = on_nodes(nodes * each, each)
-    lane = 0.01 + 0.02 / machine.ranks
-    whole = 4 * machine.parameters * 8 / 2e8
-    crossing = (each * (1 - 1 / nodes) + 1 - 1 / machine.ranks) * whole
-    assert seconds("dpu", machine) == pytest.approx(max(N_T, crossing + lane), rel=0.01)
-    by_node, crossing = f"dpu:ranks_per_node={each}", 2 * (1 - 1 / nodes) * whole
-    assert seconds(by_node, machine) == pytest.approx(max(N_T, crossing + lane), rel=0.01)
-
-
-@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (3, 8)])
-def test_bytes_of_two_levels_are_those_of_the_page_on_nodes(nodes: int, each: int) -> None:
-    machine, parameters = on_nodes(nodes * each, each), MACHINE.parameters
-    across, inside = (1 - 1 / nodes) / each * parameters, (1 - 1 / each) * parameters
-    int4 = 34 / 64
-    for arm, expected in (
-        ("zero1", 8 * parameters * (1 - 1 / machine.ranks)),
-        (f"zero1:ranks_per_node={each}", 8 * across + 8 * inside),
-        (f"zero1:wire=int4:ranks_per_node={each}", 2 * int4 * across + (4 + int4) * inside),
-    ):
-        found = price(parse_arm(arm), machine, micro_batches=4, bucket_bytes=BUCKET_BYTES)
-        assert found.sent_bytes == pytest.approx(
-            expected, rel=0.04
-        )  # a twin's records are as long as the job's
-
-
-def test_a_link_inside_nodes_that_is_slow_has_its_price() -> None:
-    slow = on_nodes(4, 2, inside=Link(bits_per_second=1e8))
-    for arm in ("zero1:ranks_per_node=2", "diloco:worker=node:ranks_per_node=2"):
-        assert seconds(arm, slow) > 1.2 * seconds(arm, on_nodes(4, 2))
-
-
-def test_a_job_on_nodes_is_ranked_on_both_levels_unless_it_has_chosen() -> None:
-    machine = on_nodes(4, 2, link=Link(bits_per_second=1e7))
-    open_, chosen = (
-        rank_by_time(machine, micro_batches=4, bucket_bytes=BUCKET_BYTES, most_nats=0.0, ranks_per_node=given)
-        for given in (None, 2)
-    )
-    assert open_.choice == chosen.choice
-    assert open_.choice.arm.endswith(":ranks_per_node=2")
-    assert (open_.base.arm, chosen.base.arm) == ("zero1", "zero1:ranks_per_node=2")
-    assert {one.arm for one in open_.prices} - {one.arm for one in chosen.prices} == {
-        "zero1",
-        open_.choice.arm[:-17],
-    }
-
-
-def test_a_plan_for_other_nodes_needs_to_know_the_link_between_them() -> None:
-    def planned(measured: Machine, **given: Any) -> list[Machine]:
-        return PlanConfig(task=DigitsResNet(), **given).machines(measured)
-
-    flat, nodes = MACHINE, on_nodes(4, 2, inside=Link(bits_per_second=1e9))
-    with pytest.raises(ConfigError, match="the link between nodes was not measured"):
-        planned(flat, ranks=(8,), ranks_per_node=4)
-    (found,) = planned(flat, ranks=(8,), ranks_per_node=4, network="1gbit")
-    assert (found.ranks_per_node, found.link.bits_per_second, found.inside) == (4, 1e9, flat.link)
-    (found,) = planned(flat, ranks=(4,), ranks_per_node=4)
-    assert (found.ranks_per_node, found.link) == (1, flat.link)  # one node
-    assert planned(nodes) == [nodes]
-    assert planned(nodes, ranks=(2,)) == [
-        dataclasses.replace(nodes, ranks=2, ranks_per_node=1, link=nodes.inside)
-    ]
-    with pytest.raises(ConfigError, match="expected a divisor of the 5 ranks"):
-        planned(nodes, ranks=(5,))
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,22 @@ def test_an_uplink_carries_what_leaves_those_who_share_it() -> None:
     assert Wires(network, 4).carry(0, [300] * 4, "ring") == 300 * NS_PER_BYTE + LATENCY_NS
 
 
+def test_what_crosses_a_direct_uplink_does_not_pass_the_links_of_its_ranks() -> None:
+    slow = Link(bits_per_second=1e8, latency_seconds=5 * LATENCY_NS / 1e9)
+    nodes = tuple(Uplink(ranks=(2 * node, 2 * node + 1), link=GIGABIT, direct=True) for node in range(2))
+    network = Network(link=slow, uplinks=nodes)
+    # A third of every rank's bytes stays, on its own link, and two thirds of both ranks' bytes leave.
+    assert over_ns(network, (0, [300] * 4)) == [100 * 80 + 5 * LATENCY_NS]
+    # Two ranks of different nodes use no link of their own, and find only their nodes' links busy.
+    wires = Wires(network, 4)
+    assert wires.carry(0, [300] * 4, "direct") == 100 * 80 + 5 * LATENCY_NS
+    assert wires.carry(0, [300] * 2, "ring", ranks=(0, 2)) == 700 * NS_PER_BYTE + LATENCY_NS
+    # Along a ring the first of a node sends all that it has inside, and the second one outside.
+    assert Wires(network, 4).carry(0, [300] * 4, "ring") == 300 * 80 + 5 * LATENCY_NS
+    parts = [[0, 10, 500, 0], [10, 0, 0, 0], [0, 0, 0, 10], [0, 0, 10, 0]]
+    assert Wires(network, 4).carry(0, [510, 10, 10, 10], "direct", parts) == 10 * 80 + 5 * LATENCY_NS
+
+
 def test_a_part_of_the_ranks_uses_its_own_links_only() -> None:
     """Not an uplink behind which all of them are, busy as it may be; of others, what crosses between its ranks."""
     slow = Link(bits_per_second=1e8, latency_seconds=LATENCY_NS / 1e9)

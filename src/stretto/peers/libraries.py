@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from stretto.errors import CommunicationError, ConfigError, MissingExtra
 from stretto.fields import check_at_least, check_fields
@@ -107,7 +108,7 @@ class TorchftDiLoCo(Replicas):
             from torchft.process_group import ProcessGroupWrapper
         group, options = self.group, self.options
 
-        class OverTheJob(ProcessGroupWrapper):
+        class OverTheJob(ProcessGroupWrapper):  # type: ignore[misc]  # torchft has no types
             """Torchft makes a group when its members change, and here they never do."""
 
             def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
@@ -118,7 +119,7 @@ class TorchftDiLoCo(Replicas):
         if self.rank == 0:
             self._lighthouse = LighthouseServer(bind="[::]:0", min_replicas=self.world_size)
             shared.set("lighthouse", f"http://{address}:{self._lighthouse.address().rpartition(':')[2]}")
-        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         self._manager = Manager(
             pg=OverTheJob(timeout=_PATIENCE),
             load_state_dict=None,
@@ -312,9 +313,9 @@ def _forked_processes() -> Iterator[None]:
 def _own_address() -> str:
     """Return the address at which the other ranks reach this machine: that of its way to the store of the job."""
     store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
+    if not isinstance(store, TCPStore):
         return "127.0.0.1"  # a store in a file or in memory: all ranks are here
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((store.host, store.port))  # sends nothing

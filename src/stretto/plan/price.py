@@ -33,7 +33,7 @@ from stretto.plan.measure import Machine
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
 from stretto.train.arms import Arm
-from stretto.virtual import Compute, Network, VirtualCluster
+from stretto.virtual import Compute, Network, Uplink, VirtualCluster
 
 _RANKS = 2
 """Nodes of a twin, and ranks of each, at most."""
@@ -221,15 +221,19 @@ class _Twin:
             node_sends *= _crossing(twin_nodes, twin_each, by_node) / _crossing(nodes, each, by_node)
         pair, of_job = (twin_each, each) if by_node else (ranks, machine.ranks)
         rank_sends = scale if of_job == 1 else scale * _share_sent(pair) / _share_sent(of_job)
-        own, uplink = _scaled(machine.inside, rank_sends), _scaled(machine.link, node_sends)
+        own = (
+            scale
+            if each == 1
+            else scale * _inside(twin_nodes, twin_each, by_node) / _inside(nodes, each, by_node)
+        )
         return cls(
             ranks=ranks,
             ranks_per_node=twin_each if by_node else None,
             numel=numel,
             bucket_bytes=max(4 * smallest, round(bucket_bytes * scale)),
-            network=Network(link=uplink)
-            if each == 1
-            else dataclasses.replace(Network(link=uplink).between(twin_nodes, ranks), link=own),
+            network=_network(
+                _scaled(machine.inside, own), _scaled(machine.link, node_sends), twin_nodes, twin_each
+            ),
             scale_inside=rank_sends,
             scale_across=node_sends * each / twin_each,
         )
@@ -265,6 +269,26 @@ def _crossing(nodes: int, each: int, by_node: bool) -> float:
     if by_node:
         return 2 * (1 - 1 / nodes)
     return each * (1 - 1 / nodes) + _share_sent(nodes * each)
+
+
+def _inside(nodes: int, each: int, by_node: bool) -> float:
+    """Return what a rank sends inside its node in a sum and a gather, in buffers' worth.
+
+    On one level: its part of the all-to-all, and as a rank whose neighbour in the ring is of its node.
+    """
+    if by_node:
+        return 2 * _share_sent(each)
+    return _share_sent(each) / nodes + _share_sent(nodes * each)
+
+
+def _network(inside: Link, across: Link, nodes: int, each: int) -> Network:
+    """Return that of nodes whose ranks reach each other over `inside`, and share `across` towards other nodes."""
+    if each == 1:
+        return Network(link=across)
+    ranks = [tuple(range(node * each, (node + 1) * each)) for node in range(nodes)]
+    return Network(
+        link=inside, uplinks=tuple(Uplink(ranks=of_node, link=across, direct=True) for of_node in ranks)
+    )
 
 
 def _scaled(link: Link, factor: float) -> Link:

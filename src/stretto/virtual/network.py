@@ -7,7 +7,8 @@ all ranks when its last byte has arrived:
     over = max over links of  max(begun, link free) + bytes / rate + latency
 
 The links are those of the ranks that take part, and the uplinks through which some of these reach others of them.
-`bytes` come from the table in `stretto.groups.collectives`. The throttled group has the same model of its own link.
+What crosses an uplink passes the ranks' own links too, unless it is `direct`. `bytes` come from the table in
+`stretto.groups.collectives`. The throttled group has the same model of its own link.
 Sending costs no computing time, and switches drop nothing.
 """
 
@@ -35,6 +36,9 @@ class Uplink:
     """Who shares it."""
     link: Link
     """Its rate and latency, beside those of the ranks' own links."""
+    direct: bool = False
+    """Whether what crosses passes this link alone, as the card of a node, whose ranks' own links lead to each other; a
+    rack's switch comes behind their cards."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -117,6 +121,7 @@ class Wires:
         self._rates = np.array([_picoseconds_per_byte(link) for link in own + shared], dtype=np.int64)
         self._latencies = np.array([round(link.latency_seconds * 1e9) for link in own + shared], np.int64)
         self._members = [np.array(uplink.ranks, dtype=np.int64) for uplink in network.uplinks]
+        self._are_direct = [uplink.direct for uplink in network.uplinks]
         self._free_from = np.zeros(len(self._rates), dtype=np.int64)
         self._outages = sorted(network.outages, key=lambda outage: outage.start_ns)
 
@@ -148,7 +153,11 @@ class Wires:
         for uplink, members in enumerate(self._members, start=self._world_size):
             is_behind = np.isin(group, members)
             takes_part[uplink] = is_behind.any() and not is_behind.all()
-            carried[uplink] = _crossing(sent, is_behind, pattern, parts)
+            crossing = _crossing(sent, is_behind, pattern, parts)
+            carried[uplink] = crossing.sum()
+            if self._are_direct[uplink - self._world_size]:
+                carried[group] -= crossing
+                takes_part[group[is_behind]] = is_behind.sum() > 1
         starts = np.maximum(self._free_from, begun_ns)
         stops = starts + carried * self._rates // _PICOSECONDS_PER_NANOSECOND
         for outage in self._outages:
@@ -165,14 +174,14 @@ def _crossing(
     is_behind: NDArray[np.bool_],
     pattern: Pattern,
     parts: Sequence[Sequence[int]] | None,
-) -> int:
-    """Return how many bytes the ranks behind an uplink send to the others of a group."""
+) -> NDArray[np.int64]:
+    """Return how many bytes each rank of a group sends from behind an uplink to the others."""
     if parts is not None:
-        return int(np.array(parts)[is_behind][:, ~is_behind].sum())
+        return is_behind * np.array(parts)[:, ~is_behind].sum(axis=1)
     if pattern == "ring":
-        return int(sent[is_behind & ~np.roll(is_behind, -1)].sum())
+        return sent * (is_behind & ~np.roll(is_behind, -1))
     outside = len(sent) - int(is_behind.sum())
-    return int(sent[is_behind].sum()) * outside // (len(sent) - 1)
+    return is_behind * sent * outside // (len(sent) - 1)
 
 
 def _picoseconds_per_byte(link: Link) -> int:

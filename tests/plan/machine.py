@@ -1,0 +1,22 @@
+"""A machine as `stretto plan` would measure it, and what an update costs on it."""
+
+from stretto.groups import Link
+from stretto.plan import Machine, price
+from stretto.train.arms import parse_arm
+
+BUCKET_BYTES = 2**20
+MACHINE = Machine(
+    ranks=2,
+    parameters=2_000_000,
+    forward_seconds=0.05,
+    backward_seconds=0.1,
+    load_seconds=0.0,
+    step_seconds=0.02,
+    exchange_seconds={"fp32": 0.01, "bf16": 0.012, "int8": 0.03, "int4": 0.03},
+    link=Link(bits_per_second=2e8),
+    cores=8,
+)
+
+
+def seconds(arm: str, machine: Machine = MACHINE) -> float:
+    return price(parse_arm(arm), machine, micro_batches=4, bucket_bytes=BUCKET_BYTES).seconds
