@@ -8,6 +8,7 @@ again. Colours are those of Okabe and Ito, which the colour-blind can tell apart
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from matplotlib.figure import Figure
 
 from stretto import ACCO, DDP, DataParallel, Options, Strategy
+from stretto.peers import PEERS
 from stretto.virtual import Compute, Span, Trace, Transfer, VirtualCluster, parse_network
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -131,7 +133,7 @@ def draw_time_to_loss() -> Figure:
     for ax, (link, of_link) in zip(axes, by_link.items(), strict=True):
         arms = sorted(of_link, key=lambda row: statistics.median(row["multiples"] or [math.inf]))
         for place, row in enumerate(arms):
-            stock = row["arm"].startswith("torch")
+            stock = row["arm"].partition(":")[0] in PEERS
             colour, marker = (ORANGE, "s") if stock else (BLUE, "o")
             if row["multiples"]:
                 low, median, high = (function(row["multiples"]) for function in (min, statistics.median, max))
@@ -141,7 +143,7 @@ def draw_time_to_loss() -> Figure:
             else:
                 ax.annotate("not reached", (1, place), (4, -3), textcoords="offset points", fontsize=8)
             ax.axhline(place, color="#E4E4E4", linewidth=0.8, zorder=0)
-        names = [row["arm"].replace(":outer_lr=1:outer_momentum=0:keep_progress=on", "") for row in arms]
+        names = [re.sub(":outer_lr=1:outer_momentum=0(:keep_progress=on)?", "", row["arm"]) for row in arms]
         ax.set_yticks(range(len(arms)), names)
         ax.set(xscale="log", xlim=(0.8, 1.5 * most), ylim=(len(arms) - 0.4, -0.6))
         ax.set_xticks([1, 1.5, 2, 3, 4, 6, 8], ["1", "1.5", "2", "3", "4", "6", "8"], minor=False)
@@ -152,7 +154,7 @@ def draw_time_to_loss() -> Figure:
     axes[-1].set_xlabel("time to a loss; 1: synchronous, on a free wire")
     handles = [
         mpl.lines.Line2D([], [], marker="o", color=BLUE, linestyle="", label="Stretto"),
-        mpl.lines.Line2D([], [], marker="s", color=ORANGE, linestyle="", label="stock PyTorch"),
+        mpl.lines.Line2D([], [], marker="s", color=ORANGE, linestyle="", label="PyTorch and other libraries"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure

@@ -70,20 +70,18 @@ ARMS = {
         LOCAL_SGD,
         "local:rate=0.1:wire=int4",
         EVERY_4,
-        f"{LOCAL_SGD}:interval=15",
         f"{ACCELERATE}:interval=15",
         f"{TORCHFT}:interval=16:fragments=4:delay=2",
-        "hivemind:interval=4:delay=2:compression=uniform8bit",
+        "hivemind:interval=8:delay=4",
     ),
     "10mbit/100mbit": ("torch-ddp-bf16", LOCAL_SGD, "zero1:wire=int4", "local:rate=0.1:wire=int4", EVERY_4),
     "1mbit": (
         LOCAL_SGD,
         f"{AVERAGE}:interval=20:fragments=4:delay=4",
         f"{AVERAGE}:interval=24:fragments=8:delay=2",
-        f"{LOCAL_SGD}:interval=30",
         f"{ACCELERATE}:interval=30",
         f"{TORCHFT}:interval=64:fragments=8:delay=7",
-        "hivemind:interval=20:delay=17:compression=uniform8bit",
+        "hivemind:interval=30:delay=28",
     ),
 }
 """By link, as of `Namespaces`. Intervals and delays of the other libraries are about the shortest that hide what they

@@ -181,7 +181,7 @@ class HivemindOptions:
     delay: int = 0
     """Updates between the departure of an average and its landing; 0 waits. Below the interval."""
     compression: Literal["none", "float16", "uniform8bit"] = "float16"
-    """What travels; hivemind's documentation advises 16 bits, or 8."""
+    """What travels; hivemind's documentation advises 16 bits, or 8, which fail in hivemind 1.1.12 with NumPy 2.4."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -207,6 +207,8 @@ class HivemindAverages(Replicas):
                 f"hivemind opens sockets of its own, which are not as slow as the link {self.group.link}: leave "
                 "--link out, or use network namespaces"
             )
+        if self.world_size == 1:
+            raise ConfigError("hivemind finds a group of 2 ranks or more; this job has 1")
         with _needed("hivemind", self.name):
             import hivemind
             from hivemind import averaging, compression
@@ -267,11 +269,16 @@ class HivemindAverages(Replicas):
         Raises:
             CommunicationError: Hivemind could not average.
         """
-        if self._average.result() is None:
-            raise CommunicationError(
-                f"rank {self.rank}, update {self.steps + 1}: hivemind found no average within {_PATIENCE}"
-            )
+        found = self._average.result() is not None
+        own = torch.stack([value.double().sum() for value in self._left]).sum().view(1).cpu()
+        everybody = own.new_empty(self.world_size)
+        self._control.all_gather_single(everybody, own).wait()
         with self._averager.get_tensors() as shared, torch.no_grad():
+            # Where a part fails, hivemind logs it and keeps a rank's own values.
+            if not found or (everybody.unique().numel() > 1 and all(map(torch.equal, shared, self._left))):
+                raise CommunicationError(
+                    f"rank {self.rank}, update {self.steps + 1}: hivemind averaged nothing: its log says why"
+                )
             for parameter, mean, left in zip(self._parameters, shared, self._left, strict=True):
                 parameter.add_(mean - left)
         self._left = []

@@ -74,7 +74,7 @@ class Peer:
         self.rounds = 0
         self.late_incidents: tuple[Incident, ...] = ()
         self._control = dist.new_group(backend="gloo") if dist.is_initialized() else SoloGroup()
-        self.measured: tuple[Any, ...] = (self.group,)
+        self.measured: tuple[Any, ...] = (self.group,)  # whose bytes count
         self._tally = Tally()
         self._input = InputStatistics()
         self._until: Literal["any", "all"] = "any"
