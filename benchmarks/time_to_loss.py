@@ -138,9 +138,15 @@ def updates_to(run: dict[str, Any], target: float) -> float | None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the runs of a comparison; none where it was not made."""
-    file = path / "compare.json"
-    return json.loads(file.read_text())["runs"] if file.exists() else []
+    """Return the runs of a comparison and of those that were added to it; none where it was not made."""
+    files = [path / "compare.json", *sorted(path.parent.glob(f"{path.name}-more*/compare.json"))]
+    return [run for file in files if file.exists() for run in json.loads(file.read_text())["runs"]]
+
+
+def added_to(path: Path) -> Path:
+    """Return the folder for more runs of a comparison."""
+    before = len(read(path))
+    return path.with_name(f"{path.name}-more{before}") if before else path
 
 
 def timed_in(out: Path, link: str, turn: int) -> Path:
@@ -170,13 +176,13 @@ def _merit(run: dict[str, Any], target: float) -> tuple[float, float]:
 
 def learnt(name: str, arms: list[str], seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train arms on a free wire, to the loss or until they give up; return these runs and those made before."""
-    before = [run for folder in sorted(options.out.glob(f"{name}*")) for run in read(folder)]
+    before = read(options.out / name)
     arms = [arm for arm in arms if arm not in {run["strategy"] for run in before}]
     if not arms:
         return before
     limits = ["--updates", str(options.most_updates), "--to-loss", str(options.target), "--seed", str(seed)]
     words = [*limits, *work(options), *EVALUATE, str(EVERY), *SCHEDULE]
-    folder = options.out / (f"{name}-more{len(before)}" if before else name)
+    folder = added_to(options.out / name)
     return before + compare_behind("none", arms, folder, *words, ranks_per_node=options.per_node)["runs"]
 
 
@@ -202,8 +208,10 @@ def measure(options: argparse.Namespace) -> None:
             limits = ["--updates", str(options.timed_updates), "--seconds", str(options.cap)]
             limits += ["--seed", str(TIMED_SEED)]
             arms = [with_rate(arm, rates) for arm in arms_of(options)[link]]
+            if not arms:
+                continue
             words = [*limits, *work(options), *EVALUATE, str(10 * options.timed_updates), *SCHEDULE]
-            folder = timed_in(options.out, link, turn)
+            folder = added_to(timed_in(options.out, link, turn))
             compare_behind(link, arms, folder, *words, ranks_per_node=options.per_node)
 
 
@@ -213,8 +221,7 @@ def report(options: argparse.Namespace) -> None:
     learning = {
         (run["strategy"], seed): run
         for seed in options.seeds
-        for folder in options.out.glob(f"learn-seed{seed}*")
-        for run in read(folder)
+        for run in read(options.out / f"learn-seed{seed}")
     }
     timed = {
         (link, run["strategy"], turn): run
