@@ -143,7 +143,9 @@ def draw_time_to_loss() -> Figure:
             else:
                 ax.annotate("not reached", (1, place), (4, -3), textcoords="offset points", fontsize=8)
             ax.axhline(place, color="#E4E4E4", linewidth=0.8, zorder=0)
-        names = [re.sub(":outer_lr=1:outer_momentum=0(:keep_progress=on)?", "", row["arm"]) for row in arms]
+        names = [
+            re.sub(":outer_lr=1:outer_momentum=0:(keep_progress=on|mix=0.5)", "", row["arm"]) for row in arms
+        ]
         ax.set_yticks(range(len(arms)), names)
         ax.set(xscale="log", xlim=(0.8, 1.5 * most), ylim=(len(arms) - 0.4, -0.6))
         ax.set_xticks([1, 1.5, 2, 3, 4, 6, 8], ["1", "1.5", "2", "3", "4", "6", "8"], minor=False)

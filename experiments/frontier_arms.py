@@ -28,6 +28,15 @@ PLAIN_10 = f"{AVERAGE}:interval=10"
 """What `PostLocalSGDOptimizer` and Accelerate's `LocalSGD` do: a plain average now and then, in fp32, not hidden."""
 OUTER_30 = "diloco:interval=30:outer_lr=0.7:outer_momentum=0.9"
 """DiLoCo as published, with the paper's outer step; in fp32, not hidden."""
+AS_HIVEMIND = tuple(
+    f"{AVERAGE}:keep_progress=on:wire=bf16:interval={interval}:delay={delay}"
+    for interval, delay in ((8, 4), (30, 28))
+)
+"""As averages by hivemind in 16 bits hide them at 10 and 1 Mbit/s: whole replicas, under way for long."""
+AS_TORCHFT = tuple(f"{AVERAGE}:mix=0.5:{cut}" for cut in (
+    "interval=16:fragments=4:delay=2", "interval=64:fragments=8:delay=7",
+))  # fmt: skip
+"""As torchft's DiLoCo hides fp32 there: a share of what a rank changed meanwhile is kept."""
 BITS = ("zero1:wire=int8", "zero1:wire=int4", "zero1:wire=int2")
 LOCAL = "local:rate=0.1:wire=bf16"
 RARE = (LOCAL, EVERY_2, EVERY_4, EVERY_10, EVERY_30, LONG_DELAY, PLAIN_10, OUTER_30)
@@ -55,9 +64,10 @@ class Setting:
 SETTINGS = {
     "2-ranks": Setting(
         size="0.1m", ranks=2, batch=4, rates=(4e-3, 8e-3, 1.6e-2),
-        arms=(SYNCHRONOUS, *BITS, *DELAYED, *RARE, POWER_SGD),
+        arms=(SYNCHRONOUS, *BITS, *DELAYED, *RARE, POWER_SGD, *AS_HIVEMIND, *AS_TORCHFT),
         tuned={
-            SYNCHRONOUS: (), LOCAL: (), LONG_DELAY: (EVERY_2, EVERY_4, EVERY_10, EVERY_30, PLAIN_10), OUTER_30: (),
+            SYNCHRONOUS: (), LOCAL: (), OUTER_30: (),
+            LONG_DELAY: (EVERY_2, EVERY_4, EVERY_10, EVERY_30, PLAIN_10, *AS_HIVEMIND, *AS_TORCHFT),
             POWER_SGD: (),
         },
     ),

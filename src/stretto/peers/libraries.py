@@ -102,11 +102,41 @@ class TorchftDiLoCo(Replicas):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         with _needed("torchft", self.name):
-            from torchft.coordination import LighthouseServer
             from torchft.local_sgd import DiLoCo
-            from torchft.manager import Manager
-            from torchft.process_group import ProcessGroupWrapper
-        group, options = self.group, self.options
+        options = self.options
+        fragments = _fragments(model, options.fragments)
+        outer = [
+            torch.optim.SGD(
+                fragment.parameters(),
+                lr=options.outer_lr,
+                momentum=options.outer_momentum,
+                nesterov=options.outer_momentum > 0,
+            )
+            for fragment in fragments
+        ]
+        self._manager = self._new_manager()
+        try:
+            self._diloco = DiLoCo(
+                self._manager,
+                fragments,
+                self.optimizer,
+                outer,
+                sync_every=options.interval,
+                fragment_sync_delay=options.delay,
+                fragment_update_alpha=options.mix,
+            )
+        except (ValueError, AssertionError) as error:
+            raise ConfigError(f"{self.name}: torchft refuses {options}: {error}") from error
+        self._diloco.__enter__()  # hooks of the optimizer do all else
+        return model
+
+    def _new_manager(self) -> Any:
+        """Return this rank's manager, which has found the lighthouse."""
+        from torchft.coordination import LighthouseServer
+        from torchft.manager import Manager
+        from torchft.process_group import ProcessGroupWrapper
+
+        group = self.group
 
         class OverTheJob(ProcessGroupWrapper):  # type: ignore[misc]  # torchft has no types
             """Torchft makes a group when its members change, and here they never do."""
@@ -120,7 +150,7 @@ class TorchftDiLoCo(Replicas):
             self._lighthouse = LighthouseServer(bind="[::]:0", min_replicas=self.world_size)
             shared.set("lighthouse", f"http://{address}:{self._lighthouse.address().rpartition(':')[2]}")
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        self._manager = Manager(
+        return Manager(
             pg=OverTheJob(timeout=_PATIENCE),
             load_state_dict=None,
             state_dict=None,
@@ -137,30 +167,6 @@ class TorchftDiLoCo(Replicas):
             hostname=address,
             init_sync=False,
         )
-        fragments = _fragments(model, options.fragments)
-        outer = [
-            torch.optim.SGD(
-                fragment.parameters(),
-                lr=options.outer_lr,
-                momentum=options.outer_momentum,
-                nesterov=options.outer_momentum > 0,
-            )
-            for fragment in fragments
-        ]
-        try:
-            self._diloco = DiLoCo(
-                self._manager,
-                fragments,
-                self.optimizer,
-                outer,
-                sync_every=options.interval,
-                fragment_sync_delay=options.delay,
-                fragment_update_alpha=options.mix,
-            )
-        except (ValueError, AssertionError) as error:
-            raise ConfigError(f"{self.name}: torchft refuses {options}: {error}") from error
-        self._diloco.__enter__()  # hooks of the optimizer do all else
-        return model
 
     def finish(self) -> list[Update]:
         """End the job; fragments under way are dropped."""
