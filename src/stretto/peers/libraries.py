@@ -70,7 +70,7 @@ class AccelerateLocalSGD(Replicas, TorchDDP):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TorchftOptions:
-    """What can be set for torchft's DiLoCo; torchft refuses what does not fit together."""
+    """What can be set for torchft's DiLoCo."""
 
     interval: int = 10
     """Updates from one outer step of a fragment to its next (`sync_every`)."""
@@ -88,6 +88,13 @@ class TorchftOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         check_at_least(self, interval=1, fragments=1, delay=0, mix=0.0, outer_lr=0.0, outer_momentum=0.0)
+        # Torchft refuses these too, but behind the start of its servers, which other ranks then wait for.
+        if self.interval % self.fragments or not self.delay < self.interval // self.fragments or self.mix > 1:
+            raise ConfigError(
+                f"torchft-diloco: interval={self.interval}, fragments={self.fragments}, delay={self.delay}, "
+                f"mix={self.mix}: expected fragments that divide the interval, a delay below interval / fragments, and "
+                "a mix up to 1"
+            )
 
 
 class TorchftDiLoCo(Replicas):
@@ -115,18 +122,15 @@ class TorchftDiLoCo(Replicas):
             for fragment in fragments
         ]
         self._manager = self._new_manager()
-        try:
-            self._diloco = DiLoCo(
-                self._manager,
-                fragments,
-                self.optimizer,
-                outer,
-                sync_every=options.interval,
-                fragment_sync_delay=options.delay,
-                fragment_update_alpha=options.mix,
-            )
-        except (ValueError, AssertionError) as error:
-            raise ConfigError(f"{self.name}: torchft refuses {options}: {error}") from error
+        self._diloco = DiLoCo(
+            self._manager,
+            fragments,
+            self.optimizer,
+            outer,
+            sync_every=options.interval,
+            fragment_sync_delay=options.delay,
+            fragment_update_alpha=options.mix,
+        )
         self._diloco.__enter__()  # hooks of the optimizer do all else
         return model
 

@@ -177,7 +177,8 @@ def _crossing(
 ) -> NDArray[np.int64]:
     """Return how many bytes each rank of a group sends from behind an uplink to the others."""
     if parts is not None:
-        return is_behind * np.array(parts)[:, ~is_behind].sum(axis=1)
+        across = np.array(parts, dtype=np.int64)[:, ~is_behind].sum(axis=1)
+        return np.where(is_behind, across, 0)
     if pattern == "ring":
         return sent * (is_behind & ~np.roll(is_behind, -1))
     outside = len(sent) - int(is_behind.sum())
