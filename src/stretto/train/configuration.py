@@ -230,10 +230,10 @@ class CompareConfig(Job[TaskT]):
     """Several strategies side by side: each in turn on the same link, then all again."""
 
     strategies: tuple[str, ...] = ("compute", "ddp", "zero1", "dpu", "wp", "acco")
-    """Arms: strategies of train, compute, torch-ddp, torch-ddp-bf16, torch-ddp-powersgd, torch-ddp-zero,
-    torch-local-sgd, torch-fsdp2, accelerate-local-sgd, torchft-diloco, hivemind; with commas between them. What is set
-    for one arm alone follows after colons: wp:wire=bf16:lr=2e-3, acco:clock=1,8, torch-local-sgd:interval=20. compute
-    never communicates; those behind it are methods of PyTorch and of other libraries."""
+    """Arms: of train, compute, torch-ddp, torch-ddp-bf16, torch-ddp-powersgd, torch-ddp-zero, torchft-diloco,
+    torch-local-sgd, torch-fsdp2, accelerate-local-sgd, hivemind; with commas between them. What is set for one arm
+    alone follows after colons: wp:wire=bf16:lr=2e-3, acco:clock=1,8, torch-local-sgd:interval=20. Those of train are
+    its strategies; compute never communicates; the others are methods of PyTorch and of other libraries."""
     repeats: int = 1
     """Times that every arm runs; one round of all arms after the other, and the seed grows by one each time."""
     out: str = "comparison"
