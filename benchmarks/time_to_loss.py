@@ -321,7 +321,9 @@ def main() -> None:
     parser.add_argument(
         "--most-updates", type=int, help="after which a learning run gives up; default: 88, long 200"
     )
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[5e-4, 7e-4, 1e-3])
+    parser.add_argument(
+        "--learning-rates", type=float, nargs="+", default=[5e-4, 7e-4, 1e-3], help="that are tried"
+    )
     parser.add_argument("--turns", type=int, nargs="+", default=[0, 1, 2], help="of timing")
     parser.add_argument("--timed-updates", type=int, default=32)
     parser.add_argument(
