@@ -41,6 +41,10 @@ BITS = ("zero1:wire=int8", "zero1:wire=int4", "zero1:wire=int2")
 LOCAL = "local:rate=0.1:wire=bf16"
 RARE = (LOCAL, EVERY_2, EVERY_4, EVERY_10, EVERY_30, LONG_DELAY, PLAIN_10, OUTER_30)
 DELAYED = ("acco", "acco:wire=int4")
+OTHERS = (
+    "acco:wire=int4", LOCAL, PLAIN_10, AS_HIVEMIND[0], AS_TORCHFT[0], POWER_SGD, "zero1:wire=int8", "zero1:wire=int2",
+)  # fmt: skip
+"""What the settings of more ranks have beside the arms that they name."""
 SAME_WIRE = {"acco": SYNCHRONOUS, "acco:wire=int4": "zero1:wire=int4"}
 """Synchronous arms that send in the same format."""
 
@@ -74,13 +78,13 @@ SETTINGS = {
     "8-ranks": Setting(
         size="0.1m", ranks=8, batch=4,
         arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10, *LARGER_BATCHES,
-              f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}"),
+              f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}", *OTHERS),
     ),
     "8-ranks-same-batch": Setting(
         size="0.1m", ranks=8, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4)
     ),
     "32-ranks": Setting(
-        size="0.1m", ranks=32, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4, EVERY_30, OUTER_30)
+        size="0.1m", ranks=32, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4, EVERY_30, OUTER_30, *OTHERS),
     ),
     "2-ranks-larger": Setting(
         size="0.5m", ranks=2, batch=4, rates=(2e-3, 4e-3, 8e-3),
