@@ -108,10 +108,6 @@ EXACT = ("torch-ddp",)
 EVALUATE = ["--task.evaluation-windows", "32", "--evaluate-every"]
 EVERY = 4
 TIMED_SEED = 0
-# The broadcast at the start leaves rank 0 while up to a megabyte is still in the buffers of its sockets. So the others
-# begin later, by up to ten seconds at 1mbit, and the first exchange waits for them.
-FIRST = ["--warmup-updates", "10"]
-"""Updates that are not timed."""
 MICRO_BATCHES = 4
 """Of each of two workers."""
 # A run that only time ends keeps its learning rate. Those that a count may end must keep theirs too.
@@ -230,7 +226,7 @@ def measure(options: argparse.Namespace) -> None:
             arms = [with_rate(arm, rates) for arm in arms_of(options)[link]]
             if not arms:
                 continue
-            words = [*limits, *FIRST, *work(options), *EVALUATE, str(10 * options.timed_updates), *SCHEDULE]
+            words = [*limits, *work(options), *EVALUATE, str(10 * options.timed_updates), *SCHEDULE]
             folder = added_to(timed_in(options.out, link, turn))
             compare_behind(link, arms, folder, *words, ranks_per_node=options.per_node)
 

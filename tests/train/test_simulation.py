@@ -5,12 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
 from stretto.faults import Fault
+from stretto.groups.collectives import Call
 from stretto.observe import read_json_lines
+from stretto.train.rank import RankContext, train_at
 from stretto.train.simulation import SimulateConfig, simulate
+from stretto.virtual import VirtualCluster, VirtualGroup
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train
 from tests.train.tiny import Tiny
 
@@ -118,3 +123,37 @@ def test_two_simulations_over_irregular_loaders_decide_alike() -> None:
 def test_decoding_is_not_simulated() -> None:
     with pytest.raises(ConfigError, match="not modelled"):
         simulate(simulation(slow_loader="30,decode"))
+
+
+class BufferedGroup(VirtualGroup):
+    """A group whose broadcasts leave rank 0 at once, and come to the others a minute later, as on a slow link."""
+
+    def perform(self, call: Call) -> dist.Work:
+        work = super().perform(call)
+        if call.operation.name == "broadcast" and self.rank() != 0:
+            self.charge_ns(60 * 10**9)
+        return work
+
+    def private(self) -> VirtualGroup:
+        return BufferedGroup(self._matcher.sibling(self.rank()), self._time)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "diloco:interval=4"])
+def test_ranks_begin_together_so_no_update_pays_for_a_slow_start(strategy: str) -> None:
+    run = simulation(strategy=strategy, ranks=2).as_run()
+
+    def program(rank: int, group: VirtualGroup) -> float:
+        late = BufferedGroup(group._matcher, group._time)
+        context = RankContext(
+            rank=rank,
+            world_size=2,
+            device=torch.device("cpu"),
+            group=late,
+            now=lambda: group.now_ns / 1e9,
+            epoch=0.0,
+        )
+        seconds = train_at(context, run, 0, shows_progress=False).training_seconds
+        assert group.now_ns > 60 * 10**9  # it was a slow start
+        return seconds
+
+    assert all(seconds < 60 for seconds in VirtualCluster(2).run(program).values)

@@ -33,6 +33,8 @@ def collectives(rank: int, group: dist.ProcessGroup) -> dict[str, list[Tensor]]:
         options.reduceOp = reduction
         total = own(rank)
         keep(f"all_reduce {name}", group.allreduce([total], options), total)
+        number = own(rank).max()
+        keep(f"all_reduce {name} of a number", group.allreduce([number], options), number)
     options = dist.BroadcastOptions()
     options.rootRank = 1
     sent = own(rank)

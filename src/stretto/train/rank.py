@@ -55,6 +55,11 @@ class RankContext:
     epoch: float = dataclasses.field(default_factory=lambda: time.time() - time.perf_counter())
     """Seconds from 1970 to the zero of that clock; 0 for a virtual one."""
 
+    @property
+    def whole(self) -> Any:
+        """The group of all ranks. Call its methods: the functions of torch.distributed know no virtual one."""
+        return self.group or dist.group.WORLD
+
 
 def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
     """Train on this rank; every rank of the job calls this with equal settings.
@@ -104,6 +109,7 @@ def train_at(
             for note in start.notes:
                 progress.doing(f"note: {note}")
         totals.evaluations.extend(start.evaluations)
+        _begin_together(context)
         stopwatch = Stopwatch(start.training_seconds, context.now)
         observers = _observers(run, start, context, progress, rehearsal)
         for observer, incident in itertools.product(observers, start.incidents):
@@ -116,6 +122,18 @@ def train_at(
             for observer in observers:
                 observer.close()
     return dataclasses.replace(outcome, faults_struck=rehearsal.struck)
+
+
+def _begin_together(context: RankContext) -> None:
+    """Wait until all ranks are here: no clock of theirs starts before.
+
+    A broadcast lets its root go as soon as the buffers of its sockets have taken the last megabyte. On a slow link the
+    others arrive seconds later. Without this, the first exchange would wait for them within the training time: of one
+    strategy in the first update, which rates leave out, and of another one later.
+    """
+    here = torch.ones((), device=context.device)
+    context.whole.allreduce([here]).wait()
+    here.item()  # a device's work has ended only now
 
 
 def _train(
@@ -158,9 +176,7 @@ def _train(
 def _of_first(pace: tuple[float, float] | None, context: RankContext) -> tuple[float, float] | None:
     """Return the change of pace that rank 0 has seen; all ranks must call."""
     told = torch.tensor(pace or (0.0, 0.0), dtype=torch.float64, device=context.device)
-    # A method of the group: the function of torch.distributed knows no virtual ones.
-    group: Any = context.group or dist.group.WORLD
-    group.broadcast([told], dist.BroadcastOptions()).wait()
+    context.whole.broadcast([told], dist.BroadcastOptions()).wait()
     at_first, lately = told.tolist()
     return (at_first, lately) if lately else None
 

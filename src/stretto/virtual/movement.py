@@ -49,7 +49,7 @@ def reduction_name(call: Call) -> str:
 
 def _sum(contributions: Tensor) -> Tensor:
     total = torch.empty_like(contributions[0])
-    sum_in_rank_order(contributions.flatten(1), total.view(-1))
+    sum_in_rank_order(contributions.reshape(len(contributions), total.numel()), total.view(-1))
     return total
 
 
