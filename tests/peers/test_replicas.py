@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import stretto as st
 from stretto.errors import CommunicationError, ConfigError, MissingExtra, UnknownName
 from stretto.groups import Link, register_throttled
 from stretto.peers import make_peer
+from stretto.peers.libraries import HivemindAverages, HivemindOptions
 from stretto.train.arms import parse_arm
 from tests.peers import training
 from tests.peers.training import MICRO_BATCHES, UPDATES, WORLD_SIZE
@@ -113,14 +115,32 @@ def test_hivemind_adds_to_a_replica_how_far_the_mean_was_from_what_left() -> Non
         torch.testing.assert_close(own, copy_of(models[rank]), rtol=0, atol=1e-6)
 
 
+class Unchecked(HivemindAverages):
+    """It finds out late that a format does not work, and does not wait for long."""
+
+    patience = timedelta(seconds=15)
+
+    def check_packing(self, packing: Any) -> None:
+        pass
+
+
 def train_in_8_bits(rank: int) -> Parameters | str:
+    model = training.new_model()
+    peer = Unchecked(
+        model,
+        training.new_optimizer(model),
+        MICRO_BATCHES,
+        options=HivemindOptions(interval=4, compression="uniform8bit"),
+    )
     try:
-        return train_replicas(rank, "hivemind", {"interval": 4, "compression": "uniform8bit"})[1]
+        for inputs, _ in training.shard(rank):
+            peer.backward(training.loss_of(peer.model, inputs))
     except CommunicationError as error:
         return str(error)
+    return copy_of(model)
 
 
-def test_hivemind_averages_in_8_bits_or_the_run_ends() -> None:
+def test_where_hivemind_fails_to_average_the_run_ends() -> None:
     """Its 8 bits fail with some versions of NumPy; it logs that and goes on without an average."""
     mean = mean_of([copy_of(model) for model in replicas_by_hand(lambda update, models: None)])
     for rank, own in enumerate(run_counted(train_in_8_bits)):
@@ -128,6 +148,18 @@ def test_hivemind_averages_in_8_bits_or_the_run_ends() -> None:
             assert own == f"rank {rank}, update 4: hivemind averaged nothing: its log says why"
         else:
             torch.testing.assert_close(own, mean, rtol=0, atol=4e-2)  # steps of 1e-2 each drive them apart
+
+
+def average_bfloat16(rank: int) -> None:
+    model = training.new_model().bfloat16()
+    with pytest.raises(
+        ConfigError, match=f"rank {rank}: hivemind cannot send torch.bfloat16 with compression=float16"
+    ):
+        make_peer("hivemind", model, training.new_optimizer(model), 1)
+
+
+def test_what_hivemind_cannot_pack_is_refused_before_it_starts() -> None:
+    run_ranks(WORLD_SIZE, average_bfloat16)
 
 
 def our_diloco(rank: int, options: dict[str, Any]) -> Parameters:

@@ -210,6 +210,7 @@ class HivemindAverages(Replicas):
 
     name = "hivemind"
     options_type = HivemindOptions
+    patience = _PATIENCE
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if isinstance(self.group, ThrottledGroup) and not self.group.link.is_free:
@@ -227,7 +228,9 @@ class HivemindAverages(Replicas):
             "float16": compression.Float16Compression,
             "uniform8bit": compression.Uniform8BitQuantization,
         }
+        packing = formats[self.options.compression]()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.check_packing(packing)
         self._left: list[Tensor] = []
         self._average: Any = None
         shared = self._control.get_group_store()
@@ -249,12 +252,32 @@ class HivemindAverages(Replicas):
                 prefix="stretto",
                 target_group_size=self.world_size,
                 min_group_size=self.world_size,
-                compression=formats[self.options.compression](),
-                allreduce_timeout=_PATIENCE.total_seconds(),
-                next_chunk_timeout=_PATIENCE.total_seconds(),
+                compression=packing,
+                allreduce_timeout=self.patience.total_seconds(),
+                next_chunk_timeout=self.patience.total_seconds(),
                 allow_state_sharing=False,
             )
         return model
+
+    def check_packing(self, packing: Any) -> None:
+        """Pack a few numbers as the parameters will be.
+
+        Where that fails in an average, some ranks wait for a long time for what never comes.
+
+        Raises:
+            ConfigError: Hivemind cannot pack a dtype of the model with this compression.
+        """
+        from hivemind.compression import CompressionInfo, deserialize_torch_tensor
+
+        for dtype in {parameter.dtype for parameter in self._parameters}:
+            few = torch.linspace(-1, 1, 8, dtype=dtype)
+            try:
+                deserialize_torch_tensor(packing.compress(few, CompressionInfo.from_tensor(few)))
+            except Exception as error:
+                raise ConfigError(
+                    f"rank {self.rank}: hivemind cannot send {dtype} with compression={self.options.compression}: "
+                    f"{error}; expected another compression, or other versions of hivemind and NumPy"
+                ) from error
 
     def step(self) -> None:
         self.optimizer.step()
@@ -271,7 +294,7 @@ class HivemindAverages(Replicas):
         with self._averager.get_tensors() as shared:
             for tensor, value in zip(shared, self._left, strict=True):
                 tensor.copy_(value)
-        self._average = self._averager.step(wait=False, timeout=_PATIENCE.total_seconds())
+        self._average = self._averager.step(wait=False, timeout=self.patience.total_seconds())
 
     def _land(self) -> None:
         """Add how far the mean is from what has left.
@@ -279,7 +302,11 @@ class HivemindAverages(Replicas):
         Raises:
             CommunicationError: Hivemind could not average.
         """
-        found = self._average.result() is not None
+        found, failure = False, None
+        try:
+            found = self._average.result() is not None
+        except Exception as error:  # raised below, when the other ranks know too
+            failure = error
         own = torch.stack([value.double().sum() for value in self._left]).sum().view(1).cpu()
         everybody = own.new_empty(self.world_size)
         self._control.all_gather_single(everybody, own).wait()
@@ -288,7 +315,7 @@ class HivemindAverages(Replicas):
             if not found or (everybody.unique().numel() > 1 and all(map(torch.equal, shared, self._left))):
                 raise CommunicationError(
                     f"rank {self.rank}, update {self.steps + 1}: hivemind averaged nothing: its log says why"
-                )
+                ) from failure
             for parameter, mean, left in zip(self._parameters, shared, self._left, strict=True):
                 parameter.add_(mean - left)
         self._left = []
