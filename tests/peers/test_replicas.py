@@ -140,14 +140,19 @@ def train_in_8_bits(rank: int) -> Parameters | str:
     return copy_of(model)
 
 
+def distance(one: Parameters, other: Parameters) -> float:
+    return sum(float((one[key] - other[key]).square().sum()) for key in one) ** 0.5
+
+
 def test_where_hivemind_fails_to_average_the_run_ends() -> None:
     """Its 8 bits fail with some versions of NumPy; it logs that and goes on without an average."""
-    mean = mean_of([copy_of(model) for model in replicas_by_hand(lambda update, models: None)])
+    alone = [copy_of(model) for model in replicas_by_hand(lambda update, models: None)]
+    mean = mean_of(alone)
     for rank, own in enumerate(run_counted(train_in_8_bits)):
         if isinstance(own, str):
             assert own == f"rank {rank}, update 4: hivemind averaged nothing: its log says why"
         else:
-            torch.testing.assert_close(own, mean, rtol=0, atol=4e-2)  # steps of 1e-2 each drive them apart
+            assert distance(own, mean) < distance(alone[rank], mean) / 2
 
 
 def average_bfloat16(rank: int) -> None:
