@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy
 import pytest
-import torch
 
 from stretto.cli import main
 from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto.plan import EVIDENCE, Machine, PlanConfig, Ranking, price, rank_by_time
-from stretto.plan.measure import measure, share_of_cores
+from stretto.plan.measure import measure
 from stretto.recipes.own import own_recipe
 from stretto.strategies import STRATEGIES
 from stretto.train.arms import parse_arm
@@ -87,29 +86,6 @@ def test_a_strategy_that_overlaps_hides_most_of_the_jitter() -> None:
     uneven = dataclasses.replace(even, jitter=0.2)
     lags = {arm: seconds(arm, uneven) - seconds(arm, even) for arm in ("acco", "zero1")}
     assert lags["acco"] < lags["zero1"] / 2
-
-
-@pytest.mark.parametrize(
-    ("cores_of_rank", "expected"),
-    [
-        ([range(8), range(8)], [4, 4]),
-        ([range(4), range(4, 8)], [4, 4]),
-        ([range(8), range(2)], [7, 1]),
-        ([range(1), range(1), range(1), range(1)], [0.25] * 4),
-    ],
-)
-def test_ranks_that_are_bound_to_cores_have_these_and_share_the_rest(
-    cores_of_rank: list[range], expected: list[float]
-) -> None:
-    may_use = torch.tensor([[float(core in own) for core in range(8)] for own in cores_of_rank])
-    assert [share_of_cores(own, may_use) for own in may_use] == expected
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_ranks_of_a_machine_have_together_every_core_that_one_of_them_may_use(seed: int) -> None:
-    may_use = (torch.rand(seed + 1, 64, generator=torch.Generator().manual_seed(seed)) < 0.3).double()
-    together = sum(share_of_cores(own, may_use) for own in may_use)
-    assert together == pytest.approx(int(may_use.any(0).sum()), rel=1e-12)  # a few roundings of 1e-16
 
 
 def test_on_a_core_of_its_own_computing_pays_for_what_overlaps() -> None:

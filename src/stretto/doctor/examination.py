@@ -5,7 +5,6 @@ Results travel through the group's store, and so does the word whether to go on:
 
 import dataclasses
 import itertools
-import os
 import platform
 import time
 from collections import Counter, defaultdict
@@ -24,8 +23,8 @@ from stretto.errors import ConfigError
 from stretto.faults import WIRE_SITES, Fault, FaultPlan, FaultyGroup, Injector
 from stretto.fields import check_fields
 from stretto.groups import Link
+from stretto.machine import processor_name, share_of_cores, usable_cores
 from stretto.packed import pack, unpack
-from stretto.train.outcome import processor_name
 from stretto.train.workers import RankInfo, joined_group
 
 _TIME_SHARES = {"arithmetic": 0.4, "memory": 0.2, "collectives": 0.2, "links": 0.2}
@@ -126,15 +125,21 @@ def examine_rank(info: RankInfo, examination: Examination) -> Report:
     torch.backends.cudnn.deterministic = True
     count = torch.cuda.device_count()
     own = [torch.device("cuda", i) for i in range(info.local_rank, count, info.local_world_size)]
-    cores = os.cpu_count() or 1
-    subject = Subject(devices=[torch.device("cpu"), *own], threads=max(1, cores // info.local_world_size))
     with joined_group(info, Link.parse("none"), torch.device("cpu"), examination.timeout_seconds):
         group = dist.group.WORLD
         if group is None:
             raise RuntimeError("expected a default group, which `joined_group` makes")
         plan = FaultPlan(examination.faults)
         struck = FaultyGroup(group, Injector(plan, info.rank)) if plan.faults else group
+        subject = Subject(devices=[torch.device("cpu"), *own], threads=_threads(_Meeting(group)))
         return examine(struck, subject, examination)
+
+
+def _threads(meeting: "_Meeting") -> int:
+    """Return how many threads keep this rank's cores busy, beside those of the other ranks of the machine."""
+    host, own = platform.node(), sorted(usable_cores())
+    of_all = meeting.gather([host, own])
+    return max(1, int(share_of_cores(own, [cores for place, cores in of_all if place == host])))
 
 
 def examine(group: dist.ProcessGroup, subject: Subject, examination: Examination) -> Report:
@@ -149,7 +154,7 @@ def examine(group: dist.ProcessGroup, subject: Subject, examination: Examination
     for index in meeting.rounds("links", seconds["links"]):
         network.check_links(examination.link_megabytes, index, links)
     own = _RankResult(host=platform.node(), devices=devices, collectives=collectives, links=links)
-    results = meeting.gather(own)
+    results = [_RankResult.of(fields) for fields in meeting.gather(dataclasses.asdict(own))]
     findings = [
         *_judge_arithmetic(results),
         *_judge_memory(results, examination.memory_megabytes),
@@ -197,11 +202,11 @@ class _Meeting:
                 return
             yield index
 
-    def gather(self, result: _RankResult) -> list[_RankResult]:
-        """Return every rank's result."""
-        self._store.set(f"result/{self._rank}", pack(dataclasses.asdict(result), "a result").hex())
+    def gather(self, result: Any) -> list[Any]:
+        """Return what every rank has found."""
+        self._store.set(f"result/{self._rank}", pack(result, "a result").hex())
         texts = [self._store.get(f"result/{rank}").decode() for rank in range(self._world_size)]
-        return [_RankResult.of(unpack(bytes.fromhex(text), "a rank's result")) for text in texts]
+        return [unpack(bytes.fromhex(text), "a rank's result") for text in texts]
 
 
 def _judge_arithmetic(results: Sequence[_RankResult]) -> Iterator[Finding]:

@@ -10,7 +10,6 @@ batches that the loader could deliver. Where e* is 1 or less there is nothing to
 """
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from stretto.echo.loader import EchoLoader
 from stretto.echo.plans import Even, Plan, Ready, Selector, StepRecord
 from stretto.errors import ConfigError
 from stretto.fields import check_fields, is_count
+from stretto.machine import usable_cores
 from stretto.records import Update
 
 
@@ -278,7 +278,7 @@ def _synchronize() -> None:
 
 
 def _advice(loader: Any) -> Iterator[str]:
-    cores = os.cpu_count() or 1
+    cores = len(usable_cores())
     workers = getattr(loader, "num_workers", None)
     if workers is None:
         yield "read ahead in the background (EchoLoader(loader, Even(1)) does), with more workers if it decodes"

@@ -8,7 +8,6 @@ Note [What is measured where]
 
 import dataclasses
 import math
-import os
 import socket
 import statistics
 import time
@@ -26,6 +25,7 @@ from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector, Lif
 from stretto.engine.round import Progress
 from stretto.errors import ConfigError
 from stretto.groups import Link, SoloGroup, private_group
+from stretto.machine import share_of_cores, usable_cores
 from stretto.parallel import DataParallel
 from stretto.recipes import Task
 from stretto.strategies import ZeRO1
@@ -203,21 +203,11 @@ def _agreed_ranks_per_node(ranks: Ranks, own: int) -> int:
 
 def _own_cores(ranks: Ranks) -> float:
     """Return this rank's cores; ranks may be bound to some of their own, as Slurm does, or share all."""
-    own = torch.zeros(_MOST_CORES, dtype=torch.float64)
-    own[[core % _MOST_CORES for core in os.sched_getaffinity(0)]] = 1.0
+    own = {core % _MOST_CORES for core in usable_cores()}
     host = float(zlib.crc32(socket.gethostname().encode()))
-    of_all = ranks.gather([host, *own.tolist()])
-    return share_of_cores(own, of_all[of_all[:, 0] == host, 1:])
-
-
-def share_of_cores(own: Tensor, may_use: Tensor) -> float:
-    """Return the cores of one rank of a machine: each core is divided among the ranks that may use it.
-
-    Args:
-        own: `(cores,)`, 1 where this rank may use a core, and else 0.
-        may_use: `(ranks, cores)`, the same of all ranks of the machine.
-    """
-    return float((own / may_use.sum(0).clamp(min=1)).sum())
+    of_all = ranks.gather([host, *(float(core in own) for core in range(_MOST_CORES))])
+    same_host = of_all[of_all[:, 0] == host, 1:]
+    return share_of_cores(own, [row.nonzero().flatten().tolist() for row in same_host])
 
 
 def _slowest(ranks: Ranks, own: Machine) -> Machine:

@@ -21,6 +21,7 @@ import torch
 
 from stretto.disk import UNFINISHED, read_whole
 from stretto.errors import ConfigError
+from stretto.machine import processor_name
 from stretto.observe import replace_json
 from stretto.records import Update
 from stretto.train.configuration import RunConfig, TaskT
@@ -152,14 +153,6 @@ def describe_environment() -> dict[str, Any]:
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": _commit(),
     }
-
-
-def processor_name() -> str:
-    """Return the name of the host's processor."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _commit() -> str | None:
