@@ -121,11 +121,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "deep nesting": (
         lambda run: (run / "updates.jsonl").write_text("[" * 100_000 + "\n"),
-        "updates.jsonl: 1 damaged lines are left out (1)",
+        "updates.jsonl: 1 damaged line is left out (1)",
     ),
     "a folder for a file": (
         lambda run: ((run / "updates.jsonl").unlink(), (run / "updates.jsonl").mkdir()),
         "updates.jsonl is no file",
+    ),
+    "a damaged strike": (
+        lambda run: ((run / "strikes").mkdir(), (run / "strikes" / "rank-1.jsonl").write_text("{}\nx\n")),
+        "strikes/rank-1.jsonl: 1 damaged line is left out (2)",
     ),
     "half a configuration": (
         lambda run: (run / "config.json").write_text('{"strategy": "zer'),

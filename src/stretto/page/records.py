@@ -53,26 +53,28 @@ def read_json(path: Path, gaps: list[str]) -> dict[str, Any]:
     return {}
 
 
-def read_records(path: Path, gaps: list[str], *, expected: bool) -> Iterator[dict[str, Any]]:
+def read_records(folder: Path, name: str, gaps: list[str], *, expected: bool) -> Iterator[dict[str, Any]]:
     """Yield the objects in a file of JSON lines, and name the lines that are none.
 
     Args:
-        path: The file.
+        folder: Of the run.
+        name: Of the file, from there.
         gaps: Where to name what is left out.
         expected: Whether a missing file is a gap.
     """
+    path = folder / name
     if not path.is_file():
         if path.exists() or path.is_symlink():
-            gaps.append(f"{path.name} is no file")
+            gaps.append(f"{name} is no file")
         elif expected:
-            gaps.append(f"{path.name} is missing")
+            gaps.append(f"{name} is missing")
         return
     damaged: list[int] = []
     try:
         with path.open("rb") as file:
             for line_number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
-                    gaps.append(f"{path.name} ends in the middle of line {line_number}")
+                    gaps.append(f"{name} ends in the middle of line {line_number}")
                     break
                 record = _record(line)
                 if record is None:
@@ -80,10 +82,11 @@ def read_records(path: Path, gaps: list[str], *, expected: bool) -> Iterator[dic
                 else:
                     yield record
     except OSError as error:
-        gaps.append(f"{path.name} cannot be read: {error.strerror}")
+        gaps.append(f"{name} cannot be read: {error.strerror}")
     if damaged:
         lines = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
-        gaps.append(f"{path.name}: {len(damaged)} damaged lines are left out ({lines})")
+        count = "1 damaged line is" if len(damaged) == 1 else f"{len(damaged)} damaged lines are"
+        gaps.append(f"{name}: {count} left out ({lines})")
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

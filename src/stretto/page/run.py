@@ -29,7 +29,7 @@ def read_run(path: Path, name: str) -> Contents:
     """Return the run in a folder; what is missing is named among the gaps."""
     gaps: list[str] = []
     config = read_json(path / "config.json", gaps)
-    records = list(read_records(path / "updates.jsonl", gaps, expected=True))
+    records = list(read_records(path, "updates.jsonl", gaps, expected=True))
     columns = {field: np.array([number(one.get(field)) for one in records]) for field in _NUMBERS}
     strategy = str(config.get("strategy", "unknown strategy"))
     axes = {
@@ -38,7 +38,7 @@ def read_run(path: Path, name: str) -> Contents:
         "seconds": columns["training_seconds"],
         "bytes": np.nancumsum(columns["sent_bytes"]),
     }
-    evaluations = read_evaluations(read_records(path / "evaluations.jsonl", gaps, expected=True))
+    evaluations = read_evaluations(read_records(path, "evaluations.jsonl", gaps, expected=True))
     places = {key: _at_steps(evaluations[:, 0], axes["updates"], axis) for key, axis in axes.items()}
     rounds = [items(one.get("rounds")) for one in records]
     run = Run(
@@ -51,7 +51,7 @@ def read_run(path: Path, name: str) -> Contents:
         time=of_updates(columns, strategy, rounds),
         memory=[
             (number(one.get("step")), number(one.get("peak_bytes")))
-            for one in read_records(path / "memory.jsonl", gaps, expected=False)
+            for one in read_records(path, "memory.jsonl", gaps, expected=False)
         ],
         micro_batches=_mean_counts([items(one.get("micro_batches")) for one in records]),
     )
@@ -79,13 +79,13 @@ def _events(path: Path, columns: dict[str, Column], gaps: list[str]) -> list[Eve
     events = [
         Event(step=number(one.get("step")), kind="fault", text=_strike(one))
         for file in sorted(path.glob("strikes/rank-*.jsonl"))
-        for one in read_records(file, gaps, expected=False)
+        for one in read_records(path, str(file.relative_to(path)), gaps, expected=False)
     ]
     events += [
         Event(step=number(one.get("step")), kind="incident", text=_incident(one))
-        for one in read_records(path / "incidents.jsonl", gaps, expected=False)
+        for one in read_records(path, "incidents.jsonl", gaps, expected=False)
     ]
-    for one in read_records(path / "quarantine.jsonl", gaps, expected=False):
+    for one in read_records(path, "quarantine.jsonl", gaps, expected=False):
         steps = [number(mapping(found).get("step")) for found in items(one.get("incidents"))]
         goes_on = one.get("goes_on_with")
         then = "the run ended" if goes_on is None else f"went on with {goes_on} ranks"
