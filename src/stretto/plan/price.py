@@ -106,6 +106,7 @@ def price(arm: Arm, machine: Machine, *, micro_batches: int, bucket_bytes: int) 
         changes=arm.settings.get("changes"),
         estimates=arm.settings.get("estimates"),
         bucket_bytes=twin.bucket_bytes,
+        exchange=arm.settings.get("exchange", "auto"),
         ranks_per_node=twin.ranks_per_node or arm.settings.get("ranks_per_node"),
         allow_unused=True,
     )

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from stretto.engine import Clock
+from stretto.engine import Clock, Options
 from stretto.errors import ConfigError, UnknownName
 from stretto.exchange import Wire, wire_by_name
 from stretto.fields import (
@@ -34,7 +34,7 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
         **dict.fromkeys(("wire", "changes", "estimates"), Wire),
         **dict.fromkeys(("micro_batches", "ranks_per_node", "bucket_bytes"), int),
-        **{"clock": Clock, "clip_norm": float, "lr": float},
+        **{"exchange": field_types(Options)["exchange"], "clock": Clock, "clip_norm": float, "lr": float},
     }
 )
 """Settings of a run that an arm may have for itself, and their types."""
