@@ -45,6 +45,10 @@ OTHERS = (
     "acco:wire=int4", LOCAL, PLAIN_10, AS_HIVEMIND[0], AS_TORCHFT[0], POWER_SGD, "zero1:wire=int8", "zero1:wire=int2",
 )  # fmt: skip
 """What the settings of more ranks have beside the arms that they name."""
+EXACT_END = (f"{EVERY_4}+zero1:wire=int4@800", f"{EVERY_30}+zero1:wire=int4@900")
+"""Averages for the first half of the updates and more, and then 4 bits at every update."""
+COARSE = ("zero1:wire=int4:changes=int2", "zero1:wire=int2:changes=int4")
+"""2 bits one way: for what a step has changed, or for gradients, whose rounding errors more ranks average out."""
 SAME_WIRE = {"acco": SYNCHRONOUS, "acco:wire=int4": "zero1:wire=int4"}
 """Synchronous arms that send in the same format."""
 
@@ -78,7 +82,7 @@ SETTINGS = {
     "8-ranks": Setting(
         size="0.1m", ranks=8, batch=4,
         arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10, *LARGER_BATCHES,
-              f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}", *OTHERS),
+              f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}", *OTHERS, *EXACT_END, *COARSE),
     ),
     "8-ranks-same-batch": Setting(
         size="0.1m", ranks=8, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4)

@@ -359,7 +359,7 @@ class DataParallel:
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one ends because of `error`, and end the job here."""
-        self._compute.lifetime.fail(error)
+        self._compute.lifetime.fail(error, is_users=True)  # one of the library's has ended the job before
 
     def __enter__(self) -> Self:
         return self

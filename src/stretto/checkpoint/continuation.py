@@ -90,7 +90,7 @@ class Continuation:
         feedback, compute = self._job.exchange.feedback, self._job.compute
         owed = {} if feedback is None else feedback.state_dict()
         if not compute.has_round_ready:  # otherwise it is in the carry
-            owed = owed or compute.accumulation.inherited
+            owed = owed or compute.accumulation.contribution.inherited
         if owed:
             own["owed"] = {rank: pack(owed, f"what rank {rank} owes")}
         if replica is not None:

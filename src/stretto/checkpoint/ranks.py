@@ -72,7 +72,7 @@ class Ranks:
             job.replica.wait_for_transfers()
             records = job.exchange.gather_records(record)
         except CommunicationError as error:
-            self._parallel.fail(error)
+            job.compute.lifetime.fail(error)
             raise
         found = []
         for rank, content in enumerate(records):

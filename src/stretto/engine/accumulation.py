@@ -59,6 +59,8 @@ class Contribution:
     """The other totals."""
     count: int = 0
     """Micro-batches of any weight; quotas count these."""
+    inherited: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """By parameter: what the round began with, because a packed wire owed it that is no longer used."""
 
 
 class Accumulation:
@@ -92,16 +94,15 @@ class Accumulation:
         """Whether gradients of a micro-batch have arrived that has not been counted yet."""
         self.is_left_out = False
         """Whether the round's gradients were dropped because the parameters were damaged."""
-        self.inherited: dict[str, Tensor] = {}
-        """By parameter: what the round began with, because a packed wire owed it that is no longer used."""
         self.departure: Departure | None = None
         """The sum over ranks, if it has begun before the round is closed (`stretto.engine.hidden`)."""
         return self
 
     def restart(self) -> None:
-        """Drop the round's gradients; if some have left, all ranks sum the round again."""
-        departure = self.departure
+        """Drop the round's gradients, but for what it began with; if some have left, all ranks sum the round again."""
+        departure, inherited = self.departure, self.contribution.inherited
         self.begin(self.buffer).attach()
+        self.inherit(inherited)
         self.departure = departure
         if departure is not None:
             departure.tear()
@@ -118,10 +119,11 @@ class Accumulation:
 
     def inherit(self, debts: Mapping[str, Tensor]) -> None:
         """Let the round begin with what an earlier wire still owes, by parameter."""
+        inherited = self.contribution.inherited
         for slot, view in zip(self.buffer.layout.slots, self.buffer.views, strict=True):
             if slot.name in debts:
                 debt = debts[slot.name].to(view.device)
-                self.inherited[slot.name] = self.inherited.get(slot.name, torch.zeros_like(debt)) + debt
+                inherited[slot.name] = inherited.get(slot.name, torch.zeros_like(debt)) + debt
                 view.add_(debt)
         self.remember()
 

@@ -245,16 +245,16 @@ class ComputeLane:
             listener.landing_begins()
         self.model.show(landing.buffer.views, landing.shown)
         if self.statistics.names:
-            if landing.reduction.skipped:
-                self.statistics.restore()
-            self.statistics.install(landing.statistics, landing.reduction.statistics)
+            self.statistics.install(landing)
         if self.overlaps:
             self._idle = landing.buffer
         else:
             self.accumulation.attach()
+        self._accounts.skipped_rounds += landing.reduction.skipped
+        if landing.inherited:
+            self.accumulation.inherit(landing.inherited)
         if landing.reduction.met:
             self.votes = landing.reduction.report.votes
-        self._accounts.skipped_rounds += landing.reduction.skipped
         self.at_boundary = landing.at_boundary
         before, self.steps = self.steps, self.comm.progress.step
         if landing.commit is not None and not self._accounts.use_is_known:

@@ -125,15 +125,19 @@ class FailureDetector:
             if time.monotonic() > deadline:
                 raise self._alarm(what, ranks, PeerSilent, self._no_answer)
 
-    def tell(self, error: BaseException) -> bool:
+    def tell(self, error: BaseException, *, is_users: bool = False) -> bool:
         """Tell the other ranks why this one leaves, and end the waits of this rank's lane.
+
+        Args:
+            error: Why.
+            is_users: Whether the user's code has raised it, so that its type says nothing about who knows of it.
 
         Returns:
             Whether the error was told: not one that came from another rank, nor one that every rank finds by itself.
         """
         self._left = True
         known = isinstance(error, _SEEN_BY_ALL) and not isinstance(error, _OF_ONE_WORKER)
-        if known or isinstance(error, CommunicationError):
+        if not is_users and (known or isinstance(error, CommunicationError)):
             return False
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to tell
             self._say(
@@ -268,11 +272,11 @@ class Lifetime:
             self.fail(error)
             raise
 
-    def fail(self, error: BaseException) -> None:
-        """End the job because of `error`, and tell the other ranks."""
+    def fail(self, error: BaseException, *, is_users: bool = False) -> None:
+        """End the job because of `error`, and tell the other ranks; see `FailureDetector.tell`."""
         if self._ended_because is None:
             self._ended_because = f"{type(error).__name__}: {error}"
-            if self._failures.tell(error):
+            if self._failures.tell(error, is_users=is_users):
                 for group in self._failures.groups:
                     group.abort()
             self._leave(waits=False)

@@ -223,6 +223,7 @@ class UserModel:
         """Copy `values`, one per parameter, into the model."""
         with torch.no_grad():
             torch._foreach_copy_(list(self.parameters), list(values))
+        torch.clear_autocast_cache()  # it may hold casts of the old values where autocast is on around the loop
         self.remember()
 
     @property

@@ -42,10 +42,16 @@ class Statistics:
         copies = [buffer.clone() for buffer in self.live]
         return copies, changed_since(self.agreed, copies)
 
-    def install(self, snapshot: list[Tensor], averages: dict[int, Tensor]) -> None:
-        """Install the averages, by index, that a round brought back for its `snapshot`."""
-        live = self.live
-        for index, value in moved(live, snapshot, averages).items():
+    def install(self, landing: Landing) -> None:
+        """Install the averages that a round brought back for its snapshot.
+
+        A round that was left out may have written NaN here: what all ranks last agreed on is restored first.
+        """
+        live, averages = self.live, landing.reduction.statistics
+        if landing.reduction.skipped:
+            for buffer, value in zip(live, self.agreed, strict=True):
+                buffer.copy_(value)
+        for index, value in moved(live, landing.statistics, averages).items():
             self.agreed[index] = averages[index]
             live[index].copy_(value)
 
@@ -57,11 +63,6 @@ class Statistics:
     def agree(self) -> None:
         """Declare the live values, equal on all ranks, to be what all ranks agree on."""
         self.agreed = [buffer.clone() for buffer in self.live]
-
-    def restore(self) -> None:
-        """Restore what all ranks last agreed on: a round that was left out may have written NaN here."""
-        for buffer, value in zip(self.live, self.agreed, strict=True):
-            buffer.copy_(value)
 
     def exchange_live(self, values: list[Tensor]) -> list[Tensor]:
         """Put `values` into the model and return copies of what was there."""

@@ -28,19 +28,24 @@ class NativeExchange(Exchange):
 
     def sum_bucket(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum a whole bucket with the backend's all-reduce."""
-        outgoing = self._outgoing(index, flat, total, wire)
-        same = total.dtype == outgoing.dtype
-        summed = total.copy_(outgoing) if same else outgoing  # the backend sums in place, and `flat` stays
+        bucket, dtype = self.layout.buckets[index], self._dtype(total, wire)
+        summed = total
+        if total.dtype != dtype:
+            summed = self.scratch("outgoing", index, bucket.numel, dtype, flat.device)
+        summed.copy_(flat[bucket.start : bucket.stop])  # the backend sums in place, and `flat` stays
         self.sent_bytes += 2 * (summed.nbytes // self.world_size) * (self.world_size - 1)
         yield self.group.allreduce([summed]), f"reduction of bucket {index}"
-        if not same:
+        if summed is not total:
             total.copy_(summed)
 
     def _outgoing(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None) -> Tensor:
         """Return a bucket in the dtype in which it is summed: the buffer itself where it already has it."""
-        bucket = self.layout.buckets[index]
+        bucket, dtype = self.layout.buckets[index], self._dtype(total, wire)
         content = flat[bucket.start : bucket.stop]
-        dtype: torch.dtype = (wire or self.wire.values).of(total.dtype).dtype
         if content.dtype == dtype:
             return content
         return self.scratch("outgoing", index, bucket.numel, dtype, flat.device).copy_(content)
+
+    def _dtype(self, total: Tensor, wire: PlainWire | None) -> torch.dtype:
+        dtype: torch.dtype = (wire or self.wire.values).of(total.dtype).dtype
+        return dtype

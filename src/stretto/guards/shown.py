@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -167,6 +168,7 @@ class ShownValues(RoundWatch):
         if not rounds.kept.is_whole or not self._is_installed():
             return False
         accumulation.restart()
+        torch.clear_autocast_cache()  # it may hold casts of the damaged values
         rounds.kept.run(accumulation, rounds.charge)
         return self._is_as_installed()
 

@@ -171,7 +171,10 @@ class ShardedOptimizer:
         self._turn(hyperparameters)
         for segment in self.segments:
             segment.master.grad = gradient.part(segment)
-        self.optimizer.step()
+        with torch.autocast(
+            self.masters[0].device.type, enabled=False
+        ):  # on, perhaps, where the user calls `backward`
+            self.optimizer.step()
         for segment in self.segments:
             segment.master.grad = None
 
@@ -258,7 +261,8 @@ class ShardedOptimizer:
             for index, group in enumerate(self.optimizer.param_groups)
         ]
         self._ghost.state = defaultdict(dict, {ghost: {key: _copied(value) for key, value in state.items()}})
-        self._ghost.step()
+        with torch.autocast(ghost.device.type, enabled=False):
+            self._ghost.step()
         stepped: Mapping[str, Any] = self._ghost.state[ghost]
         self._ghost.state = defaultdict(dict)
         ghost.grad = None
