@@ -47,7 +47,10 @@ OTHERS = (
 """What the settings of more ranks have beside the arms that they name."""
 EXACT_END = (f"{EVERY_4}+zero1:wire=int4@800", f"{EVERY_30}+zero1:wire=int4@900")
 """Averages for the first half of the updates and more, and then 4 bits at every update."""
-COARSE = ("zero1:wire=int4:changes=int2", "zero1:wire=int2:changes=int4")
+COARSE = (
+    "zero1:wire=int4:changes=int2", "zero1:wire=int2:changes=int4",
+    "zero1:wire=int4:changes=int2:micro_batches=4:lr=0.012",
+)  # fmt: skip
 """2 bits one way: for what a step has changed, or for gradients, whose rounding errors more ranks average out."""
 SAME_WIRE = {"acco": SYNCHRONOUS, "acco:wire=int4": "zero1:wire=int4"}
 """Synchronous arms that send in the same format."""
@@ -72,7 +75,7 @@ class Setting:
 SETTINGS = {
     "2-ranks": Setting(
         size="0.1m", ranks=2, batch=4, rates=(4e-3, 8e-3, 1.6e-2),
-        arms=(SYNCHRONOUS, *BITS, *DELAYED, *RARE, POWER_SGD, *AS_HIVEMIND, *AS_TORCHFT),
+        arms=(SYNCHRONOUS, *BITS, *DELAYED, *RARE, POWER_SGD, *AS_HIVEMIND, *AS_TORCHFT, COARSE[0]),
         tuned={
             SYNCHRONOUS: (), LOCAL: (), OUTER_30: (),
             LONG_DELAY: (EVERY_2, EVERY_4, EVERY_10, EVERY_30, PLAIN_10, *AS_HIVEMIND, *AS_TORCHFT),

@@ -180,7 +180,10 @@ class Feed:
         """Return whether every update has ended and nobody has anything left to contribute; the same on all ranks."""
         votes, world_size = self._compute.votes, self._job.exchange.world_size
         agreed = votes in ([Vote.DRAIN] * world_size, [Vote.EXHAUSTED] * world_size)
-        return (agreed or self._has_enough()) and self._compute.is_clear
+        replica = self._job.replica
+        # Ranks that step alone come to the last update at different times, and meet at an average behind it.
+        has_enough = self._has_enough() and (replica.is_united or not replica.steps_alone)
+        return (agreed or has_enough) and self._compute.is_clear
 
     def _pass_rounds(self, until: Until, num_fed: int) -> None:
         """Take part in rounds without data until the agreed end."""
@@ -214,6 +217,7 @@ class Feed:
             self._keep(compute.fly() if is_last else compute.end_round())
         else:
             self._keep(compute.fly() if compute.has_round_ready else compute.end_round())
+        self._land_in_sight(self._last_update)
         self.land_phase()
 
     def _land_in_sight(self, last: int | None) -> None:

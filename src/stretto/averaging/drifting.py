@@ -142,7 +142,10 @@ class DriftingReplica(Replica):
         """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
         conditions = self._compare(state=True)
         self._are_equal = _alike(conditions)
-        return self.sharded if self._are_equal else self._mean.consensus(self._share(conditions))
+        if self._are_equal:
+            return self.sharded
+        share = self._share(conditions)
+        return self._mean.consensus(share, share)
 
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the last average."""

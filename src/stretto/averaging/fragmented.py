@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.averaging.beside import WithLaneBeside
@@ -71,7 +72,6 @@ class FragmentedReplica(LocalReplica):
         **others: Any,
     ) -> None:
         super().__init__(exchange, sharded, options=options, **others)
-        exchange.feedback = None  # gradients never travel: what is owed, each fragment owes
         buckets = range(len(sharded.masters))
         self.fragments = [
             Fragment(exchange, sharded, buckets[first::fragments], options.wire_of_changes)
@@ -79,9 +79,8 @@ class FragmentedReplica(LocalReplica):
         ]
         if self._mean.last is not None:
             self._mean.last = self._anchor_by_bucket()  # as good as the last mean: equal on all ranks
-        beside = choose_runtime(exchange.group, sharded.masters[0].device, overlaps=True)
-        self.runtime = WithLaneBeside(self.runtime, beside)
-        self._beside = beside
+        self._beside = choose_runtime(exchange.group, sharded.masters[0].device, overlaps=True)
+        self.runtime = WithLaneBeside(self.runtime, self._beside)
         self._under_way: Pending[_Trip] | None = None
         self._arrived: _Trip | None = None
         self._last_left = self._left_at = 0  # which fragment has left last, and in which round
@@ -89,11 +88,20 @@ class FragmentedReplica(LocalReplica):
         self._is_apart = False
         self._weights = np.zeros((fragments, exchange.world_size))
         """What each rank has contributed since each fragment left last, up to the last departure of any."""
+        self._left_with = np.zeros_like(self._weights)
+        """What each rank had contributed when each fragment left last, or when all replicas became their mean."""
+        self._differ = np.zeros(fragments, dtype=bool)
+        """Of each fragment: whether ranks hold values of their own: it is under way, or kept a part when it landed."""
 
     @property
     def performers(self) -> Mapping[type, Performer]:
         """Performers by effect."""
         return {**super().performers, Launch: self._launch, Land: self._land}
+
+    @property
+    def name(self) -> str:
+        """Of this rank's own state in a checkpoint."""
+        return f"{super().name}-of-{len(self.fragments)}-fragments"
 
     @property
     def gap(self) -> int:
@@ -164,7 +172,8 @@ class FragmentedReplica(LocalReplica):
         self._rounds, self._is_apart = 0, False
         self._since = self._nothing_yet()
         self._states_are_equal = True
-        self._weights[:] = 0
+        for counts in (self._weights, self._left_with, self._differ):
+            counts[:] = 0
         for fragment in self.fragments:
             fragment.begin_again()
 
@@ -177,6 +186,8 @@ class FragmentedReplica(LocalReplica):
             state["replica"]["outer"] = {
                 "fragments": [fragment.state_dict() for fragment in self.fragments],
                 "weights": self._weights.tolist(),
+                "left_with": self._left_with.tolist(),
+                "differ": self._differ.tolist(),
                 "rounds": self._rounds,
                 "is_apart": self._is_apart,
                 "trip": None if self._arrived is None else _packed(self._arrived),
@@ -186,10 +197,13 @@ class FragmentedReplica(LocalReplica):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put a replica in the place of this rank's."""
         super().load_state_dict(state)
+        if "replica" not in state:
+            return
         outer = state["replica"]["outer"]
         for fragment, saved in zip(self.fragments, outer["fragments"], strict=True):
             fragment.load_state_dict(saved)
-        self._weights[:] = outer["weights"]
+        self._weights[:], self._left_with[:] = outer["weights"], outer["left_with"]
+        self._differ[:] = outer["differ"]
         self._rounds, self._is_apart = outer["rounds"], outer["is_apart"]
         self._arrived = None if outer["trip"] is None else self._unpacked(outer["trip"])
         self._left_at = 0 if self._arrived is None else self._arrived.round_index
@@ -230,6 +244,7 @@ class FragmentedReplica(LocalReplica):
         has_waited = trip.round_index == self.progress.round_index
         if trip.has_left:
             fragment.land(effect.mix)
+            self._differ[trip.fragment] = effect.mix > 0
         self.sharded.publish(flight.round.buffer.flats)
         self._is_apart = effect.delay > 0 or effect.mix > 0 or len(self.fragments) > 1
         if has_waited:
@@ -256,6 +271,7 @@ class FragmentedReplica(LocalReplica):
             total = in_rank_order(weights)
             has_left = total > 0
             if has_left:
+                self._left_with[launch.fragment], self._differ[launch.fragment] = weights, True
                 fragment.travel(float(weights[exchange.rank]) / total, launch.learning_rate, launch.momentum)
         return _Trip(
             fragment=launch.fragment,
@@ -290,10 +306,12 @@ class FragmentedReplica(LocalReplica):
 
     def _unite(self, trip: _Trip, flight: Flight) -> None:
         """Replace all replicas by their mean."""
-        self._arrived = None
         if self._is_apart:
             self._mean.unite(self._share(trip.report), flight.round.buffer.flats, state=False)
+        self._arrived = None
+        self._left_with = self._contributed(trip.report)
         self._weights[:] = 0
+        self._differ[:] = False
         self._is_apart = False
         self.sharded.publish(flight.round.buffer.flats)
         self._catch_up(trip.report)
@@ -322,13 +340,27 @@ class FragmentedReplica(LocalReplica):
 
     def _share(self, report: RoundReport) -> list[float]:
         """Return this rank's share of the mean of all replicas, by bucket: what it has contributed since each left."""
-        shares = []
-        for weights in self._weights + report.records["weight"]:
-            total = in_rank_order(weights)
-            # A fragment to which nobody has contributed is the same on all ranks: one of them sends it.
-            shares.append(
-                float(weights[self.exchange.rank]) / total if total else float(self.exchange.rank == 0)
-            )
+        is_idle = ~(self._weights + report.records["weight"]).any(axis=1)
+        # A fragment that has landed, and to which nobody has contributed, is equal on all ranks: one of them sends it.
+        is_equal = (is_idle & ~self._differ)[:, np.newaxis]
+        return self._shares(np.where(is_equal, 0.0, self._contributed(report)))
+
+    def _share_of_state(self, report: RoundReport) -> list[float]:
+        """Return this rank's share of the mean optimizer state, by bucket: no landing makes states equal."""
+        return self._shares(self._contributed(report))
+
+    def _contributed(self, report: RoundReport) -> NDArray[np.float64]:
+        """Return what each rank has contributed since each fragment left, or where none has, until it left."""
+        since = self._weights + report.records["weight"]
+        return np.where(since.any(axis=1, keepdims=True), since, self._left_with)
+
+    def _shares(self, weights: NDArray[np.float64]) -> list[float]:
+        """Return this rank's share of each row, by bucket; rank 0 has all of one without weight."""
+        rank, totals = self.exchange.rank, [in_rank_order(row) for row in weights]
+        shares = [
+            float(row[rank]) / total if total else float(rank == 0)
+            for row, total in zip(weights, totals, strict=True)
+        ]
         return [shares[index % len(shares)] for index in range(len(self.sharded.masters))]
 
     def _at_rest(self) -> list[int]:

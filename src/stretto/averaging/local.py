@@ -42,6 +42,7 @@ class LocalReplica(Replica):
         worker: The ranks that step this replica alike.
     """
 
+    steps_alone = True
     may_differ = True
     keeps_states_equal = False
 
@@ -49,6 +50,9 @@ class LocalReplica(Replica):
         self, exchange: Exchange, sharded: ShardedOptimizer, *, worker: Worker, **others: Any
     ) -> None:
         super().__init__(exchange, sharded, **others)
+        exchange.feedback = (
+            None  # gradients of all ranks never travel: what a wire owed goes into this rank's
+        )
         self._worker = worker
         self._mean = ReplicaMean(exchange, sharded)
         self._own_sums: list[Tensor] | None = None
@@ -119,7 +123,8 @@ class LocalReplica(Replica):
         """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
         if self.are_equal:
             return self.sharded
-        return self._mean.consensus(self._share(self._look_around(changed)))
+        report = self._look_around(changed)
+        return self._mean.consensus(self._share(report), self._share_of_state(report))
 
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for an average."""
@@ -135,7 +140,9 @@ class LocalReplica(Replica):
         return {"replica": {**self._mean.state_dict(), "since": since}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put a replica in the place of this rank's."""
+        """Put a replica in the place of this rank's, if the state holds one: other kinds save counts alone."""
+        if "replica" not in state:
+            return
         self._mean.load_state_dict(state["replica"])
         since = state["replica"]["since"]
         self._since = _SinceAverage(bytearray(since["used"]), Totals(**since["totals"]), since["rounds"])
@@ -196,10 +203,13 @@ class LocalReplica(Replica):
         """Take over where the others are, on a rank that came early."""
         progress = self.progress
         progress.round_index = int(report.records["round_index"].max())
-        before, progress.step = progress.step, int(report.records["step"].max())
+        steps = report.records["step"]
+        before, progress.step = progress.step, int(steps.max())
         # What the others have done is news, and reported; at the very end a step that nobody took is none.
         is_over = all(vote in WITHOUT_DATA for vote in report.votes)
-        progress.stepped = report.stepped or (report.weight > 0 and not is_over)
+        # A rank that came early has stepped in an earlier round than this one.
+        has_stepped = int((steps + report.records["stepped"]).max()) > progress.step
+        progress.stepped = has_stepped or (report.weight > 0 and not is_over)
         if not progress.stepped and progress.step > before:
             progress.step, progress.stepped = progress.step - 1, True  # the last of their steps tells it
 
@@ -239,6 +249,11 @@ class LocalReplica(Replica):
     def _share(self, report: RoundReport) -> Share | None:
         """Return this rank's share of the mean of all replicas; None where they are equal."""
         return report.share(self.exchange.rank)
+
+    def _share_of_state(self, report: RoundReport) -> Share:
+        """Return this rank's share of the mean optimizer state, which may differ where the replicas are equal."""
+        share = report.share(self.exchange.rank)
+        return 1 / self.exchange.world_size if share is None else share
 
     def _look_around(self, changed: bytes) -> RoundReport:
         """Gather the reports of an average that leaves no trace; all ranks must call."""

@@ -69,13 +69,17 @@ class ReplicaMean:
         for bucket, mean in zip(self._layout.buckets, means, strict=True):
             flats[bucket.set_index][bucket.start : bucket.stop].copy_(mean)
 
-    def consensus(self, share: Share | None) -> ShardedOptimizer:
-        """Return a copy of the optimizer that holds the mean of all masters and states."""
+    def consensus(self, share: Share | None, of_state: Share) -> ShardedOptimizer:
+        """Return a copy of the optimizer that holds the mean of all masters and states.
+
+        Args:
+            share: This rank's part of the weight; None where the masters are equal.
+            of_state: Its part in the mean of the states, which may differ although the masters are equal.
+        """
         sharded = copy.deepcopy(self._sharded, {id(self._layout): self._layout})
         if share is not None:
             self._average_masters(sharded.masters, share, GradientBuffer(self._layout).flats)
-        # States may differ although nobody has stepped since the last mean.
-        self._average_state(sharded, 1 / self._exchange.world_size if share is None else share)
+        self._average_state(sharded, of_state)
         return sharded
 
     def state_dict(self) -> dict[str, Any]:

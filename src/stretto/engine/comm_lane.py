@@ -57,7 +57,8 @@ class CommLane:
             opening: A call of `open` that was spawned before; its error, if any, is raised here.
         """
         opening.result()
-        self.open()
+        while not isinstance(self._waits_for, ACCUMULATIONS):  # guards may begin something too
+            self.open()
         progress, started = self.progress, self.runtime.now()
         reduction = round.reduction or self.replica.reduce(round)
         flight = Flight(round, reduction, round.statistics)

@@ -67,6 +67,8 @@ class Replica:
 
     interval: int | None = None
     """Updates from one average to the next, where the strategy chooses."""
+    steps_alone = False
+    """Whether ranks step without asking the others, and may be at different rounds."""
     may_differ = False
     """Whether ranks may hold different masters, as under strategies that average."""
     keeps_states_equal = True

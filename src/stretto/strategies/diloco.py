@@ -95,7 +95,7 @@ class DiLoCo(Strategy):
         gradient = yield Local(self.worker)
         yield Step(gradient)
         moment = yield Look()
-        if moment.aloft is not None and (moment.drains or moment.aloft == self.delay):
+        if moment.aloft is not None and (moment.drains or moment.aloft >= self.delay):
             yield Land(self.mix, self.delay)
         launch = self.launch(moment)
         if launch.is_due or moment.drains:
