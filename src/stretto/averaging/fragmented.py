@@ -180,8 +180,7 @@ class FragmentedReplica(LocalReplica):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's replica and its part of the outer optimizer, once anything has happened."""
         self._arrive()
-        state = super().state_dict()
-        if state:
+        if state := super().state_dict():
             state["replica"]["last_mean"] = None  # the anchor
             state["replica"]["outer"] = {
                 "fragments": [fragment.state_dict() for fragment in self.fragments],
@@ -310,8 +309,7 @@ class FragmentedReplica(LocalReplica):
             self._mean.unite(self._share(trip.report), flight.round.buffer.flats, state=False)
         self._arrived = None
         self._left_with = self._contributed(trip.report)
-        self._weights[:] = 0
-        self._differ[:] = False
+        self._weights[:] = self._differ[:] = 0
         self._is_apart = False
         self.sharded.publish(flight.round.buffer.flats)
         self._catch_up(trip.report)
@@ -335,8 +333,7 @@ class FragmentedReplica(LocalReplica):
 
     def _meet(self, own: RankReport) -> RoundReport:
         """Gather the reports of a mean that leaves no trace."""
-        report, _ = self._gather(self.exchange, self._since_average(own), is_due=True)
-        return report
+        return self._gather(self.exchange, self._since_average(own), is_due=True)[0]
 
     def _share(self, report: RoundReport) -> list[float]:
         """Return this rank's share of the mean of all replicas, by bucket: what it has contributed since each left."""

@@ -10,12 +10,13 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from stretto import checkpoint
-from stretto.errors import CorruptionError, Quarantined, WorkerFailed
+from stretto.errors import ConfigError, CorruptionError, Quarantined, WorkerFailed
 from stretto.faults import FaultPlan
 from stretto.guards.strikes import blame
 from stretto.observe import append_json_line
 from stretto.records import Incident
 from stretto.train.configuration import RunConfig, TaskT
+from stretto.train.handle import check_run
 from stretto.train.launch import Ranks, train
 from stretto.train.outcome import Outcome
 from stretto.train.state import checkpoints_of
@@ -42,21 +43,45 @@ def train_on(ranks: Ranks, run: RunConfig[TaskT], log: Callable[[str], None]) ->
             raise
         left_out = to_leave_out(failure.damages, ranks.world_size)
         remaining = None if left_out is None or run.restarts == 0 else ranks.without(left_out)
+        going_on = None if left_out is None or remaining is None else _without(left_out, run, remaining)
         if ranks.is_first:
-            _record(run, failure, ranks, left_out or (), remaining)
-        if left_out is None or remaining is None:
+            _record(run, failure, ranks, left_out or (), going_on)
+        if left_out is None or remaining is None or going_on is None:
             raise
-        log(f"{failure}\n{_in_words(run, left_out, remaining)}")
-    faults = FaultPlan(run.faults).going_on(left_out).faults
+        log(f"{failure}\n{_in_words(run, left_out, going_on)}")
+    return train_on(remaining, going_on, log)
+
+
+def _without(left_out: Collection[int], run: RunConfig[TaskT], remaining: Ranks) -> RunConfig[TaskT] | None:
+    """Return the run of the remaining ranks; None where its settings need those that have left."""
+    before = remaining.world_size + len(left_out)
     going_on = dataclasses.replace(
         run,
         workers=remaining.world_size,
-        faults=faults,
+        ranks_per_node=ranks_per_node(run.ranks_per_node, before, left_out),
+        faults=FaultPlan(run.faults).going_on(left_out).faults,
         resume=True,
         restarts=run.restarts - 1,
         replan=None,  # who measures and chooses does not know which ranks are left
     )
-    return train_on(remaining, going_on, log)
+    try:
+        check_run(going_on, remaining.world_size)
+    except ConfigError:  # a strategy whose workers are nodes
+        return None
+    return going_on
+
+
+def ranks_per_node(before: int | None, world_size: int, left_out: Collection[int]) -> int | None:
+    """Return how many ranks each node has once some have left; None where nodes are no longer equally large.
+
+    Args:
+        before: Ranks of each node.
+        world_size: Ranks before they left.
+        left_out: Ranks that have left.
+    """
+    nodes = [] if before is None else [range(rank, rank + before) for rank in range(0, world_size, before)]
+    are_whole = all(len(set(node) & set(left_out)) in (0, len(node)) for node in nodes)
+    return before if are_whole else None
 
 
 def to_leave_out(damages: Sequence[CorruptionError], world_size: int) -> tuple[int, ...] | None:
@@ -78,7 +103,7 @@ def _record(
     failure: WorkerFailed,
     ranks: Ranks,
     left_out: Collection[int],
-    remaining: Ranks | None,
+    going_on: RunConfig[TaskT] | None,
 ) -> None:
     found = dict.fromkeys(incident for damage in failure.damages for incident in damage.incidents)
     latest = checkpoint.latest(checkpoints_of(run))
@@ -92,16 +117,18 @@ def _record(
             "named": sorted({rank for damage in failure.damages for rank in damage.ranks}),
             "links": sorted({link for damage in failure.damages for link in damage.links}),
             "left_out": list(left_out),
-            "goes_on_with": None if remaining is None else remaining.world_size,
+            "goes_on_with": None if going_on is None else going_on.workers,
             "checkpoint": None if latest is None else latest.name,
             "incidents": [incident.as_json() for incident in found if isinstance(incident, Incident)],
         },
     )
 
 
-def _in_words(run: RunConfig[TaskT], left_out: Collection[int], remaining: Ranks) -> str:
+def _in_words(run: RunConfig[TaskT], left_out: Collection[int], going_on: RunConfig[TaskT]) -> str:
     latest = checkpoint.latest(checkpoints_of(run))
     begin = "from the beginning, for want of a checkpoint" if latest is None else f"from {latest.name}"
     without = f" without rank {', '.join(map(str, left_out))}" if left_out else ", with the same ranks"
-    workers = f"{remaining.world_size} of {run.workers} workers"
-    return f"going on {begin}{without}: {workers}, {run.restarts - 1} more restarts"
+    workers = f"{going_on.workers} of {run.workers} workers"
+    if going_on.ranks_per_node != run.ranks_per_node:
+        workers += f", no longer summed in nodes of {run.ranks_per_node}, which are not whole any more"
+    return f"going on {begin}{without}: {workers}, {going_on.restarts} more restarts"
