@@ -90,7 +90,8 @@ def test_what_is_saved_of_the_optimizer_is_the_mean_of_all_states(seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    "strategy", [st.DiLoCo(4), st.DiLoCo(4, delay=2), st.DiLoCo(4, delay=2, mix=0.5), st.DiLoCo(4, fragments=2)]
+    "strategy",
+    [st.DiLoCo(4), st.DiLoCo(4, delay=2), st.DiLoCo(4, delay=2, mix=0.5), st.DiLoCo(4, fragments=2)],
 )
 def test_the_next_strategy_begins_with_the_mean_of_all_states(strategy: st.DiLoCo) -> None:
     def program(rank: int, group: Any) -> tuple[Tensor, Tensor]:

@@ -130,3 +130,49 @@ def test_ranks_with_unequal_data_count_every_batch_until_all_have_ended(strategy
         return sum(sum(update.micro_batches) for update in updates), scheduler.last_epoch
 
     assert VirtualCluster(2).run(program).values == ((11, 4), (11, 4))
+
+
+UNEQUAL = (
+    *(kind() for name, kind in STRATEGIES.items() if name not in ("local", "diloco")),
+    stretto.PAFTSync(interval=3, overlap=True),
+    stretto.LocalSGD(0.25),
+    stretto.DiLoCo(4),
+    stretto.DiLoCo(4, delay=2),
+    stretto.DiLoCo(4, fragments=2, delay=1, keep_progress=True),
+)
+
+
+@pytest.mark.parametrize("guards", [(), (stretto.AtRest(),)], ids=["bare", "guarded"])
+@pytest.mark.parametrize("strategy", UNEQUAL, ids=str)
+def test_ranks_end_a_feed_at_the_same_update_whatever_the_lengths_of_their_data(
+    strategy: Strategy, guards: tuple[stretto.Guard, ...]
+) -> None:
+    def program(rank: int, group: dist.ProcessGroup) -> tuple[int, int, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=updates)
+        parallel = stretto.DataParallel(
+            model, optimizer, strategy, scheduler=scheduler, micro_batches=2, group=group, guards=guards
+        )
+        batches = [torch.randn(4, 3) for _ in range(lengths[rank])]
+        for batch in parallel.feed(loader(batches), updates=updates, until=until):
+            parallel.backward(model(batch).square().mean())
+        steps = parallel.steps
+        with parallel.settled():
+            shown = model.weight.detach().clone()
+        parallel.finish()
+        assert torch.equal(shown, model.weight)
+        return steps, scheduler.last_epoch, shown
+
+    draws = random.Random(0)
+    for _ in range(10):
+        updates, until = draws.randint(1, 6), draws.choice(("any", "all"))
+        lengths = [2 * draws.randint(1, 7) for _ in range(2)]
+        loader = draws.choice((list, Unsized))
+        case = f"updates={updates}, until={until}, lengths={lengths}, {loader.__name__}"
+        (steps, turned, shown), other = VirtualCluster(2).run(program).values
+        shortest, longest = (min(updates, length // 2) for length in sorted(lengths))
+        assert (shortest if until == "any" else longest) <= steps <= longest, case
+        assert other[:2] == (steps, turned) == (steps, steps), case
+        assert torch.equal(other[2], shown), case

@@ -81,6 +81,7 @@ def test_only_what_others_cannot_know_is_told() -> None:
     watches = [detector(store, rank, 2) for rank in range(2)]
     for kind in (NonFinite, RanksDisagree, UnusedParameters, PeerFailed):
         assert not watches[1].tell(kind("known to all"))
+        assert detector(dist.HashStore(), 1, 2).tell(kind("of the user's own code"), is_users=True)
     watches[0].wait(LastMoment(), "round report")
     assert watches[1].tell(ParametersTouched("'weight' was written"))
     with pytest.raises(PeerFailed) as caught:

@@ -2,8 +2,10 @@
 
 import functools
 import gc
+import math
 import random
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -200,24 +202,61 @@ def test_damage_behind_a_boundary_is_found_and_strikes_of_earlier_phases_count()
         train()
 
 
-def test_what_a_packed_wire_owes_goes_into_the_first_gradients_on_a_wire_that_owes_nothing() -> None:
-    def moved(strategy: Any) -> torch.Tensor:
-        torch.manual_seed(0)
-        model = nn.Linear(64, 1, bias=False)
-        before = model.weight.detach().clone()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        parallel = st.DataParallel(model, optimizer, strategy)
-        for seed in range(6):  # the gradient is the batch, whatever the weights are
-            parallel.backward(model(torch.randn(1, 64, generator=torch.Generator().manual_seed(seed))).sum())
-        parallel.finish()
-        return model.weight.detach() - before
+def moved(
+    strategy: Any,
+    *,
+    left_out: int | None = None,
+    damaged: int | None = None,
+    guards: Sequence[st.Guard] = (),
+) -> torch.Tensor:
+    """How far six sums of batches move the weights; the batch `left_out` is not finite."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 1, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    parallel = st.DataParallel(
+        model, optimizer, strategy, guards=guards, options=st.Options(nonfinite="skip")
+    )
+    for seed in range(6):  # the gradient is the batch, whatever the weights are
+        batch = torch.randn(1, 64, generator=torch.Generator().manual_seed(seed))
+        if seed == damaged:
+            model.weight.detach().numpy()[0, 5] = 1e4
+        parallel.micro_batch(lambda one: model(one).sum(), batch * (math.nan if seed == left_out else 1.0))
+    parallel.finish()
+    return model.weight.detach() - before
 
+
+def test_what_a_packed_wire_owes_goes_into_the_first_gradients_on_a_wire_that_owes_nothing() -> None:
     exact = moved(st.DDP())
     coarse = moved(st.Switching({0: st.Phase(st.DDP(), wire="int2")}))
     switched = moved(st.Switching({0: st.Phase(st.DDP(), wire="int2"), 4: st.DDP()}))
     # Six sums of values of size 4 at most, in float32: 6 * 4 * 2 ** -23 and twice that for what was owed in between.
     assert (switched - exact).abs().max() < 1e-5
     assert (coarse - exact).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("later", "rounding"),
+    [
+        (st.DDP(), 1e-5),
+        (st.ZeRO1(), 1e-5),
+        (st.DPU(), 1e-5),
+        # Two means in bf16 of values below 8, each off by half of 8 * 2 ** -8 at most.
+        (st.Phase(st.LocalSGD(0.5), wire="int2"), 2 * 2**-6),
+    ],
+)
+@pytest.mark.parametrize("left_out", [None, 4, 5])
+def test_what_is_owed_outlives_rounds_that_are_left_out(
+    left_out: int | None, later: Any, rounding: float
+) -> None:
+    switched = moved(st.Switching({0: st.Phase(st.DDP(), wire="int2"), 4: later}), left_out=left_out)
+    assert (switched - moved(st.DDP(), left_out=left_out)).abs().max() < rounding
+
+
+def test_what_is_owed_outlives_a_round_that_is_computed_again() -> None:
+    packed = st.Phase(st.DDP(), wire="int2")
+    mended = moved(st.Switching({0: packed, 4: st.DDP()}), damaged=4, guards=[st.AtRest()])
+    assert (mended - moved(st.DDP())).abs().max() < 1e-5
 
 
 def test_nothing_of_a_strategy_stays_once_another_has_taken_over() -> None:
