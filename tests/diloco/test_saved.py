@@ -87,6 +87,74 @@ def test_dropout_buffers_and_a_schedule_go_on_to_the_bit_too(tmp_path: Path) -> 
     assert VirtualCluster(2).run(program).values == ([], [])
 
 
+def test_other_fragments_begin_with_the_mean_and_a_note(tmp_path: Path) -> None:
+    """Six buckets: cut into three fragments or into two they have the same layout."""
+
+    def save(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        parallel = start(rank, group, st.DiLoCo(6, fragments=3))
+        go_on(parallel, range(5), Course([], [], [], 0, parallel))
+        checkpoint.save(parallel, tmp_path)
+        with parallel.settled():
+            return parallel.model.weight.detach().clone()
+
+    def load(rank: int, group: dist.ProcessGroup) -> tuple[tuple[str, ...], torch.Tensor]:
+        parallel = start(rank, group, st.DiLoCo(6, fragments=2))
+        notes = checkpoint.load(parallel, tmp_path).notes
+        shown = parallel.model.weight.detach().clone()
+        go_on(parallel, range(5, 9), Course([], [], [], 0, parallel))
+        parallel.finish()
+        return notes, shown
+
+    means = VirtualCluster(2).run(save).values
+    for notes, shown in VirtualCluster(2).run(load).values:
+        assert len(notes) == 1
+        assert torch.equal(shown, means[0])
+
+
+def test_a_fragment_that_is_under_way_for_longer_than_a_new_delay_lands_at_once(tmp_path: Path) -> None:
+    def save(rank: int, group: dist.ProcessGroup) -> None:
+        parallel = start(rank, group, st.DiLoCo(8, delay=6))
+        go_on(parallel, range(12), Course([], [], [], 0, parallel))
+        checkpoint.save(parallel, tmp_path)
+        parallel.finish()
+
+    def load(rank: int, group: dist.ProcessGroup) -> list[int]:
+        parallel = start(rank, group, st.DiLoCo(8, delay=2))
+        checkpoint.load(parallel, tmp_path)
+        course = Course([], [], [], 0, parallel)
+        go_on(parallel, range(12, 15), course)
+        parallel.finish()
+        return [update.gap for update in course.updates[:3]]
+
+    VirtualCluster(2).run(save)
+    for gaps in VirtualCluster(2).run(load).values:
+        assert gaps[0] == 0
+
+
+@pytest.mark.parametrize("strategy", [st.DDP(), st.PAFTDyn(), st.LocalSGD(0.5), STRATEGY], ids=str)
+def test_counts_of_another_kind_of_replica_are_left_where_they_are(
+    strategy: st.Strategy, tmp_path: Path
+) -> None:
+    def save(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        parallel = start(rank, group, st.PAFTSync(interval=4))
+        go_on(parallel, range(3), Course([], [], [], 0, parallel))
+        checkpoint.save(parallel, tmp_path)
+        parallel.finish()
+        return parallel.model.weight.detach().clone()
+
+    def load(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        parallel = start(rank, group, strategy)
+        checkpoint.load(parallel, tmp_path)
+        shown = parallel.model.weight.detach().clone()
+        go_on(parallel, range(3, 5), Course([], [], [], 0, parallel))
+        parallel.finish()
+        return shown
+
+    saved = VirtualCluster(2).run(save).values
+    for shown in VirtualCluster(2).run(load).values:
+        assert torch.equal(shown, saved[0])
+
+
 def test_other_ranks_begin_with_the_mean_and_a_new_velocity(tmp_path: Path) -> None:
     def save(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
         parallel = start(rank, group, STRATEGY)

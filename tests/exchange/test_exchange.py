@@ -51,6 +51,10 @@ def perform(rank: int, world_size: int) -> dict[str, Any]:
             "scattered": counted(exchange, layout, exchange.reduce_scatter, rank, world_size),
             "reduced": counted(exchange, layout, exchange.all_reduce, rank, 1),
             "gathered": gathered(exchange, layout, rank),
+            "kept": [
+                keeps(reduce, layout, rank, parts)
+                for reduce, parts in ((exchange.reduce_scatter, world_size), (exchange.all_reduce, 1))
+            ],
             "records": exchange.gather_bytes(bytes([rank, 7])),
         }
     results["in rank order"] = sum_that_depends_on_order(rank)
@@ -63,6 +67,12 @@ def counted(
     sums, before = new_sums(layout, parts), exchange.sent_bytes
     reduce(contribution(layout, rank), sums)
     return sums, exchange.sent_bytes - before
+
+
+def keeps(reduce: Callable[..., None], layout: Layout, rank: int, parts: int) -> bool:
+    flats = contribution(layout, rank)
+    reduce(flats, new_sums(layout, parts))
+    return all(map(torch.equal, flats, contribution(layout, rank)))
 
 
 def gathered(exchange: Exchange, layout: Layout, rank: int) -> tuple[list[Tensor], int]:
@@ -152,6 +162,15 @@ def test_native_sum_equals_direct_within_rounding(collective: str, wire: str, wo
             sixteen = torch.bfloat16 in (DTYPES[wire], layout.sets[layout.buckets[index].set_index].dtype)
             unit_roundoff = 2.0**-8 if sixteen else 2.0**-24
             assert ((left - right).abs() <= (world_size + 1) * unit_roundoff * size).all()
+
+
+@every_world
+@every_case
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sum_leaves_the_gradients_as_they_are(kind: str, wire: str, world_size: int) -> None:
+    """They may have to be summed again, and the round's report looks at them behind the sum."""
+    for result in outcomes(world_size):
+        assert result[f"{kind} {wire}"]["kept"] == [True, True]
 
 
 @every_world

@@ -16,7 +16,7 @@ from stretto.observe import read_json_lines
 from stretto.train.configuration import RunConfig
 from stretto.train.launch import LocalRanks
 from stretto.train.outcome import prepare_run_folder
-from stretto.train.restarts import to_leave_out, train_on
+from stretto.train.restarts import ranks_per_node, to_leave_out, train_on
 from stretto.train.workers import RankInfo
 from tests.processes import Command
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train
@@ -152,6 +152,40 @@ def test_those_the_damage_is_laid_to_are_left_out_where_others_remain(
     damages: Sequence[CorruptionError], world_size: int, left_out: tuple[int, ...] | None
 ) -> None:
     assert to_leave_out(damages, world_size) == left_out
+
+
+@pytest.mark.parametrize(
+    ("before", "left_out", "after"),
+    [
+        (2, (3,), None),
+        (2, (0, 3), None),
+        (2, (2, 3), 2),
+        (2, (), 2),
+        (4, (0, 1, 2), None),
+        (None, (3,), None),
+    ],
+)
+def test_sums_are_made_inside_nodes_while_all_of_them_are_whole(
+    before: int | None, left_out: tuple[int, ...], after: int | None
+) -> None:
+    assert ranks_per_node(before, 4, left_out) == after
+
+
+def test_a_run_on_nodes_goes_on_without_a_rank_of_one(tmp_path: Path) -> None:
+    run = struck(str(tmp_path / "run"), workers=4, ranks_per_node=2, faults=(STICKY,), updates=8)
+    told = persist(run)
+    assert any("3 of 4 workers, no longer summed in nodes of 2" in line for line in told)
+    assert quarantine(str(tmp_path / "run"))[0]["goes_on_with"] == 3
+
+
+def test_a_run_whose_workers_are_nodes_ends_with_the_damage(tmp_path: Path) -> None:
+    strategy = "diloco:interval=2:worker=node"
+    run = struck(
+        str(tmp_path / "run"), workers=4, ranks_per_node=2, faults=(STICKY,), strategy=strategy, updates=8
+    )
+    with pytest.raises(WorkerFailed, match="rank 1"):
+        persist(run)
+    assert quarantine(str(tmp_path / "run"))[0]["goes_on_with"] is None
 
 
 def test_under_another_launcher_every_rank_ends_with_the_code_for_damage() -> None:
