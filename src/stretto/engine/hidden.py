@@ -17,7 +17,7 @@ Note [Hidden reductions]
     (`Accumulation.restart`). Versions of the views show it. The rank says so in its report of the round,
     and all ranks sum again, from gradients that are whole. From then on nothing leaves early in this job. So the result
     is always that of a job that hides nothing. Writes through `.data` have no versions: a model with backward hooks on
-    its modules, which may do that, does not hide.
+    its modules, which may do that, does not hide. A hook on a parameter may write its own gradient so, and no other.
 
     Errors. One that leaves the backward pass ends the job as elsewhere. No thread waits for gradients that never come.
 """

@@ -173,7 +173,7 @@ class ShardedOptimizer:
             segment.master.grad = gradient.part(segment)
         with torch.autocast(
             self.masters[0].device.type, enabled=False
-        ):  # on, perhaps, where the user calls `backward`
+        ):  # the user's may be on around `backward`
             self.optimizer.step()
         for segment in self.segments:
             segment.master.grad = None
