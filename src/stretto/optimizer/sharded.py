@@ -171,9 +171,8 @@ class ShardedOptimizer:
         self._turn(hyperparameters)
         for segment in self.segments:
             segment.master.grad = gradient.part(segment)
-        with torch.autocast(
-            self.masters[0].device.type, enabled=False
-        ):  # the user's may be on around `backward`
+        # Autocast may be on where the user calls `backward`.
+        with torch.autocast(self.masters[0].device.type, enabled=False):
             self.optimizer.step()
         for segment in self.segments:
             segment.master.grad = None
