@@ -130,8 +130,8 @@ def test_a_job_ends_with_the_mean_of_what_replicas_are_when_all_has_landed(mix: 
 
     found = run(program)
     lefts, owns = zip(*(state for state, _ in found), strict=True)
-    expected = sum(owns) / RANKS  # type: ignore[arg-type]
+    expected = sum(owns) / RANKS
     if steps in (4, 5):  # what left after four updates lands at the end: a share of `mix` stays
-        expected = mix * expected + (1 - mix) * sum(lefts) / RANKS  # type: ignore[arg-type]
+        expected = mix * expected + (1 - mix) * sum(lefts) / RANKS
     for _, ended in found:
         torch.testing.assert_close(ended, expected, rtol=0, atol=ROUNDING)
