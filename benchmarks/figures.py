@@ -6,6 +6,7 @@ Equal data give equal files, byte for byte, with one version of matplotlib; `tes
 again. Colours are those of Okabe and Ito, which the colour-blind can tell apart, and no colour stands alone.
 """
 
+import io
 import json
 import math
 import re
@@ -188,6 +189,9 @@ def kind_of(arm: str) -> tuple[str, str, str]:
 
 def short_name(arm: str) -> str:
     """Return what is written beside an arm's mark."""
+    if "+" in arm:
+        first, later = arm.split("+")
+        return f"{short_name(first)}, then {short_name(later.partition('@')[0])}"
     name, *settings = arm.split(":")
     values = dict(setting.split("=") for setting in settings)
     if name == "diloco":
@@ -200,7 +204,8 @@ def short_name(arm: str) -> str:
         return f"rate {values['rate']}, {values['wire']}"
     larger = f", {int(values['micro_batches']) // 2} times the batch" if "micro_batches" in values else ""
     wire = values.get("wire", "" if name != "acco" else "fp32")
-    return f"{name.removeprefix('torch-ddp-')} {wire}".rstrip() + larger
+    changes = f", changes {values['changes']}" if "changes" in values else ""
+    return f"{name.removeprefix('torch-ddp-')} {wire}".rstrip() + changes + larger
 
 
 def _kilobytes(count: float) -> str:
@@ -230,7 +235,7 @@ def draw_frontier() -> Figure:
         ax.set_yticks(range(len(rows)), names)
         ax.set(ylim=(len(rows) - 0.4, -0.6))
         ax.axvline(0, color=GREY, linewidth=0.8, zorder=0)
-        ax.set_title(TITLES[setting], loc="left", fontsize=9, fontweight="bold")
+        ax.set_title(TITLES[setting], loc="right", fontsize=9, fontweight="bold")
         ax.tick_params(left=False)
         ax.spines["left"].set_visible(False)
     axes[-1].set_xlabel("nats above fp32, 95 % intervals")
@@ -283,7 +288,13 @@ def draw(folder: Path) -> None:
     """Draw all figures into a folder."""
     with mpl.rc_context(STYLE):
         for name, make in FIGURE.items():
-            make().savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+            drawn = io.StringIO()
+            make().savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+            text = drawn.getvalue()
+            # Names of clip paths are digests of places, whose last bits the solver of the layout leaves open.
+            for number, digest in enumerate(dict.fromkeys(re.findall(r"p[0-9a-f]{10}(?=[)\"])", text))):
+                text = text.replace(digest, f"clip{number}")
+            (folder / f"{name}.svg").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
