@@ -50,9 +50,8 @@ class LocalReplica(Replica):
         self, exchange: Exchange, sharded: ShardedOptimizer, *, worker: Worker, **others: Any
     ) -> None:
         super().__init__(exchange, sharded, **others)
-        exchange.feedback = (
-            None  # gradients of all ranks never travel: what a wire owed goes into this rank's
-        )
+        # Gradients never travel to other ranks. What an earlier wire owed goes into those of this rank.
+        exchange.feedback = None
         self._worker = worker
         self._mean = ReplicaMean(exchange, sharded)
         self._own_sums: list[Tensor] | None = None

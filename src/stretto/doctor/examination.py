@@ -139,7 +139,7 @@ def _threads(meeting: "_Meeting") -> int:
     """Return how many threads keep this rank's cores busy, beside those of the other ranks of the machine."""
     host, own = platform.node(), sorted(usable_cores())
     of_all = meeting.gather([host, own])
-    return max(1, int(share_of_cores(own, [cores for place, cores in of_all if place == host])))
+    return max(1, round(share_of_cores(own, [cores for place, cores in of_all if place == host])))
 
 
 def examine(group: dist.ProcessGroup, subject: Subject, examination: Examination) -> Report:
