@@ -91,7 +91,8 @@ SETTINGS = {
         size="0.1m", ranks=8, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4)
     ),
     "32-ranks": Setting(
-        size="0.1m", ranks=32, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4, EVERY_30, OUTER_30, *OTHERS),
+        size="0.1m", ranks=32, batch=1,
+        arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4, EVERY_30, OUTER_30, *OTHERS, COARSE[0]),
     ),
     "2-ranks-larger": Setting(
         size="0.5m", ranks=2, batch=4, rates=(2e-3, 4e-3, 8e-3),

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from stretto import DataParallel, Options, ZeRO1, errors
+from stretto import DataParallel, DiLoCo, LocalSGD, Options, ZeRO1, errors
+from stretto.strategies import Strategy
 from stretto.virtual import VirtualCluster
 from tests.exactness.checks import check
 from tests.exactness.jobs import (
@@ -131,3 +132,31 @@ def test_sum_that_overflows_is_noticed() -> None:
 
     with pytest.raises(errors.NonFinite, match="overflows"):
         VirtualCluster(2).run(train)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, LocalSGD(rate=0.5), DiLoCo(interval=2)], ids=str)
+def test_running_statistics_that_a_batch_of_no_weight_damages_are_noticed(strategy: Strategy) -> None:
+    """Its loss and its gradient count nothing, so only the model's buffers tell of it."""
+
+    def train(rank: int, group: Any, options: Options) -> tuple[int, list[torch.Tensor]]:
+        case = Case(strategy=strategy, batch_norm=True)
+        model = build_model(case)
+        model.register_buffer("lowest", torch.tensor(float("inf")))  # not finite from the beginning
+        parallel = DataParallel(
+            model, build_optimizer(case, model.parameters()), strategy,
+            micro_batches=2, group=group, options=options,
+        )  # fmt: skip
+        skipped = 0
+        for step, (x, y, _, uses_branch) in enumerate(parallel.feed(stream(case, rank))):
+            is_padding = rank == 1 and step == POISONED
+            output = model(torch.full_like(x, torch.nan) if is_padding else x, uses_branch)
+            update = parallel.backward((output - y).square().mean(), weight=0.0 if is_padding else 1.0)
+            skipped += update.skipped_rounds if update else 0
+        updates = parallel.finish()
+        return skipped + sum(update.skipped_rounds for update in updates), list(model.normalise.buffers())
+
+    ranks = VirtualCluster(2).run(lambda *a: train(*a, Options(nonfinite="skip"))).values
+    assert all(buffer.isfinite().all() for _, statistics in ranks for buffer in statistics)
+    assert ranks[1][0] == 1  # where replicas step alone, rank 0 leaves nothing out
+    with pytest.raises(errors.NonFinite, match=r"buffers of the model .* are not finite on ranks \[1\]"):
+        VirtualCluster(2).run(lambda *a: train(*a, Options()))

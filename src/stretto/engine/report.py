@@ -82,6 +82,8 @@ class RankReport:
     """Whether this rank has stepped in that round; unused in the same case."""
     torn: bool = False
     """Whether gradients of this rank changed behind their departure, so that all ranks sum them again."""
+    buffers_are_finite: bool = True
+    """Whether no buffer of the model has got an infinity or a NaN in this round, by a micro-batch of any weight."""
 
 
 def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
@@ -118,6 +120,7 @@ def record_dtype(num_slots: int, num_buffers: int) -> np.dtype[np.void]:
             ("step", "<i8"),
             ("stepped", "?"),
             ("torn", "?"),
+            ("buffers_are_finite", "?"),
         ]
     )
 
@@ -179,7 +182,7 @@ class RoundReport:
     def among(self, first: int, world_size: int) -> "RoundReport":
         """Return this report of some ranks, numbered from `first`, with empty records for the others."""
         records = np.zeros(world_size, self.records.dtype)
-        records["gradient_is_finite"] = True
+        records["gradient_is_finite"] = records["buffers_are_finite"] = True
         records[first : first + len(self.records)] = self.records
         return RoundReport(records)
 
@@ -224,6 +227,8 @@ class RoundReport:
             return f"the loss is not finite on ranks {losses}"
         if gradients:
             return f"the gradient is not finite on ranks {gradients}"
+        if buffers := np.flatnonzero(~self.records["buffers_are_finite"]).tolist():
+            return f"buffers of the model (running statistics and the like) are not finite on ranks {buffers}"
         return None if math.isfinite(norm_squared) else "the sum of the ranks' gradients overflows"
 
 

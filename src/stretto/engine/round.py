@@ -105,6 +105,15 @@ class Round:
         # A sum takes one pass and no memory; finite values may have one that is not.
         return all(bool(flat.sum().isfinite()) or bool(flat.isfinite().all()) for flat in self.buffer.flats)
 
+    @property
+    def buffers_are_finite(self) -> bool:
+        """Whether no buffer has got an infinity or a NaN since ranks last agreed; some begin with one."""
+        pairs = zip(self.statistics, self.agreed, self.changed, strict=True)
+        return not any(
+            changed and bool((~value.isfinite() & agreed.isfinite()).any())
+            for value, agreed, changed in pairs
+        )
+
     def report(self, *, finite: bool, norm_squared: float, torn: bool = False) -> RankReport:
         """Return this rank's part of the round report.
 
@@ -125,6 +134,7 @@ class Round:
             used=bytes(self.contribution.used),
             changed=self.changed,
             torn=torn,
+            buffers_are_finite=self.buffers_are_finite,
         )
 
 
