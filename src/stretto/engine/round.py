@@ -134,7 +134,7 @@ class Round:
             used=bytes(self.contribution.used),
             changed=self.changed,
             torn=torn,
-            buffers_are_finite=self.buffers_are_finite,
+            buffers_are_finite=not any(self.changed) or self.buffers_are_finite,
         )
 
 
