@@ -13,6 +13,8 @@ def test_a_recipe_is_simulated_and_its_outcome_printed(capsys: pytest.CaptureFix
     assert main([*words.split(), "--slow", "1=2.5", "--run-dir", "simulated"]) == 0
     shown = capsys.readouterr().out
     assert "acco on 2 virtual ranks, network 100mbit, seed 3" in shown
+    assert "update 1/2  loss " in shown
+    assert " of virtual time left" in shown
     assert "2 updates in " in shown
     assert "records, trace and the model are in simulated" in shown
     assert len(read_json_lines(Path("simulated", "updates.jsonl"))) == 2

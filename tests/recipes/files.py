@@ -56,7 +56,7 @@ def train_virtually(run: RunConfig[TaskConfig], ranks: int) -> list[Outcome]:
 
     def program(rank: int, group: VirtualGroup) -> Outcome:
         context = RankContext(rank=rank, world_size=ranks, device=torch.device("cpu"), group=group)
-        return train_at(context, run, warmup_updates=0, shows_progress=False)
+        return train_at(context, run, warmup_updates=0)
 
     prepare_run_folder(run)
     return list(VirtualCluster(ranks).run(program).values)

@@ -240,7 +240,7 @@ def perform(words: list[str]) -> None:
     named, run = parse_options("train", words, CONFIGURE["train"])
     with run_folder(run, named, words[1:]):
         context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), group=SoloGroup())
-        train_at(context, run, 0, shows_progress=False)
+        train_at(context, run, 0)
 
 
 def written(run: Path, name: str) -> Any:

@@ -245,7 +245,7 @@ def simulate_command(words: Sequence[str]) -> None:
         f"{simulation.seed}"
     )
     with named_as_options(simulation), named_as_options(simulation.task, TASK):
-        results = simulate(simulation)
+        results = simulate(simulation, shows_progress=True)
     print_simulation(results.values[0], simulation)
     _show(simulation.run_dir)
 

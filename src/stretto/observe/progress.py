@@ -33,6 +33,8 @@ class Header:
     """Committed updates until the end; None where they do not end the run."""
     seconds: float | None
     """Training seconds until the end; None where they do not end the run."""
+    is_virtual: bool = False
+    """Whether the run has a virtual clock, so that its seconds are not those of who looks on."""
 
 
 class Progress(Observer):
@@ -119,7 +121,7 @@ class Progress(Observer):
             return [("update", "waiting for the first ones"), ("held-out", self._heldout)]
         averages = _Averages(self._recent)
         rows = [
-            ("update", f"{self._step_text()}, {self._left_text()} left"),
+            ("update", f"{self._step_text()}, {self._left_text()}"),
             ("loss", f"{averages.loss:.4f}{curve}"),
             ("held-out", self._heldout),
             ("speed", f"{averages.samples_per_second:,.0f} samples/s"),
@@ -151,7 +153,7 @@ class Progress(Observer):
             f"exposed {averages.exposed_share:.1%}",
             f"lane {averages.lane_share:.0%}",
             f"{averages.bytes_per_second / 1e6:,.1f} MB/s",
-            f"{self._left_text()} left",
+            self._left_text(),
         ]
         if averages.is_echoed:
             parts.append(averages.echo_text)
@@ -164,7 +166,7 @@ class Progress(Observer):
         return str(step) if self._header.updates is None else f"{step}/{self._header.updates}"
 
     def _left_text(self) -> str:
-        """Return hours, if any, minutes and seconds until the first of the run's two possible ends."""
+        """Say how many hours, if any, minutes and seconds are left until the first of the run's two possible ends."""
         update, training_seconds = self._recent[-1]
         left = []
         if self._header.updates is not None:
@@ -173,10 +175,11 @@ class Progress(Observer):
         if self._header.seconds is not None:
             left.append(self._header.seconds - training_seconds)
         if not left:
-            return "unknown"
+            return "unknown left"
         minutes, seconds = divmod(round(max(0.0, min(left))), 60)
         hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        clock = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        return f"{clock} of virtual time left" if self._header.is_virtual else f"{clock} left"
 
     def _share_done(self) -> float:
         if not self._recent:

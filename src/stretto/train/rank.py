@@ -77,17 +77,18 @@ def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows
     device = choose_device(run.device, info)
     with joined_group(info, Link.parse(run.link), device, run.timeout_seconds):
         context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
-        return train_at(context, run, warmup_updates, shows_progress)
+        progress = None
+        if shows_progress and info.rank == 0:
+            title = title_of(run, info.world_size)
+            progress = Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
+        return train_at(context, run, warmup_updates, progress)
 
 
 def train_at(
-    context: RankContext, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool
+    context: RankContext, run: RunConfig[TaskT], warmup_updates: int, progress: Progress | None = None
 ) -> Outcome:
-    """Train on a rank that has joined the others; the other arguments and the errors are those of `train_rank`."""
-    progress = None
-    if shows_progress and context.rank == 0:
-        title = title_of(run, context.world_size)
-        progress = Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
+    """Train on a rank that has joined the others, and show it as `progress`; the rest is as for `train_rank`."""
+    if progress is not None:
         progress.doing("workers have started: reading the data and building the model")
     task = run.task.build(context.rank, context.world_size, run.seed, run.planned_updates)
     task.model.to(context.device)

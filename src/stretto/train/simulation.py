@@ -10,6 +10,7 @@ from stretto.disk import replace_file
 from stretto.errors import ConfigError
 from stretto.faults import Fault
 from stretto.fields import check_at_least
+from stretto.observe import Header, Progress
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig, TaskT, Training, part_of
 from stretto.train.handle import check_run
@@ -117,8 +118,8 @@ class SimulateConfig(Training[TaskT]):
         return VirtualCluster(self.ranks, network, compute, self.seed)
 
 
-def simulate(simulation: SimulateConfig[TaskT]) -> Results[Outcome]:
-    """Run `simulation` and return the outcome of every rank; all times are virtual.
+def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False) -> Results[Outcome]:
+    """Run `simulation`, show how far rank 0 is if told to, and return the outcome of every rank; all times are virtual.
 
     Raises:
         ConfigError: Settings contradict each other, or the folder holds a run already.
@@ -129,6 +130,10 @@ def simulate(simulation: SimulateConfig[TaskT]) -> Results[Outcome]:
     prepare_run_folder(run)
     torch.set_num_threads(run.threads)
 
+    title = f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}"
+    header = Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds, is_virtual=True)
+    progress = Progress(header) if shows_progress else None
+
     def program(rank: int, group: VirtualGroup) -> Outcome:
         context = RankContext(
             rank=rank,
@@ -138,7 +143,7 @@ def simulate(simulation: SimulateConfig[TaskT]) -> Results[Outcome]:
             now=lambda: group.now_ns / 1e9,
             epoch=0.0,
         )
-        return train_at(context, run, STEADY_AFTER, shows_progress=False)
+        return train_at(context, run, STEADY_AFTER, progress if rank == 0 else None)
 
     results = cluster.run(program)
     if run.run_dir is not None:
