@@ -42,7 +42,8 @@ LOCAL = "local:rate=0.1:wire=bf16"
 RARE = (LOCAL, EVERY_2, EVERY_4, EVERY_10, EVERY_30, LONG_DELAY, PLAIN_10, OUTER_30)
 DELAYED = ("acco", "acco:wire=int4")
 OTHERS = (
-    "acco:wire=int4", LOCAL, PLAIN_10, AS_HIVEMIND[0], AS_TORCHFT[0], POWER_SGD, "zero1:wire=int8", "zero1:wire=int2",
+    "acco:wire=int4", PLAIN_10, "zero1:wire=int2", AS_HIVEMIND[0], POWER_SGD, AS_TORCHFT[0], LOCAL,
+    "zero1:wire=int8", "acco",
 )  # fmt: skip
 """What the settings of more ranks have beside the arms that they name."""
 EXACT_END = (f"{EVERY_4}+zero1:wire=int4@800", f"{EVERY_30}+zero1:wire=int4@900")

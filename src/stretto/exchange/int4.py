@@ -15,7 +15,13 @@ _ZERO = 8
 
 
 class Int4(PackedWire):
-    """Thirty-two bytes, each with an integer of the first half of the block and one of the second; a bf16 scale."""
+    """Thirty-two bytes, each with two integers that are neighbours; a bf16 scale.
+
+    Note [Neighbours]
+        A pair of bytes is one int16, so that every operation takes a whole tensor and not a part of each block, which
+        torch does two to three times as fast. What lies beside the bits that count is cut off: when the pair becomes
+        one byte, and by a mask on the way back.
+    """
 
     name = "int4"
     block = 64
@@ -24,13 +30,14 @@ class Int4(PackedWire):
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
         """Round blocks to integers times their scale."""
         scales = block_scales(blocks, _LARGEST, bits=8)  # as many as bf16 has
-        # On a processor torch is four times as fast to int8 as to uint8, and shifts whole tensors faster than parts.
-        numbers = (blocks / scales).round_().add_(_ZERO).to(torch.int8).view(torch.uint8)
-        torch.bitwise_or(numbers[:, :32], (numbers << 4)[:, 32:], out=packed[:, :32])
+        # On a processor torch is four times as fast to int8 as to uint8.
+        pairs = (blocks / scales).round_().add_(_ZERO).to(torch.int8).view(torch.int16)
+        packed[:, :32].copy_(pairs.bitwise_or_(pairs >> 4))
         packed[:, 32:].view(torch.bfloat16).copy_(scales)
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return integers times their scale."""
-        halves = packed[:, :32]
-        numbers = torch.cat([halves & 15, halves >> 4], dim=1).to(torch.float32).sub_(_ZERO)
-        return numbers.mul_(packed[:, 32:].view(torch.bfloat16).to(torch.float32))
+        pairs = packed[:, :32].to(torch.int16)
+        pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
+        integers = pairs.view(torch.int8).sub_(_ZERO).to(torch.float32)
+        return integers.mul_(packed[:, 32:].view(torch.bfloat16).to(torch.float32))
