@@ -4,9 +4,9 @@
 
 Needs root for the namespaces. The workers, one thread each, hold the jobs of all arms at once. When an update has been
 returned nothing is under way, so that arms do not disturb each other. Every turn begins with another arm. So what slows
-a machine for a while slows all arms of a turn. The others are compared with the first arm. Rank 0 writes a JSON file
-for each rate and number of workers, and prints the table: seconds on the clock, and of the processor, over all threads
-of rank 0.
+a machine for a while slows all arms of a turn. The others are compared with the first arm; if that one
+is named twice, its twin shows what the machine does by itself. Rank 0 writes a JSON file for each rate and number of
+workers, and prints the table: seconds on the clock, and of the processor, over all threads of rank 0.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from namespaces import Namespaces
+from scipy import stats
 from torch import distributed as dist
 
 from stretto.observe import replace_json
@@ -102,19 +103,23 @@ def _take(job: Training, updates: int) -> Taken:
 
 
 def ratios(found: Mapping[str, list[Taken]]) -> dict[str, dict[str, Any]]:
-    """Return every arm's median seconds, and its ratios to the first arm, turn by turn: quartiles."""
+    """Return every arm's median seconds, and its ratios to the first arm, turn by turn: quartiles.
+
+    With the clock's comes the 95 % interval of the median; NaN where turns are too few.
+    """
     base = next(iter(found.values()))
-    return {
-        name: {
+    table: dict[str, dict[str, Any]] = {}
+    for name, taken in found.items():
+        pairs = list(zip(taken, base, strict=True))
+        clock = [one.clock / other.clock for one, other in pairs]
+        table[name] = {
             "turns": len(taken),
             "seconds": statistics.median(one.clock for one in taken),
-            "clock": _quartiles([one.clock / other.clock for one, other in zip(taken, base, strict=True)]),
-            "processor": _quartiles(
-                [one.processor / other.processor for one, other in zip(taken, base, strict=True)]
-            ),
+            "clock": _quartiles(clock),
+            "median_lies_in": list(stats.quantile_test(clock, q=1.0, p=0.5).confidence_interval(0.95)),
+            "processor": _quartiles([one.processor / other.processor for one, other in pairs]),
         }
-        for name, taken in found.items()
-    }
+    return table
 
 
 def _quartiles(values: list[float]) -> list[float]:
@@ -125,9 +130,10 @@ def show(what: str, table: Mapping[str, Mapping[str, Any]]) -> None:
     """Print a row per arm."""
     for name, row in table.items():
         (low, clock, high), (_, processor, _) = row["clock"], row["processor"]
+        least, most = row["median_lies_in"]
         print(
             f"{what:14} {name:24} {row['seconds']:7.4f} s  {clock:.3f} ({low:.3f} to {high:.3f}, quartiles of "
-            f"{row['turns']} turns), processor {processor:.3f}",
+            f"{row['turns']} turns; median in {least:.3f} to {most:.3f}), processor {processor:.3f}",
             flush=True,
         )
 
@@ -172,7 +178,10 @@ def main() -> None:
     arms = [parse_arm(text) for text in options.arms]
     if not begin_worker():
         return launch(options.workers // options.per_node, options.rate, sys.argv[1:], options.per_node)
-    found = measure({arm.text: job.run_of(arm) for arm in arms}, options.seconds, options.updates)
+    runs = {}
+    for arm in arms:
+        runs[arm.text + ", its twin" * (arm.text in runs)] = job.run_of(arm)
+    found = measure(runs, options.seconds, options.updates)
     if dist.get_rank() == 0:
         what = f"{options.rate}-{options.workers}" + (
             f"-by-{options.per_node}" if options.per_node > 1 else ""

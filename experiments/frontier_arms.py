@@ -1,9 +1,13 @@
 """What `frontier.py` runs: arms, and the settings in which they train."""
 
 import dataclasses
+import runpy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from stretto.recipes.gpt import Size
+
+runpy.run_path(str(Path(__file__).parents[1] / "examples/extend/wire.py"))  # registers its wire
 
 UPDATES, POINTS, WARM_UP = 1500, 15, 100
 MICRO_BATCHES = 2
@@ -22,6 +26,8 @@ EVERY_2 = f"{HIDDEN}:interval=2:delay=1"
 EVERY_4 = f"{HIDDEN}:interval=4:fragments=2:delay=1"
 EVERY_10 = f"{HIDDEN}:interval=10:fragments=5:delay=1"
 EVERY_30 = f"{HIDDEN}:interval=30:fragments=10:delay=2"
+TWO_BITS = tuple(arm.replace("wire=int4", "wire=int2") for arm in (EVERY_4, EVERY_10, EVERY_30))
+"""Hidden averages as above, of changes in 2 bits."""
 LONG_DELAY = f"{HIDDEN}:interval=10:delay=9"
 """All parameters as one fragment, under way nearly all the time: what it is good for to cut them."""
 PLAIN_10 = f"{AVERAGE}:interval=10"
@@ -53,6 +59,10 @@ COARSE = (
     "zero1:wire=int4:changes=int2:micro_batches=4:lr=0.012",
 )  # fmt: skip
 """2 bits one way: for what a step has changed, or for gradients, whose rounding errors more ranks average out."""
+SPARSE = (
+    "zero1:wire=largest:changes=int4", "zero1:wire=int4:changes=largest", EVERY_4.replace("wire=int4", "wire=largest"),
+)  # fmt: skip
+"""The four largest values of every 64, in 1.5 bits an element: the wire of `examples/extend/wire.py`."""
 SAME_WIRE = {"acco": SYNCHRONOUS, "acco:wire=int4": "zero1:wire=int4"}
 """Synchronous arms that send in the same format."""
 
@@ -76,17 +86,19 @@ class Setting:
 SETTINGS = {
     "2-ranks": Setting(
         size="0.1m", ranks=2, batch=4, rates=(4e-3, 8e-3, 1.6e-2),
-        arms=(SYNCHRONOUS, *BITS, *DELAYED, *RARE, POWER_SGD, *AS_HIVEMIND, *AS_TORCHFT, COARSE[0]),
+        arms=(SYNCHRONOUS, *BITS, *DELAYED, *RARE, POWER_SGD, *AS_HIVEMIND, *AS_TORCHFT, COARSE[0],
+              *TWO_BITS, *SPARSE),
         tuned={
             SYNCHRONOUS: (), LOCAL: (), OUTER_30: (),
-            LONG_DELAY: (EVERY_2, EVERY_4, EVERY_10, EVERY_30, PLAIN_10, *AS_HIVEMIND, *AS_TORCHFT),
+            LONG_DELAY: (EVERY_2, EVERY_4, EVERY_10, EVERY_30, PLAIN_10, *AS_HIVEMIND, *AS_TORCHFT, *TWO_BITS,
+                         SPARSE[2]),
             POWER_SGD: (),
         },
     ),
     "8-ranks": Setting(
         size="0.1m", ranks=8, batch=4,
         arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10, *LARGER_BATCHES,
-              f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}", *OTHERS, *EXACT_END, *COARSE),
+              f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}", *OTHERS, *EXACT_END, *COARSE, TWO_BITS[0]),
     ),
     "8-ranks-same-batch": Setting(
         size="0.1m", ranks=8, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4)
