@@ -218,7 +218,9 @@ class DataParallel:
             for listener in self._compute.model.listeners:
                 listener.micro_batch_begins(loss_function, batch)
             samples = num_samples(batch) if samples is None else samples
-            return self._backward(*weighed(loss_function(batch), weight, samples))
+            with self._compute.lifetime.running(is_users=True):
+                loss = loss_function(batch)
+            return self._backward(*weighed(loss, weight, samples))
 
     def count_micro_batch(
         self, weight: float = 1.0, loss: Tensor | None = None, samples: int | None = None

@@ -12,8 +12,10 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 import stretto as st
+from stretto.errors import NonFinite
 from tests.errors.tiny import BOTH_KINDS, TinyJob
 from tests.processes import Outcome, rank_outcomes
 
@@ -69,6 +71,18 @@ def last_rank_raises(rank: int, world_size: int, strategy: str) -> str:
             default_store().set("left", str(lanes_left()))
     # Nobody helps the lane of the last rank to complete its round.
     assert default_store().get("left") == b"[]"
+    return train_until_failure(job, first)
+
+
+def loss_function_of_the_last_rank_raises(rank: int, world_size: int) -> str:
+    def loss_function(batch: Tensor) -> Tensor:
+        # Of a type that elsewhere every rank finds by itself.
+        raise NonFinite(f"{len(batch)} samples without a label")
+
+    job = TinyJob("zero1")
+    first = job.until_update()
+    if rank == world_size - 1:
+        job.parallel.micro_batch(loss_function, job.batch())
     return train_until_failure(job, first)
 
 
@@ -151,6 +165,11 @@ def test_a_rank_whose_loop_raises_tells_the_others_why(world_size: int, strategy
     assert "ValueError: column 'text' is missing" in str(outcomes[-1].error)
     cause = f"rank {world_size - 1}, after step 1: ValueError: column 'text' is missing"
     check_others(outcomes, "PeerFailed: ", cause)
+
+
+def test_an_error_of_the_library_that_a_loss_function_raises_is_told_like_any_other() -> None:
+    outcomes = rank_outcomes(2, loss_function_of_the_last_rank_raises, 2)
+    check_others(outcomes, "PeerFailed: ", "rank 1, after step 1: NonFinite: 2 samples without a label")
 
 
 @pytest.fixture(scope="module")

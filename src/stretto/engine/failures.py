@@ -256,8 +256,11 @@ class Lifetime:
         self._ended_because: str | None = None
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, *, is_users: bool = False) -> Iterator[None]:
         """Refuse use after the end; any error inside the block ends the job on all ranks.
+
+        Args:
+            is_users: Whether the user's code runs in the block; see `FailureDetector.tell`.
 
         Raises:
             Finished: The job has ended already.
@@ -269,7 +272,7 @@ class Lifetime:
         try:
             yield
         except BaseException as error:
-            self.fail(error)
+            self.fail(error, is_users=is_users)
             raise
 
     def fail(self, error: BaseException, *, is_users: bool = False) -> None:
