@@ -14,7 +14,7 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
-from stretto.engine.job import Job, owe_on
+from stretto.engine.job import Job
 from stretto.engine.options import Clock, Options
 from stretto.errors import ConfigError
 from stretto.feed import Feed
@@ -192,6 +192,6 @@ def take_over(job: Job, old: Parts, new: Parts) -> None:
     model.show(buffer.views, "committed")
     model.begin_again()
     compute.accumulation.attach()
-    owe_on(job, [] if before.feedback is None else [before.feedback.state_dict()])
+    job.exchange.owe([] if before.feedback is None else [before.feedback.state_dict()])
     lane.watch(job)
     compute.began_again()

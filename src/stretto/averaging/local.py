@@ -50,8 +50,7 @@ class LocalReplica(Replica):
         self, exchange: Exchange, sharded: ShardedOptimizer, *, worker: Worker, **others: Any
     ) -> None:
         super().__init__(exchange, sharded, **others)
-        # Gradients never travel to other ranks. What an earlier wire owed goes into those of this rank.
-        exchange.feedback = None
+        exchange.feedback = None  # gradients never travel to other ranks, so packing loses nothing of them
         self._worker = worker
         self._mean = ReplicaMean(exchange, sharded)
         self._own_sums: list[Tensor] | None = None
@@ -90,8 +89,13 @@ class LocalReplica(Replica):
         """Take the gradients of this rank's worker; nobody else is asked."""
         exchange, progress = self.exchange, self.progress
         finite = round.is_finite  # before others' gradients are added
-        sums = self._own_gradient(round.buffer.flats)
-        self._worker.add_up(round.buffer.flats, sums)
+        flats, feedback = round.buffer.flats, exchange.feedback
+        if feedback is not None:  # an earlier wire owes
+            flats = feedback.begin(flats, round.contribution.used)
+            for index in range(len(exchange.layout.buckets)):
+                feedback.add(index)
+        sums = self._own_gradient(flats)
+        self._worker.add_up(flats, sums)
         own = round.report(finite=finite, norm_squared=ReducedGradient(sums, 0.0, 0.0, b"").measure())
         self._known = known = self._worker.look_at(round, own, self.where)
         report, norm_squared = known.report, known.norm_squared
@@ -103,6 +107,7 @@ class LocalReplica(Replica):
             own = empty_report(len(gradient.used), round.changed, progress.step)
             report = RoundReport.alone(own, exchange.rank, exchange.world_size)
         else:
+            exchange.settle()
             self._since.totals.add(own.totals)
             self._since.used = bytearray(a | b for a, b in zip(self._since.used, own.used, strict=True))
         self._since.rounds += 1

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.accumulation import GradientBuffer
-from stretto.engine.job import Job, owe_on
+from stretto.engine.job import Job
 from stretto.engine.report import RankReport, RoundReport, Totals, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State
@@ -87,12 +87,8 @@ class Continuation:
         replica = replicas.pop("replica", None)
         rank = str(self._rank)
         own: State = {"rank": {rank: pack({**mine, "replicas": replicas}, f"the state of rank {rank}")}}
-        feedback, compute = self._job.exchange.feedback, self._job.compute
-        owed = {} if feedback is None else feedback.state_dict()
-        if not compute.has_round_ready:  # otherwise it is in the carry
-            owed = owed or compute.accumulation.contribution.inherited
-        if owed:
-            own["owed"] = {rank: pack(owed, f"what rank {rank} owes")}
+        if (feedback := self._job.exchange.feedback) is not None:
+            own["owed"] = {rank: pack(feedback.state_dict(), f"what rank {rank} owes")}
         if replica is not None:
             agreed = self._job.model.statistics.agreed
             packed = pack({"replica": replica, "agreed": agreed}, f"the replica of rank {rank}")
@@ -151,7 +147,7 @@ class Continuation:
             buffers = _named_buffers(self._job.model.model)
             for name, value in mine["buffers"].items():
                 buffers[name].copy_(value)
-        owe_on(self._job, [unpack(owed, "what a rank owes") for owed in state.get("owed", {}).values()])
+        self._job.exchange.owe([unpack(owed, "what a rank owes") for owed in state.get("owed", {}).values()])
         replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:
             replica = unpack(state["replica"][self._job.replica.name], "the replica")

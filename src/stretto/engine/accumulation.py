@@ -10,7 +10,7 @@ Note [Gradients of others]
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Self, TypeAlias
 
 import torch
@@ -59,8 +59,6 @@ class Contribution:
     """The other totals."""
     count: int = 0
     """Micro-batches of any weight; quotas count these."""
-    inherited: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """By parameter: what the round began with, because a packed wire owed it that is no longer used."""
 
 
 class Accumulation:
@@ -99,10 +97,9 @@ class Accumulation:
         return self
 
     def restart(self) -> None:
-        """Drop the round's gradients, but for what it began with; if some have left, all ranks sum the round again."""
-        departure, inherited = self.departure, self.contribution.inherited
+        """Drop the round's gradients; if some have left, all ranks sum the round again."""
+        departure = self.departure
         self.begin(self.buffer).attach()
-        self.inherit(inherited)
         self.departure = departure
         if departure is not None:
             departure.tear()
@@ -115,16 +112,6 @@ class Accumulation:
         for index, (parameter, view) in enumerate(zip(self.parameters, self.buffer.views, strict=True)):
             if index not in self.apart:
                 parameter.grad = view
-        self.remember()
-
-    def inherit(self, debts: Mapping[str, Tensor]) -> None:
-        """Let the round begin with what an earlier wire still owes, by parameter."""
-        inherited = self.contribution.inherited
-        for slot, view in zip(self.buffer.layout.slots, self.buffer.views, strict=True):
-            if slot.name in debts:
-                debt = debts[slot.name].to(view.device)
-                inherited[slot.name] = inherited.get(slot.name, torch.zeros_like(debt)) + debt
-                view.add_(debt)
         self.remember()
 
     def remember(self) -> None:

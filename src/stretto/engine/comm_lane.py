@@ -69,9 +69,8 @@ class CommLane:
         progress.lane_seconds += self.runtime.now() - started
         commit = self._commit() if flight.at_boundary else None
         return Landing(
-            round.buffer, flight.snapshot, flight.shown, flight.reduction, flight.at_boundary, commit,
-            round.contribution.inherited if flight.reduction.skipped else {},
-        )  # fmt: skip
+            round.buffer, flight.snapshot, flight.shown, flight.reduction, flight.at_boundary, commit
+        )
 
     def open(self) -> None:
         """Perform the effects that come before the next gradients, unless that has been done.

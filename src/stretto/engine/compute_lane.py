@@ -251,8 +251,6 @@ class ComputeLane:
         else:
             self.accumulation.attach()
         self._accounts.skipped_rounds += landing.reduction.skipped
-        if landing.inherited:
-            self.accumulation.inherit(landing.inherited)
         if landing.reduction.met:
             self.votes = landing.reduction.report.votes
         self.at_boundary = landing.at_boundary

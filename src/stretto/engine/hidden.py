@@ -69,10 +69,12 @@ class HiddenAccumulation(Accumulation):
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add the gradient of `weight` times the loss, which may leave at once if the round is complete with it."""
-        is_last = self.contribution.count == self._micro_batches - 1
         may_leave = (
-            is_last and self._replica.hides and self.departure is None
-        )  # it has left if a guard restarts it
+            self.contribution.count == self._micro_batches - 1
+            and self._replica.hides
+            and self.departure is None  # it has left if a guard restarts it
+            and not self._replica.exchange.pays  # what is owed is looked at first, as on a wire that owes
+        )
         if not may_leave or _has_backward_hooks(self._model):
             super().backward(loss, weight)
             return

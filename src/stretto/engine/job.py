@@ -1,9 +1,6 @@
 """The parts of one rank's job: everything that checkpoints, faults and tests may access."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-
-from torch import Tensor
 
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.compute_lane import ComputeLane
@@ -33,13 +30,3 @@ class Job:
     """This rank's; it knows how equal the ranks' replicas are, and what they agree on."""
     compute: ComputeLane
     comm: CommLane
-
-
-def owe_on(job: Job, states: Sequence[Mapping[str, Tensor]]) -> None:
-    """Owe what ranks owed on a packed wire: on one that owes nothing, it goes into the next gradients."""
-    feedback = job.exchange.feedback
-    if feedback is not None:
-        feedback.load_state_dicts(states)
-        return
-    for state in states:
-        job.compute.accumulation.inherit(state)

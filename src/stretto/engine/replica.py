@@ -170,8 +170,8 @@ class Replica:
         if not report.settings_agree:
             self.refuse_settings(round)
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
-        if self.exchange.feedback is not None and not skipped:
-            self.exchange.feedback.settle()
+        if not skipped:
+            self.exchange.settle()
         statistics = {}
         if any(report.changed) and not skipped:
             statistics = average_statistics(

@@ -10,7 +10,7 @@ Landing         what comes back: values to show, and the update if one was commi
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -218,8 +218,6 @@ class Landing:
     """Whether this round ended an update."""
     commit: Commit | None
     """The committed update, if this round ended one; None too where an update had no weight and did not step."""
-    inherited: Mapping[str, Tensor]
-    """What a round that is left out began with, for the next one; see `Contribution`."""
 
 
 class Accounts:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.job import Job, owe_on
+from stretto.engine.job import Job
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
 from stretto.flat import Fragments, PartedTensor, Shares, Slot, original_name
 from stretto.optimizer import (
@@ -108,7 +108,7 @@ class JobState:
         for group, names in zip(self.job.model.optimizer.param_groups, self._group_names(), strict=True):
             group.update(_under(state["optimizer"], f"param_groups.{names[0]}."))
         self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
-        owe_on(self.job, [])  # what is owed belongs to the course that ends here
+        self.job.exchange.owe([])  # what is owed belongs to the course that ends here
 
     def cut(self, slot: Slot, buckets: Sequence[Tensor] | None) -> PartedTensor:
         """Return this rank's share of a parameter, out of per-bucket masters or sums; None gives a blank one."""

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import ClassVar, Self
 
 import numpy as np
@@ -122,7 +122,8 @@ class Exchange:
         self.sent_bytes = self.crossed_bytes = 0
         """Bytes this rank has sent to others since construction, and in sums and gathers to other nodes."""
         self.feedback = ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) else None
-        """Errors of this rank's contributions; None where the wire loses nothing but a dtype's rounding."""
+        """Errors of this rank's contributions; None where the wire loses nothing but a dtype's rounding, and no earlier
+        wire has left any."""
         self.incidents: list[Incident] = []
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
         self._contributed = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
@@ -144,6 +145,28 @@ class Exchange:
     def owed(self) -> list[Tensor]:
         """What this rank has yet to send, one tensor per flat set; none where the wire keeps no errors."""
         return [] if self.feedback is None else self.feedback.owed
+
+    @property
+    def pays(self) -> bool:
+        """Whether an earlier wire is still owing on this one, which loses nothing."""
+        return self.feedback is not None and not self.feedback.packs
+
+    def owe(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Owe what all the ranks owed that returned `states`; nothing, if there are none."""
+        if self.feedback is None:
+            self.feedback = ErrorFeedback(self.layout, None)
+        self.feedback.load_state_dicts(states)
+        self._drop_if_paid()
+
+    def settle(self) -> None:
+        """Remember what the last round has lost, and what is owed still; see `ErrorFeedback.settle`."""
+        if self.feedback is not None:
+            self.feedback.settle()
+            self._drop_if_paid()
+
+    def _drop_if_paid(self) -> None:
+        if self.feedback is not None and self.feedback.is_paid:
+            self.feedback = None
 
     # Sums
 
