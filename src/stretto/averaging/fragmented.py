@@ -153,8 +153,15 @@ class FragmentedReplica(LocalReplica):
 
     def gather_committed(self, flats: list[Tensor], statistics: Any) -> list[Tensor]:
         """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
-        self._arrive()
-        return super().gather_committed(flats, statistics)
+        trip = self._arrive()
+        means = super().gather_committed(flats, statistics)
+        if trip is None:
+            return means
+        # Since the departure nobody may have contributed: its averages are newer than what landed last.
+        return [
+            trip.averages.get(index, mean) if mean is agreed else mean
+            for index, (mean, agreed) in enumerate(zip(means, statistics.agreed, strict=True))
+        ]
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
         """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""

@@ -103,7 +103,7 @@ class LocalReplica(Replica):
         skipped = self.is_left_out(report, norm_squared, ReplicaNonFinite)
         if skipped:
             gradient.weight, gradient.used = 0.0, bytes(len(gradient.used))
-            round.statistics = [buffer.clone() for buffer in round.agreed]
+            round.statistics = round.sound
             own = empty_report(len(gradient.used), round.changed, progress.step)
             report = RoundReport.alone(own, exchange.rank, exchange.world_size)
         else:

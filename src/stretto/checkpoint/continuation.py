@@ -156,6 +156,7 @@ class Continuation:
             self._job.sharded.publish(values.flats)
             compute.model.show(values.views, "committed")
             compute.statistics.agreed = [value.to(self._device) for value in replica["agreed"]]
+            compute.statistics.go_on_from_live()
         elif replicas:
             self._job.replica.load_state_dict(replicas)
         if "carry" in state:
@@ -205,9 +206,11 @@ class Continuation:
         return [list(records[rank :: self._world_size]) for rank in range(self._world_size)]
 
     def _buffers(self, saved: Collection[str]) -> dict[str, Tensor]:
-        """Return this rank's persistent buffers, except for those that equal what ranks agree on."""
+        """Return this rank's persistent buffers, except for those that equal what all ranks save together."""
         statistics = self._job.model.statistics
-        agreed = dict(zip(statistics.names, statistics.agreed, strict=True))
+        # Ranks that step alone save the mean of what they have.
+        is_mean = self._job.replica.steps_alone
+        agreed = {} if is_mean else dict(zip(statistics.names, statistics.agreed, strict=True))
         return {
             name: buffer.detach().clone()
             for name, buffer in _named_buffers(self._job.model.model).items()

@@ -216,6 +216,7 @@ class ComputeLane:
                 self.accumulation.contribution,
                 *(self.statistics.snapshot() if self.statistics.names else ([], b"")),
                 self.statistics.agreed,
+                self.statistics.sound,
                 self.vote,
                 [],
                 incidents=self._incidents,

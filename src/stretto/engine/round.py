@@ -90,6 +90,8 @@ class Round:
     """One byte per entry of `statistics`: changed on this rank since ranks last agreed on it?"""
     agreed: list[Tensor]
     """The values of these buffers that ranks last agreed on; nobody may write them."""
+    sound: list[Tensor]
+    """The values of these buffers behind the last round that counted; see `Statistics.sound`."""
     vote: Vote
     hyperparameters: Hyperparameters
     reduction: "Reduction | None" = None
@@ -107,11 +109,10 @@ class Round:
 
     @property
     def buffers_are_finite(self) -> bool:
-        """Whether no buffer has got an infinity or a NaN since ranks last agreed; some begin with one."""
-        pairs = zip(self.statistics, self.agreed, self.changed, strict=True)
+        """Whether no buffer has got an infinity or a NaN since the last round that counted; some begin with one."""
+        pairs = zip(self.statistics, self.sound, self.changed, strict=True)
         return not any(
-            changed and bool((~value.isfinite() & agreed.isfinite()).any())
-            for value, agreed, changed in pairs
+            changed and bool((~value.isfinite() & sound.isfinite()).any()) for value, sound, changed in pairs
         )
 
     def report(self, *, finite: bool, norm_squared: float, torn: bool = False) -> RankReport:

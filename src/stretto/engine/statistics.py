@@ -31,6 +31,9 @@ class Statistics:
         self.names = [original_name(name) for name in named]
         self.agreed = [buffer.detach().clone() for buffer in named.values()]
         """Values that are equal on all ranks; they change at landings only."""
+        self.sound = self.agreed
+        """What a round that is left out goes back to: what ranks agreed on, or where they step alone, what this one had
+        behind its last round that counted. Nobody may write them."""
 
     @property
     def live(self) -> list[Tensor]:
@@ -45,15 +48,21 @@ class Statistics:
     def install(self, landing: Landing) -> None:
         """Install the averages that a round brought back for its snapshot.
 
-        A round that was left out may have written NaN here: what all ranks last agreed on is restored first.
+        A round that was left out may have written NaN here: what was there before is restored first.
         """
         live, averages = self.live, landing.reduction.statistics
         if landing.reduction.skipped:
-            for buffer, value in zip(live, self.agreed, strict=True):
+            for buffer, value in zip(live, self.sound, strict=True):
                 buffer.copy_(value)
         for index, value in moved(live, landing.statistics, averages).items():
             self.agreed[index] = averages[index]
             live[index].copy_(value)
+        if landing.reduction.alone:
+            self.go_on_from_live()
+
+    def go_on_from_live(self) -> None:
+        """Take the live values, which may be this rank's own, for those that a round which is left out goes back to."""
+        self.sound = [buffer.clone() for buffer in self.live]
 
     def agreed_after(self, landing: Landing | None) -> list[Tensor]:
         """Return what ranks will agree on once `landing`, if there is one, is installed."""
@@ -62,7 +71,7 @@ class Statistics:
 
     def agree(self) -> None:
         """Declare the live values, equal on all ranks, to be what all ranks agree on."""
-        self.agreed = [buffer.clone() for buffer in self.live]
+        self.agreed = self.sound = [buffer.clone() for buffer in self.live]
 
     def exchange_live(self, values: list[Tensor]) -> list[Tensor]:
         """Put `values` into the model and return copies of what was there."""
