@@ -389,8 +389,8 @@ class DataParallel:
         return self._feed.arrived(self._compute.count(weight, loss, samples))
 
     def _checked_weight(self, weight: float) -> float:
-        if not 0 <= weight < float("inf"):
+        if not (weight == 0 or 1e-30 <= weight <= 1e30):  # so that float32 holds gradients and their sums
             raise ConfigError(
-                f"{self._compute.where}: weight {weight}: expected a finite number of at least 0"
+                f"{self._compute.where}: weight {weight}: expected 0, or a number from 1e-30 to 1e30"
             )
         return float(weight)

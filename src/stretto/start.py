@@ -26,7 +26,15 @@ from stretto.engine.report import settings_text
 from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
 from stretto.errors import ConfigError, UnsupportedModel
-from stretto.exchange import WIRES, Exchange, NativeExchange, PackedWire, TwoLevelExchange, VerifiedExchange
+from stretto.exchange import (
+    FP32,
+    WIRES,
+    Exchange,
+    NativeExchange,
+    PackedWire,
+    TwoLevelExchange,
+    VerifiedExchange,
+)
 from stretto.exchange.exchange import Wait
 from stretto.exchange.verified import VerifiedTwoLevelExchange
 from stretto.flat import Layout, check_parameters, original_name, plan_layout
@@ -147,14 +155,20 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
         parts=math.lcm(*(max(1, ledger.fragments) for ledger in ledgers)),
         whole_groups=whole_groups(parts.optimizer),  # a replicated one, too, sees flat slices where owners do
     )
+    plain = Exchange(
+        group, layout, FP32, failures.wait
+    )  # as long as nobody knows that all ranks verify, or none
+    agree(plain, {**_settings(phases), "model": layout.text()}, f"rank {group.rank()}, before step 1")
     exchange = exchange_of(parts.options, group, layout, failures.wait)
-    agree(exchange, {**_settings(phases), "model": layout.text()}, f"rank {group.rank()}, before step 1")
+    exchange.take_account(plain)
     inside = exchange_inside(exchange, failures) if any(ledger.by_node for ledger in ledgers) else None
     for slot in layout.slots:
         flat = layout.sets[slot.set_index]
         if flat.accumulation_dtype != flat.dtype:
             parameters[slot.index].grad_dtype = flat.accumulation_dtype
     share_start(exchange, parameters, GradientBuffer(layout), parts.model)
+    if any(one.guards for one in phases.values()):
+        progress.versions = {name: tensor._version for name, tensor in _fixed(parts.model)}
     sharded = owner_of(parts, parameters, exchange)
     if any(ledger.local or ledger.averages for ledger in ledgers[1:]):
         StateKinds(sharded).check_averages()  # now, and not when its turn comes
@@ -271,7 +285,8 @@ def _interpreter(
     return GuardInterpreter(
         parts.guards,
         replica,
-        fixed=_fixed(parts),
+        # Beside a lane that overlaps, forward passes may be writing any buffer.
+        fixed=() if parts.strategy.overlaps else _fixed(parts.model),
         strikes=strikes or _strikes(parts.options, replica.exchange),
         has_copies=ledger.replicated and not ledger.local,
     )
@@ -334,14 +349,8 @@ def _strikes(options: Options, exchange: Exchange) -> Strikes:
     return Strikes(options, [seat.decode() for seat in exchange.gather_records(own)])
 
 
-def _fixed(parts: Parts) -> list[tuple[str, Tensor]]:
-    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.statistics`).
-
-    Beside a lane that overlaps, forward passes may be writing any buffer.
-    """
-    if parts.strategy.overlaps:
-        return []
-    model = parts.model
+def _fixed(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return what nobody is to write: floating-point buffers may be averaged (`stretto.engine.statistics`)."""
     is_buffer = {original_name(name) for name, _ in model.named_buffers()}
     return [
         (name, tensor)

@@ -178,7 +178,7 @@ def take_over(job: Job, old: Parts, new: Parts) -> None:
     model.listeners[:] = [one for one in model.listeners if one not in guards]
     compute.runtime.join()
     exchange = exchange_of(new.options, before.group, job.layout, before.wait)
-    exchange.sent_bytes = before.sent_bytes
+    exchange.take_account(before)
     if new.ownership != old.ownership:
         owner = owner_of(new, model.parameters, exchange)
         hand_over(sharded, owner, exchange.gather_records)

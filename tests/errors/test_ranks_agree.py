@@ -122,6 +122,10 @@ DIFFERENCES: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         lambda rank: wrap(tiny_model(), options=st.Options(clip_norm=[1.0, None][rank])),
         ("options", "expected 'clip_norm=1.0'", "found 'clip_norm=None'"),
     ),
+    "what ranks compare it over": (
+        lambda rank: wrap(tiny_model(), guards=["standard", ()][rank]),
+        ("options", "expected 'verified=True'", "found 'verified=False'"),
+    ),
     "hyperparameter": (
         lambda rank: wrap(tiny_model(), learning_rate=[0.1, 0.2][rank]),
         ("optimizer settings", "expected 'group 0: lr=0.1'", "found 'group 0: lr=0.2'"),

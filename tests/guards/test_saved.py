@@ -187,3 +187,26 @@ def test_a_repaired_run_over_echoed_batches_is_the_clean_one(strategy: str) -> N
         for folder in ("clean", "struck")
     }
     assert echoed > 0
+
+
+def test_a_frozen_parameter_is_watched_behind_a_loaded_checkpoint_too(tmp_path: Path) -> None:
+    def train(rank: int, group: VirtualGroup, loads: bool) -> list[tuple[str, tuple[int, ...], str]]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4).requires_grad_(False), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallel = st.DataParallel(model, optimizer, st.DDP(), group=group, guards=(st.ReplicaGuard(),))
+        if loads:
+            checkpoint.load(parallel, tmp_path)
+        else:
+            checkpoint.save(parallel, tmp_path)
+        found = []
+        for step in range(3):
+            if (rank, step) == (STRUCK, 1):
+                alias_of(model[0].weight)[0] += 1
+            update = parallel.backward(model(torch.ones(2, 3)).square().mean())
+            found += [(one.site, one.ranks, one.action) for one in update.incidents] if update else []
+        return found
+
+    for loads in (False, True):
+        results = VirtualCluster(3).run(lambda rank, group, loads=loads: train(rank, group, loads)).values
+        assert results[0] == [("fixed", (STRUCK,), "copied from rank 0")]

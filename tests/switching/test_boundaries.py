@@ -268,3 +268,33 @@ def test_nothing_of_a_strategy_stays_once_another_has_taken_over() -> None:
     job.train()
     gc.collect()
     assert [one() for one in gone] == [None] * 3
+
+
+@pytest.mark.parametrize("until", ["any", "all"])
+@pytest.mark.parametrize("first", [st.DDP(), st.ZeRO1(), st.ACCO()])
+@pytest.mark.parametrize("later", [st.DDP(), st.ZeRO1(), st.LocalSGD(0.5)])
+def test_counts_that_uneven_data_have_parted_raise_no_alarm_behind_a_boundary(
+    first: st.Strategy, later: st.Strategy, until: Any
+) -> None:
+    lengths = (12, 11, 12)
+
+    def program(rank: int, group: Any) -> list[st.Incident]:
+        drawn = torch.Generator().manual_seed(rank)
+        model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        strategy = st.Switching({0: first, 6: later})  # where the data of an epoch end
+        parallel = st.DataParallel(
+            model, optimizer, strategy, group=group, guards="standard", micro_batches=2
+        )
+        found: list[st.Incident] = []
+        for _ in range(2):
+            batches = iter(
+                [torch.randn(16, 3) for _ in range(lengths[rank])]
+            )  # of a length that nobody knows
+            for batch in parallel.feed(
+                batches, until=until, on_update=lambda update: found.extend(update.incidents)
+            ):
+                parallel.backward(model(batch).square().mean())
+        return [*found, *(one for update in parallel.finish() for one in update.incidents)]
+
+    assert VirtualCluster(3).run(program).values == ([], [], [])

@@ -165,6 +165,9 @@ class Progress:
     """Committed updates."""
     incidents: list[Incident] = dataclasses.field(default_factory=list)
     """Incidents of all ranks that are not reported yet: an update that does not step reports nothing."""
+    versions: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Of the tensors that guards compare although no step writes them, as the job began. What has another one has been
+    written since, and may differ between ranks: the counts of `BatchNorm`, say, where data are uneven."""
 
     reductions: list[Reduction] = dataclasses.field(default_factory=list)
     """Results of the rounds of the update under way; the fields below are of this update too."""

@@ -105,6 +105,10 @@ class JobState:
             self.job.sharded.values(self.job.sharded.masters, piece).copy_(master)
         adopt_states(self.job.sharded, states)
         self.job.model.load_state_dict(model)
+        versions = self.job.comm.progress.versions
+        for name, parameter in self.job.model.model.named_parameters():
+            if original_name(name) in versions:  # equal on all ranks, whoever has written it before
+                versions[original_name(name)] = parameter._version
         for group, names in zip(self.job.model.optimizer.param_groups, self._group_names(), strict=True):
             group.update(_under(state["optimizer"], f"param_groups.{names[0]}."))
         self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"])

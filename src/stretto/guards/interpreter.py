@@ -80,7 +80,6 @@ class GuardInterpreter:
         self._progress = replica.progress
         self._replica = replica
         self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
-        self._versions = {part: tensor._version for part, tensor in self._fixed.items()}
         self.strikes = strikes
         self._rehearsed: list[dict[str, int]] = []
         """Digests of the rehearsal of the last step, by segment, if a guard asks for rehearsals."""
@@ -240,8 +239,8 @@ class GuardInterpreter:
         }
 
     def _fingerprint(self, part: Part, tensor: Tensor) -> int:
-        is_written = part in self._versions and self._versions[part] != tensor._version
-        return 0 if is_written else digest(tensor)
+        version = self._progress.versions.get(part.name) if part.site == "fixed" else None
+        return digest(tensor) if version in (None, tensor._version) else 0
 
     def _recompute(self, flight: Flight | None) -> dict[Part, bool]:
         """Compute parts again where possible, and return for each whether the result is the same."""
@@ -348,7 +347,7 @@ class GuardInterpreter:
         """Send a part from one rank to all; the ranks in `onto` keep it, and seal it anew unless it is as sealed."""
         is_wanted = self._exchange.rank in onto
         self._exchange.broadcast(own if is_wanted else own.clone(), source, f"copy of {part}")
-        if is_wanted and part in self._versions:
-            self._versions[part] = own._version
+        if is_wanted and part.site == "fixed":
+            self._progress.versions[part.name] = own._version
         if is_wanted and not is_as_sealed:
             self._seals.renew(part)
