@@ -83,6 +83,10 @@ class DataParallel:
         self.optimizer: torch.optim.Optimizer = as_one(optimizer)
         """What was given; several as one, whose groups are theirs in order."""
         self.scheduler = SeveralSchedulers(scheduler) if isinstance(scheduler, list | tuple) else scheduler
+        if not isinstance(options, Options | None):
+            raise ConfigError(
+                f"options: expected Options(...), as in Options(clip_norm=1.0), found {options!r}"
+            )
         settings = (Options() if options is None else options).with_wire(wire)
 
         def parts_of(strategy: Strategy, options: Options, micro_batches: int | Clock) -> Parts:

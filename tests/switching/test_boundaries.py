@@ -288,9 +288,8 @@ def test_counts_that_uneven_data_have_parted_raise_no_alarm_behind_a_boundary(
         )
         found: list[st.Incident] = []
         for _ in range(2):
-            batches = iter(
-                [torch.randn(16, 3) for _ in range(lengths[rank])]
-            )  # of a length that nobody knows
+            # Of a length that nobody knows.
+            batches = iter([torch.randn(16, 3, generator=drawn) for _ in range(lengths[rank])])
             for batch in parallel.feed(
                 batches, until=until, on_update=lambda update: found.extend(update.incidents)
             ):
