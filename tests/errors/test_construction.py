@@ -46,11 +46,6 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
     assert says(error, "no trainable parameter", "expected at least one requires_grad=True")
 
 
-def test_a_model_whose_trainable_parameters_are_empty_is_refused() -> None:
-    error = refused(nn.Linear(3, 0), UnsupportedModel)
-    assert says(error, "trainable parameters have no elements", "expected at least one that has")
-
-
 @pytest.mark.parametrize("options", [{"clip_norm": 1.0}, "int4", st.Options])
 def test_options_of_another_kind_are_refused(options: Any) -> None:
     model = tiny_model()

@@ -225,10 +225,6 @@ def check_parameters(model: nn.Module) -> None:
         )
     for name, parameter in model.named_parameters():
         _check_parameter(original_name(name), parameter)
-    if not any(parameter.requires_grad and parameter.numel() for parameter in model.parameters()):
-        raise UnsupportedModel(
-            "the model's trainable parameters have no elements: expected at least one that has"
-        )
     check_memory([*model.named_parameters(), *model.named_buffers()])
 
 
