@@ -176,9 +176,10 @@ def parse_arm(text: str) -> Arm:
 
 
 def _parse_phase(part: str, whole: str) -> tuple[int, Arm]:
-    word, at, step = part.partition("@")
+    word, _, step = part.partition("@")
     if not step.isdecimal():
-        moved = f"{word}{step.lstrip('0123456789')}@{step.partition(':')[0]}" if at else f"{part}@100"
+        start, colon, settings = step.partition(":")
+        moved = f"{word}{colon}{settings}@{start if start.isdecimal() else 100}"
         raise ConfigError(
             f"{whole!r}: cannot read {part!r}: expected the update behind which {word} begins, last, as {moved}"
         )
