@@ -89,6 +89,8 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
         ("--wire int8 --exchange native", "a backend cannot sum packed contributions"),
         ("--faults masters:rank=2", "--faults name rank 2; the run has ranks 0 to 1"),
         ("--strategy wp:lr=-1", "lr must be at least 0"),
+        ("--strategy ddp:changes=int2", "--changes int2: strategy ddp sends no changes: leave it out"),
+        ("--strategy zero1 --estimates int2", "--estimates int2: strategy zero1 sends no estimates"),
     ],
 )
 def test_a_value_that_cannot_be_is_named_with_exit_code_2(

@@ -70,5 +70,6 @@ def rankings(
 ) -> list[Ranking]:
     """Measure a job on all ranks, and rank what it could use, as `stretto.plan.plan` does."""
     with named_as_options(job), named_as_options(job.task, TASK):
-        check_run(job.run_of(parse_arm("zero1")), ranks.world_size)
+        arm = parse_arm("zero1")
+        check_run(job.fitted_to(arm).run_of(arm), ranks.world_size)
     return plan(job, ranks, log, most_nats=most_nats)

@@ -193,7 +193,7 @@ def _train_once(named: str, options: Sequence[str], run: RunConfig[TaskConfig], 
         raise ConfigError(
             f"{arm.name} is there to compare with: stretto compare {named} --strategies {arm.name},..."
         )
-    run = run.run_of(arm)
+    run = (run.fitted_to(arm) if is_auto(options) else run).run_of(arm)
     with named_as_options(run), named_as_options(run.task, TASK):
         check_run(run, ranks.world_size)
     if not ranks.is_first:

@@ -28,6 +28,7 @@ from stretto.fields import (
 )
 from stretto.peers import PEERS
 from stretto.strategies import STRATEGIES, Strategy
+from stretto.strategies.ledger import ledger_of
 from stretto.switching import Phase, Switching, check_starts
 
 SETTINGS: Mapping[str, Any] = MappingProxyType(
@@ -119,6 +120,12 @@ class Arm:
         if self.phases:
             return any(arm.overlaps for _, arm in self.phases)
         return self.is_ours and STRATEGIES[self.name].overlaps
+
+    @property
+    def published(self) -> set[str]:
+        """What it sends in a format of its own: changes, estimates; see `Ledger.published`."""
+        parts = [arm for _, arm in self.phases] or [self]
+        return {name for arm in parts if arm.is_ours for name in ledger_of(arm.strategy()).published}
 
     def strategy(self) -> Strategy:
         """Return the strategy with its options; only where `is_ours`, and it stays.

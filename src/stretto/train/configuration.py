@@ -11,7 +11,7 @@ Options             how `DataParallel` works
 
 import dataclasses
 import math
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from stretto.echo.text import parse_plan
 from stretto.engine import Clock, Options
@@ -136,6 +136,14 @@ class Job(Training[TaskT]):
         if self.updates is None and self.seconds is None and self.to_loss is not None:
             return DEFAULT_PATIENCE
         return self.seconds
+
+    def fitted_to(self, arm: Arm) -> Self:
+        """Return this job, which other arms share or which came before its arm, without formats of what is not sent."""
+        return dataclasses.replace(
+            self,
+            changes=self.changes if "changes" in arm.published else None,
+            estimates=self.estimates if "estimates" in arm.published else None,
+        )
 
     def run_of(self, arm: Arm) -> "RunConfig[TaskT]":
         """Return the run of one arm: what this job says of a run, but for what the arm sets itself.

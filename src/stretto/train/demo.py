@@ -34,7 +34,7 @@ NO_HAZARD: Mapping[str, Any] = MappingProxyType({"link": "none", "slow_loader": 
 """What a run without hazards has set."""
 WITHOUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "overlap": {"strategy": "zero1"},
+        "overlap": {"strategy": "zero1", "estimates": None},
         "packed wire": {"wire": "fp32", "changes": None, "estimates": None},
         "echoing": {"echo": "none"},
         "guards": {"guards": (), "verified": False},
