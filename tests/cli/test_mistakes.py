@@ -90,6 +90,10 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
         ("--faults masters:rank=2", "--faults name rank 2; the run has ranks 0 to 1"),
         ("--strategy wp:lr=-1", "lr must be at least 0"),
         ("--strategy ddp:changes=int2", "--changes int2: strategy ddp sends no changes: leave it out"),
+        (
+            "--strategy diloco:wire=int4:interval=4 --wire int8",
+            "--wire int8 and --strategy diloco:wire=int4:interval=4: expected one wire",
+        ),
         ("--strategy zero1 --estimates int2", "--estimates int2: strategy zero1 sends no estimates"),
     ],
 )

@@ -90,18 +90,18 @@ def test_a_clock_is_two_numbers() -> None:
         parse_clock("4,2")
 
 
-def test_a_format_that_arms_share_is_set_for_those_that_send_such_things() -> None:
-    job = CompareConfig(task=Tiny(), changes="int4", estimates="int2")
+def test_a_format_that_arms_share_is_set_for_those_that_can_use_it_and_set_none() -> None:
+    job = CompareConfig(task=Tiny(), wire="int8", changes="int4", estimates="int2")
     fitted = {
         text: job.fitted_to(parse_arm(text)).run_of(parse_arm(text))
-        for text in ("ddp", "zero1", "acco", "ddp+zero1@3", "compute")
+        for text in ("ddp", "zero1", "acco:wire=int4", "ddp+zero1@3", "compute")
     }
-    assert {text: (run.changes, run.estimates) for text, run in fitted.items()} == {
-        "ddp": (None, None),
-        "zero1": ("int4", None),
-        "acco": ("int4", "int2"),
-        "ddp+zero1@3": ("int4", None),
-        "compute": (None, None),
+    assert {text: (run.wire, run.changes, run.estimates) for text, run in fitted.items()} == {
+        "ddp": ("int8", None, None),
+        "zero1": ("int8", "int4", None),
+        "acco:wire=int4": ("int4", "int4", "int2"),
+        "ddp+zero1@3": ("int8", "int4", None),
+        "compute": ("int8", None, None),
     }
 
 

@@ -193,8 +193,8 @@ def _train_once(named: str, options: Sequence[str], run: RunConfig[TaskConfig], 
         raise ConfigError(
             f"{arm.name} is there to compare with: stretto compare {named} --strategies {arm.name},..."
         )
-    run = (run.fitted_to(arm) if is_auto(options) else run).run_of(arm)
     with named_as_options(run), named_as_options(run.task, TASK):
+        run = (run.fitted_to(arm) if is_auto(options) else run).run_of(arm)
         check_run(run, ranks.world_size)
     if not ranks.is_first:
         return train_on(ranks, run, _log(ranks))

@@ -138,9 +138,10 @@ class Job(Training[TaskT]):
         return self.seconds
 
     def fitted_to(self, arm: Arm) -> Self:
-        """Return this job, which other arms share or which came before its arm, without formats of what is not sent."""
+        """Return this job, which other arms share or which came before its arm, with formats that go with this one."""
         return dataclasses.replace(
             self,
+            wire=arm.settings.get("wire", self.wire),
             changes=self.changes if "changes" in arm.published else None,
             estimates=self.estimates if "estimates" in arm.published else None,
         )
@@ -149,9 +150,13 @@ class Job(Training[TaskT]):
         """Return the run of one arm: what this job says of a run, but for what the arm sets itself.
 
         Raises:
-            ConfigError: The arm sets what the job does not have, or what cannot be.
+            ConfigError: The arm sets what the job does not have, or what cannot be, or another wire than the job.
         """
         changes = dict(arm.settings)
+        if self.wire not in (changes.get("wire", self.wire), Options().wire):
+            raise ConfigError(
+                f"wire={self.wire!r} and strategy={arm.text!r}: expected one wire; leave out one"
+            )
         if "lr" in changes:
             changes["task"] = _with_rate(self.task, changes.pop("lr"))
         if "micro_batches" in changes:

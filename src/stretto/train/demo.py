@@ -105,13 +105,14 @@ def arms_of(config: DemoConfig) -> dict[str, RunConfig[TaskConfig]]:
 
     A remedy that `config` does not have needs no arm without it.
     """
+    arm = parse_arm(config.strategy)
     whole = RunConfig(
-        **part_of(config, Job),
+        **{**part_of(config, Job), "wire": arm.settings.get("wire", config.wire)},
         strategy=config.strategy,
         faults=config.faults,
         checkpoint_every=None,
         tensorboard=False,
-    ).run_of(parse_arm(config.strategy))
+    ).run_of(arm)
     nothing = {name: value for settings in WITHOUT.values() for name, value in settings.items()}
     without = {f"no {remedy}": dataclasses.replace(whole, **settings) for remedy, settings in WITHOUT.items()}
     return {
