@@ -35,6 +35,12 @@ from stretto.cli.help import COMMANDS
             "no strategy is called 'aco'; there are ddp, zero1, dpu, wp, acco, local",
         ),
         ("train digits-resnet --strategy acco:frist=1", "acco has no setting 'frist'; there are first"),
+        ("train digits-resnet --strategy auto:wire=int4", "'auto:wire=int4': auto takes no settings"),
+        ("train digits-resnet --strategy zero1+auto@100", "auto takes no settings and no turns"),
+        ("compare digits-resnet --strategies auto", "of train alone: expected --strategy auto there"),
+        (
+            "compare digits-resnet --fragments 2",
+        ),
         ("train digits-resnet --strategy torch-ddp", "torch-ddp is there to compare with"),
         ("train digits-resnet --upadtes 3", "has no option '--upadtes'"),
         ("report --otu page.html", "report needs the folder of a run first"),

@@ -10,8 +10,8 @@ from stretto.cli.screens import recommendation
 from stretto.errors import ConfigError
 from stretto.plan import SMALL, PlanConfig, Ranking, plan
 from stretto.recipes import TaskConfig
-from stretto.train.arms import parse_arm
-from stretto.train.configuration import AUTO, Job, RunConfig, part_of
+from stretto.train.arms import AUTO, parse_arm
+from stretto.train.configuration import Job, RunConfig, part_of
 from stretto.train.handle import check_run
 from stretto.train.launch import Ranks
 from stretto.train.outcome import check_folder

@@ -47,9 +47,9 @@ from stretto.page import ReportConfig, report
 from stretto.plan import PlanConfig
 from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto.terminal import printable
-from stretto.train.arms import parse_arm
+from stretto.train.arms import AUTO, parse_arm
 from stretto.train.comparison import compare, diagnose_rank
-from stretto.train.configuration import AUTO, CompareConfig, DiagnoseConfig, RunConfig
+from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.demo import RESULTS, DemoConfig, demonstrate
 from stretto.train.handle import check_run
 from stretto.train.launch import Ranks

@@ -41,6 +41,8 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
 """Settings of a run that an arm may have for itself, and their types."""
 _OF_PHASES = ("wire", "changes", "estimates", "clock")
 """Those that a strategy may have for itself that takes turns with others."""
+AUTO = "auto"
+"""In the place of a strategy of `train`: the one that `stretto plan` would say."""
 _OF_PEERS = ("micro_batches", "clip_norm", "lr")
 """Those that a stock method may have for itself."""
 
@@ -164,6 +166,11 @@ def parse_arm(text: str) -> Arm:
         check_starts([step for step, _ in phases])
         return Arm(text, text, {}, {}, tuple(phases))
     name, _ = split_settings(text)
+    if name == AUTO:
+        raise ConfigError(
+            f"{text!r}: auto takes no settings and no turns, and is of train alone: expected --strategy auto there, or "
+            "the name of a strategy"
+        )
     if name not in STRATEGIES and name not in PEERS:
         raise unknown_name("no strategy is called", name, [*STRATEGIES, *PEERS])
     own = field_types(STRATEGIES[name] if name in STRATEGIES else PEERS[name].options_type)

@@ -21,13 +21,11 @@ from stretto.fields import check_at_least
 from stretto.groups import Link
 from stretto.guards.text import parse_guards
 from stretto.recipes import TaskConfig
-from stretto.train.arms import Arm, parse_arm, parse_arms
+from stretto.train.arms import AUTO, Arm, parse_arm, parse_arms
 from stretto.train.slow_loader import SlowStore
 
 TaskT = TypeVar("TaskT", bound=TaskConfig)
 
-AUTO = "auto"
-"""In the place of a strategy: the one that `stretto plan` would say."""
 DEFAULT_UPDATES = 240
 """Length of a run whose end nobody chose."""
 DEFAULT_PATIENCE = 600.0
