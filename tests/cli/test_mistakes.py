@@ -38,8 +38,12 @@ from stretto.cli.help import COMMANDS
         ("train digits-resnet --strategy auto:wire=int4", "'auto:wire=int4': auto takes no settings"),
         ("train digits-resnet --strategy zero1+auto@100", "auto takes no settings and no turns"),
         ("compare digits-resnet --strategies auto", "of train alone: expected --strategy auto there"),
+        ("train digits-resnet --interval 4", "a setting of a strategy, as --strategy diloco:interval=4"),
+        ("train digits-resnet --delay=1", "a setting of a strategy, as --strategy diloco:delay=1"),
+        ("train digits-resnet --outer-lr 1", "a setting of a strategy, as --strategy diloco:outer_lr=1"),
         (
             "compare digits-resnet --fragments 2",
+            "a setting of a strategy, as --strategies diloco:fragments=2",
         ),
         ("train digits-resnet --strategy torch-ddp", "torch-ddp is there to compare with"),
         ("train digits-resnet --upadtes 3", "has no option '--upadtes'"),
