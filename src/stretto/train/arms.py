@@ -159,7 +159,7 @@ def parse_arm(text: str) -> Arm:
         UnknownName: No such strategy or stock method, or no such setting.
         ConfigError: A value cannot be read, or cannot be.
     """
-    first, *later = (part.strip() for part in re.split(r"\+(?=\s*[a-z])", text))
+    first, *later = (part.strip() for part in re.split(r"\+(?=\s*[A-Za-z])", text))
     if later or "@" in first:
         phases = [_parse_phase(first if "@" in first else f"{first}@0", text)]
         phases += [_parse_phase(part, text) for part in later]
