@@ -27,9 +27,10 @@ _SHOWN_CHARACTERS = 80
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'skip'?" where one of `known` is close to `word`, and otherwise nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """Return "; did you mean 'skip'?" where one of `known` is close to `word`, in any case, and otherwise nothing."""
+    by_text = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(word.lower(), by_text, n=1)
+    return f"; did you mean {by_text[close[0]]!r}?" if close else ""
 
 
 def unknown_name(sentence: str, name: str, known: Collection[str]) -> UnknownName:

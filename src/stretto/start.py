@@ -20,7 +20,7 @@ from stretto.engine.failures import FailureDetector
 from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.job import Job
 from stretto.engine.model import UserModel, is_in_a_job
-from stretto.engine.options import Clock, Options, Quota, plan_quota
+from stretto.engine.options import Clock, Options, Quota, check_formats, plan_quota
 from stretto.engine.replica import Replica
 from stretto.engine.report import settings_text
 from stretto.engine.round import Progress
@@ -145,6 +145,7 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
         check_guards(one.guards, one.strategy, one.ledger)
         check_worker(one.strategy, one.ledger, one.options)
         plan_quota(one.strategy, one.micro_batches, one.ledger.rounds)
+    check_formats([(one.options, one.strategy, one.ledger) for one in phases.values()])
     check_parameters(parts.model)
     layout, parameters = plan_layout(
         parts.model,

@@ -35,6 +35,17 @@ from stretto.cli.help import COMMANDS
             "no strategy is called 'aco'; there are ddp, zero1, dpu, wp, acco, local",
         ),
         ("train digits-resnet --strategy acco:frist=1", "acco has no setting 'frist'; there are first"),
+        ("train digits-resnet --strategy auto:wire=int4", "'auto:wire=int4': auto takes no settings"),
+        ("train digits-resnet --strategy zero1+auto@100", "auto takes no settings and no turns"),
+        ("compare digits-resnet --strategies auto", "of train alone: expected --strategy auto there"),
+        ("train digits-resnet --strategy ACCO", "did you mean 'acco'?"),
+        ("train digits-resnet --interval 4", "a setting of a strategy, as --strategy diloco:interval=4"),
+        ("train digits-resnet --delay=1", "a setting of a strategy, as --strategy diloco:delay=1"),
+        ("train digits-resnet --outer-lr 1", "a setting of a strategy, as --strategy diloco:outer_lr=1"),
+        (
+            "compare digits-resnet --fragments 2",
+            "a setting of a strategy, as --strategies diloco:fragments=2",
+        ),
         ("train digits-resnet --strategy torch-ddp", "torch-ddp is there to compare with"),
         ("train digits-resnet --upadtes 3", "has no option '--upadtes'"),
         ("report --otu page.html", "report needs the folder of a run first"),
@@ -76,6 +87,7 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
         ("--seconds -1", "--seconds must be positive, found -1"),
         ("--clip-norm -1", "--clip-norm -1.0: expected a positive norm"),
         ("--timeout-seconds 0", "--timeout-seconds 0.0: expected"),
+        ("--wire INT4", "did you mean 'int4'?"),
         ("--wire fp3", "did you mean 'fp32'?"),
         ("--guards rset", "did you mean 'rest'?"),
         ("--guards standard,rest", "expected 'standard' alone"),
@@ -89,6 +101,12 @@ def test_a_name_that_does_not_exist_is_one_line_and_exit_code_2(
         ("--wire int8 --exchange native", "a backend cannot sum packed contributions"),
         ("--faults masters:rank=2", "--faults name rank 2; the run has ranks 0 to 1"),
         ("--strategy wp:lr=-1", "lr must be at least 0"),
+        ("--strategy ddp:changes=int2", "--changes int2: strategy ddp sends no changes: leave it out"),
+        (
+            "--strategy diloco:wire=int4:interval=4 --wire int8",
+            "--wire int8 and --strategy diloco:wire=int4:interval=4: expected one wire",
+        ),
+        ("--strategy zero1 --estimates int2", "--estimates int2: strategy zero1 sends no estimates"),
     ],
 )
 def test_a_value_that_cannot_be_is_named_with_exit_code_2(

@@ -95,6 +95,21 @@ def test_a_run_goes_on_with_the_options_that_it_had(
     assert "go on with it   stretto resume moved --updates 12" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [(["--task.width", "8", "--updates", "6"], 1), (["--strategy", "ddp"], 0)],
+    ids=["another model", "at its end"],
+)
+def test_a_resume_that_trains_nothing_leaves_the_options_that_the_run_had(
+    options: list[str], code: int, finished: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished[0], "run")
+    before = Path("run/config.json").read_text()
+    assert main(["resume", "run", *options]) == code
+    assert ("ForeignCheckpoint" in capsys.readouterr().err) == bool(code)
+    assert Path("run/config.json").read_text() == before
+
+
 def test_a_worker_that_fails_is_named_in_one_line_and_leaves_no_folder_of_a_run_that_never_began(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -142,10 +142,11 @@ def cases(wire: str) -> list[Case]:
     found = []
     for name, has_nodes in itertools.product(STRATEGIES, (False, True)):
         world_size, each = draws.choice([shape for shape in NODES if (shape[1] is not None) == has_nodes])
+        published = ledger_of(STRATEGIES[name]()).published
+        drawn = {field: draws.choice(formats) for field in ("changes", "estimates")}
         options = stretto.Options(
             wire=wire,
-            changes=draws.choice(formats),
-            estimates=draws.choice(formats),
+            **{field: one for field, one in drawn.items() if field in published},
             ranks_per_node=each,
             hide_reductions=draws.random() < 0.5,
             verified=draws.random() < 0.5,

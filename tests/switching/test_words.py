@@ -37,7 +37,9 @@ def test_a_word_says_what_takes_turns() -> None:
     ("word", "line"),
     [
         ("zero1+acko@10", "no strategy is called 'acko'.*did you mean 'acco'"),
+        ("zero1+ACCO@10", "no strategy is called 'ACCO'.*did you mean 'acco'"),
         ("zero1+acco", "cannot read 'acco': expected .* as acco@100"),
+        ("zero1+acco@abc", "cannot read 'acco@abc': expected .* as acco@100$"),
         ("zero1+acco@10:wire=int8", "cannot read .* as acco:wire=int8@10"),
         ("zero1+acco@0", "update 0: two strategies begin there; expected one"),
         ("zero1+acco@90+ddp@10", "updates 0, 90, 10: .* later than the one before; did you mean 0, 10, 90"),

@@ -8,7 +8,7 @@ from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
 from stretto.strategies import ACCO, LocalSGD
 from stretto.train.arms import parse_arm, parse_arms, parse_clock, parse_learning_rates, split_list
-from stretto.train.configuration import Job, RunConfig
+from stretto.train.configuration import CompareConfig, Job, RunConfig
 from tests.train.tiny import Tiny
 
 
@@ -88,6 +88,21 @@ def test_a_clock_is_two_numbers() -> None:
     assert parse_clock("2,16") == Clock(minimum=2, maximum=16)
     with pytest.raises(ConfigError, match="1 <= minimum <= maximum"):
         parse_clock("4,2")
+
+
+def test_a_format_that_arms_share_is_set_for_those_that_can_use_it_and_set_none() -> None:
+    job = CompareConfig(task=Tiny(), wire="int8", changes="int4", estimates="int2")
+    fitted = {
+        text: job.fitted_to(parse_arm(text)).run_of(parse_arm(text))
+        for text in ("ddp", "zero1", "acco:wire=int4", "ddp+zero1@3", "compute")
+    }
+    assert {text: (run.wire, run.changes, run.estimates) for text, run in fitted.items()} == {
+        "ddp": ("int8", None, None),
+        "zero1": ("int8", "int4", None),
+        "acco:wire=int4": ("int4", "int4", "int2"),
+        "ddp+zero1@3": ("int8", "int4", None),
+        "compute": ("int8", None, None),
+    }
 
 
 def test_a_run_stays_in_its_folder_whatever_its_arm_sets() -> None:

@@ -6,8 +6,11 @@ import math
 import pytest
 
 from stretto.engine import Clock
+from stretto.train.configuration import RunConfig
 from stretto.train.outcome import Outcome
+from stretto.train.rank import title_of
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train
+from tests.train.tiny import Tiny
 
 OURS = ("ddp", "zero1", "dpu", "wp", "acco")
 STOCK = ("compute", "torch-ddp")
@@ -112,3 +115,21 @@ def test_ranks_draw_from_states_of_their_own_and_runs_repeat(undisturbed: Undist
 def test_one_worker_is_enough() -> None:
     (outcome,) = train(tiny_run(updates=3), world_size=1)
     assert (outcome.updates, outcome.sent_bytes) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "title"),
+    [
+        ({"wire": "fp32"}, "zero1 on 2 workers"),
+        ({"wire": "int8", "link": "1gbit"}, "zero1 on 2 workers, wire int8, link 1gbit"),
+        (
+            {"changes": "int2", "strategy": "acco", "wire": "int4"},
+            "acco on 2 workers, wire int4, changes int2",
+        ),
+        ({"strategy": "acco:wire=int4", "wire": "int4"}, "acco:wire=int4 on 2 workers"),
+    ],
+)
+def test_the_title_names_the_formats_that_the_strategy_does_not_name_itself(
+    settings: dict[str, str], title: str
+) -> None:
+    assert title_of(RunConfig(task=Tiny(), **settings), 2) == title

@@ -10,8 +10,8 @@ from stretto.cli.screens import recommendation
 from stretto.errors import ConfigError
 from stretto.plan import SMALL, PlanConfig, Ranking, plan
 from stretto.recipes import TaskConfig
-from stretto.train.arms import parse_arm
-from stretto.train.configuration import AUTO, Job, RunConfig, part_of
+from stretto.train.arms import AUTO, parse_arm
+from stretto.train.configuration import Job, RunConfig, part_of
 from stretto.train.handle import check_run
 from stretto.train.launch import Ranks
 from stretto.train.outcome import check_folder
@@ -70,5 +70,6 @@ def rankings(
 ) -> list[Ranking]:
     """Measure a job on all ranks, and rank what it could use, as `stretto.plan.plan` does."""
     with named_as_options(job), named_as_options(job.task, TASK):
-        check_run(job.run_of(parse_arm("zero1")), ranks.world_size)
+        arm = parse_arm("zero1")
+        check_run(job.fitted_to(arm).run_of(arm), ranks.world_size)
     return plan(job, ranks, log, most_nats=most_nats)

@@ -47,9 +47,9 @@ from stretto.page import ReportConfig, report
 from stretto.plan import PlanConfig
 from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto.terminal import printable
-from stretto.train.arms import parse_arm
+from stretto.train.arms import AUTO, parse_arm
 from stretto.train.comparison import compare, diagnose_rank
-from stretto.train.configuration import AUTO, CompareConfig, DiagnoseConfig, RunConfig
+from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.demo import RESULTS, DemoConfig, demonstrate
 from stretto.train.handle import check_run
 from stretto.train.launch import Ranks
@@ -193,8 +193,8 @@ def _train_once(named: str, options: Sequence[str], run: RunConfig[TaskConfig], 
         raise ConfigError(
             f"{arm.name} is there to compare with: stretto compare {named} --strategies {arm.name},..."
         )
-    run = run.run_of(arm)
     with named_as_options(run), named_as_options(run.task, TASK):
+        run = (run.fitted_to(arm) if is_auto(options) else run).run_of(arm)
         check_run(run, ranks.world_size)
     if not ranks.is_first:
         return train_on(ranks, run, _log(ranks))

@@ -18,6 +18,7 @@ from stretto.errors import ConfigError, UnknownName
 from stretto.faults import Fault, faults_text, parse_faults
 from stretto.fields import did_you_mean, field_types, read_value, unknown_name
 from stretto.recipes import RECIPES, recipe
+from stretto.strategies import STRATEGIES
 from stretto.train.arms import parse_clock, parse_learning_rates, split_list
 from stretto.virtual import parse_slowness
 
@@ -186,12 +187,24 @@ class _Parser(argparse.ArgumentParser):
 def _unknown_word(command: str, word: str, words: Sequence[str], known: Sequence[str]) -> UnknownName:
     listed = f"`stretto {command} --help-all` lists them"
     if word.startswith("-"):
-        hint = did_you_mean(word.partition("=")[0], known)
+        hint = _as_setting(word, words, known) or did_you_mean(word.partition("=")[0], known)
         return UnknownName(f"{command} has no option {word!r}; {listed}{hint}")
     # Options take all words that follow them, but for switches, which take none.
     before = words[max(0, words.index(word) - 1)]
     given = word if before == word else f"{before} {word}"
     return UnknownName(f"cannot read {given!r}: a switch takes no value; {listed}")
+
+
+def _as_setting(word: str, words: Sequence[str], known: Sequence[str]) -> str:
+    """Return how a strategy's setting is written, where `word` is the name of one and no field of the task."""
+    name, _, value = word.partition("=")
+    field = name.lstrip("-").replace("-", "_")
+    owner = next((one for one, kind in STRATEGIES.items() if field in field_types(kind)), None)
+    option = next((one for one in ("--strategy", "--strategies") if one in known), None)
+    if owner is None or option is None or _option(TASK, field) in known:
+        return ""
+    value = value or next(iter(words[words.index(word) + 1 :]), "...")
+    return f"; it is a setting of a strategy, as {option} {owner}:{field}={value}"
 
 
 def _read(words: Sequence[str], option: Option) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto import checkpoint
-from stretto.disk import read_whole
+from stretto.disk import read_whole, replace_file
 from stretto.errors import ConfigError
 from stretto.fields import did_you_mean
 from stretto.recipes import TaskConfig, absolute, digest, names_own
@@ -23,6 +23,9 @@ CONFIG = "config.json"
 @contextmanager
 def run_folder(run: RunConfig[TaskConfig], recipe: str, words: Sequence[str]) -> Iterator[None]:
     """Make the folder of a run for the length of the block; it stays, unless the run fails before it has begun.
+
+    A resume that trains nothing leaves the configuration as it was: options that do not fit the checkpoint would stand
+    in the way of every later one.
 
     Args:
         run: The run, whose folder is known.
@@ -44,6 +47,8 @@ def run_folder(run: RunConfig[TaskConfig], recipe: str, words: Sequence[str]) ->
     if before is not None and before["digest"] not in (None, command["digest"]):
         print(f"note: {recipe} has changed since this run began", flush=True)
     check_folder(folder, resume=run.resume)  # before anything is written there
+    former = None if before is None else read_whole(folder / CONFIG)
+    records = _records_in(folder)
     with held(folder):
         prepare_run_folder(run, command)
         try:
@@ -62,6 +67,15 @@ def run_folder(run: RunConfig[TaskConfig], recipe: str, words: Sequence[str]) ->
             elif run.checkpoint_every is not None:
                 print(f"no checkpoint yet: there is one every {run.checkpoint_every} updates", flush=True)
             raise
+        finally:
+            # The records behind the checkpoint are cut off, so without a new one they are the beginning of what was.
+            if former is not None and records.startswith(_records_in(folder)):
+                replace_file(folder / CONFIG, lambda path: path.write_bytes(former))
+
+
+def _records_in(folder: Path) -> bytes:
+    path = folder / "updates.jsonl"
+    return read_whole(path) if path.exists() else b""
 
 
 def command_of(folder: Path) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """The options of a job, and the quota of micro-batches in each of its rounds."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from stretto.errors import ConfigError
 from stretto.exchange import WIRES, PackedWire, Wire
 from stretto.fields import check_fields, did_you_mean, is_count
 from stretto.strategies import Strategy
+from stretto.strategies.ledger import Ledger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +167,25 @@ class Quota:
     def is_fixed(self) -> bool:
         """Whether every rank contributes the same fixed number of micro-batches to a round."""
         return self.minima == self.maxima
+
+
+def check_formats(phases: Sequence[tuple[Options, Strategy, Ledger]]) -> None:
+    """Raise where a format is chosen for what is not sent.
+
+    Of strategies that take turns one that sends it is enough: the options of the job are those of all.
+
+    Raises:
+        ConfigError: Names the option and the strategy.
+    """
+    for field, example in (("changes", "zero1"), ("estimates", "acco")):
+        sent = {getattr(options, field) for options, _, ledger in phases if field in ledger.published}
+        for options, strategy, _ in phases:
+            chosen = getattr(options, field)
+            if chosen is not None and chosen not in sent:
+                raise ConfigError(
+                    f"Options({field}={chosen!r}): strategy {strategy.name} sends no {field}: leave it out, or take a "
+                    f"strategy that sends them, such as {example}"
+                )
 
 
 def plan_quota(strategy: Strategy, micro_batches: int | Clock, rounds: int) -> Quota:

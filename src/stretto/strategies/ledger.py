@@ -73,6 +73,13 @@ class Ledger:
     outer_steps: float
     """Outer steps of all parameters: a sum that travels like a gradient, and a gather. A mean over many updates."""
 
+    @property
+    def published(self) -> tuple[str, ...]:
+        """What owners publish, each in a format of its own, as `Options` calls it: changes, estimates."""
+        if self.replicated:
+            return ("changes",) if self.fragments else ()
+        return ("changes", "estimates") if self.previews else ("changes",)
+
     def inside_bytes(self, accumulation: float) -> float:
         """Return bytes per parameter and update that cross inside a worker, before the factor (L - 1) / L of L ranks.
 

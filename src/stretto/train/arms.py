@@ -28,6 +28,7 @@ from stretto.fields import (
 )
 from stretto.peers import PEERS
 from stretto.strategies import STRATEGIES, Strategy
+from stretto.strategies.ledger import ledger_of
 from stretto.switching import Phase, Switching, check_starts
 
 SETTINGS: Mapping[str, Any] = MappingProxyType(
@@ -40,6 +41,8 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
 """Settings of a run that an arm may have for itself, and their types."""
 _OF_PHASES = ("wire", "changes", "estimates", "clock")
 """Those that a strategy may have for itself that takes turns with others."""
+AUTO = "auto"
+"""In the place of a strategy of `train`: the one that `stretto plan` would say."""
 _OF_PEERS = ("micro_batches", "clip_norm", "lr")
 """Those that a stock method may have for itself."""
 
@@ -120,6 +123,12 @@ class Arm:
             return any(arm.overlaps for _, arm in self.phases)
         return self.is_ours and STRATEGIES[self.name].overlaps
 
+    @property
+    def published(self) -> set[str]:
+        """What it sends in a format of its own: changes, estimates; see `Ledger.published`."""
+        parts = [arm for _, arm in self.phases] or [self]
+        return {name for arm in parts if arm.is_ours for name in ledger_of(arm.strategy()).published}
+
     def strategy(self) -> Strategy:
         """Return the strategy with its options; only where `is_ours`, and it stays.
 
@@ -150,13 +159,18 @@ def parse_arm(text: str) -> Arm:
         UnknownName: No such strategy or stock method, or no such setting.
         ConfigError: A value cannot be read, or cannot be.
     """
-    first, *later = (part.strip() for part in re.split(r"\+(?=\s*[a-z])", text))
+    first, *later = (part.strip() for part in re.split(r"\+(?=\s*[A-Za-z])", text))
     if later or "@" in first:
         phases = [_parse_phase(first if "@" in first else f"{first}@0", text)]
         phases += [_parse_phase(part, text) for part in later]
         check_starts([step for step, _ in phases])
         return Arm(text, text, {}, {}, tuple(phases))
     name, _ = split_settings(text)
+    if name == AUTO:
+        raise ConfigError(
+            f"{text!r}: auto takes no settings and no turns, and is of train alone: expected --strategy auto there, or "
+            "the name of a strategy"
+        )
     if name not in STRATEGIES and name not in PEERS:
         raise unknown_name("no strategy is called", name, [*STRATEGIES, *PEERS])
     own = field_types(STRATEGIES[name] if name in STRATEGIES else PEERS[name].options_type)
@@ -176,9 +190,10 @@ def parse_arm(text: str) -> Arm:
 
 
 def _parse_phase(part: str, whole: str) -> tuple[int, Arm]:
-    word, at, step = part.partition("@")
+    word, _, step = part.partition("@")
     if not step.isdecimal():
-        moved = f"{word}{step.lstrip('0123456789')}@{step.partition(':')[0]}" if at else f"{part}@100"
+        start, colon, settings = step.partition(":")
+        moved = f"{word}{colon}{settings}@{start if start.isdecimal() else 100}"
         raise ConfigError(
             f"{whole!r}: cannot read {part!r}: expected the update behind which {word} begins, last, as {moved}"
         )

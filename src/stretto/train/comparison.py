@@ -43,7 +43,7 @@ def compare(
     """
     arms = parse_arms(comparison.strategies, comparison.learning_rates)
     for arm in arms:
-        check_run(comparison.run_of(arm), ranks.world_size)
+        check_run(_run_of(arm, comparison, 0), ranks.world_size)
     environment = {**describe_environment(), "workers": ranks.world_size, "link": comparison.link}
     if ranks.is_first:
         Path(comparison.out).mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,8 @@ def compare(
 
 def _run_of(arm: Arm, comparison: CompareConfig[TaskT], repeat: int) -> RunConfig[TaskT]:
     """Return the run of an arm; all arms of a repeat have the same seed, so that they can be compared in pairs."""
-    return dataclasses.replace(comparison, seed=comparison.seed + repeat).run_of(arm)
+    shared = comparison.fitted_to(arm)
+    return dataclasses.replace(shared, seed=comparison.seed + repeat).run_of(arm)
 
 
 def _record(arm: Arm, run: RunConfig[TaskT], repeat: int, outcome: Outcome) -> dict[str, Any]:

@@ -11,7 +11,7 @@ Options             how `DataParallel` works
 
 import dataclasses
 import math
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from stretto.echo.text import parse_plan
 from stretto.engine import Clock, Options
@@ -21,13 +21,11 @@ from stretto.fields import check_at_least
 from stretto.groups import Link
 from stretto.guards.text import parse_guards
 from stretto.recipes import TaskConfig
-from stretto.train.arms import Arm, parse_arm, parse_arms
+from stretto.train.arms import AUTO, Arm, parse_arm, parse_arms
 from stretto.train.slow_loader import SlowStore
 
 TaskT = TypeVar("TaskT", bound=TaskConfig)
 
-AUTO = "auto"
-"""In the place of a strategy: the one that `stretto plan` would say."""
 DEFAULT_UPDATES = 240
 """Length of a run whose end nobody chose."""
 DEFAULT_PATIENCE = 600.0
@@ -137,13 +135,26 @@ class Job(Training[TaskT]):
             return DEFAULT_PATIENCE
         return self.seconds
 
+    def fitted_to(self, arm: Arm) -> Self:
+        """Return this job, which other arms share or which came before its arm, with formats that go with this one."""
+        return dataclasses.replace(
+            self,
+            wire=arm.settings.get("wire", self.wire),
+            changes=self.changes if "changes" in arm.published else None,
+            estimates=self.estimates if "estimates" in arm.published else None,
+        )
+
     def run_of(self, arm: Arm) -> "RunConfig[TaskT]":
         """Return the run of one arm: what this job says of a run, but for what the arm sets itself.
 
         Raises:
-            ConfigError: The arm sets what the job does not have, or what cannot be.
+            ConfigError: The arm sets what the job does not have, or what cannot be, or another wire than the job.
         """
         changes = dict(arm.settings)
+        if self.wire not in (changes.get("wire", self.wire), Options().wire):
+            raise ConfigError(
+                f"wire={self.wire!r} and strategy={arm.text!r}: expected one wire; leave out one"
+            )
         if "lr" in changes:
             changes["task"] = _with_rate(self.task, changes.pop("lr"))
         if "micro_batches" in changes:

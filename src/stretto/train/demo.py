@@ -34,7 +34,7 @@ NO_HAZARD: Mapping[str, Any] = MappingProxyType({"link": "none", "slow_loader": 
 """What a run without hazards has set."""
 WITHOUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "overlap": {"strategy": "zero1"},
+        "overlap": {"strategy": "zero1", "estimates": None},
         "packed wire": {"wire": "fp32", "changes": None, "estimates": None},
         "echoing": {"echo": "none"},
         "guards": {"guards": (), "verified": False},
@@ -105,13 +105,14 @@ def arms_of(config: DemoConfig) -> dict[str, RunConfig[TaskConfig]]:
 
     A remedy that `config` does not have needs no arm without it.
     """
+    arm = parse_arm(config.strategy)
     whole = RunConfig(
-        **part_of(config, Job),
+        **{**part_of(config, Job), "wire": arm.settings.get("wire", config.wire)},
         strategy=config.strategy,
         faults=config.faults,
         checkpoint_every=None,
         tensorboard=False,
-    ).run_of(parse_arm(config.strategy))
+    ).run_of(arm)
     nothing = {name: value for settings in WITHOUT.values() for name, value in settings.items()}
     without = {f"no {remedy}": dataclasses.replace(whole, **settings) for remedy, settings in WITHOUT.items()}
     return {

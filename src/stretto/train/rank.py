@@ -30,6 +30,7 @@ from stretto.observe import (
 )
 from stretto.recipes import Task
 from stretto.terminal import printable
+from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.handle import Handle, Rehearsal, open_handle
 from stretto.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
@@ -232,6 +233,11 @@ def title_of(run: RunConfig[TaskT], world_size: int) -> str:
     """Return what is trained where, in one line."""
     workers = "1 worker" if world_size == 1 else f"{world_size} workers"
     title = f"{run.strategy} on {workers}"
+    told = parse_arm(run.strategy).settings  # by the strategy's own text
+    formats = {"wire": run.wire, "changes": run.changes, "estimates": run.estimates}
+    for what, chosen in formats.items():
+        if what not in told and chosen is not None and (what, chosen) != ("wire", "fp32"):
+            title += f", {what} {chosen}"
     if run.link != "none":
         title += f", link {run.link}"
     if run.echo != "none":
