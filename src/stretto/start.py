@@ -185,15 +185,9 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
         accumulate=lane.accumulate,
     )
     job = Job(
-        model=model,
-        layout=layout,
-        exchange=exchange,
-        inside=inside,
-        sharded=sharded,
-        replica=lane.comm.replica,
-        compute=compute,
-        comm=lane.comm,
-    )
+        model=model, layout=layout, exchange=exchange, inside=inside, sharded=sharded, replica=lane.comm.replica,
+        compute=compute, comm=lane.comm,
+    )  # fmt: skip
     lane.watch(job)
     for listener in model.listeners:
         listener.began_again()

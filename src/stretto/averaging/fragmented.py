@@ -153,15 +153,12 @@ class FragmentedReplica(LocalReplica):
 
     def gather_committed(self, flats: list[Tensor], statistics: Any) -> list[Tensor]:
         """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
-        trip = self._arrive()
+        self._arrive()
         means = super().gather_committed(flats, statistics)
-        if trip is None:
-            return means
-        # Since the departure nobody may have contributed: its averages are newer than what landed last.
-        return [
-            trip.averages.get(index, mean) if mean is agreed else mean
-            for index, (mean, agreed) in enumerate(zip(means, statistics.agreed, strict=True))
-        ]
+        # Where nobody has contributed since the departure, its averages are newer than what landed last.
+        newer = {} if self._arrived is None else self._arrived.averages
+        pairs = enumerate(zip(means, statistics.agreed, strict=True))
+        return [newer.get(index, mean) if mean is agreed else mean for index, (mean, agreed) in pairs]
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
         """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
@@ -175,8 +172,7 @@ class FragmentedReplica(LocalReplica):
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the anchor; nothing is under way."""
         self._arrive()
-        self._arrived = None
-        self._rounds, self._is_apart = 0, False
+        self._arrived, self._rounds, self._is_apart = None, 0, False
         self._since = self._nothing_yet()
         self._states_are_equal = True
         for counts in (self._weights, self._left_with, self._differ):
@@ -274,9 +270,7 @@ class FragmentedReplica(LocalReplica):
             self._weights += report.records["weight"]
             weights = self._weights[launch.fragment].copy()
             self._weights[launch.fragment] = 0
-            total = in_rank_order(weights)
-            has_left = total > 0
-            if has_left:
+            if has_left := (total := in_rank_order(weights)) > 0:
                 self._left_with[launch.fragment], self._differ[launch.fragment] = weights, True
                 fragment.travel(float(weights[exchange.rank]) / total, launch.learning_rate, launch.momentum)
         return _Trip(
@@ -397,9 +391,8 @@ def _buffers(flight: Flight) -> tuple[list[Tensor], bytes]:
     round, averages = flight.round, flight.reduction.statistics
     landed = moved(round.statistics, flight.snapshot, averages)
     buffers = [landed.get(index, value) for index, value in enumerate(round.statistics)]
-    return buffers, changed_since(
-        [averages.get(index, value) for index, value in enumerate(round.agreed)], buffers
-    )
+    agreed = [averages.get(index, value) for index, value in enumerate(round.agreed)]
+    return buffers, changed_since(agreed, buffers)
 
 
 def _packed(trip: _Trip) -> dict[str, Any]:
