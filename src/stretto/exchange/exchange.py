@@ -126,10 +126,11 @@ class Exchange:
 
     def owe(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Owe what all the ranks owed that returned `states`; nothing, if there are none."""
-        if self.feedback is None:
+        if self.feedback is None and states:
             self.feedback = ErrorFeedback(self.layout, None)
-        self.feedback.load_state_dicts(states)
-        self._drop_if_paid()
+        if self.feedback is not None:
+            self.feedback.load_state_dicts(states)
+            self._drop_if_paid()
 
     def settle(self) -> None:
         """Remember what the last round has lost, and what is owed still; see `ErrorFeedback.settle`."""
