@@ -30,7 +30,7 @@ from torch import distributed as dist
 from turns import Training, begin_worker, launch, write
 
 from stretto.exchange import WIRES
-from stretto.exchange.sums import sum_in_rank_order
+from stretto.exchange.exchange import sum_in_rank_order
 from stretto.recipes import StdlibGPT
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig

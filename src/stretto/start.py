@@ -35,7 +35,7 @@ from stretto.exchange import (
     TwoLevelExchange,
     VerifiedExchange,
 )
-from stretto.exchange.exchange import Wait
+from stretto.exchange.transfer import Wait
 from stretto.exchange.verified import VerifiedTwoLevelExchange
 from stretto.flat import Layout, check_parameters, original_name, plan_layout
 from stretto.guards import Guard
@@ -156,11 +156,9 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
         parts=math.lcm(*(max(1, ledger.fragments) for ledger in ledgers)),
         whole_groups=whole_groups(parts.optimizer),  # a replicated one, too, sees flat slices where owners do
     )
-    plain = Exchange(
-        group, layout, FP32, failures.wait
-    )  # as long as nobody knows that all ranks verify, or none
-    agree(plain, {**_settings(phases), "model": layout.text()}, f"rank {group.rank()}, before step 1")
     exchange = exchange_of(parts.options, group, layout, failures.wait)
+    plain = Exchange(group, layout, FP32, failures.wait)  # nobody knows yet that all ranks verify, or none
+    agree(plain, {**_settings(phases), "model": layout.text()}, f"rank {group.rank()}, before step 1")
     exchange.take_account(plain)
     inside = exchange_inside(exchange, failures) if any(ledger.by_node for ledger in ledgers) else None
     for slot in layout.slots:

@@ -52,11 +52,11 @@ def test_a_loss_without_a_graph_is_refused() -> None:
     assert says(error, WHERE, "no parameter that requires a gradient", "torch.no_grad()")
 
 
-@pytest.mark.parametrize("weight", [float("nan"), -1.0, float("inf")])
-def test_a_weight_that_is_negative_or_not_finite_is_refused(weight: float) -> None:
+@pytest.mark.parametrize("weight", [float("nan"), -1.0, float("inf"), 1e-46, 1e31])
+def test_a_weight_that_is_negative_or_that_float32_cannot_hold_is_refused(weight: float) -> None:
     job = TinyJob()
     error = refused(job, job.loss(), ConfigError, weight=weight)
-    assert says(error, WHERE, f"weight {weight}", "a finite number of at least 0")
+    assert says(error, WHERE, f"weight {weight}", "expected 0, or a number from 1e-30 to 1e30")
 
 
 @pytest.mark.parametrize("strategy", BOTH_KINDS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.exchange.sums import sum_in_rank_order
+from stretto.exchange.exchange import sum_in_rank_order
 
 
 def loop(contributions: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from stretto.exchange.exchange import Prepare, Started, Transfers, Wait
+from stretto.exchange.transfer import Prepare, Started, Transfers, Wait
 
 
 class Departure:

@@ -44,7 +44,7 @@ from stretto.errors import (
     UnusedParameters,
     WorkerDisagrees,
 )
-from stretto.exchange.exchange import Wait
+from stretto.exchange.transfer import Wait
 from stretto.groups import retire
 
 _LOOK_SECONDS = 1.0

@@ -24,7 +24,7 @@ from stretto.engine.runtime import Runtime
 from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import NonFinite
 from stretto.exchange import Exchange, PlainWire, Publication
-from stretto.exchange.exchange import Prepare, Transfers
+from stretto.exchange.transfer import Prepare, Transfers
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
 from stretto.strategies.contract import Boundary, Gather, Preview, Step
 

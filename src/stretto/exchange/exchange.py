@@ -4,58 +4,52 @@ All contributions to a slice travel to its owner, who adds them in rank order in
 replay gets the same bits.
 """
 
-import dataclasses
 import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from stretto.exchange.feedback import ErrorFeedback
-from stretto.exchange.sums import sum_in_rank_order
+from stretto.exchange.transfer import Add, Change, Level, Prepare, Started, Transfer, Transfers, Wait
 from stretto.exchange.wire import PackedWire, PlainWire, Wire
 from stretto.flat import Layout
 from stretto.records import Incident
 
-Wait = Callable[[dist.Work, str], None]
-"""Waits for a collective, which the text names in messages. Raises the job's error if it cannot complete."""
-
-
-Started = tuple[dist.Work, str]
-"""A collective that has been started, and its name."""
-Transfer = Generator[Started, None, None]
-"""The transfer of one bucket: yields each collective it starts, and goes on when that is complete."""
-Transfers = Generator[int | Started, None, None]
-"""The transfers of many buckets: also yields the index of each before it starts, and goes on when its values are
-there. Whoever runs it decides only when: what it starts, and in which order, is the same on every rank."""
-
-Change = Callable[[int], Tensor]
-"""Returns what this rank has to add to its slice of a bucket, by the bucket's index."""
-Add = Callable[[int, Tensor], None]
-"""Takes what all ranks add to a bucket, `(bucket.numel,)`, by its index."""
-Prepare = Callable[[int], None]
-"""Makes the values of a bucket, by its index, what is to be sent."""
-
 IN_FLIGHT = 4
 """Buckets that travel at a time: enough to keep a link busy while one is summed."""
+_MANY = 8
+"""With more ranks than this, one call per rank costs more than another pass over memory."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Level:
-    """Ranks that exchange parts with each other, this one among them; each rank is on one of every number."""
+def sum_in_rank_order(contributions: Tensor | Sequence[Tensor], total: Tensor) -> None:
+    """Add  ((c_0 + c_1) + c_2) + ...  in the dtype of `total`.
 
-    number: int
-    """The same on all ranks."""
-    ranks: Sequence[int]
-    """Ascending."""
-    where: str
-    """For messages."""
-    crosses: bool = False
-    """Whether it leads to other nodes."""
+    Terms are added one at a time: torch's `sum(0)` may pair them in another way. NumPy pairs terms only along an
+    array's fastest axis, so over the first of two axes it does the same additions, without a call per rank.
+
+    Args:
+        contributions: In rank order: `(world_size, numel)`, or `(numel,)` each.
+        total: `(numel,)`, overwritten.
+    """
+    dtype, device = total.dtype, total.device
+    is_known = contributions[0].dtype == dtype in (torch.float32, torch.float64) and device.type == "cpu"
+    is_large = len(contributions) > _MANY and total.numel() > 1  # the first of two axes is not the fastest
+    if isinstance(contributions, Tensor) and is_known and is_large:
+        # From −0.0, which changes no first term; NumPy's +0.0 would turn a sum of negative zeros.
+        np.add.reduce(contributions.numpy(), axis=0, out=total.numpy(), initial=-0.0)
+        return
+    first, *others = contributions
+    running = first.to(total.dtype)  # no copy where it has it
+    for contribution in others:
+        running = torch.add(running, contribution, out=total)
+    if not others:
+        total.copy_(running)
 
 
 class Exchange:

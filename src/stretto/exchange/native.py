@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.exchange.exchange import Exchange, Transfer
+from stretto.exchange.exchange import Exchange
+from stretto.exchange.transfer import Transfer
 from stretto.exchange.wire import PlainWire
 
 

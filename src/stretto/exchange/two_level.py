@@ -23,8 +23,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from stretto.errors import ConfigError
-from stretto.exchange.exchange import Exchange, Level, Transfer, Wait
+from stretto.exchange.exchange import Exchange
 from stretto.exchange.feedback import ErrorFeedback
+from stretto.exchange.transfer import Level, Transfer, Wait
 from stretto.exchange.wire import PackedWire, PlainWire, Wire
 from stretto.flat import Layout
 

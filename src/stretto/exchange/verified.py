@@ -13,10 +13,11 @@ from torch import distributed as dist
 
 from stretto.checksums import digest, hexadecimal, same_bytes
 from stretto.errors import CorruptionError, TransferCorrupt
-from stretto.exchange.exchange import Add, Change, Exchange, Level, Transfer, Transfers, Wait
+from stretto.exchange.exchange import Exchange
 from stretto.exchange.missing import Missing, missing_anywhere
 from stretto.exchange.rows import SEAL_BYTES, opened, seal, seal_bytes, seed_of, values_of
 from stretto.exchange.sums import is_plausible_sum, sampled
+from stretto.exchange.transfer import Add, Change, Level, Transfer, Transfers, Wait
 from stretto.exchange.two_level import TwoLevelExchange
 from stretto.exchange.wire import PackedWire, PlainWire, Wire
 from stretto.flat import Layout

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.errors import ConfigError
-from stretto.exchange.sums import sum_in_rank_order
+from stretto.exchange.exchange import sum_in_rank_order
 from stretto.groups.collectives import Call
 
 Movement = Callable[[Sequence[Call]], None]

@@ -1,0 +1,40 @@
+"""Transfers: what an exchange starts and waits for, with whom, and what it is handed to send."""
+
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+
+from torch import Tensor
+from torch import distributed as dist
+
+Wait = Callable[[dist.Work, str], None]
+"""Waits for a collective, which the text names in messages. Raises the job's error if it cannot complete."""
+
+
+Started = tuple[dist.Work, str]
+"""A collective that has been started, and its name."""
+Transfer = Generator[Started, None, None]
+"""The transfer of one bucket: yields each collective it starts, and goes on when that is complete."""
+Transfers = Generator[int | Started, None, None]
+"""The transfers of many buckets: also yields the index of each before it starts, and goes on when its values are
+there. Whoever runs it decides only when: what it starts, and in which order, is the same on every rank."""
+
+Change = Callable[[int], Tensor]
+"""Returns what this rank has to add to its slice of a bucket, by the bucket's index."""
+Add = Callable[[int, Tensor], None]
+"""Takes what all ranks add to a bucket, `(bucket.numel,)`, by its index."""
+Prepare = Callable[[int], None]
+"""Makes the values of a bucket, by its index, what is to be sent."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Level:
+    """Ranks that exchange parts with each other, this one among them; each rank is on one of every number."""
+
+    number: int
+    """The same on all ranks."""
+    ranks: Sequence[int]
+    """Ascending."""
+    where: str
+    """For messages."""
+    crosses: bool = False
+    """Whether it leads to other nodes."""
