@@ -12,7 +12,8 @@ from torch import Tensor
 
 import stretto as st
 from stretto.errors import CorruptionError, PeerFailed, StateCorrupt
-from stretto.exchange.sums import is_plausible_sum, sampled, sum_in_rank_order
+from stretto.exchange.exchange import sum_in_rank_order
+from stretto.exchange.sums import is_plausible_sum, sampled
 from stretto.faults import Fault, FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto.faults.injector import alias_of
 from stretto.faults.plan import Extent, Lasts, Site
