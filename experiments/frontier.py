@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import runpy
 import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -207,7 +208,7 @@ def rate_of(name: str, arm: str, book: Book) -> float:
 
 def run_all(names: list[str], book: Book, seeds: int, arms: Sequence[str], processes: int) -> None:
     """Make the runs that are missing, some at a time; those of a setting whose tuning is done."""
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), register_sparse_wire) as pool:
         for name in names:
             while todo := list(planned(name, book, seeds, arms)):
                 pending = {pool.submit(train, run): run for run in todo}
@@ -348,6 +349,11 @@ def summarise(names: list[str], book: Book, folder: Path) -> None:
         print(f"\n## {name}\n\n{table(rows)}")
 
 
+def register_sparse_wire() -> None:
+    """Make `wire=largest` known in this process."""
+    runpy.run_path(str(Path(__file__).parents[1] / "examples/extend/wire.py"))
+
+
 def main() -> None:
     """Make the runs, or compare them."""
     parser = argparse.ArgumentParser(
@@ -360,6 +366,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", help="out of those of the settings")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
+    register_sparse_wire()
     book = Book(options.out)
     if options.action == "run":
         run_all(options.settings, book, options.seeds, options.arms or (), options.processes)

@@ -1,13 +1,9 @@
 """What `frontier.py` runs: arms, and the settings in which they train."""
 
 import dataclasses
-import runpy
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from stretto.recipes.gpt import Size
-
-runpy.run_path(str(Path(__file__).parents[1] / "examples/extend/wire.py"))  # registers its wire
 
 UPDATES, POINTS, WARM_UP = 1500, 15, 100
 MICRO_BATCHES = 2

@@ -1,9 +1,16 @@
-"""No script of the experiments and benchmarks has lost a name that it imports."""
+"""No script of the experiments and benchmarks has lost a name that it imports, and importing one changes nothing."""
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
+
+from stretto.exchange import WIRES
+from stretto.guards import GUARDS
+from stretto.peers import PEERS
+from stretto.recipes import RECIPES
+from stretto.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [
@@ -12,6 +19,13 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: f"{script.parent.name}/{script.stem}")
-def test_a_script_can_be_imported(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_can_be_imported_and_registers_nothing_before_it_runs(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registries = (WIRES, GUARDS, PEERS, RECIPES, STRATEGIES)
+    before = [set(names) for names in registries]
     monkeypatch.syspath_prepend(str(script.parent))
+    for sibling in script.parent.glob("*.py"):  # imported by an earlier test, it would do nothing now
+        monkeypatch.delitem(sys.modules, sibling.stem, raising=False)
     importlib.import_module(script.stem)
+    assert [set(names) for names in registries] == before
