@@ -273,8 +273,8 @@ class DriftingReplica(Replica):
     def _coordinates(self, probe: int) -> list[tuple[int, Tensor]]:
         """Return, by bucket, the places of `probe` coordinates drawn with replacement; of all, if there are fewer."""
         pieces = self.sharded.pieces
+        numel = sum(piece.numel for piece in pieces)
         ends = torch.tensor([piece.numel for piece in pieces]).cumsum(0)
-        numel = int(ends[-1])
         generator = torch.Generator().manual_seed(_SEED)
         drawn = torch.arange(numel) if probe >= numel else torch.randint(numel, (probe,), generator=generator)
         found: dict[int, list[Tensor]] = {}
@@ -311,11 +311,11 @@ class DriftingReplica(Replica):
         )
 
     def _gain(self) -> float:
-        """Return the mean over coordinates."""
+        """Return the mean over coordinates; 0 if there are none."""
         sizes = [0] * len(self._gains)
         for slot in self.sharded.layout.slots:
             sizes[slot.group] += slot.numel
-        return float(np.dot(sizes, [gain.parameter for gain in self._gains])) / sum(sizes)
+        return float(np.dot(sizes, [gain.parameter for gain in self._gains])) / max(1, sum(sizes))
 
 
 def _alike(conditions: NDArray[np.void]) -> bool:
