@@ -6,6 +6,7 @@ import math
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -15,6 +16,7 @@ from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto.plan import EVIDENCE, Machine, PlanConfig, Ranking, price, rank_by_time
 from stretto.plan.measure import measure
+from stretto.recipes import DigitsResNet
 from stretto.recipes.own import own_recipe
 from stretto.strategies import STRATEGIES
 from stretto.train.arms import parse_arm
@@ -225,11 +227,25 @@ def test_ranks_on_nodes_measure_both_links() -> None:
     assert found.inside.bits_per_second == pytest.approx(4e7, rel=0.15)
 
 
+def test_a_job_with_a_wire_keeps_it_and_is_compared_with_the_default_on_that_wire() -> None:
+    found = rank_by_time(MACHINE, micro_batches=4, bucket_bytes=BUCKET_BYTES, wire="bf16")
+    assert {parse_arm(one.arm).wire for one in found.prices} == {"bf16"}
+    assert found.base.arm == "zero1:wire=bf16"
+
+
+@pytest.mark.parametrize("given", [{"wire": "int2"}, {"changes": "int2"}, {"estimates": "bf16"}])
+def test_formats_that_a_plan_has_no_price_for_are_refused(given: dict[str, Any]) -> None:
+    ((name, wire),) = given.items()
+    with pytest.raises(ConfigError, match=f"{name}='{wire}': a plan"):
+        PlanConfig(task=DigitsResNet(), **given)
+
+
 def test_a_run_takes_the_choice_and_its_resume_keeps_to_it(capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["--updates", "2", "--no-tensorboard", "--run-dir", "run"]
+    words = ["--updates", "2", "--no-tensorboard", "--wire", "bf16", "--run-dir", "run"]
     assert main(["train", TINY, "--strategy", "auto", *words]) == 0
     shown = capfd.readouterr().out
     (used,) = re.findall(r"ranks: use --strategy (\w+)( --wire \w+)?:", shown)
+    assert used[1] == " --wire bf16"
     chosen = json.loads(Path("run", "config.json").read_text())["command"]["options"][-1]
     assert chosen == used[0] + used[1].replace(" --wire ", ":wire=")
     assert f"{chosen} on 2 workers, run" in shown

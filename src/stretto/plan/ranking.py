@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from stretto.engine.options import Options
 from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
 from stretto.fields import check_at_least
@@ -63,7 +64,10 @@ _BASE = "zero1"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig(Job[TaskT]):
-    """Which strategy and wire to use for a job: measured here, and priced for any ranks and network."""
+    """Which strategy and wire to use for a job: measured here, and priced for any ranks and network.
+
+    A job with a wire of its own keeps it, and only the strategy is chosen.
+    """
 
     ranks: tuple[int, ...] = ()
     """Ranks to plan for, as 8,64,512, instead of those that measure."""
@@ -78,6 +82,14 @@ class PlanConfig(Job[TaskT]):
         check_at_least(self, batches=1)
         if any(ranks < 1 for ranks in self.ranks):
             raise ConfigError(f"ranks={self.ranks}: expected at least 1")
+        if self.wire not in WIRES:
+            raise ConfigError(f"wire={self.wire!r}: a plan knows the prices of {', '.join(WIRES)} alone")
+        for name in ("changes", "estimates"):
+            if (found := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"{name}={found!r}: a plan prices one format for all that is sent: leave it out, and set it beside "
+                    "the strategy that you choose"
+                )
         if self.network is not None:
             parse_network(self.network)
 
@@ -166,6 +178,7 @@ def rank_by_time(
     bucket_bytes: int,
     most_nats: float = math.inf,
     ranks_per_node: int | None = None,
+    wire: str | None = None,
 ) -> Ranking:
     """Return the ranking of strategies and wires on a machine, by the time to a number of samples.
 
@@ -176,29 +189,34 @@ def rank_by_time(
         most_nats: Leave out strategies that cost more in held-out loss, and those whose cost is not known, unless this
             is infinite.
         ranks_per_node: That of the job's options; None looks at one level too where the machine has nodes.
+        wire: The only one to look at; None looks at all.
     """
-    wired = [
-        arm if wire == "fp32" else f"{arm}:wire={wire}"
-        for arm in EVIDENCE
-        if arm not in ("local", "diloco")
-        for wire in WIRES
+    frequent = [arm for arm in EVIDENCE if arm not in ("local", "diloco")]
+    texts = [
+        _on_wire(arm, one)
+        for arms, wires in ((frequent, WIRES), (RARE, ("fp32", "int4")))
+        for arm in arms
+        for one in (wires if wire is None else (wire,))
     ]
-    rare = [arm if wire == "fp32" else f"{arm}:wire={wire}" for arm in RARE for wire in ("fp32", "int4")]
     by_node = "" if machine.ranks_per_node == 1 else f":ranks_per_node={machine.ranks_per_node}"
     arms = [
         arm
-        for text in (*wired, *rare)
+        for text in texts
         if _fits(arm := parse_arm(text + by_node), micro_batches) and _nats(text) <= most_nats
     ]
     prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in arms]
     if by_node and ranks_per_node is None:
         # What the second level is worth: there are few links on which another arm would win without it.
         chosen = _ranked(machine, prices, bucket_bytes).choice.arm.removesuffix(by_node)
-        for text in dict.fromkeys((_BASE, chosen)):
+        for text in dict.fromkeys((_on_wire(_BASE, wire or "fp32"), chosen)):
             prices.append(
                 price(parse_arm(text), machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes)
             )
     return _ranked(machine, prices, bucket_bytes)
+
+
+def _on_wire(arm: str, wire: str) -> str:
+    return arm if wire == "fp32" else f"{arm}:wire={wire}"
 
 
 def _ranked(machine: Machine, prices: list[Price], bucket_bytes: int) -> Ranking:
@@ -230,6 +248,7 @@ def plan(
             bucket_bytes=job.bucket_bytes,
             most_nats=most_nats,
             ranks_per_node=job.ranks_per_node,
+            wire=None if job.wire == Options().wire else job.wire,
         )
         for machine in job.machines(measured)
     ]
