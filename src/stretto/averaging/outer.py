@@ -59,7 +59,7 @@ class Fragment:
         """One tensor per bucket, for the slice that this rank owns."""
         self.lost = self._new_shares() if isinstance(changed, PackedWire) else []
         """Likewise: what is still to be added to the anchor."""
-        self._changed = changed
+        self._changed = changed.for_averages
         self.begin_again()
 
     @property

@@ -98,8 +98,8 @@ class Exchange:
         self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
     def over(self, layout: Layout) -> Self:
-        """Return an exchange of the same kind on the same group, over another layout."""
-        return type(self)(self.group, layout, self.wire, self.wait)
+        """Return an exchange of averages, of the same kind on the same group, over another layout."""
+        return type(self)(self.group, layout, self.wire.for_averages, self.wait)
 
     def take_account(self, other: "Exchange") -> None:
         """Count here what another exchange of this job has sent and found, and there no longer."""

@@ -1,5 +1,17 @@
 """The 2-bit wire: blocks of 64 numbers -1, 0 or 1 that share a scale, four to a byte, 1/4 + 2/64 bytes per element.
 
+Note [Two scales]
+    A block x is sent as s·q, where q is x / s, rounded to -1, 0 or 1.
+
+        gradients, changes    s = max |x|
+        averages              s = Σ x² / Σ |x|,   so that mean |x| ≤ s ≤ max |x|
+
+    The first one loses a half of the square of normally distributed values, the second one 0.19 of it; the best scale
+    of each block would lose 0.18. With it averages of replicas learn better and gradients under Adam worse
+    (benchmarks/results/2026-11-25-two-scales). Larger values than s arrive as s, and error feedback brings the rest:
+    the largest one is at most 4.5·s, so that errors are exact in float32, and 1/64 of Σ x² arrives at least, so that
+    they do not grow.
+
 Source: three levels with error feedback as in Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in
 Distributed Deep Learning", rounded to the nearest instead of at random, which feedback needs.
 """
@@ -7,7 +19,10 @@ Distributed Deep Learning", rounded to the nearest instead of at random, which f
 import torch
 from torch import Tensor
 
-from stretto.exchange.wire import PackedWire, block_scales
+from stretto.exchange.wire import PackedWire, block_scales, short
+
+_BITS = 8
+"""Of a scale: as many as bf16 has."""
 
 
 class Int2(PackedWire):
@@ -17,14 +32,15 @@ class Int2(PackedWire):
     block = 64
     block_bytes = 16 + 2
 
+    @property
+    def for_averages(self) -> PackedWire:
+        """As many bytes, with the other scale; see Note [Two scales]."""
+        return AveragedInt2()
+
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
         """Round blocks to numbers times their scale."""
-        scales = block_scales(blocks, 1, bits=8)  # as many as bf16 has
-        # To int8: on a processor torch is four times as fast to that as to uint8.
-        fours = (blocks / scales).round_().add_(1).to(torch.int8).view(torch.int32)
-        fours.bitwise_or_(fours >> 6)  # two numbers in the lowest byte, two in the third
-        packed[:, :16].copy_(fours.bitwise_or_(fours >> 12))
-        packed[:, 16:].view(torch.bfloat16).copy_(scales)
+        scales = block_scales(blocks, 1, _BITS)
+        _write((blocks / scales).round_(), scales, packed)
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return numbers times their scale."""
@@ -33,3 +49,27 @@ class Int2(PackedWire):
         fours.bitwise_or_(fours << 6).bitwise_and_(0x03030303)
         numbers = fours.view(torch.int8).sub_(1).to(torch.float32)
         return numbers.mul_(packed[:, 16:].view(torch.bfloat16).to(torch.float32))
+
+
+class AveragedInt2(Int2):
+    """The same bytes, with the scale that loses less of a block's square."""
+
+    def pack(self, blocks: Tensor, packed: Tensor) -> None:
+        """Round blocks to numbers times their scale; what is larger than that arrives as the scale."""
+        tiny = torch.finfo(torch.float32).tiny
+        sizes = blocks.abs()
+        largest = sizes.amax(-1, keepdim=True).clamp_min_(tiny)
+        sizes.div_(largest)  # so that neither their sum nor their squares overflow
+        sums = sizes.sum(-1, keepdim=True).clamp_min_(1)  # of values below `tiny`, or zeros, it may be less
+        squares = sizes.square_().sum(-1, keepdim=True)
+        scales = short(squares.div_(sums).mul_(largest).clamp_min_(tiny), _BITS)
+        _write(torch.div(blocks, scales, out=sizes).round_().clamp_(-1, 1), scales, packed)
+
+
+def _write(numbers: Tensor, scales: Tensor, packed: Tensor) -> None:
+    """Write numbers from -1 to 1, which are overwritten, four to a byte, and a scale for each block."""
+    # To int8: on a processor torch is four times as fast to that as to uint8.
+    fours = numbers.add_(1).to(torch.int8).view(torch.int32)
+    fours.bitwise_or_(fours >> 6)  # two numbers in the lowest byte, two in the third
+    packed[:, :16].copy_(fours.bitwise_or_(fours >> 12))
+    packed[:, 16:].view(torch.bfloat16).copy_(scales)

@@ -73,8 +73,8 @@ class TwoLevelExchange(Exchange):
             self.feedback = ErrorFeedback(layout, wire, self._packed_by_rank)
 
     def over(self, layout: Layout) -> Self:
-        """Return an exchange of the same kind on the same group, over another layout."""
-        return type(self)(self.group, layout, self.wire, self.wait, self._per_node)
+        """Return an exchange of averages, of the same kind on the same group, over another layout."""
+        return type(self)(self.group, layout, self.wire.for_averages, self.wait, self._per_node)
 
     def _packed_by_rank(self, index: int, bucket: Tensor) -> tuple[Tensor, Tensor]:
         """Return what this rank has packed, a node's sums of its column; and where in the bucket these lie."""

@@ -25,6 +25,12 @@ class Wire(ABC):
     def values(self) -> "PlainWire":
         """How parameters, sums and averages travel: what is sent once has no later message to carry its error."""
 
+    @property
+    def for_averages(self) -> "Wire":
+        """How replicas tell how far they have moved; the same format, unless it has one of as many bytes that is better
+        for values of which only a mean is taken."""
+        return self
+
     @abstractmethod
     def of(self, storage: torch.dtype) -> "Wire":
         """Return the format for values that are stored in this dtype."""
@@ -157,6 +163,11 @@ def block_scales(blocks: Tensor, largest: int, bits: int) -> Tensor:
         largest: The largest integer |q|.
         bits: Of the scale, with the leading one; together with those of `largest`, at most 24.
     """
-    dropped = 24 - bits
     scales = blocks.abs().amax(-1, keepdim=True).div_(largest).clamp_min_(torch.finfo(torch.float32).tiny)
+    return short(scales, bits)
+
+
+def short(scales: Tensor, bits: int) -> Tensor:
+    """Return scales, float32, rounded towards zero to so many bits, with the leading one."""
+    dropped = 24 - bits
     return (scales.view(torch.int32) >> dropped << dropped).view(torch.float32)
