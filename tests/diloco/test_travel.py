@@ -10,6 +10,7 @@ from torch import distributed as dist
 import stretto as st
 from stretto.engine.report import RoundReport, empty_report
 from stretto.errors import ConfigError, PeerFailed, RanksDisagree
+from stretto.exchange import WIRES
 from stretto.strategies.contract import Gather, Land, Launch, Local, Look, Reduce, Script, Step
 from stretto.strategies.ledger import ledger_of
 from stretto.virtual import VirtualCluster
@@ -65,6 +66,29 @@ def test_a_packed_wire_sends_later_what_it_has_lost() -> None:
     assert 0 < error < 0.05 * start_at.abs().max()
     owed = [fragment.exchange.owed for fragment in packed.parallel.job.replica.fragments]
     assert any(tensor.any() for tensors in owed for tensor in tensors)
+
+
+@pytest.mark.parametrize("wire", ["int4", "int2"])
+def test_there_and_back_replicas_send_how_far_they_have_moved_in_the_format_for_averages(wire: str) -> None:
+    """After one step by g of both ranks: θ = -q(q(g_0 / 2) + q(g_1 / 2))."""
+    gradients = [torch.randn(64, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+
+    def train(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(64))
+        model = torch.nn.ParameterList([weight])
+        strategy = st.DiLoCo(interval=1, outer_lr=1.0, outer_momentum=0.0)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        parallel = st.DataParallel(model, optimizer, strategy, wire=wire, group=group)
+        parallel.backward((weight * gradients[rank]).sum())
+        return weight.detach()
+
+    def sent(values: torch.Tensor) -> torch.Tensor:
+        content = torch.empty(WIRES[wire].num_bytes(64), dtype=torch.uint8)
+        WIRES[wire].for_averages.write(values, content)
+        return WIRES[wire].read(content)
+
+    expected = sent(sent(-gradients[0] / 2) + sent(-gradients[1] / 2))
+    assert all(torch.equal(shown, expected) for shown in VirtualCluster(2).run(train).values)
 
 
 STRATEGIES = [
