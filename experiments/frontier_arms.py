@@ -59,12 +59,11 @@ SPARSE = (
     "zero1:wire=largest:changes=int4", "zero1:wire=int4:changes=largest", EVERY_4.replace("wire=int4", "wire=largest"),
 )  # fmt: skip
 """The four largest values of every 64, in 1.5 bits an element: the wire of `examples/extend/wire.py`."""
-ONE_LATE = (
-    "wp:wire=int8", "wp:wire=int4:changes=int2", "dpu:wire=int4:changes=int2", "acco:wire=int8",
-    "wp:wire=int4:changes=int2:micro_batches=4:lr=0.012", "wp:wire=int4:micro_batches=4:lr=0.012", "wp:wire=int4",
-    "wp:wire=int2",
+HIDDEN_EXCHANGES = (
+    "acco:wire=int8", "wp:wire=int8", "wp:wire=int4:changes=int2:micro_batches=4:lr=0.012",
+    "acco:wire=int4:changes=int2:micro_batches=4:lr=0.012", "acco:wire=int2:micro_batches=4:lr=0.012",
 )  # fmt: skip
-"""Exchanges beside the next gradients, which are those of parameters that lack an update; a batch of twice the size."""
+"""Exchanges beside the next gradients, also with twice the batch."""
 SAME_WIRE = {"acco": SYNCHRONOUS, "acco:wire=int4": "zero1:wire=int4"}
 """Synchronous arms that send in the same format."""
 
@@ -100,7 +99,8 @@ SETTINGS = {
     "8-ranks": Setting(
         size="0.1m", ranks=8, batch=4,
         arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10, *LARGER_BATCHES,
-              f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}", *OTHERS, *EXACT_END, *COARSE, TWO_BITS[0], *ONE_LATE),
+              f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}", *OTHERS, *EXACT_END, *COARSE, *HIDDEN_EXCHANGES,
+              TWO_BITS[0], f"{TWO_BITS[1]}{BY_NODE}"),
     ),
     "8-ranks-same-batch": Setting(
         size="0.1m", ranks=8, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4)

@@ -7,7 +7,7 @@ Note [Two scales]
         averages              s = Σ x² / Σ |x|,   so that mean |x| ≤ s ≤ max |x|
 
     The first one loses a half of the square of normally distributed values, the second one 0.19 of it; the best scale
-    of each block would lose 0.18. With it averages of replicas learn better and gradients under Adam worse
+    of each block would lose 0.18. With it averages of replicas learn better, and gradients do not
     (benchmarks/results/2026-11-25-two-scales). Larger values than s arrive as s, and error feedback brings the rest:
     the largest one is at most 4.5·s, so that errors are exact in float32, and 1/64 of Σ x² arrives at least, so that
     they do not grow.
