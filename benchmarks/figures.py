@@ -168,7 +168,7 @@ def draw_time_to_loss() -> Figure:
 
 TITLES = {
     "2-ranks": "2 ranks, 5 seeds; arms without a bar, one",
-    "8-ranks": "8 ranks with as much work each, one seed",
+    "8-ranks": "8 ranks with as much work each, one seed; where there is a bar, two",
     "8-ranks-same-batch": "8 ranks that share the work of 2, one seed",
     "32-ranks": "32 ranks, a quarter of the work, one seed",
     "2-ranks-larger": "2 ranks, 0.5 million parameters, one seed",
