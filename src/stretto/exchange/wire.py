@@ -27,8 +27,7 @@ class Wire(ABC):
 
     @property
     def for_averages(self) -> "Wire":
-        """How replicas tell how far they have moved; the same format, unless it has one of as many bytes that is better
-        for values of which only a mean is taken."""
+        """How replicas tell how far they have moved: in this format, or in one of as many bytes that learns better."""
         return self
 
     @abstractmethod
