@@ -100,7 +100,7 @@ SETTINGS = {
         size="0.1m", ranks=8, batch=4,
         arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10, *LARGER_BATCHES,
               f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}", *OTHERS, *EXACT_END, *COARSE, *HIDDEN_EXCHANGES,
-              TWO_BITS[0], f"{TWO_BITS[1]}{BY_NODE}"),
+              TWO_BITS[0]),
     ),
     "8-ranks-same-batch": Setting(
         size="0.1m", ranks=8, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4)
