@@ -10,20 +10,12 @@ from stretto.flat import ALIGNMENT
 from tests.exchange.values import LARGEST, of_every_size
 
 CASES = 250
-
-
-def name_of(wire: Wire) -> str:
-    """Formats of one name have classes of their own."""
-    return type(wire).__name__
-
-
-PACKED = [wire for wire in WIRES.values() if isinstance(wire, PackedWire)]
-PACKED += [wire.for_averages for wire in PACKED if wire.for_averages is not wire]
-every_wire = pytest.mark.parametrize(
-    "wire", [FP32, BF16, *PACKED], ids=["fp32", "bf16", *map(name_of, PACKED)]
-)
-every_packed_wire = pytest.mark.parametrize("wire", PACKED, ids=map(name_of, PACKED))
-LOST = {"Int8": 1 / 254, "Int4": 1 / 14, "Int2": 1 / 2, "AveragedInt2": 7 / 9}
+OF_AVERAGES = {f"{name} of averages": wire.for_averages for name, wire in WIRES.items()}
+FORMATS = {**WIRES, **{name: wire for name, wire in OF_AVERAGES.items() if wire not in WIRES.values()}}
+PACKED = {name: wire for name, wire in FORMATS.items() if isinstance(wire, PackedWire)}
+every_wire = pytest.mark.parametrize("wire", FORMATS.values(), ids=list(FORMATS))
+every_packed_wire = pytest.mark.parametrize("wire", PACKED.values(), ids=list(PACKED))
+LOST = {"int8": 1 / 254, "int4": 1 / 14, "int2": 1 / 2, "int2 of averages": 7 / 9}
 """By how much of its block's largest value a value can be off: half of an integer; or the largest value itself by as
 much as it exceeds the scale, which is most in `UNEVEN`."""
 UNEVEN = torch.ones(ALIGNMENT).index_fill_(0, torch.tensor(5), 9.0)
@@ -72,14 +64,14 @@ def test_what_is_lost_and_what_is_sent_are_exactly_what_was_there(wire: PackedWi
         assert torch.equal(found.double() + (values - found).double(), values.double()), case
 
 
-@every_packed_wire
-def test_a_value_is_off_by_a_known_part_of_the_largest_of_its_block(wire: PackedWire) -> None:
+@pytest.mark.parametrize("name", PACKED)
+def test_a_value_is_off_by_a_known_part_of_the_largest_of_its_block(name: str) -> None:
     for case in range(CASES):
         values = torch.cat([random_values(case), UNEVEN])
-        lost = (values.double() - there_and_back(values, wire).double()).abs().view(-1, ALIGNMENT)
+        lost = (values.double() - there_and_back(values, PACKED[name]).double()).abs().view(-1, ALIGNMENT)
         largest = values.double().abs().view(-1, ALIGNMENT).amax(1, keepdim=True)
         # A scale is at least the smallest normal number, and is rounded down to eight bits.
-        bound = (largest * LOST[name_of(wire)]).clamp_min(torch.finfo(torch.float32).tiny / 2) * (1 + 2**-7)
+        bound = (largest * LOST[name]).clamp_min(torch.finfo(torch.float32).tiny / 2) * (1 + 2**-7)
         assert bool((lost <= bound).all()), case
 
 

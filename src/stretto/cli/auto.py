@@ -59,7 +59,8 @@ def check_replan(given: Sequence[str], options: Sequence[str]) -> None:
 
 def choose(run: RunConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None]) -> str:
     """Return the strategy that a plan chooses, the same on all ranks; `log` is told why."""
-    job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job))
+    with named_as_options(run):
+        job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job))
     (ranking,) = rankings(job, ranks, log, most_nats=SMALL)
     log(recommendation(ranking))
     return ranking.choice.arm

@@ -188,9 +188,9 @@ def recommendation(ranking: Ranking) -> str:
     loss = f"{evidence.nats:+.3f} nats in {evidence.source}" if evidence.source else "exact"
     if wire == "bf16":
         loss += ", but for the rounding of bf16"
-    on = parse_arm(base.arm).wire
-    slower = f"{base.arm.replace(f':wire={on}', '')} on {on}"
-    faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast as {slower}"
+    base_wire = parse_arm(base.arm).wire
+    default = f"{base.arm.replace(f':wire={base_wire}', '')} on {base_wire}"
+    faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast as {default}"
     seconds = f"{choice.seconds:.4f} s per update"
     text = f"{ranking.machine.ranks} ranks: use {options}: {seconds}, {faster}; {loss}"
     return textwrap.fill(text, COLUMNS, subsequent_indent="  ")

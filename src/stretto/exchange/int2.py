@@ -6,11 +6,12 @@ Note [Two scales]
         gradients, changes    s = max |x|
         averages              s = Σ x² / Σ |x|,   so that mean |x| ≤ s ≤ max |x|
 
-    The first one loses a half of the square of normally distributed values, the second one 0.19 of it; the best scale
-    of each block would lose 0.18. With it averages of replicas learn better, and gradients do not
-    (benchmarks/results/2026-11-25-two-scales). Larger values than s arrive as s, and error feedback brings the rest:
-    the largest one is at most 4.5·s, so that errors are exact in float32, and 1/64 of Σ x² arrives at least, so that
-    they do not grow.
+    Of the sum of squares of normally distributed values, the first scale loses a half and the second one 0.19; the
+    best scale of each block would lose 0.18. Averages of replicas learn better with the second one. Gradients do not
+    (benchmarks/results/2026-11-25-two-scales).
+
+    With the second scale some values are larger than s. They arrive as s, and error feedback brings the rest. No value
+    is above 4.5·s, so errors are exact in float32. At least 1/64 of Σ x² arrives, so errors do not grow.
 
 Source: three levels with error feedback as in Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in
 Distributed Deep Learning", rounded to the nearest instead of at random, which feedback needs.
@@ -52,15 +53,15 @@ class Int2(PackedWire):
 
 
 class AveragedInt2(Int2):
-    """The same bytes, with the scale that loses less of a block's square."""
+    """As many bytes, read in the same way, with the scale for averages."""
 
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
-        """Round blocks to numbers times their scale; what is larger than that arrives as the scale."""
+        """Round blocks to numbers times their scale; a larger value arrives as the scale."""
         tiny = torch.finfo(torch.float32).tiny
         sizes = blocks.abs()
         largest = sizes.amax(-1, keepdim=True).clamp_min_(tiny)
         sizes.div_(largest)  # so that neither their sum nor their squares overflow
-        sums = sizes.sum(-1, keepdim=True).clamp_min_(1)  # of values below `tiny`, or zeros, it may be less
+        sums = sizes.sum(-1, keepdim=True).clamp_min_(1)  # it is less where all are below `tiny`
         squares = sizes.square_().sum(-1, keepdim=True)
         scales = short(squares.div_(sums).mul_(largest).clamp_min_(tiny), _BITS)
         _write(torch.div(blocks, scales, out=sizes).round_().clamp_(-1, 1), scales, packed)

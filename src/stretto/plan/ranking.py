@@ -66,7 +66,7 @@ _BASE = "zero1"
 class PlanConfig(Job[TaskT]):
     """Which strategy and wire to use for a job: measured here, and priced for any ranks and network.
 
-    A job with a wire of its own keeps it, and only the strategy is chosen.
+    A job with another wire than fp32, the default, keeps it, and only the strategy is chosen.
     """
 
     ranks: tuple[int, ...] = ()
