@@ -1,8 +1,8 @@
 """Which intervals does PAFT-Dyn choose, from a thousand parameters to a billion, and are they ‖g‖ / σ?
 
-What ranks learn of their gradients is drawn from its exact distribution, so that no vector of the model's size is ever
-made. The library's own code concludes from it (`stretto.averaging.probe`) and chooses (`PAFTDyn.interval_after`), average
-after average. "before" is the rule that the library had up to commit 9b81026, on draws of what it looked at.
+What ranks learn of their gradients is drawn from its exact distribution: no vector of the model's size is made. The
+library's own code concludes from it (`stretto.averaging.probe`) and chooses (`PAFTDyn.interval_after`), average after
+average. "before" is the rule that the library had up to commit 9b81026, on draws of what it looked at.
 
 grid       d × σ² × ‖g‖ × ranks, and "before" and the paper's estimate beside it
 anywhere   all of these drawn log-uniformly, also between the points of the grid
@@ -48,7 +48,8 @@ NUMELS = tuple(10**power for power in range(3, 10))
 VARIANCES = tuple(10.0**power for power in range(-6, 0))
 NORMS = (0.1, 1.0, 10.0)
 RANKS = (2, 4, 16, 64)
-REAL_VARIANCES = (1e-4, 1e-3, 1e-2)
+REAL = ((1e-1, 36), (1e-2, 36), (1e-3, 8))
+"""Variance and updates of the real runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +232,7 @@ def real(variance: float, updates: int) -> dict[str, Any]:
         # One bucket, because a fault strikes one tensor.
         options = st.Options(bucket_bytes=2**28)
         parallel = st.DataParallel(
-            model, optimizer, st.PAFTDyn(), micro_batches=1, group=group, options=options
+            model, optimizer, st.PAFTDyn(first=4), micro_batches=1, group=group, options=options
         )
         strike_memory(parallel, Injector(faults, rank))
         data = torch.Generator().manual_seed(1 + rank)
@@ -295,17 +296,19 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for runs.jsonl and interval.json")
     parser.add_argument("--draws", type=int, default=20, help="of every setting of the grid")
-    parser.add_argument("--updates", type=int, default=100, help="of a real run")
+    parser.add_argument("--parts", default="real,drawn", help="what to make: the real runs, or what is drawn")
     options = parser.parse_args()
     torch.set_num_threads(1)
     book = Book(options.out)
-    for one in settings():
+    for one in settings() if "drawn" in options.parts else ():
         if book.find(dataclasses.asdict(one)) is None:
             book.add(draw(one, options.draws))
-    for variance in REAL_VARIANCES:
+    for variance, updates in REAL if "real" in options.parts else ():
         if book.find({"part": "real", "variance": variance}) is None:
-            book.add(real(variance, options.updates))
+            book.add(real(variance, updates))
             print(book.runs[-1], flush=True)
+    if options.parts != "real,drawn":
+        return
     report = {"draws": options.draws, **summarise(book.runs), "environment": describe_environment()}
     replace_json(options.out / "interval.json", report)
 

@@ -1,6 +1,7 @@
 """The interval of `paft-dyn`: what is estimated, what is chosen, and where it is kept."""
 
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -15,9 +16,11 @@ import stretto as st
 from stretto.averaging.probe import Conclusion
 from stretto.errors import ConfigError
 from stretto.faults import Fault, FaultPlan, Injector, strike_memory
+from stretto.records import Update
 from stretto.strategies.contract import Divergence
 from stretto.virtual import VirtualCluster
 from tests.paft.noisy import NUMEL, flat, noise, train
+from tests.processes import run_program
 
 RATE = 0.01
 
@@ -99,41 +102,42 @@ def gradients(case: Case) -> Tensor:
 
 def intervals(case: Case, strategy: st.Strategy, updates: int) -> list[int]:
     """Return the intervals that are chosen one after the other; all ranks choose the same."""
+    of_ranks = VirtualCluster(case.ranks).run(functools.partial(records, case, strategy, updates)).values
+    found = [[update.interval for update in updates if is_averaged(case, update)] for updates in of_ranks]
+    assert all(one == found[0] for one in found)
+    return [chosen for chosen in found[0] if chosen is not None]
+
+
+def is_averaged(case: Case, update: Update) -> bool:
+    return update.gap == 1 and update.step > 1 if case.overlap else update.gap == 0
+
+
+def records(
+    case: Case, strategy: st.Strategy, updates: int, rank: int, group: dist.ProcessGroup
+) -> list[Update]:
+    """Train on one rank."""
     # A fault damages the sum of `ranks` contributions of this weight.
     deviation = case.norm / case.wanted * case.ranks * case.weight
-    faults = [
-        Fault(
-            site="reduced gradient", rank=rank, lasts="sticky", extent="all", pattern="noise",
-            variance=deviation**2, seed=100 * case.seed + rank,
-        )
-        for rank in range(case.ranks)
-    ]  # fmt: skip
-    slopes = gradients(case)
-
-    def program(rank: int, group: dist.ProcessGroup) -> list[int]:
-        cut = case.numel // 3
-        model = nn.ParameterList(
-            [nn.Parameter(torch.zeros(cut)), nn.Parameter(torch.zeros(case.numel - cut))]
-        )
-        groups = [{"params": [model[0]]}, {"params": [model[1]], "lr": 3 * RATE}]
-        options = st.Options(bucket_bytes=2**26, clip_norm=case.clip, wire=case.wire)
-        parallel = st.DataParallel(
-            model, OPTIMIZERS[case.optimizer](groups), strategy, micro_batches=1, group=group, options=options
-        )
-        strike_memory(parallel, Injector(FaultPlan(tuple(faults)), rank))
-        found: list[int] = []
-        for _ in range(updates):
-            loss = (model[0] * slopes[rank, :cut]).sum() + (model[1] * slopes[rank, cut:]).sum()
-            update = parallel.backward(loss, weight=case.weight)
-            assert update is not None
-            averaged = update.gap == 1 and update.step > 1 if case.overlap else update.gap == 0
-            if averaged and update.interval is not None:
-                found.append(update.interval)
-        return found
-
-    of_ranks = VirtualCluster(case.ranks).run(program).values
-    assert all(found == of_ranks[0] for found in of_ranks)
-    return of_ranks[0]
+    fault = Fault(
+        site="reduced gradient", rank=rank, lasts="sticky", extent="all", pattern="noise",
+        variance=deviation**2, seed=100 * case.seed + rank,
+    )  # fmt: skip
+    slope = gradients(case)[rank]
+    cut = case.numel // 3
+    model = nn.ParameterList([nn.Parameter(torch.zeros(cut)), nn.Parameter(torch.zeros(case.numel - cut))])
+    groups = [{"params": [model[0]]}, {"params": [model[1]], "lr": 3 * RATE}]
+    options = st.Options(bucket_bytes=2**26, clip_norm=case.clip, wire=case.wire)
+    parallel = st.DataParallel(
+        model, OPTIMIZERS[case.optimizer](groups), strategy, micro_batches=1, group=group, options=options
+    )
+    strike_memory(parallel, Injector(FaultPlan((fault,)), rank))
+    found = []
+    for _ in range(updates):
+        loss = (model[0] * slope[:cut]).sum() + (model[1] * slope[cut:]).sum()
+        update = parallel.backward(loss, weight=case.weight)
+        assert update is not None
+        found.append(update)
+    return found
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -151,7 +155,20 @@ def test_the_interval_is_signal_over_noise_whatever_the_model_and_the_optimizer(
     assert found
 
 
-def recorded(**changes: Any) -> list[st.Update]:
+def told(update: Update) -> tuple[Any, ...]:
+    return update.gap, update.interval, update.noise, update.divergence
+
+
+def test_real_ranks_choose_the_same_to_the_bit() -> None:
+    case = dataclasses.replace(drawn(0), numel=5000, ranks=3, wanted=4.0, overlap=True)
+    program = functools.partial(records, case, st.PAFTDyn(first=3), 20)
+    virtual, real = VirtualCluster(3).run(program).values, run_program(3, program)
+    assert [list(map(told, one)) for one in real] == [list(map(told, one)) for one in virtual]
+    assert [list(map(told, one)) for one in real] == [list(map(told, virtual[0]))] * 3
+    assert len({update.noise for update in virtual[0]}) > 3
+
+
+def recorded(**changes: Any) -> list[Update]:
     """Return the updates of rank 0 with an average, of a job with noise of variance 1e-2."""
     settings = {"ranks": 4, "faults": noise(4, 1e-2), "make": sgd, "updates": 16, **changes}
     return [update for update in train(**settings)[0].updates if update.noise is not None]
@@ -234,6 +251,28 @@ def test_a_rank_that_is_left_out_is_left_out_of_the_estimate() -> None:
     found = recorded(strategy=dyn, faults=[*noise(4, 1e-2), lost])
     assert [update.step for update in found] == [8, 16]
     assert found[1].noise == pytest.approx(0.1, rel=5 / math.sqrt(2 * 2 * NUMEL))
+    assert math.isfinite(found[1].divergence)
+
+
+def test_gradients_that_leave_early_tell_the_same_to_the_bit() -> None:
+    """On a wire that packs, where what was sent is kept elsewhere then."""
+
+    def signals(*, hides: bool) -> list[float]:
+        found = []
+
+        @dataclasses.dataclass(frozen=True)
+        class Noting(st.PAFTDyn):
+            def interval_after(self, divergence: Divergence) -> int:
+                if not divergence.are_equal:
+                    found.append(divergence.signal)
+                return 3
+
+        options = st.Options(bucket_bytes=2**20, wire="int8", hide_reductions=hides)
+        train(Noting(first=3), faults=noise(3, 1e-2), make=sgd, options=options)
+        return found
+
+    assert signals(hides=True) == signals(hides=False)
+    assert len(set(signals(hides=True))) > 1
 
 
 @pytest.mark.parametrize("probe", [100, 4096])

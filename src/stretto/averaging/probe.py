@@ -30,8 +30,9 @@ from stretto.optimizer import ShardedOptimizer
 
 _SEED = 0
 """Of the coordinates."""
-_CHUNK = 2**18
-"""Elements that are multiplied at a time in float64: small enough to stay in a processor's cache."""
+_CHUNK, _CHUNK_OF_DEVICES = 2**16, 2**22
+"""Elements that are multiplied at a time in float64: few enough to stay in a processor's cache, and enough to keep a
+device busy."""
 UPDATES = 16
 """How many updates a conclusion is drawn from, at least: the error of the signal is 1/√16 of that of one update.
 Longer intervals are concluded from alone."""
@@ -151,10 +152,11 @@ class GradientProbe:
         product, squares = torch.zeros_like(self._product), torch.zeros_like(self._product)
         buckets = self._sharded.layout.buckets
         by_bucket = [flats[one.set_index].narrow(0, one.start, one.numel) for one in buckets]
+        chunk = _CHUNK if self._product.device.type == "cpu" else _CHUNK_OF_DEVICES
         # Without the padding between parameters: it is no coordinate, and damage may have left anything there.
         for piece in self._sharded.pieces:
             own, total = (self._sharded.values(tensors, piece) for tensors in (by_bucket, sums))
-            for left, right in zip(own.split(_CHUNK), total.split(_CHUNK), strict=True):
+            for left, right in zip(own.split(chunk), total.split(chunk), strict=True):
                 factor = left.double()
                 product += torch.dot(factor, right.double())
                 squares += torch.dot(factor, factor)
