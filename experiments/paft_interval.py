@@ -4,7 +4,7 @@ What ranks learn of their gradients is drawn from its exact distribution: no vec
 library's own code concludes from it (`stretto.averaging.probe`) and chooses (`PAFTDyn.interval_after`), average after
 average. "before" is the rule that the library had up to commit 9b81026, on draws of what it looked at.
 
-grid       d × σ² × ‖g‖ × ranks, and "before" and the paper's estimate beside it
+grid       d × σ² × ‖g‖ × ranks (64 ranks with ‖g‖ = 1), and "before" and the paper's estimate beside it
 anywhere   all of these drawn log-uniformly, also between the points of the grid
 real       10.8 million parameters on four virtual ranks, with noise on every rank's reduced gradients
 
@@ -78,14 +78,15 @@ class Setting:
 def settings() -> Iterator[Setting]:
     """Yield the grid, and settings anywhere between its points."""
     for numel, variance, norm, ranks in itertools.product(NUMELS, VARIANCES, NORMS, RANKS):
-        yield Setting("grid", "now", numel, variance, norm, ranks)
+        if ranks < 64 or norm == 1:
+            yield Setting("grid", "now", numel, variance, norm, ranks)
         if ranks == 4:
             yield Setting("grid", "paper", numel, variance, norm, ranks)
             yield Setting("grid", "before", numel, variance, norm, ranks)
             if norm == 1 and numel in NUMELS[::2]:
                 yield Setting("grid", "before-adam", numel, variance, norm, ranks)
     rng = np.random.default_rng(0)
-    for _ in range(1000):
+    for _ in range(500):
         numel, variance, norm = (10 ** rng.uniform(*span) for span in ((3, 9), (-6, -1), (-1, 1)))
         yield Setting("anywhere", "now", int(numel), variance, norm, int(rng.choice(RANKS)))
 
