@@ -8,10 +8,10 @@ Note [Signal and noise]
         y_r         Σ_t (S + E_r) / W                               at the p coordinates
         variance    1/T · Σ_r ‖y_r - ȳ‖² / ((M - 1)·p)
 
-    What a rank has sent knows nothing of the noise on what it gets. So the signal is that of ‖S / W‖², with an error
-    of σ · √Σ‖G_r‖² / W in one update, at most σ · ‖S / W‖ / √M where all ranks send the same; it does not grow with d.
-    ‖S + E_r‖² / W² contains d·σ², which at a million coordinates is thousands of times the signal. It does not matter
-    either whether values are damaged on their way, at their arrival or in memory.
+    What a rank has sent knows nothing of the noise on what it gets. So the signal is ‖S / W‖² in the mean, with an
+    error of σ · √Σ‖G_r‖² / W in one update: σ · ‖S / W‖ / √M where all ranks send the same. It does not grow with d.
+    ‖S + E_r‖² / W² contains d·σ², which at a million coordinates is thousands of times the signal. Nor does it matter
+    whether values are damaged on their way, at their arrival or in memory.
 
     The variance is that of gradients. No optimizer has touched them, so none has to be known. It is no variance of
     replicas: those that differ although their gradients do not have been damaged elsewhere.
