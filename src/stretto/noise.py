@@ -91,15 +91,17 @@ def parse_noise(text: str) -> Noise:
         UnknownName: There is no such setting.
         ConfigError: A value cannot be read, or cannot be.
     """
-    kinds = field_types(Noise)
+    _, *known = field_types(Noise)
     first, *others = (part.strip() for part in text.split(","))
-    values: dict[str, Any] = {"variance": _read("variance", first)}
+    values: dict[str, Any] = {}
     for other in others:
         key, _, value = other.partition("=")
-        if key not in kinds:
-            raise unknown_name("noise has no setting", key, list(kinds)[1:])
+        if key not in known:
+            raise unknown_name("noise has no setting", key, known)
+        if key in values:
+            raise ConfigError(f"noise {text}: {key} is set twice; leave out one")
         values[key] = _read(key, value)
-    return Noise(**values)
+    return Noise(_read("variance", first), **values)
 
 
 def _read(key: str, text: str) -> Any:
