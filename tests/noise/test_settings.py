@@ -99,7 +99,8 @@ def test_noise_on_averages_is_on_the_weights_that_each_rank_holds(strategy: st.S
     for seen in found:
         assert all(torch.equal(values, seen.masters[0]) for values in seen.masters[:first])
     apart = [seen.masters[first] - seen.masters[0] for seen in found]
-    for draws in apart:
+    shown = [seen.shown[2 * first - 1] - seen.shown[0] for seen in found]
+    for draws in (*apart, *shown):
         assert float(draws.var()) == pytest.approx(VARIANCE, rel=FAR)
     assert abs(float(torch.corrcoef(torch.stack(apart))[0, 1])) < 6 / math.sqrt(NUMEL)
     assert all((seen.padding == 0).all() for seen in found)
