@@ -181,13 +181,13 @@ def test_the_deviation_of_the_noise_is_in_the_records(interval: int, probe: int,
 
 
 def test_the_divergence_in_the_records_is_the_distance_from_the_mean() -> None:
-    """With a probe of all coordinates it is what the replicas show; one of 200 of 403 draws it to 1/√(2·drawn)."""
+    """With a probe of all coordinates it is what the replicas show; one of 50 of 403 draws it to 1/√(2·drawn)."""
     apart = train(st.DDP(), ranks=4, faults=noise(4, 1e-2), make=sgd)
     replicas = torch.stack([flat(seen.shown[4]) for seen in apart]).double()
     expected = float((replicas - replicas.mean(0)).norm(dim=1).mean())
-    whole, part = (recorded(strategy=st.PAFTDyn(first=4, probe=probe))[0] for probe in (4096, 200))
+    whole, part = (recorded(strategy=st.PAFTDyn(first=4, probe=probe))[0] for probe in (4096, 50))
     assert whole.divergence == pytest.approx(expected, rel=1e-5)
-    drawn = 200 / (1 + 199 / NUMEL)
+    drawn = 50 / (1 + 49 / NUMEL)
     assert part.divergence == pytest.approx(expected, rel=5 / math.sqrt(2 * drawn))
 
 
