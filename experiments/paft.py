@@ -256,12 +256,15 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=40.0, help="CPU time after which no further run begins"
     )
+    parser.add_argument("--arms", help="make these alone, with commas between them")
     options = parser.parse_args()
     torch.set_num_threads(1)
     setting = Setting(options.updates, options.width, options.batch)
     book = Book(options.out)
     for seed in range(options.seeds):
         for cell in cells():
+            if options.arms and cell.arm not in options.arms.split(","):
+                continue
             if book.find({"seed": seed, **dataclasses.asdict(cell)}) is not None:
                 continue
             if time.process_time() > 60 * options.minutes:
