@@ -90,6 +90,10 @@ class Feed:
             self._end()
         self._on_update = None
 
+    def end(self) -> None:
+        """Go no further than the updates that are committed; all ranks come here behind the same one."""
+        self._last_update = self._compute.steps
+
     def drain(self) -> None:
         """Land everything, and have replicas averaged; all ranks must call."""
         self._compute.vote = Vote.DRAIN

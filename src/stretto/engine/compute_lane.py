@@ -157,7 +157,7 @@ class ComputeLane:
         self.accumulation.check_untouched(self.where)
         self.model.check_unwritten(self.where)
 
-    def count(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
+    def count(self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int) -> Update | None:
         """Count one micro-batch whose gradients have arrived; close and land rounds if its quota is met."""
         if self.model.is_settled:
             self.model.train_on(self.where)
@@ -167,12 +167,12 @@ class ComputeLane:
                 f"{self.where}: no gradient has arrived since the last micro-batch was counted: run its backward pass "
                 "first, or count it with weight=0 to contribute nothing"
             )
-        self.accumulation.count(weight, loss, samples)
+        self.accumulation.count(weight, loss, samples, fresh_samples)
         self.runtime.charge("micro-batch")
         self.num_counted += 1
         self._is_checked = False
         for listener in self.model.listeners:
-            listener.micro_batch_counted(weight, samples)
+            listener.micro_batch_counted(weight, samples, fresh_samples)
         is_free = self._in_flight is None or self._in_flight.done()
         enough = self._quota.minima if is_free else self._quota.maxima
         if self.accumulation.contribution.count < enough[self._accumulating_round]:

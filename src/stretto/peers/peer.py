@@ -165,7 +165,7 @@ class Peer:
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int = 1) -> Update | None:
         """Run one micro-batch's backward pass; return the update that it completed, or None."""
         counted = 0.0 if self._tally.exhausted else weight
-        self._tally.add(loss, counted, samples)
+        self._tally.add(loss, counted, samples, self._input.fresh_of(samples))
         self._input.note_loss(loss, counted)
         is_last = self._tally.micro_batches == self.micro_batches
         totals = self.agree(self._tally) if is_last else None
@@ -189,6 +189,10 @@ class Peer:
     def stop(self) -> None:
         """Ask all ranks to end `feed` after the update under way."""
         self._tally.stop = True
+
+    def end(self) -> None:
+        """End `feed` behind the last update; all ranks must call, in `on_update`."""
+        self._ended = True
 
     def finish(self) -> list[Update]:
         """End the job; all ranks must call. Micro-batches of an incomplete update are dropped.
@@ -248,6 +252,7 @@ class Peer:
             step=self.steps,
             round_index=self.rounds - 1,
             samples=totals.samples,
+            fresh_samples=totals.fresh_samples,
             weight=totals.weight,
             loss=totals.loss,
             gradient_norm=norm,
@@ -279,12 +284,14 @@ class Tally:
     """Sum of weight times loss."""
     samples: int = 0
     """Samples in the micro-batches that had a weight."""
+    fresh_samples: int = 0
+    """Those at their first use."""
     stop: bool = False
     """Whether this rank wants to end."""
     exhausted: bool = False
     """Whether this rank's data have ended."""
 
-    def add(self, loss: Tensor, weight: float, samples: int) -> None:
+    def add(self, loss: Tensor, weight: float, samples: int, fresh_samples: int) -> None:
         """Count one micro-batch."""
         self.micro_batches += 1
         if weight > 0:
@@ -292,11 +299,12 @@ class Tally:
             self.weight += weight
             self.loss_sum += weight * float(loss.detach())
             self.samples += samples
+            self.fresh_samples += fresh_samples
 
     def as_tensor(self) -> Tensor:
         """Return what the other ranks need to know, in float64, which holds all counts exactly."""
-        told = (self.counted, self.weight, self.loss_sum, self.samples, self.stop, self.exhausted)
-        return torch.tensor(told, dtype=torch.float64)
+        counts = (self.counted, self.weight, self.loss_sum, self.samples, self.fresh_samples)
+        return torch.tensor((*counts, self.stop, self.exhausted), dtype=torch.float64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -311,6 +319,8 @@ class Totals:
     """Weighted mean; nan without any weight."""
     samples: int
     """Samples in those micro-batches."""
+    fresh_samples: int
+    """Those at their first use."""
     stop: bool
     """Whether any rank wants to end."""
     exhausted: tuple[bool, ...]
@@ -319,13 +329,14 @@ class Totals:
     @classmethod
     def of(cls, tallies: Tensor) -> "Totals":
         """Return the sums over the rows of `Tally.as_tensor`, one row per rank."""
-        counted, weights, loss_sums, samples, stops, exhausted = tallies.t().tolist()
+        counted, weights, loss_sums, samples, fresh_samples, stops, exhausted = tallies.t().tolist()
         weight = math.fsum(weights)
         return cls(
             micro_batches=tuple(map(int, counted)),
             weight=weight,
             loss=math.fsum(loss_sums) / weight if weight > 0 else math.nan,
             samples=int(sum(samples)),
+            fresh_samples=int(sum(fresh_samples)),
             stop=any(stops),
             exhausted=tuple(map(bool, exhausted)),
         )

@@ -10,7 +10,7 @@ committed updates behind which it begins:
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +27,7 @@ from stretto.fields import (
     unknown_name,
 )
 from stretto.peers import PEERS
+from stretto.schedules import Ramp, Schedule, parse_schedule
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import ledger_of
 from stretto.switching import Phase, Switching, check_starts
@@ -43,6 +44,8 @@ _OF_PHASES = ("wire", "changes", "estimates", "clock")
 """Those that a strategy may have for itself that takes turns with others."""
 AUTO = "auto"
 """In the place of a strategy of `train`: the one that `stretto plan` would say."""
+AS_ECHO = "echo"
+"""In the place of a rate of averages: that at which the run's echo loads fresh batches."""
 _OF_PEERS = ("micro_batches", "clip_norm", "lr")
 """Those that a stock method may have for itself."""
 
@@ -88,7 +91,16 @@ def parse_wire(text: str) -> str:
     return wire_by_name(text).name
 
 
-_READERS: Readers = MappingProxyType({Clock: parse_clock, Wire: parse_wire})
+def parse_rate(text: str) -> Schedule | str:
+    """Read a rate of averages: a number, a schedule, or `AS_ECHO`.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    return text if text == AS_ECHO else parse_schedule(text)
+
+
+_READERS: Readers = MappingProxyType({Clock: parse_clock, Wire: parse_wire, Schedule: parse_rate})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +142,9 @@ class Arm:
         return {name for arm in parts if arm.is_ours for name in ledger_of(arm.strategy()).published}
 
     def strategy(self) -> Strategy:
-        """Return the strategy with its options; only where `is_ours`, and it stays.
+        """Return the strategy with its options, as it is without a run; only where `is_ours`, and it stays.
+
+        A rate that changes along a run is its mean; that of an echo is 1, which is the most.
 
         Raises:
             ConfigError: Several take turns.
@@ -138,18 +152,29 @@ class Arm:
         if self.phases:
             parts = ", ".join(arm.text for _, arm in self.phases)
             raise ConfigError(f"{self.text}: expected one strategy; look at each of them by itself: {parts}")
-        return STRATEGIES[self.name](**self.options)
+        return STRATEGIES[self.name](**{key: _without_run(value) for key, value in self.options.items()})
 
-    def plan(self) -> Strategy | Switching:
-        """Return the strategy, or the plan of those that take turns; only where `is_ours`."""
+    def plan(self, strategy_of: "Callable[[Arm], Strategy] | None" = None) -> Strategy | Switching:
+        """Return the strategy, or the plan of those that take turns; only where `is_ours`.
+
+        Args:
+            strategy_of: Returns the strategy of an arm in a run; None is `strategy`, without one.
+        """
+        make = strategy_of or Arm.strategy
         if not self.phases:
-            return self.strategy()
-        return Switching({step: arm._phase() for step, arm in self.phases})
+            return make(self)
+        return Switching({step: arm._phase(make) for step, arm in self.phases})
 
-    def _phase(self) -> Phase:
+    def _phase(self, make: "Callable[[Arm], Strategy]") -> Phase:
         settings = dict(self.settings)
         clock = settings.pop("clock", None)
-        return Phase(self.strategy(), micro_batches=clock if self.overlaps else None, **settings)
+        return Phase(make(self), micro_batches=clock if self.overlaps else None, **settings)
+
+
+def _without_run(value: Any) -> Any:
+    if isinstance(value, Ramp) and value.steps is None:
+        return (value.start + value.stop) / 2
+    return 1.0 if value == AS_ECHO else value
 
 
 def parse_arm(text: str) -> Arm:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar
 
@@ -22,7 +23,9 @@ from stretto.peers import make_peer
 from stretto.recipes import OverFiles
 from stretto.records import Incident, Update
 from stretto.train.arms import parse_arm
+from stretto.train.budget import Budget, budget_of
 from stretto.train.configuration import RunConfig, TaskT
+from stretto.train.rates import strategy_of
 
 Batch = TypeVar("Batch")
 
@@ -63,6 +66,8 @@ class Handle(Protocol):
 
     def stop(self) -> None: ...
 
+    def end(self) -> None: ...
+
     def finish(self) -> list[Update]: ...
 
     def __enter__(self) -> Self: ...
@@ -78,8 +83,17 @@ def open_handle(
     optimizer: Optimizer,
     scheduler: Any = None,
     group: ProcessGroup | None = None,
+    budget: Budget | None = None,
 ) -> Handle:
     """Wrap a model as the run says; all ranks of `group`, or of the default group, must call.
+
+    Args:
+        run: What says so.
+        model: What is trained.
+        optimizer: Over its parameters.
+        scheduler: Turned at every committed update.
+        group: Of all ranks; None is torch's default group.
+        budget: Along which rates of averages change that name no steps.
 
     Raises:
         ConfigError: Settings contradict each other, or do not fit the model or the optimizer.
@@ -99,7 +113,7 @@ def open_handle(
     return DataParallel(
         model,
         optimizer,
-        arm.plan(),
+        arm.plan(partial(strategy_of, run=run, budget=budget)),
         micro_batches=micro_batches,
         scheduler=scheduler,
         group=group,
@@ -141,7 +155,9 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         )
     if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])
-        open_handle(run, model, torch.optim.SGD(model.parameters(), lr=0.0), group=SoloGroup()).finish()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        budget = budget_of(run, world_size)
+        open_handle(run, model, optimizer, group=SoloGroup(), budget=budget).finish()
 
 
 class Rehearsal:
