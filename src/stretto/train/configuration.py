@@ -71,7 +71,7 @@ class Training(Options, Generic[TaskT]):
         parse_guards(self.guards)
         SlowStore.parse(self.slow_loader)
         if self.echo != "none":
-            parse_plan(self.echo, self.planned_steps)
+            parse_plan(self.echo, self.planned_updates)
 
     @property
     def options(self) -> Options:
@@ -82,12 +82,6 @@ class Training(Options, Generic[TaskT]):
     def planned_updates(self) -> int | None:
         """Committed updates after which the run ends, or None where only time or loss end it."""
         return self.updates
-
-    @property
-    def planned_steps(self) -> int | None:
-        """Micro-batches that each rank will hand out, or None where that is not fixed."""
-        updates = self.planned_updates
-        return None if updates is None or self.clock is not None else updates * self.micro_batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

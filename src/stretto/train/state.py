@@ -72,11 +72,11 @@ def reshard_loader(states: Sequence[dict[str, Any]], rank: int, world_size: int)
         return reshard(states, rank, world_size)
     after = reshard([state["after"] for state in states], rank, world_size)
     position = {**states[0]["position"], "in_epoch": False}
-    return {**states[0], "position": position, "uses": [], "before": after, "after": after, "batches": None}
+    return {**states[0], "position": position, "held": [], "before": after, "after": after, "batches": None}
 
 
 def _plan(run: RunConfig[TaskT]) -> Plan:
-    return Even(1) if run.echo == "none" else parse_plan(run.echo, run.planned_steps)
+    return Even(1) if run.echo == "none" else parse_plan(run.echo, run.planned_updates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
