@@ -100,6 +100,8 @@ class Update:
     """Batches that `feed` gave this rank since the previous update and that it had not given before."""
     echoed: int = 0
     """Batches that `feed` gave this rank since the previous update for another use."""
+    mixed: int = 0
+    """Updates, of those that this rank has begun since, whose batches were fresh in part and held in part."""
     uses: tuple[int, ...] = ()
     """The use of each of these, in their order: 1 for the first."""
     first_use_loss: float = math.nan

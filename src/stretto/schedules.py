@@ -9,8 +9,8 @@ Three functions are given here. With `u = min(1, index / steps)`:
     Linear       start + (stop - start) u
     MultiStep    values[k] from milestones[k - 1] on
 
-As text: cosine(START,STOP[,STEPS]), linear(START,STOP[,STEPS]) or multistep(V0,STEP1,V1,...). One that names no steps
-is as long as its run, which `over` says.
+As text: cosine(START,STOP[,UPDATES]), linear(START,STOP[,UPDATES]) or multistep(V0,UPDATE1,V1,...). One that names
+no updates is as long as its run, which `over` says.
 """
 
 import bisect
@@ -25,6 +25,8 @@ from stretto.fields import read_value
 
 Schedule = float | Callable[[int], float]
 """A number, or a function that returns the number at an index. Indices start at 0."""
+Length = int | Callable[[], float]
+"""How many indices a run has; where that is not known, a function that returns the share of it that is done."""
 
 
 def value_at(schedule: Schedule, index: int) -> float:
@@ -52,8 +54,8 @@ class Ramp:
         if self.steps is None:
             name = type(self).__name__.lower()
             raise ConfigError(
-                f"{name}({self.start:g},{self.stop:g}) needs its number of steps as a third value: the run's length is "
-                "not known"
+                f"{name}({self.start:g},{self.stop:g}) needs its number of updates as a third value: the run's length "
+                "is not known"
             )
         return min(1.0, index / self.steps)
 
@@ -107,7 +109,7 @@ class Along:
 
     ramp: Ramp
     """Over one step."""
-    share: Callable[[], float]
+    share: Callable[[], float] = dataclasses.field(repr=False)
     """Returns how much is done, from 0 to 1."""
 
     def __call__(self, index: int) -> float:
@@ -115,13 +117,12 @@ class Along:
         return value_at(self.ramp, self.share())  # type: ignore[arg-type]  # a ramp takes any number
 
 
-def over(schedule: Schedule, length: int | Callable[[], float] | None) -> Schedule:
+def over(schedule: Schedule, length: Length | None) -> Schedule:
     """Return `schedule` along a whole run, if it names no steps of its own.
 
     Args:
         schedule: Any.
-        length: Indices of the run; where their number is not known, a function that returns the share of the run that
-            is done; None where nobody knows that either.
+        length: Of the run; None where nobody knows it.
 
     Raises:
         ConfigError: The schedule names no steps, and `length` is None.
@@ -149,13 +150,13 @@ def parse_schedule(text: str) -> Schedule:
     match = _FORM.fullmatch(text.replace(" ", ""))
     if match is None:
         raise ConfigError(
-            f"cannot read the schedule {text!r}: expected cosine(START,STOP[,STEPS]), linear(START,STOP[,STEPS]) or "
-            "multistep(VALUE,STEP,VALUE,...)"
+            f"cannot read the schedule {text!r}: expected cosine(START,STOP[,UPDATES]), linear(START,STOP[,UPDATES]) "
+            "or multistep(VALUE,UPDATE,VALUE,...)"
         )
     numbers = [float(read_value(number, float)) for number in match[2].split(",")]
     if match[1] == "multistep":
         return MultiStep(tuple(numbers[::2]), tuple(int(step) for step in numbers[1::2]))
     if len(numbers) not in (2, 3):
-        raise ConfigError(f"{text!r}: expected START,STOP or START,STOP,STEPS, found {len(numbers)} values")
+        raise ConfigError(f"{text!r}: expected START,STOP or START,STOP,UPDATES, found {len(numbers)} values")
     kind = Cosine if match[1] == "cosine" else Linear
     return kind(numbers[0], numbers[1], int(numbers[2]) if len(numbers) == 3 else None)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from stretto.echo.measured import Auto
 from stretto.echo.plans import Bernoulli, Even, Plan, Ready
 from stretto.fields import read_record
-from stretto.schedules import Schedule, over, parse_schedule
+from stretto.schedules import Length, Schedule, over, parse_schedule
 
 PLANS: Mapping[str, Callable[..., Plan]] = MappingProxyType(
     {"even": Even, "bernoulli": Bernoulli, "ready": Ready, "auto": Auto}
@@ -17,19 +17,18 @@ PLANS: Mapping[str, Callable[..., Plan]] = MappingProxyType(
 """Every plan by its name."""
 
 
-def parse_plan(text: str, steps: int | Callable[[], float] | None = None) -> Plan:
+def parse_plan(text: str, updates: Length | None = None) -> Plan:
     """Read a plan; its settings are the fields of its class.
 
     Args:
         text: As in the module's first line.
-        steps: Of a schedule that names no steps: the batches that one rank will hand out, or what returns the share of
-            the run that is done. None where neither is known.
+        updates: Of the run: the length of a schedule that names none. None where it is not known.
 
     Raises:
         UnknownName: No such plan, or the plan has no such setting.
         ConfigError: A value cannot be read, or cannot be; or a schedule has no length.
     """
     plan: Plan = read_record(
-        "echo plan", text, PLANS, {Schedule: lambda word: over(parse_schedule(word), steps)}
+        "echo plan", text, PLANS, {Schedule: lambda word: over(parse_schedule(word), updates)}
     )
     return plan

@@ -129,6 +129,11 @@ class Peer:
         return self.group.size()
 
     @property
+    def begins_update(self) -> bool:
+        """Whether the next micro-batch is the first of an update."""
+        return self._tally.micro_batches == 0
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes this rank has sent since the start; 0 where the group does not count (only throttled ones do)."""
         counting = [group for group in self.measured if isinstance(group, ThrottledGroup)]
@@ -147,8 +152,7 @@ class Peer:
         method needs a backward pass on every rank.
         """
         self._until, self._on_update = until, on_update
-        self._input.begin(loader)
-        batches, nothing = iter(loader), object()
+        batches, nothing = self._input.begin(loader, PeerUpdates(self)), object()
         batch: Any = nothing
         while not self._ended and (updates is None or self.steps < updates):
             following: Any = nothing if self._tally.exhausted else self._input.take(batches, nothing)
@@ -268,6 +272,28 @@ class Peer:
         )
         self._returned, self._sent_before = now, sent
         return update
+
+
+class PeerUpdates:
+    """Tells an `EchoLoader` which update its next batch goes to; nobody watches the parameters of a stock method.
+
+    Args:
+        peer: On this rank.
+    """
+
+    is_fixed = True
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.micro_batches = peer.micro_batches
+
+    def begins(self) -> bool:
+        """Return whether the next batch is the first of an update."""
+        return self._peer.begins_update
+
+    def parameters(self) -> int | None:
+        """Return None."""
+        return None
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

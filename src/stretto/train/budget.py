@@ -18,6 +18,7 @@ from stretto.echo import Auto, Ready
 from stretto.echo.text import parse_plan
 from stretto.errors import ConfigError
 from stretto.records import Update
+from stretto.schedules import Length
 from stretto.strategies.ledger import ledger_of
 from stretto.train.arms import Arm, parse_arm
 from stretto.train.configuration import RunConfig, TaskT, samples_of
@@ -72,6 +73,11 @@ class Budget:
     def left(self) -> int:
         """Nominal updates that are not spent."""
         return -(-max(0, self.total - self.spent) // self.nominal)
+
+    @property
+    def updates(self) -> Length:
+        """Length of schedules that count updates."""
+        return self.length if self.is_fixed else self.share
 
     def share(self) -> float:
         """Return the share that is spent, at most 1."""
@@ -140,7 +146,7 @@ def budget_of(run: RunConfig[TaskT], world_size: int) -> Budget | None:
         return Budget(samples, nominal)
     if not any(map(_steps_alone, parts)):
         return Budget(samples, nominal, lambda update: update.fresh_samples)
-    if has_clock or isinstance(parse_plan(run.echo, lambda: 0.0), Ready | Auto):
+    if has_clock or isinstance(parse_plan(run.echo, 1), Ready | Auto):
         raise ConfigError(
             f"{run.strategy} with a budget of samples: ranks that step alone do not hear how much the others load: "
             "expected fixed counts, and an echo that the seed decides (even or bernoulli), or a number of updates"

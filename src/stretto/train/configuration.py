@@ -11,7 +11,6 @@ Options             how `DataParallel` works
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from stretto.echo.text import parse_plan
@@ -87,7 +86,7 @@ class Training(Options, Generic[TaskT]):
         parse_guards(self.guards)
         SlowStore.parse(self.slow_loader)
         if self.echo != "none":
-            parse_plan(self.echo, self.echoed_length(lambda: 0.0))
+            parse_plan(self.echo, self.planned_updates if self.planned_samples is None else 1)
 
     @property
     def options(self) -> Options:
@@ -103,18 +102,6 @@ class Training(Options, Generic[TaskT]):
     def planned_samples(self) -> int | None:
         """Fresh samples after which the run ends, or None where they do not end it."""
         return self.samples if self.tokens is None else -(-self.tokens // tokens_of(self.task))
-
-    def echoed_length(self, share: Callable[[], float]) -> int | Callable[[], float] | None:
-        """Return how long a schedule of the echo is: where that is fixed, the micro-batches that a rank hands out.
-
-        Args:
-            share: Returns the share of the run that is done. It is the length where updates or samples end the run and
-                micro-batches are not fixed; where only time or loss end it there is none.
-        """
-        updates = self.planned_updates
-        if self.planned_samples is not None or (updates is not None and self.clock is not None):
-            return share
-        return None if updates is None else updates * self.micro_batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -149,10 +149,6 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
             f"clock={run.clock.minimum},{run.clock.maximum} with strategies that take turns: write it where it counts, "
             f"as acco:clock={run.clock.minimum},{run.clock.maximum}@100"
         )
-    if run.echo != "none" and any("clock" in phase.settings for _, phase in arm.phases):
-        raise ConfigError(
-            f"{arm.text}: an echo plans over fixed micro-batches; leave out the clock, or the echo"
-        )
     if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

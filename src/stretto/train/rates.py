@@ -1,6 +1,6 @@
 """What a strategy takes from its run: the seed of its draws, and a rate of averages that changes along the run.
 
-    rate=cosine(1,0.1)    as long as the run, where no number of steps is named
+    rate=cosine(1,0.1)    as long as the run, where no number of updates is named
     rate=echo             that at which the echo loads fresh batches
 
 With the second one, averages cost no more the more is echoed: ranks that load half as often average half as often.
@@ -25,12 +25,10 @@ class FreshRate:
 
     plan: Bernoulli | Even
     """It."""
-    batches: int
-    """Batches that it hands out per round."""
 
     def __call__(self, index: int) -> float:
         """Return the rate in the round at `index`."""
-        value = value_at(self._schedule, index * self.batches)
+        value = value_at(self._schedule, index)
         return value if isinstance(self.plan, Bernoulli) else 1 / value
 
     @property
@@ -58,20 +56,19 @@ def strategy_of(arm: Arm, run: RunConfig[TaskT], budget: Budget | None) -> Strat
         if is_along and options.get("plan", "even") == "even":
             raise ConfigError(
                 f"{arm.text}: even averages add up a rate from the first round on, and this one follows a budget of "
-                "samples: expected plan=bernoulli, or the number of steps as a third value"
+                "samples: expected plan=bernoulli, or the number of updates as a third value"
             )
     return STRATEGIES[arm.name](**options)
 
 
 def _rate(arm: Arm, run: RunConfig[TaskT], budget: Budget | None) -> Schedule:
     rate: Schedule | str = arm.options["rate"]
-    share = (lambda: 0.0) if budget is None else budget.share
+    updates = None if budget is None else budget.updates
     if not isinstance(rate, str):
-        known = None if budget is None else budget.length if budget.is_fixed else share
-        return over(rate, known)
-    plan = None if run.echo == "none" else parse_plan(run.echo, run.echoed_length(share))
+        return over(rate, updates)
+    plan = None if run.echo == "none" else parse_plan(run.echo, updates)
     if not isinstance(plan, Bernoulli | Even):
         raise ConfigError(
             f"{arm.text} with echo={run.echo}: expected an echo whose rate is known, as bernoulli:p=0.5 or even:uses=2"
         )
-    return FreshRate(plan, run.micro_batches)
+    return FreshRate(plan)

@@ -77,13 +77,11 @@ def reshard_loader(states: Sequence[dict[str, Any]], rank: int, world_size: int)
         return reshard(states, rank, world_size)
     after = reshard([state["after"] for state in states], rank, world_size)
     position = {**states[0]["position"], "in_epoch": False}
-    return {**states[0], "position": position, "uses": [], "before": after, "after": after, "batches": None}
+    return {**states[0], "position": position, "held": [], "before": after, "after": after, "batches": None}
 
 
 def _plan(run: RunConfig[TaskT], budget: Budget | None) -> Plan:
-    if run.echo == "none":
-        return Even(1)
-    return parse_plan(run.echo, run.echoed_length((lambda: 0.0) if budget is None else budget.share))
+    return Even(1) if run.echo == "none" else parse_plan(run.echo, None if budget is None else budget.updates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
