@@ -146,10 +146,11 @@ def budget_of(run: RunConfig[TaskT], world_size: int) -> Budget | None:
         return Budget(samples, nominal)
     if not any(map(_steps_alone, parts)):
         return Budget(samples, nominal, lambda update: update.fresh_samples)
-    if has_clock or isinstance(parse_plan(run.echo, 1), Ready | Auto):
+    if has_clock or isinstance(parse_plan(run.echo, 1), Ready | Auto) or run.nonfinite == "skip":
         raise ConfigError(
             f"{run.strategy} with a budget of samples: ranks that step alone do not hear how much the others load: "
-            "expected fixed counts, and an echo that the seed decides (even or bernoulli), or a number of updates"
+            "expected fixed counts, an echo that the seed decides (even or bernoulli), and nonfinite=raise; or a "
+            "number of updates"
         )
     # Seed and step decide, so every rank has loaded as much as this one.
     return Budget(samples, nominal, lambda update: update.fresh * batch * world_size)

@@ -204,6 +204,7 @@ def _outcome(
     return Outcome(
         updates=handle.steps,
         samples=totals.samples,
+        fresh_samples=totals.fresh_samples,
         training_seconds=training_seconds,
         cpu_seconds=cpu_seconds,
         samples_per_second=totals.samples_per_second,
