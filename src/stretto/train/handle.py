@@ -1,5 +1,6 @@
 """What the training loop holds: `DataParallel` or a stock method with the same interface, as a run says."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -12,6 +13,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from stretto.engine import Options
 from stretto.engine.round import Weighed
 from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
@@ -117,9 +119,16 @@ def open_handle(
         micro_batches=micro_batches,
         scheduler=scheduler,
         group=group,
-        guards=parse_guards(run.guards),
-        options=run.options,
+        guards=parse_guards(run.guards, run.seed),
+        options=_seeded(run),
     )
+
+
+def _seeded(run: RunConfig[TaskT]) -> Options:
+    """Return the options of a run, whose noise is drawn from the run's seed unless it has one."""
+    if run.noise is None or run.noise.seed is not None:
+        return run.options
+    return dataclasses.replace(run.options, noise=dataclasses.replace(run.noise, seed=run.seed))
 
 
 def check_run(run: RunConfig[TaskT], world_size: int) -> None:
@@ -131,15 +140,23 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     Raises:
         ConfigError: They do.
     """
-    if outside := sorted({fault.rank for fault in run.faults if not fault.rank < world_size}):
+    named = {fault.rank for fault in run.faults if fault.rank != "all"}
+    if outside := sorted(rank for rank in named if not rank < world_size):
         raise ConfigError(
             f"faults name rank {', '.join(map(str, outside))}; the run has ranks 0 to {world_size - 1}"
         )
+    if run.noise is not None:
+        run.noise.check(world_size)
     if run.ranks_per_node is not None:
         check_nodes(world_size, run.ranks_per_node)
     if isinstance(run.task, OverFiles):
         run.task.check()
     arm = parse_arm(run.strategy)
+    if not arm.is_ours and (run.faults or run.noise):
+        raise ConfigError(
+            f"{arm.name}: {'faults strike' if run.faults else 'noise hits'} jobs of our own strategies, not those of "
+            "stock methods; leave out the one or the other"
+        )
     if arm.phases and run.faults:
         raise ConfigError(
             f"{arm.text}: faults strike the parts of one strategy; rehearse them under each by itself"
@@ -151,9 +168,10 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         )
     if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])
+        alone = dataclasses.replace(run, noise=None)  # which may be on ranks that only the real group has
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         budget = budget_of(run, world_size)
-        open_handle(run, model, optimizer, group=SoloGroup(), budget=budget).finish()
+        open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
 
 
 class Rehearsal:
@@ -165,7 +183,7 @@ class Rehearsal:
     """
 
     def __init__(self, run: RunConfig[TaskT], rank: int) -> None:
-        self._injector = Injector(FaultPlan(run.faults), rank)
+        self._injector = Injector(FaultPlan(run.faults).drawn_from(run.seed), rank)
         self._is_on = bool(run.faults)
 
     def wrap(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
