@@ -20,8 +20,8 @@ from stretto.page.records import items, mapping, number, read_json, read_records
 from stretto.page.times import of_updates
 
 _NUMBERS = (
-    "step", "samples", "fresh_samples", "loss", "training_seconds", "exposed_seconds", "lane_seconds", "wait_seconds", "sent_bytes",
-    "fresh", "echoed", "skipped_rounds",
+    "step", "samples", "fresh_samples", "loss", "training_seconds", "exposed_seconds", "lane_seconds", "wait_seconds",
+    "sent_bytes", "fresh", "echoed", "skipped_rounds",
 )  # fmt: skip
 
 

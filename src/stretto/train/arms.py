@@ -26,6 +26,7 @@ from stretto.fields import (
     split_settings,
     unknown_name,
 )
+from stretto.noise import Noise, parse_noise
 from stretto.peers import PEERS
 from stretto.schedules import Ramp, Schedule, parse_schedule
 from stretto.strategies import STRATEGIES, Strategy
@@ -37,6 +38,7 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
         **dict.fromkeys(("wire", "changes", "estimates"), Wire),
         **dict.fromkeys(("micro_batches", "ranks_per_node", "bucket_bytes"), int),
         **{"exchange": field_types(Options)["exchange"], "clock": Clock, "clip_norm": float, "lr": float},
+        "noise": field_types(Options)["noise"],
     }
 )
 """Settings of a run that an arm may have for itself, and their types."""
@@ -100,7 +102,9 @@ def parse_rate(text: str) -> Schedule | str:
     return text if text == AS_ECHO else parse_schedule(text)
 
 
-_READERS: Readers = MappingProxyType({Clock: parse_clock, Wire: parse_wire, Schedule: parse_rate})
+_READERS: Readers = MappingProxyType(
+    {Clock: parse_clock, Wire: parse_wire, Schedule: parse_rate, Noise: parse_noise}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
