@@ -82,8 +82,8 @@ ACCO_NOTE = (
     "while a comment in configuration ddp calls the same number 50B tokens, which fits 50,000 updates of 32 workers "
     "with 32 sequences each. The first is taken, and the warm-up is in the same unit. The code accumulates for as long "
     "as communication takes, as --clock 1,16 does; here two micro-batches make an update. Its DDP arm has 32 sequences "
-    "to a micro-batch and sums in fp32; here all arms have as many and sum in bf16. DPU begins with synchronous updates, 1,000 of one "
-    "micro-batch; with 32 workers they are 500 of two, because the whole run has 781."
+    "to a micro-batch and sums in fp32; here all arms have as many and sum in bf16. DPU begins with synchronous "
+    "updates, 1,000 of one micro-batch; with 32 workers they are 500 of two, because the whole run has 781."
 )
 NOISE = Noise(1e-2)
 NOISE_NOTE = "The other degrees of noise: --noise 1e-4, 1e-3, 1e-2 or 1e-1."
