@@ -386,9 +386,8 @@ class DataParallel:
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
         samples = self._feed.num_samples if samples is None else samples
-        if self._feed.has_begun and loss is not None:
-            self._feed.input.note_loss(loss, weight)
-        update = self._compute.count(weight, loss, samples, self._feed.input.fresh_of(samples))
+        fresh = self._feed.input.note(loss, weight, samples) if self._feed.has_begun else samples
+        update = self._compute.count(weight, loss, samples, fresh)
         return self._feed.arrived(update) if self._feed.has_begun or self._phases else update
 
     def _checked_weight(self, weight: float) -> float:

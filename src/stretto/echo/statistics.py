@@ -54,14 +54,15 @@ class InputStatistics:
             self._uses.append(1 if self._echo is None else self._echo.use_index)
         return batch
 
-    def fresh_of(self, samples: int) -> int:
-        """Return how many of the samples of the batch taken last are at their first use: all or none."""
-        return samples if self._echo is None or self._echo.is_fresh else 0
+    def note(self, loss: Tensor | None, weight: float, samples: int) -> int:
+        """Return how many of the samples of the batch taken last are at their first use: all or none.
 
-    def note_loss(self, loss: Tensor, weight: float) -> None:
-        """Keep the loss of the batch taken last if this was its first use; its value is read at the update."""
-        if self._echo is not None and self._echo.is_fresh and weight > 0:
+        Keep its loss too, if an `EchoLoader` gave it for the first time; its value is read at the update.
+        """
+        is_fresh = self._echo is None or self._echo.is_fresh
+        if self._echo is not None and is_fresh and loss is not None and weight > 0:
             self._first_losses.append((loss.detach(), weight))
+        return samples if is_fresh else 0
 
     def fill(self, update: Update) -> Update:
         """Return `update` with the statistics since the update before it, and begin again."""

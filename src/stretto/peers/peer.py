@@ -169,8 +169,7 @@ class Peer:
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int = 1) -> Update | None:
         """Run one micro-batch's backward pass; return the update that it completed, or None."""
         counted = 0.0 if self._tally.exhausted else weight
-        self._tally.add(loss, counted, samples, self._input.fresh_of(samples))
-        self._input.note_loss(loss, counted)
+        self._tally.add(loss, counted, samples, self._input.note(loss, counted, samples))
         is_last = self._tally.micro_batches == self.micro_batches
         totals = self.agree(self._tally) if is_last else None
         (loss * (counted / self.micro_batches)).backward()
