@@ -27,9 +27,14 @@ MICRO_BATCHES = 4
 ARMS = ("one", "four", "one fresh", "four fresh")
 
 SETTINGS = {
-    "digits": Setting(
+    "digits-large": Setting(
         config=lambda lr: DigitsResNet(width=8, batch=16, lr=lr),
         batch=16, loads=96, uses=USES, step_seconds=0.005, rates=(0.02, 0.04, 0.08), arms=ARMS,
+        tuning_seeds=(100, 101),
+    ),
+    "digits-small": Setting(
+        config=lambda lr: DigitsResNet(width=8, batch=4, lr=lr),
+        batch=4, loads=384, uses=USES, step_seconds=0.003, rates=(0.005, 0.01, 0.02), arms=ARMS,
         tuning_seeds=(100, 101),
     ),
     "language": Setting(
