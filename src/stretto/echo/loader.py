@@ -49,14 +49,15 @@ class EchoLoader(Generic[Batch]):
     Every rank wraps its own loader. Attributes that this class does not have are those of the loader.
 
     A new iterator begins a new pass over the loader, and ends the pass before it. The first one after
-    `load_state_dict` goes on in the middle. Batches that were read ahead of a pass that is left are dropped. A read
-    that is under way when a pass is left ends by itself; the next pass waits for it.
+    `load_state_dict` goes on in the middle. What was read ahead of a pass that is left is dropped; the next pass waits
+    for a read that is under way.
 
     Attributes:
         loader: The bare loader.
-        plan: The plan.
+        plan: When to echo.
         options: The other options.
         use_index: Which use of its batch the last step was: 1 for the first; 0 before the first step.
+        batch_index: Which batch the last step used: fresh batches that this rank was given before it; -1 at first.
         wait_seconds: Total time in which fresh batches were waited for.
         load_seconds: Total time that the bare loader took to give them, in the background or not.
     """
@@ -73,8 +74,7 @@ class EchoLoader(Generic[Batch]):
         """Wrap `loader`.
 
         Args:
-            loader: This rank's training batches: any iterable, which may write all into the same memory. Not those of
-                a validation, which must count once.
+            loader: This rank's training batches: any iterable. Not those of a validation, which must count once.
             plan: When to echo; None is `Ready()`, which never echoes a loader that is fast enough.
             place: Called once with every fresh batch, before it is held. A copy to the device belongs here, so that
                 echoes cost no transfer. It must give every batch tensors of its own. Under `resume="store"` it is
@@ -101,6 +101,7 @@ class EchoLoader(Generic[Batch]):
                 "another plan"
             )
         self.use_index = 0
+        self.batch_index = -1
         self.wait_seconds = 0.0
         self.load_seconds = 0.0
         self._place = place
@@ -117,9 +118,8 @@ class EchoLoader(Generic[Batch]):
         self._state_after: Any = None
         """State of the bare loader after the newest batch that was taken from the reader."""
         self._resumption: Resumption | None = None
-        """Of a state that was loaded, until the next iterator begins."""
+        """Of a state that was loaded, until the next iterator begins; and that state itself."""
         self._loaded_state: dict[str, Any] | None = None
-        """That state itself."""
 
     @property
     def is_fresh(self) -> bool:
@@ -167,8 +167,7 @@ class EchoLoader(Generic[Batch]):
                 f"the length of an epoch under {type(self.plan).__name__} is not known beforehand: set "
                 "EchoOptions(steps_per_epoch=...)"
             )
-        position = self._position
-        selector = self.plan.selector(self.options.seed)
+        position, selector = self._position, self.plan.selector(self.options.seed)
         selector.load_state_dict(
             self._selector_at_epoch if position.in_epoch else self._selector.state_dict()
         )
@@ -321,8 +320,7 @@ class EchoLoader(Generic[Batch]):
         while limit is None or position.step - position.epoch_step < limit:
             if self._selector.is_measuring and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
-            use_seconds = reader.now() - handed_out
-            load_seconds = math.nan
+            use_seconds, load_seconds = reader.now() - handed_out, math.nan
             if position.slot == 0 or updates.begins():
                 position.begin_update()
             parameters = updates.parameters()
@@ -384,7 +382,7 @@ class EchoLoader(Generic[Batch]):
         """Count a use and return the batch. Counted first: a state that is saved during the use includes it."""
         position = self._position
         batch: Batch = self._buffer.use(held, position.step, position.update, parameters)
-        self.use_index = held.uses
+        self.use_index, self.batch_index = held.uses, held.number
         self._selector.record(
             StepRecord(
                 update=position.update,
