@@ -5,6 +5,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any, Literal
 
 from stretto.errors import ConfigError
@@ -39,7 +40,7 @@ class Noise:
             raise ConfigError(f"noise {self}: expected variances of at least 0 and a mean, all finite")
         if self.every is not None and not is_count(self.every[0], 1):
             raise ConfigError(f"noise {self}: expected a burst every 1 or more updates, as every=500:0.1")
-        if self.ranks is not None and (not self.ranks or min(self.ranks) < 0):
+        if min(self.ranks or (0,)) < 0:
             raise ConfigError(f"noise {self}: expected ranks from 0, or all")
 
     def __str__(self) -> str:
@@ -83,6 +84,13 @@ class Noise:
                 f"noise {self} names rank {outside[0]}; the run has ranks 0 to {world_size - 1}"
             )
 
+    def going_on(self, left_out: Collection[int]) -> "Noise":
+        """Return the noise for a run that goes on in new processes without some ranks; the others have new numbers."""
+        if self.ranks is None:
+            return self
+        stay = [rank - sum(other < rank for other in left_out) for rank in self.ranks if rank not in left_out]
+        return dataclasses.replace(self, rank=tuple(stay))
+
 
 def parse_noise(text: str) -> Noise:
     """Read VARIANCE[,key=value]...
@@ -91,15 +99,17 @@ def parse_noise(text: str) -> Noise:
         UnknownName: There is no such setting.
         ConfigError: A value cannot be read, or cannot be.
     """
-    kinds = field_types(Noise)
+    _, *known = field_types(Noise)
     first, *others = (part.strip() for part in text.split(","))
-    values: dict[str, Any] = {"variance": _read("variance", first)}
+    values: dict[str, Any] = {}
     for other in others:
         key, _, value = other.partition("=")
-        if key not in kinds:
-            raise unknown_name("noise has no setting", key, list(kinds)[1:])
+        if key not in known:
+            raise unknown_name("noise has no setting", key, known)
+        if key in values:
+            raise ConfigError(f"noise {text}: {key} is set twice; leave out one")
         values[key] = _read(key, value)
-    return Noise(**values)
+    return Noise(_read("variance", first), **values)
 
 
 def _read(key: str, text: str) -> Any:

@@ -109,6 +109,7 @@ def open_handle(
             run.micro_batches,
             clip_norm=run.clip_norm,
             scheduler=scheduler,
+            noise=_seeded(run).noise,
             **arm.options,
         )
     micro_batches = run.micro_batches if run.clock is None else run.clock
@@ -152,11 +153,9 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     if isinstance(run.task, OverFiles):
         run.task.check()
     arm = parse_arm(run.strategy)
-    if not arm.is_ours and (run.faults or run.noise):
-        raise ConfigError(
-            f"{arm.name}: {'faults strike' if run.faults else 'noise hits'} jobs of our own strategies, not those of "
-            "stock methods; leave out the one or the other"
-        )
+    if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
+        what = "faults strike" if run.faults else "noise hits averages of"
+        raise ConfigError(f"{arm.name}: {what} our own strategies only; leave out the one or the other")
     if arm.phases and run.faults:
         raise ConfigError(
             f"{arm.text}: faults strike the parts of one strategy; rehearse them under each by itself"
