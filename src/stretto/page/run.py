@@ -21,8 +21,8 @@ from stretto.page.records import items, mapping, number, read_json, read_records
 from stretto.page.times import of_updates
 
 _NUMBERS = (
-    "step", "samples", "loss", "training_seconds", "exposed_seconds", "lane_seconds", "wait_seconds", "sent_bytes",
-    "fresh", "echoed", "skipped_rounds", "interval", "noise", "divergence",
+    "step", "samples", "fresh_samples", "loss", "training_seconds", "exposed_seconds", "lane_seconds", "wait_seconds",
+    "sent_bytes", "fresh", "echoed", "skipped_rounds", "interval", "noise", "divergence",
 )  # fmt: skip
 
 
@@ -36,6 +36,7 @@ def read_run(path: Path, name: str) -> Contents:
     axes = {
         "updates": columns["step"],
         "samples": np.nancumsum(columns["samples"]),
+        "loads": np.cumsum(columns["fresh_samples"]),
         "seconds": columns["training_seconds"],
         "bytes": np.nancumsum(columns["sent_bytes"]),
     }
