@@ -34,7 +34,7 @@ SETTINGS = {
     ),
     "digits-small": Setting(
         config=lambda lr: DigitsResNet(width=8, batch=4, lr=lr),
-        batch=4, loads=384, uses=USES, step_seconds=0.003, rates=(0.005, 0.01, 0.02), arms=ARMS,
+        batch=4, loads=160, uses=USES, step_seconds=0.003, rates=(0.005, 0.01, 0.02), arms=ARMS,
         tuning_seeds=(100, 101),
     ),
     "language": Setting(

@@ -2,14 +2,14 @@
 
     nice python experiments/echo_rounds.py --out benchmarks/results/DATE-echo-groups
 
-An update of ACCO has two rounds: A at the estimate, B at the committed parameters. Both orders read the same batches and
-use each twice, with two micro-batches in a round:
+An update of ACCO has two rounds: A at the estimate, B at the committed parameters. Both orders read the same batches
+and use each twice, with two micro-batches in a round:
 
     round    A takes fresh batches, B takes those of A again
     update   A and B take fresh batches, A and B of the next update take them again
 
-Two ranks of a virtual cluster; a GPT on the bytes of Python's standard library. Every rate runs with every seed. The rate
-of an order is the best of the first two seeds, which are not compared.
+Two ranks of a virtual cluster; a GPT on the bytes of Python's standard library. Every rate runs with every seed. The
+rate of an order is the best of the first two seeds, which are not compared.
 """
 
 import argparse
@@ -49,7 +49,12 @@ def heldout_loss(order: str, rate: float, seed: int) -> float:
     def program(rank: int, group: VirtualGroup) -> float:
         task = config.build(rank, RANKS, seed, LOADS * USES // MICRO_BATCHES)
         parallel = DataParallel(
-            task.model, task.optimizer, ACCO(), micro_batches=MICRO_BATCHES, scheduler=task.scheduler, group=group
+            task.model,
+            task.optimizer,
+            ACCO(),
+            micro_batches=MICRO_BATCHES,
+            scheduler=task.scheduler,
+            group=group,
         )
         for batch in parallel.feed(again(itertools.islice(task.loader, LOADS), ORDERS[order])):
             loss = task.loss(task.model, batch)
@@ -61,11 +66,15 @@ def heldout_loss(order: str, rate: float, seed: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for rounds.json")
     folder = parser.parse_args().out
     torch.set_num_threads(1)
-    losses: dict[str, dict[float, dict[int, float]]] = {order: {rate: {} for rate in RATES} for order in ORDERS}
+    losses: dict[str, dict[float, dict[int, float]]] = {
+        order: {rate: {} for rate in RATES} for order in ORDERS
+    }
     for seed, rate, order in itertools.product((*TUNING, *COMPARED), RATES, ORDERS):
         losses[order][rate][seed] = heldout_loss(order, rate, seed)
         print(f"{order} lr {rate:g} seed {seed}: {losses[order][rate][seed]:.4f}", flush=True)

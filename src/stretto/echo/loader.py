@@ -259,9 +259,7 @@ class EchoLoader(Generic[Batch]):
             "position": asdict(self._position),
             "selector": self._selector.state_dict(),
             "selector_at_epoch": self._selector_at_epoch,
-            "held": [
-                {"uses": one.uses, "update": one.update, "used_at": list(one.used_at)} for one in held
-            ],
+            "held": [{"uses": one.uses, "update": one.update, "used_at": list(one.used_at)} for one in held],
             "before": held[0].state_before if held else after,
             "after": after,
             "changes": [change_of(one) for one in held],
@@ -323,7 +321,7 @@ class EchoLoader(Generic[Batch]):
             if self._selector.is_measuring and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             use_seconds, load_seconds = reader.now() - handed_out, math.nan
-            if position.slot == 0 or updates.begins():
+            if updates.begins() or position.slot == 0:
                 position.begin_update()
             parameters = updates.parameters()
             usable = [one for one in buffer.held if one.can_be_used(position.update, parameters)]
@@ -377,12 +375,14 @@ class EchoLoader(Generic[Batch]):
         """Put a batch into the buffer. Containers and arrays that `place` gives may be its own."""
         placed = batch if self._place is None else rebuilt(self._place(batch), lambda tensor: tensor)
         state_before, self._state_after = self._state_after, state_after
-        size = self.plan.pool - 1 + max(self._position.slot + 1, self._position.slots_before)
+        position, held = self._position, self._buffer.held
+        size = self.plan.pool - 1 + max(position.slot + 1, position.slots_before)
+        if position.repeats:  # what an echoed update has used, however far back, the next one may use again
+            in_use = [index for index, one in enumerate(held) if one.update >= position.update - 1]
+            size = max(size, len(held) - min(in_use, default=len(held)) + 1)
         return self._buffer.add(placed, size, state_before=state_before, **fields)
 
-    def _use(
-        self, held: HeldBatch, parameters: int | None, load_seconds: float, use_seconds: float
-    ) -> Batch:
+    def _use(self, held: HeldBatch, parameters: int | None, load_seconds: float, use_seconds: float) -> Batch:
         """Count a use and return the batch. Counted first: a state that is saved during the use includes it."""
         position = self._position
         batch: Batch = self._buffer.use(held, position.step, position.update, parameters)

@@ -43,8 +43,8 @@ def _read_schedule(text: str, updates: int | None) -> Schedule:
     match = _FORM.fullmatch(text.replace(" ", ""))
     if match is None:
         raise ConfigError(
-            f"cannot read the schedule {text!r}: expected cosine(START,STOP[,UPDATES]), linear(START,STOP[,UPDATES]) or "
-            "multistep(VALUE,UPDATE,VALUE,...)"
+            f"cannot read the schedule {text!r}: expected cosine(START,STOP[,UPDATES]), linear(START,STOP[,UPDATES]) "
+            "or multistep(VALUE,UPDATE,VALUE,...)"
         )
     numbers = [float(read_value(number, float)) for number in match[2].split(",")]
     if match[1] == "multistep":
