@@ -323,7 +323,7 @@ class EchoLoader(Generic[Batch]):
             use_seconds, load_seconds = reader.now() - handed_out, math.nan
             if updates.begins() or position.slot == 0:
                 position.begin_update()
-            parameters = updates.parameters()
+            parameters = updates.parameters() if self.plan.echoes or limit is not None else None
             usable = [one for one in buffer.held if one.can_be_used(position.update, parameters)]
             selected = self._select(usable, reader)
             if selected is None:

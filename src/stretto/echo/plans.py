@@ -43,6 +43,11 @@ class Plan(ABC):
         return 1
 
     @property
+    def echoes(self) -> bool:
+        """Whether any batch is ever used again, but to fill an epoch of fixed length."""
+        return True
+
+    @property
     def decides_by_update(self) -> bool:
         """Whether one decision holds for all batches of an update; otherwise every batch has its own."""
         return True
@@ -181,6 +186,11 @@ class Even(Plan):
         check_fields(self)
         if not callable(self.uses):
             _earned(self.uses, 0)
+
+    @property
+    def echoes(self) -> bool:
+        """Whether there is more than one use."""
+        return self.uses != 1
 
     def selector(self, seed: int) -> Selector:
         """Return a new selector; it draws nothing."""
