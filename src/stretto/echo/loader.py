@@ -321,9 +321,9 @@ class EchoLoader(Generic[Batch]):
             if self._selector.is_measuring and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             use_seconds, load_seconds = reader.now() - handed_out, math.nan
-            if position.slot == 0 or updates.begins():
+            if updates.begins() or position.slot == 0:
                 position.begin_update()
-            parameters = updates.parameters()
+            parameters = updates.parameters() if self.plan.echoes or limit is not None else None
             usable = [one for one in buffer.held if one.can_be_used(position.update, parameters)]
             selected = self._select(usable, reader)
             if selected is None:
@@ -375,7 +375,11 @@ class EchoLoader(Generic[Batch]):
         """Put a batch into the buffer. Containers and arrays that `place` gives may be its own."""
         placed = batch if self._place is None else rebuilt(self._place(batch), lambda tensor: tensor)
         state_before, self._state_after = self._state_after, state_after
-        size = self.plan.pool - 1 + max(self._position.slot + 1, self._position.slots_before)
+        position, held = self._position, self._buffer.held
+        size = self.plan.pool - 1 + max(position.slot + 1, position.slots_before)
+        if position.repeats:  # what an echoed update has used, however far back, the next one may use again
+            in_use = [index for index, one in enumerate(held) if one.update >= position.update - 1]
+            size = max(size, len(held) - min(in_use, default=len(held)) + 1)
         return self._buffer.add(placed, size, state_before=state_before, **fields)
 
     def _use(self, held: HeldBatch, parameters: int | None, load_seconds: float, use_seconds: float) -> Batch:

@@ -24,7 +24,7 @@ class Updates(Protocol):
         ...
 
     def begins(self) -> bool:
-        """Return whether the next batch is the first of an update."""
+        """Return whether the next batch is the first of an update; asked once before each."""
         ...
 
     def parameters(self) -> int | None:

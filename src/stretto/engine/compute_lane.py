@@ -56,13 +56,11 @@ class ComputeLane:
         self.model = model
         self.statistics = model.statistics
         self.vote = Vote.GO_ON
-        self.votes: list[Vote] = []
-        """Each rank's vote in the last round that landed."""
+        self.votes: list[Vote] = []  # of each rank, in the last round that landed
         self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
         self.at_boundary = True  # whether the last round that landed ended an update
         self.steps = 0
-        self.num_counted = 0
-        """Micro-batches of this rank so far, of any weight."""
+        self.num_counted = 0  # micro-batches of this rank so far, of any weight
         self.land_phase: Callable[[], None] | None = None  # lands what a checkpoint has left of one
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._scheduler = scheduler
@@ -86,7 +84,7 @@ class ComputeLane:
         """The round that accumulates."""
         self._ready: Round | None = None  # the round that takes off next, once its quota is met
         self._accumulating_round = 0
-        """Position of the accumulating round in its update; it is one ahead of the round in flight."""
+        """In its update; it is one ahead of the round in flight."""
         self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self.accumulation.attach()
         self.replica.models_show(self.model.parameters)
@@ -126,12 +124,8 @@ class ComputeLane:
     @property
     def is_clear(self) -> bool:
         """Whether the last update has ended and this rank has counted no micro-batch since."""
-        return (
-            self.at_boundary
-            and self._in_flight is None
-            and self._ready is None
-            and self.accumulation.contribution.count == 0
-        )
+        has_counted = self.accumulation.contribution.count > 0
+        return self.at_boundary and not has_counted and self._in_flight is None and self._ready is None
 
     # Micro-batches
 

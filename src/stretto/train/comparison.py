@@ -1,6 +1,7 @@
 """Two measurements: strategies side by side on the same link, and whether a run waits for its data."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -118,6 +119,8 @@ def diagnose_rank(info: RankInfo, job: DiagnoseConfig[TaskT]) -> Diagnosis:
             def step(batch: Batch) -> Update | None:
                 return handle.micro_batch(partial(task.loss, handle.model), batch)
 
-            found = diagnose(slowed(run, task.loader, info.rank), step, batches=job.batches)
+            # Whole updates, because the last micro-batch of one waits for communication.
+            whole = math.ceil(job.batches / run.micro_batches) * run.micro_batches
+            found = diagnose(slowed(run, task.loader, info.rank), step, batches=whole)
             handle.finish()
     return found

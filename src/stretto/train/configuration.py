@@ -64,9 +64,9 @@ class Training(Options, Generic[TaskT]):
     """Watch values: standard, or replica, rest, audit; several with commas between them, settings after colons, as
     rest,audit:rate=0.01. standard is all that fits the strategy, and `verified`. See docs/guards.md."""
     echo: str = "none"
-    """Use batches again: even, bernoulli, ready or auto; while the next ones are on their way. Settings follow after
-    colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See docs/echo.md, and `stretto diagnose`
-    first."""
+    """Train updates on held batches while the next ones are on their way: even, bernoulli, ready or auto. Settings
+    follow after colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See docs/echo.md, and
+    `stretto diagnose` first."""
     slow_loader: str = "none"
     """Make loading slow: MS[,decode][,jitter=CV] per micro-batch, waiting, or with decode keeping a core busy."""
     evaluate_every: int | None = 100
@@ -268,7 +268,7 @@ class DiagnoseConfig(Job[TaskT]):
     """ddp, zero1, dpu, wp, acco, local, diloco, paft-sync or paft-dyn; what the steps communicate, and whether it is
     hidden."""
     batches: int = 32
-    """Micro-batches to measure each time; the loader alone, the step alone, both."""
+    """Micro-batches to measure each time, rounded up to whole updates; the loader alone, the step alone, both."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
