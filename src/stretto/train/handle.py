@@ -121,11 +121,18 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         raise ConfigError(
             f"faults name rank {', '.join(map(str, outside))}; the run has ranks 0 to {world_size - 1}"
         )
+    if outside := sorted(rank for rank in run.slow if not 0 <= rank < world_size):
+        raise ConfigError(f"slow names rank {outside[0]}; the run has ranks 0 to {world_size - 1}")
     if run.ranks_per_node is not None:
         check_nodes(world_size, run.ranks_per_node)
     if isinstance(run.task, OverFiles):
         run.task.check()
     arm = parse_arm(run.strategy)
+    if run.slow and not arm.is_ours:
+        raise ConfigError(
+            f"slow with strategy={arm.text!r}: a stock method tells nobody of its micro-batches: expected strategies "
+            "of the library"
+        )
     if arm.phases and run.faults:
         raise ConfigError(
             f"{arm.text}: faults strike the parts of one strategy; rehearse them under each by itself"
