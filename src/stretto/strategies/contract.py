@@ -163,7 +163,9 @@ class Launch:
     learning_rate: float
     """Of the outer step."""
     momentum: float
-    """Of the outer step, Nesterov's."""
+    """Of the outer step."""
+    nesterov: bool = True
+    """Whether the step looks ahead along its new velocity."""
     keeps_progress: bool = False
     """Whether its `Land` adds what this rank has changed since."""
     is_due: bool = True
