@@ -130,7 +130,10 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup) -> Job:
             any collective but the one that compares settings.
     """
     progress = Progress()
-    failures = FailureDetector(group, phases[0].options.timeout_seconds, progress)
+    model: object = phases[0].model  # nobody has checked it yet
+    devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
+    device = devices[0] if devices else torch.device("cpu")
+    failures = FailureDetector(group, device, phases[0].options.timeout_seconds, progress)
     try:
         return _start(phases, progress, failures)
     except BaseException as error:  # what only one rank cannot train is told to the others
@@ -190,6 +193,7 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
     lane.watch(job)
     for listener in model.listeners:
         listener.began_again()
+    failures.let_go()
     return job
 
 

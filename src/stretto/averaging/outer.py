@@ -52,7 +52,7 @@ class Fragment:
         self._layout = _layout_of(sharded, members)
         self.exchange = exchange.over(self._layout)
         self._carried: list[Tensor] = []
-        """What travels, one tensor per flat set; empty at rest."""
+        """What travels, one tensor per flat set, until it has landed; empty at rest."""
         self._left: list[Tensor] = []
         """The masters as they were when it left, where progress since is kept."""
         self.anchor = self._new()
@@ -77,6 +77,7 @@ class Fragment:
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the anchor, and forget the velocity."""
         self._left = []
+        self._carried = []
         for view, master in zip(self.anchor_by_bucket, self._masters, strict=True):
             view.copy_(master)
         for share in (*self.velocity, *self.lost):
@@ -122,7 +123,6 @@ class Fragment:
             # Its change, or its new values.
             self._own(carried[index]).copy_(step if is_narrow else step.sub_(changed).add_(total))
         self._gather(carried)
-        self._carried = []
 
     def land(self, mix: float) -> None:
         """Mix the anchor, with what is kept of the progress since, into this rank's masters, of which `mix` stays."""
@@ -132,6 +132,9 @@ class Fragment:
                 master.mul_(mix).add_(target, alpha=1 - mix)
             else:
                 master.copy_(target)
+        # Not sooner: on CUDA the lane's stream may still read it when the lane's host code is through, and memory that
+        # is freed goes back to the stream that allocated it. Whoever lands has been ordered after that stream.
+        self._carried = []
         self._left = []
 
     def state_dict(self) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Ranks:
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
         self.group = private_group(timeout_seconds=timeout_seconds + BACKEND_MARGIN_SECONDS)
         self.device = device
-        self._failures = FailureDetector(self.group, timeout_seconds, Progress())
+        self._failures = FailureDetector(self.group, device, timeout_seconds, Progress())
         self._lifetime = Lifetime(self._failures, leave=lambda waits: None)
 
     @contextmanager
