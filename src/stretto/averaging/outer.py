@@ -29,6 +29,7 @@ from torch import Tensor
 from stretto.exchange import Exchange, PackedWire, Wire
 from stretto.flat import Bucket, FlatSet, Layout
 from stretto.optimizer import ShardedOptimizer
+from stretto.strategies.contract import Launch
 
 
 class Fragment:
@@ -95,14 +96,12 @@ class Fragment:
             if self._is_narrow(index):
                 view.sub_(self.anchor_by_bucket[index])
 
-    def travel(self, share: float, learning_rate: float, momentum: float, *, nesterov: bool) -> None:
+    def travel(self, share: float, step: Launch) -> None:
         """Take the outer step with what was loaded; all ranks must call, in the same order.
 
         Args:
             share: This rank's part of the weight.
-            learning_rate: Of the step.
-            momentum: Of the step.
-            nesterov: Whether the step looks ahead.
+            step: Its learning rate and momentum.
         """
         feedback = self.exchange.feedback
         flats = [flat.mul_(share) if share else flat.zero_() for flat in self._carried]
@@ -117,11 +116,11 @@ class Fragment:
         for index, total in enumerate(sums):
             is_narrow = self._is_narrow(index)
             changed = total if is_narrow else total - self._own(self.anchor_by_bucket[index])
-            velocity = self.velocity[index].mul_(momentum).add_(changed)
-            step = (velocity * momentum).add_(changed) if nesterov else velocity.clone()
-            step.mul_(learning_rate)
+            velocity = self.velocity[index].mul_(step.momentum).add_(changed)
+            moved = (velocity * step.momentum).add_(changed) if step.nesterov else velocity.clone()
+            moved.mul_(step.learning_rate)
             # Its change, or its new values.
-            self._own(carried[index]).copy_(step if is_narrow else step.sub_(changed).add_(total))
+            self._own(carried[index]).copy_(moved if is_narrow else moved.sub_(changed).add_(total))
         self._gather(carried)
 
     def land(self, mix: float) -> None:
