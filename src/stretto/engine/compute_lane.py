@@ -245,7 +245,7 @@ class ComputeLane:
             raise OutOfTurn(f"{self.where}: landing without take-off")
         for listener in self.model.listeners:
             listener.landing_begins()
-        self.model.show(landing.buffer.views, landing.shown)
+        self.model.show(landing.buffer.views, landing.complete(self.accumulation))
         if self.statistics.names:
             self.statistics.install(landing)
         if self.overlaps:

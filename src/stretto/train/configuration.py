@@ -123,9 +123,18 @@ class Job(Training[TaskT]):
     it, the run gives up after 600 s of training."""
     link: str = "none"
     """Slow link to train over, as 1gbit or 50mbit,2ms; throttles Gloo, no root needed."""
+    slow: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Ranks that are made slow: with 3=2.5,7=1.2 rank 3 takes 2.5 times as long for a micro-batch. It waits for the
+    rest of that time and does not compute; factors of at least 1."""
 
     def __post_init__(self) -> None:
         Training.__post_init__(self)
+        if too_fast := [
+            f"{rank}={factor:g}" for rank, factor in self.slow.items() if not 1 <= factor < math.inf
+        ]:
+            raise ConfigError(
+                f"slow={too_fast[0]}: a rank can only be made slower: expected a factor of at least 1"
+            )
         check_at_least(self, workers=1, threads=1)
         if self.seconds is not None and not self.seconds > 0:
             raise ConfigError(f"seconds must be positive, found {self.seconds}")

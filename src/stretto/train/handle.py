@@ -148,6 +148,8 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         )
     if run.noise is not None:
         run.noise.check(world_size)
+    if outside := sorted(rank for rank in run.slow if not 0 <= rank < world_size):
+        raise ConfigError(f"slow names rank {outside[0]}; the run has ranks 0 to {world_size - 1}")
     if run.ranks_per_node is not None:
         check_nodes(world_size, run.ranks_per_node)
     if isinstance(run.task, OverFiles):
@@ -156,6 +158,11 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
         what = "faults strike" if run.faults else "noise hits averages of"
         raise ConfigError(f"{arm.name}: {what} our own strategies only; leave out the one or the other")
+    if run.slow and not arm.is_ours:
+        raise ConfigError(
+            f"slow with strategy={arm.text!r}: a stock method tells nobody of its micro-batches: expected strategies "
+            "of the library"
+        )
     if arm.phases and run.faults:
         raise ConfigError(
             f"{arm.text}: faults strike the parts of one strategy; rehearse them under each by itself"
