@@ -25,7 +25,7 @@ beside the other."""
 CAMPAIGNED = STRATEGIES_OF["all"]
 """Strategies that are struck: all that the page promises something for, but `local`, whose ranks hear of incidents only
 at their averages (tests/paft/test_guards.py)."""
-_VALUE_PATTERNS: tuple[Pattern, ...] = ("nan", "infinity", "sign", "scale", "power", "huge", "noise")
+_VALUE_PATTERNS: tuple[Pattern, ...] = ("nan", "infinity", "sign", "scale", "power", "huge")
 _VALUE_SHARE = 0.15
 """Share of the faults that set, scale or shift values, instead of damaging words or chunks as `draw_fault` does."""
 _LASTING: tuple[Lasts, ...] = ("sticky", "bursts")
@@ -70,6 +70,11 @@ class DrawnFault:
     """Its instant follows from `moment`, once it is known how often the job can be struck."""
     moment: float
     """When it strikes: the share of the site's opportunities that pass before, below 1."""
+
+    @property
+    def rank(self) -> int:
+        """Whose memory it damages."""
+        return int(self.fault.rank)
 
     @property
     def promise(self) -> Promise:

@@ -138,9 +138,22 @@ def _about(config: dict[str, Any], strategy: str, path: Path) -> dict[str, str]:
         "echo": str(config.get("echo", "unknown")),
         "guards": ", ".join(map(str, items(config.get("guards")))) or "none",
         **({"damage on purpose": "; ".join(faults)} if faults else {}),
+        **({"noise on purpose": _noise(mapping(config.get("noise")))} if config.get("noise") else {}),
         "seed": str(config.get("seed", "unknown")),
         **describe_machine(machine),
     }
+
+
+def _noise(noise: dict[str, Any]) -> str:
+    ranks, burst = noise.get("rank"), items(noise.get("every"))
+    parts = [
+        f"variance {noise.get('variance')} of the mean gradient",
+        f"{burst[1]} at every update number {burst[0]}" if len(burst) == 2 else "",
+        f"mean {noise.get('mean')}" if noise.get("mean") else "",
+        f"variance {noise.get('averages')} of averaged weights" if noise.get("averages") else "",
+        "on all ranks" if ranks == "all" else f"on rank {', '.join(map(str, items(ranks) or [ranks]))}",
+    ]
+    return "; ".join(part for part in parts if part)
 
 
 def _per_update(config: dict[str, Any]) -> str:
