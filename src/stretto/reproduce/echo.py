@@ -25,7 +25,7 @@ DIFFERENCES = (
     "digits for CIFAR-10 and CIFAR-100; a learning rate tuned for every arm, in the paper one for all"
 )
 REAL = "images --preset echo-mobilenet-cifar10 --task.data {data} --ranks 4 --network free --strategy ddp"
-RATES = {1: (0.1, 0.2, 0.4), 2: (0.1, 0.2, 0.4), 4: (0.05, 0.1, 0.2), 8: (0.05, 0.1, 0.2)}
+RATES = {1: (0.1, 0.2, 0.4), 2: (0.1, 0.2, 0.4), 4: (0.05, 0.1, 0.2), 8: (0.05, 0.1)}
 _USES = tuple(RATES)
 
 
@@ -83,6 +83,7 @@ def _of_curve(
 
 
 _MEAN_P, _LOWEST = 0.55, 0.1
+_SCHEDULE_RATES = (0.1, 0.2)
 _STEPS = round(LOADS / _MEAN_P)
 _SCHEDULES = {
     "constant": f"{_MEAN_P}",
@@ -98,8 +99,8 @@ def _schedules() -> dict[str, dict[str, Cell]]:
     for name, p in _SCHEDULES.items():
         words = f'--updates {_STEPS} --evaluate-every 4 --echo "bernoulli:p={p}"'
         found[name] = {
-            "near": Cell(words=words, measure=loads_to(TARGET), rates=RATES[2]),
-            "end": Cell(words=words, measure=LOSS, rates=RATES[2]),
+            "near": Cell(words=words, measure=loads_to(TARGET), rates=_SCHEDULE_RATES),
+            "end": Cell(words=words, measure=LOSS, rates=_SCHEDULE_RATES),
         }
     return found
 

@@ -105,7 +105,7 @@ def _of_table_1(id: str, claim: str, source: str, effects: tuple[Effect, ...], a
 
 
 _MANY = (
-    "digits-resnet --ranks 32 --network free --micro-batches 1 --updates 100 --task.width 8 --task.batch 4 "
+    "digits-resnet --ranks 32 --network free --micro-batches 1 --updates 60 --task.width 8 --task.batch 4 "
     "--evaluate-every None"
 )
 
@@ -251,7 +251,7 @@ PAFT_RECORDS = (
             lost("1e-2", "Noised DSGD", Limits(least=SAME), to="PAFT"),
             lost("1e-2", "PAFT-Sync H = 50", Limits(least=SAME), to="PAFT-Sync H = 5"),
         ),
-        scale="a network of 19,810 parameters on digits; 32 virtual ranks, 100 updates of 128 images",
+        scale="a network of 19,810 parameters on digits; 32 virtual ranks, 60 updates of 128 images",
         differences="digits and a small network for CIFAR-100 and ResNet-50",
     ),
     Record(

@@ -13,8 +13,8 @@ from stretto.reproduce.record import Cell, Effect, Record
 from stretto.reproduce.verdict import Limits
 
 _SPLIT = (
-    "stdlib-gpt --ranks 1 --network free --updates 250 --micro-batches 4 --clip-norm 1 --evaluate-every None "
-    "--task.size 0.1m --task.context 64 --task.batch 4 --task.lr 0.008 --task.schedule.warmup 25 "
+    "stdlib-gpt --ranks 1 --network free --updates 160 --micro-batches 4 --clip-norm 1 --evaluate-every None "
+    "--task.size 0.1m --task.context 64 --task.batch 4 --task.lr 0.008 --task.schedule.warmup 16 "
     "--task.evaluation-windows 256 --task.data.megabytes 2"
 )
 _SPLIT_ROWS = {
@@ -71,7 +71,7 @@ QUESTIONS = (
                 digits=3,
             ),
         ),
-        scale="a byte model of 0.1 million parameters; one rank, 250 updates of 4 micro-batches",
+        scale="a byte model of 0.1 million parameters; one rank, 160 updates of 4 micro-batches",
         differences="the paper has halves alone",
         answer="The more gradients make the estimate, the nearer it is to the committed parameters. But a round has "
         "to be long enough to hide an exchange, and a small second half is not. The claim that is judged is ours.",
