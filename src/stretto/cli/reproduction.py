@@ -16,11 +16,12 @@ def reproduce_command(words: Sequence[str]) -> None:
     if config.list:
         print(_listed(chosen(words[:count])))
         return
-    for found in reproduce(words[:count], config, _configure, lambda line: print(line, flush=True)):
+    for found in reproduce(words[:count], config, configure, lambda line: print(line, flush=True)):
         print(_told(found))
 
 
-def _configure(words: Sequence[str]) -> SimulateConfig[Any]:
+def configure(words: Sequence[str]) -> SimulateConfig[Any]:
+    """Return the run of a `stretto simulate` command; the errors are those of `parse_options`."""
     return parse_options("simulate", words, lambda task: SimulateConfig(task=task))[1]
 
 
