@@ -7,6 +7,7 @@ from stretto.cli.options import parse_alone, parse_options
 from stretto.doctor import Examination
 from stretto.page import ReportConfig
 from stretto.plan import PlanConfig
+from stretto.reproduce import ReproduceConfig, chosen
 from stretto.train.arms import parse_arms
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.demo import DemoConfig
@@ -46,6 +47,10 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
             rest[next((at for at, word in enumerate(rest) if word[0] == "-"), len(rest)) :],
             ReportConfig(),
         )
+    elif command == "reproduce":
+        count = next((at for at, word in enumerate(rest) if word.startswith("-")), len(rest))
+        chosen(rest[:count])
+        parse_alone("reproduce", rest[count:], ReproduceConfig())
     elif command in ALONE:
         parse_alone(command, rest, ALONE[command]())
     elif command == "plan":
@@ -69,4 +74,5 @@ def test_the_pages_print_commands() -> None:
         "plan",
         "campaign",
         "doctor",
+        "reproduce",
     }
