@@ -5,6 +5,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any, Literal
 
 from stretto.errors import ConfigError
@@ -39,7 +40,7 @@ class Noise:
             raise ConfigError(f"noise {self}: expected variances of at least 0 and a mean, all finite")
         if self.every is not None and not is_count(self.every[0], 1):
             raise ConfigError(f"noise {self}: expected a burst every 1 or more updates, as every=500:0.1")
-        if self.ranks is not None and (not self.ranks or min(self.ranks) < 0):
+        if min(self.ranks or (0,)) < 0:
             raise ConfigError(f"noise {self}: expected ranks from 0, or all")
 
     def __str__(self) -> str:
@@ -82,6 +83,13 @@ class Noise:
             raise ConfigError(
                 f"noise {self} names rank {outside[0]}; the run has ranks 0 to {world_size - 1}"
             )
+
+    def going_on(self, left_out: Collection[int]) -> "Noise":
+        """Return the noise for a run that goes on in new processes without some ranks; the others have new numbers."""
+        if self.ranks is None:
+            return self
+        stay = [rank - sum(other < rank for other in left_out) for rank in self.ranks if rank not in left_out]
+        return dataclasses.replace(self, rank=tuple(stay))
 
 
 def parse_noise(text: str) -> Noise:

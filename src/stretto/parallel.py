@@ -84,9 +84,7 @@ class DataParallel:
         """What was given; several as one, whose groups are theirs in order."""
         self.scheduler = SeveralSchedulers(scheduler) if isinstance(scheduler, list | tuple) else scheduler
         if not isinstance(options, Options | None):
-            raise ConfigError(
-                f"options: expected Options(...), as in Options(clip_norm=1.0), found {options!r}"
-            )
+            raise ConfigError(f"options: expected Options(...), as Options(clip_norm=1.0), found {options!r}")
         settings = (Options() if options is None else options).with_wire(wire)
 
         def parts_of(strategy: Strategy, options: Options, micro_batches: int | Clock) -> Parts:
@@ -201,7 +199,7 @@ class DataParallel:
         weight: float = 1.0,
         samples: int | None = None,
     ) -> Update | None:
-        """Run the forward and backward pass of one micro-batch: `backward(loss_function(batch))`.
+        """Run the forward and backward pass of one micro-batch, as `backward(loss_function(batch))` does.
 
         Guards can run it again, which `backward` does not let them: until the round has ended they hold on to the
         batch.
@@ -212,8 +210,6 @@ class DataParallel:
             batch: What it is given.
             weight: See `backward`.
             samples: See `backward`; None takes the batch's length.
-
-        Returns and errors are those of `backward`.
         """
         with self._compute.lifetime.running():
             if self._phases:
@@ -344,6 +340,10 @@ class DataParallel:
         """Ask all ranks to end `feed` at the same round, soon."""
         self._compute.vote = max(self._compute.vote, Vote.STOP)
 
+    def end(self) -> None:
+        """End `feed` behind the last update, and commit what is under way; all ranks must call, in `on_update`."""
+        self._feed.end()
+
     def finish(self) -> list[Update]:
         """Commit what is left, and end the job with the committed parameters shown; all ranks must call.
 
@@ -386,11 +386,9 @@ class DataParallel:
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
         samples = self._feed.num_samples if samples is None else samples
-        if not (self._feed.has_begun or self._phases):
-            return self._compute.count(weight, loss, samples)
-        if self._feed.has_begun and loss is not None:
-            self._feed.input.note_loss(loss, weight)
-        return self._feed.arrived(self._compute.count(weight, loss, samples))
+        fresh = self._feed.input.note(loss, weight, samples) if self._feed.has_begun else samples
+        update = self._compute.count(weight, loss, samples, fresh)
+        return self._feed.arrived(update) if self._feed.has_begun or self._phases else update
 
     def _checked_weight(self, weight: float) -> float:
         if not (weight == 0 or 1e-30 <= weight <= 1e30):  # so that float32 holds gradients and their sums

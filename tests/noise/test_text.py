@@ -92,3 +92,10 @@ def test_the_page_of_a_run_says_its_noise(tmp_path: Path) -> None:
     report([tmp_path], ReportConfig(out=str(tmp_path / "page.html")))
     page = (tmp_path / "page.html").read_text()
     assert "variance 0.0001 of the mean gradient; 0.1 at every update number 500; on rank 0, 2" in page
+
+
+def test_ranks_that_go_on_without_others_are_hit_under_their_new_numbers() -> None:
+    assert Noise(1.0, rank=(1, 3)).going_on([0]).rank == (0, 2)
+    assert Noise(1.0, rank=(1, 3)).going_on([1]).rank == (2,)
+    assert Noise(1.0, rank=1).going_on([1]).ranks == ()
+    assert Noise(1.0).going_on([0]) == Noise(1.0)

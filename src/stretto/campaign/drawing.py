@@ -27,7 +27,7 @@ CAMPAIGNED = STRATEGIES_OF["all"]
 at their averages (tests/paft/test_guards.py)."""
 _VALUE_PATTERNS: tuple[Pattern, ...] = ("nan", "infinity", "sign", "scale", "power", "huge")
 _VALUE_SHARE = 0.15
-"""Share of the faults that set, scale or shift values, instead of damaging words or chunks as `draw_fault` does."""
+"""Share of the faults that set or scale values, instead of damaging words or chunks as `draw_fault` does."""
 _LASTING: tuple[Lasts, ...] = ("sticky", "bursts")
 _LASTING_SHARE = 0.1
 """Share of the faults that strike again and again, in rows where each of their strikes has to be noticed."""

@@ -22,6 +22,7 @@ from stretto.cli.environment import find_ranks, is_joined
 from stretto.cli.help import COMMANDS, HELP, HELP_ALL, command_help, first_clause
 from stretto.cli.options import (
     TASK,
+    going_on,
     named_as_options,
     options_of,
     parse_alone,
@@ -143,12 +144,12 @@ def resume_command(words: Sequence[str]) -> None:
         raise UnknownName("resume needs the folder of a run first: stretto resume FOLDER")
     folder, *given = words
     before = command_of(Path(folder))
-    named, options = before["recipe"], [*before["options"], *given]
+    named, options = before["recipe"], going_on(before["options"], given)
     _, run = parse_options("train", [named, *options, "--run-dir", folder, "--resume"], CONFIGURE["train"])
     run = _with_folder(named, run)
     ranks = find_ranks(run.workers)
     if any(word.startswith("--strategy") for word in given):  # what was chosen before no longer counts
-        options = [*without_auto(before["options"]), *given]
+        options = going_on(without_auto(before["options"]), given)
     check_replan(given, options)
     if run.strategy == AUTO:
         chosen = choose(run, ranks, _log(ranks))

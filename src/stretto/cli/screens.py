@@ -219,13 +219,25 @@ def _whom(finding: Finding) -> str:
     return "all ranks" if finding.rank is None else f"rank {finding.rank}, {finding.device}"
 
 
+_VALUE = 30
+"""Width of the column of a preset's values."""
+
+
 def print_preset(name: str, preset: Preset) -> None:
     """Print what a preset sets, and where each figure is from."""
     print(preset.summary)
     print(f"stretto train {preset.recipe} --preset {name} --task.data PATH\n")
     sources = list(dict.fromkeys(source for _, source in preset.settings.values()))
     for option, (value, source) in preset.settings.items():
-        print(f"  {option:28} {shown(value):30} [{sources.index(source) + 1}]")
+        text = shown(value) if len(shown(value)) <= _VALUE else shown(value).replace(",", ", ")
+        line = f"  {option:28} {text:{_VALUE}} [{sources.index(source) + 1}]"
+        print(textwrap.fill(line, COLUMNS, subsequent_indent=" " * 31, break_on_hyphens=False))
     print()
     for number, source in enumerate(sources, start=1):
-        print(f"  [{number}] {source}")
+        print(
+            textwrap.fill(
+                f"  [{number}] {source}", COLUMNS, subsequent_indent=" " * 6, break_on_hyphens=False
+            )
+        )
+    if preset.note:
+        print(f"\n{textwrap.fill(preset.note, COLUMNS)}")

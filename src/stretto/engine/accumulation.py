@@ -146,13 +146,14 @@ class Accumulation:
                 self._is_own_backward = False
             self.remember()
 
-    def count(self, weight: float, loss: Tensor | None, samples: int) -> None:
+    def count(self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int) -> None:
         """Count a micro-batch whose gradient has been added."""
         if weight > 0:
             totals = self.contribution.totals
             totals.micro_batches += 1
             totals.weight += weight
             totals.samples += samples
+            totals.fresh_samples += fresh_samples
             if loss is not None:
                 self.contribution.loss_sum += loss.detach().to(torch.float64) * weight
                 totals.loss_weight += weight

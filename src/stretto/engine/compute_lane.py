@@ -81,7 +81,7 @@ class ComputeLane:
     def take_up(self, comm: CommLane, quota: Quota, accumulate: Accumulate, buffer: GradientBuffer) -> None:
         """Work with this communication lane from now on, and accumulate in `buffer`; nothing is under way."""
         self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
-        self.layout, self.overlaps, self._quota = buffer.layout, comm.strategy.overlaps, quota
+        self.layout, self.overlaps, self.quota = buffer.layout, comm.strategy.overlaps, quota
         self.accumulation = accumulate(self.model.parameters, buffer)
         """The round that accumulates."""
         self._ready: Round | None = None  # the round that takes off next, once its quota is met
@@ -104,6 +104,13 @@ class ComputeLane:
         return self._ready is not None
 
     @property
+    def begins_update(self) -> bool:
+        """Whether the next micro-batch is the first of an update on this rank."""
+        if self._ready is not None:
+            return self._accumulating_round == len(self.quota.minima) - 1
+        return self._accumulating_round == 0 and self.accumulation.contribution.count == 0
+
+    @property
     def is_lane_idle(self) -> bool:
         """Whether the communication lane has no work, so that nobody writes the masters."""
         return self._in_flight is None and self._opening is None
@@ -111,7 +118,7 @@ class ComputeLane:
     @property
     def updates_in_sight(self) -> int:
         """Number of committed updates after every closed round has landed, if all of them step."""
-        last = len(self._quota.minima) - 1
+        last = len(self.quota.minima) - 1
         ends_update = [self._ready is not None and self._accumulating_round == last]
         ends_update += [self._in_flight is not None and self._accumulating_round == 0]
         return self.steps + sum(ends_update)
@@ -157,7 +164,7 @@ class ComputeLane:
         self.accumulation.check_untouched(self.where)
         self.model.check_unwritten(self.where)
 
-    def count(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
+    def count(self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int) -> Update | None:
         """Count one micro-batch whose gradients have arrived; close and land rounds if its quota is met."""
         if self.model.is_settled:
             self.model.train_on(self.where)
@@ -167,14 +174,14 @@ class ComputeLane:
                 f"{self.where}: no gradient has arrived since the last micro-batch was counted: run its backward pass "
                 "first, or count it with weight=0 to contribute nothing"
             )
-        self.accumulation.count(weight, loss, samples)
+        self.accumulation.count(weight, loss, samples, fresh_samples)
         self.runtime.charge("micro-batch")
         self.num_counted += 1
         self._is_checked = False
         for listener in self.model.listeners:
-            listener.micro_batch_counted(weight, samples)
+            listener.micro_batch_counted(weight, samples, fresh_samples)
         is_free = self._in_flight is None or self._in_flight.done()
-        enough = self._quota.minima if is_free else self._quota.maxima
+        enough = self.quota.minima if is_free else self.quota.maxima
         if self.accumulation.contribution.count < enough[self._accumulating_round]:
             return None
         update = self.end_round()
@@ -206,7 +213,7 @@ class ComputeLane:
             self.accumulation.begin(buffer).attach()
         else:
             self.accumulation.begin(ready.buffer)  # the landing attaches it
-        self._accumulating_round = (self._accumulating_round + 1) % len(self._quota.minima)
+        self._accumulating_round = (self._accumulating_round + 1) % len(self.quota.minima)
 
     def close_round(self) -> Round:
         """Close the accumulating round and return it; it takes off next."""
@@ -277,7 +284,7 @@ class ComputeLane:
 
     def check_alike(self, what: str) -> None:
         """Raise `OutOfTurn` if a round is in flight that other ranks may not have handed over, under a `Clock`."""
-        if self._in_flight is not None and not self._quota.is_fixed:
+        if self._in_flight is not None and not self.quota.is_fixed:
             raise OutOfTurn(
                 f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have handed over "
                 "fewer rounds; do it right after an Update was returned, before the next forward pass"

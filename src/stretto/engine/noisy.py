@@ -68,7 +68,7 @@ class NoisyRank:
         self._rank = replica.exchange.rank
         self._is_hit = noise.hits(self._rank)
         self._hits = 0
-        """In the update under way."""
+        """How often something was hit in the update under way."""
         self._held: dict[ReducedGradient, _Held] = {}
         """By the gradients of the update under way that have been hit."""
 
@@ -110,7 +110,7 @@ class NoisyRank:
                 there = [held for held in before if held.used[slot]]
                 mean = wanted.mean - sum(held.mean for held in there)
                 lacking = max(0.0, wanted.variance - sum(held.variance for held in there))
-                _add(self._sharded.values(gradient.sums, piece), mean, lacking, generator)
+                add_noise(self._sharded.values(gradient.sums, piece), mean, lacking, generator)
 
     def after_averages(self, performers: Mapping[type, Performer]) -> dict[type, Performer]:
         """Return performers of the effects that average, after which the masters that they have written are hit.
@@ -141,7 +141,9 @@ class NoisyRank:
         generator = self._generator("average", self._sharded.masters[0].device)
         for piece in self._sharded.pieces:
             if piece.bucket in buckets:
-                _add(self._sharded.values(self._sharded.masters, piece), 0.0, self._noise.averages, generator)
+                add_noise(
+                    self._sharded.values(self._sharded.masters, piece), 0.0, self._noise.averages, generator
+                )
 
     def _held_by(self, gradient: ReducedGradient) -> Iterator[_Held]:
         """Yield what a gradient has been given, or each of its parts."""
@@ -152,12 +154,25 @@ class NoisyRank:
                 yield from self._held_by(part)
 
     def _generator(self, what: str, device: torch.device) -> torch.Generator:
-        stream = f"noise on {what} {self._hits} of rank {self._rank}"
         self._hits += 1
-        generator = torch.Generator(device)
-        return generator.manual_seed(draw(self._noise.seed or 0, stream, self._progress.step) % _SEEDS)
+        return generator_of(self._noise, f"{what} {self._hits}", self._rank, self._progress.step, device)
 
 
-def _add(values: Tensor, mean: float, variance: float, generator: torch.Generator) -> None:
+def generator_of(noise: Noise, what: str, rank: int, step: int, device: torch.device) -> torch.Generator:
+    """Return what draws the noise on something that a rank receives.
+
+    Args:
+        noise: Has the seed.
+        what: Is hit; each has draws of its own.
+        rank: Receives it.
+        step: Committed updates before.
+        device: Of the values; every kind draws its own numbers.
+    """
+    seed = draw(noise.seed or 0, f"noise on {what} of rank {rank}", step)
+    return torch.Generator(device).manual_seed(seed % _SEEDS)
+
+
+def add_noise(values: Tensor, mean: float, variance: float, generator: torch.Generator) -> None:
+    """Add Gaussian noise to `values`, in place."""
     drawn = torch.randn(values.shape, dtype=values.dtype, device=values.device, generator=generator)
     values.add_(drawn.mul_(math.sqrt(variance)).add_(mean))

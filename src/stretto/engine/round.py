@@ -44,7 +44,7 @@ class Listener:
     def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
         """A micro-batch begins that can be run again; not called for those that come through `backward`."""
 
-    def micro_batch_counted(self, weight: float, samples: int) -> None:
+    def micro_batch_counted(self, weight: float, samples: int, fresh_samples: int) -> None:
         """A micro-batch has been counted, whether it can be run again or not."""
 
     def round_ends(self) -> Sequence[Incident]:
@@ -271,6 +271,7 @@ class Accounts:
             step=step,
             round_index=commit.round_index,
             samples=sum(report.samples for report in reports),
+            fresh_samples=sum(report.fresh_samples for report in reports),
             weight=sum(report.weight for report in reports),
             loss=sum(report.loss_sum for report in reports) / loss_weight if loss_weight else math.nan,
             gradient_norm=commit.gradient_norm,

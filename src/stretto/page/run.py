@@ -12,6 +12,7 @@ from stretto.page.contents import (
     Event,
     Run,
     describe_machine,
+    describe_noise,
     describe_task,
     formatted,
     read_evaluations,
@@ -20,8 +21,8 @@ from stretto.page.records import items, mapping, number, read_json, read_records
 from stretto.page.times import of_updates
 
 _NUMBERS = (
-    "step", "samples", "loss", "training_seconds", "exposed_seconds", "lane_seconds", "wait_seconds", "sent_bytes",
-    "fresh", "echoed", "skipped_rounds",
+    "step", "samples", "fresh_samples", "loss", "training_seconds", "exposed_seconds", "lane_seconds", "wait_seconds",
+    "sent_bytes", "fresh", "echoed", "skipped_rounds",
 )  # fmt: skip
 
 
@@ -35,6 +36,7 @@ def read_run(path: Path, name: str) -> Contents:
     axes = {
         "updates": columns["step"],
         "samples": np.nancumsum(columns["samples"]),
+        "loads": np.cumsum(columns["fresh_samples"]),
         "seconds": columns["training_seconds"],
         "bytes": np.nancumsum(columns["sent_bytes"]),
     }
@@ -138,22 +140,10 @@ def _about(config: dict[str, Any], strategy: str, path: Path) -> dict[str, str]:
         "echo": str(config.get("echo", "unknown")),
         "guards": ", ".join(map(str, items(config.get("guards")))) or "none",
         **({"damage on purpose": "; ".join(faults)} if faults else {}),
-        **({"noise on purpose": _noise(mapping(config.get("noise")))} if config.get("noise") else {}),
+        **({"noise on purpose": describe_noise(mapping(config["noise"]))} if config.get("noise") else {}),
         "seed": str(config.get("seed", "unknown")),
         **describe_machine(machine),
     }
-
-
-def _noise(noise: dict[str, Any]) -> str:
-    ranks, burst = noise.get("rank"), items(noise.get("every"))
-    parts = [
-        f"variance {noise.get('variance')} of the mean gradient",
-        f"{burst[1]} at every update number {burst[0]}" if len(burst) == 2 else "",
-        f"mean {noise.get('mean')}" if noise.get("mean") else "",
-        f"variance {noise.get('averages')} of averaged weights" if noise.get("averages") else "",
-        "on all ranks" if ranks == "all" else f"on rank {', '.join(map(str, items(ranks) or [ranks]))}",
-    ]
-    return "; ".join(part for part in parts if part)
 
 
 def _per_update(config: dict[str, Any]) -> str:

@@ -24,7 +24,10 @@ SCALE = f"a network of 19,810 parameters on digits; 2 virtual ranks, {LOADS} loa
 DIFFERENCES = (
     "digits for CIFAR-10 and CIFAR-100; a learning rate tuned for every arm, in the paper one for all"
 )
-REAL = "images --preset echo-mobilenet-cifar10 --task.data {data} --ranks 4 --network free --strategy ddp"
+REAL = (
+    "images --preset echo-mobilenet-cifar10 --task.data {data} --ranks 4 --network free --strategy ddp "
+    "--evaluate-every 200"
+)
 RATES = {1: (0.1, 0.2, 0.4), 2: (0.1, 0.2, 0.4), 4: (0.05, 0.1, 0.2), 8: (0.05, 0.1)}
 _USES = tuple(RATES)
 
@@ -34,10 +37,17 @@ def row(uses: int) -> str:
     return "p = 1" if uses == 1 else f"p = 1/{uses}"
 
 
-def coin(uses: int) -> str:
+def _words(updates: int, every: int | None, echo: str, strategy: str = "") -> dict[str, str]:
+    """Return the words of an arm, and the same where a preset says how many fresh samples a run has."""
+    length = f"--updates {updates}" + ("" if every is None else f" --evaluate-every {every}")
+    echoed = "" if echo == "none" else f" --echo {echo}"
+    return {"words": f"{length}{echoed}{strategy}", "real": f"--echo {echo}{strategy}"}
+
+
+def coin(uses: int, strategy: str = "") -> dict[str, str]:
     """Return the words of the arm that takes a fresh batch with a probability of 1/uses."""
-    every = f"--updates {LOADS * uses} --evaluate-every {2 * uses}"
-    return every if uses == 1 else f"{every} --echo bernoulli:p={1 / uses:g}"
+    echo = "none" if uses == 1 else f"bernoulli:p={1 / uses:g}"
+    return _words(LOADS * uses, 2 * uses, echo, strategy)
 
 
 def loads(of: Reading, uses: int, column: str) -> float:
@@ -47,9 +57,9 @@ def loads(of: Reading, uses: int, column: str) -> float:
 
 CURVE = {
     row(uses): {
-        "near": Cell(words=coin(uses), measure=loads_to(TARGET), rates=RATES[uses]),
-        "far": Cell(words=coin(uses), measure=loads_to(_FAR), rates=RATES[uses]),
-        "end": Cell(words=coin(uses), measure=LOSS, rates=RATES[uses]),
+        "near": Cell(**coin(uses), measure=loads_to(TARGET), rates=RATES[uses]),
+        "far": Cell(**coin(uses), measure=loads_to(_FAR), rates=RATES[uses]),
+        "end": Cell(**coin(uses), measure=LOSS, rates=RATES[uses]),
     }
     for uses in _USES
 }
@@ -74,6 +84,7 @@ def _of_curve(
         source=source,
         told=told,
         setting=IMAGES,
+        real=REAL,
         cells=CURVE,
         effects=effects,
         scale=SCALE,
@@ -114,17 +125,16 @@ def _against(other: str) -> Effect:
     )
 
 
-_PAIRS = f"--updates {2 * LOADS} --evaluate-every 4 --echo bernoulli:p=0.5"
 _AVERAGED = {
-    "DDP, echoed": _PAIRS,
-    "averaged at p, echoed": f"{_PAIRS} --strategy local:rate=0.5:plan=bernoulli",
-    "DDP, not echoed": f"--updates {LOADS} --evaluate-every 2",
+    "DDP, echoed": coin(2),
+    "averaged at p, echoed": coin(2, " --strategy local:rate=0.5:plan=bernoulli"),
+    "DDP, not echoed": coin(1),
 }
 _AVERAGED_CELLS = {
     arm: {
-        "accuracy": Cell(words=words, measure=ACCURACY, rates=RATES[2]),
-        "end": Cell(words=words, measure=LOSS, rates=RATES[2]),
-        "sent": Cell(words=words, measure=SENT, rates=RATES[2]),
+        "accuracy": Cell(**words, measure=ACCURACY, rates=RATES[2]),
+        "end": Cell(**words, measure=LOSS, rates=RATES[2]),
+        "sent": Cell(**words, measure=SENT, rates=RATES[2]),
     }
     for arm, words in _AVERAGED.items()
 }
@@ -134,9 +144,9 @@ _TEXT = (
 )
 _TEXT_LOADS = 120
 _TEXT_ARMS = {
-    "p = 1": f"--updates {_TEXT_LOADS}",
-    "p = 1/2": f"--updates {2 * _TEXT_LOADS} --echo bernoulli:p=0.5",
-    "p by a falling cosine": f'--updates {round(_TEXT_LOADS / 0.625)} --echo "bernoulli:p=cosine(1,0.25)"',
+    "p = 1": _words(_TEXT_LOADS, None, "none"),
+    "p = 1/2": _words(2 * _TEXT_LOADS, None, "bernoulli:p=0.5"),
+    "p by a falling cosine": _words(round(_TEXT_LOADS / 0.625), None, '"bernoulli:p=cosine(1,0.25)"'),
 }
 
 
@@ -148,6 +158,7 @@ def _learned(
         claim=claim,
         source=source,
         setting=IMAGES,
+        real=REAL,
         cells=_AVERAGED_CELLS,
         effects=(Effect(says=says, of=of, limits=limits, digits=2),),
         scale=SCALE,
@@ -214,7 +225,7 @@ ECHO_RECORDS = (
         source="answer to review 2",
         setting=IMAGES,
         cells={
-            row(uses): {"loss": Cell(words=coin(uses), measure=loss_at("step", LOADS), rates=RATES[uses])}
+            row(uses): {"loss": Cell(**coin(uses), measure=loss_at("step", LOADS), rates=RATES[uses])}
             for uses in (1, 2)
         },
         effects=(
@@ -236,7 +247,7 @@ ECHO_RECORDS = (
         setting=IMAGES,
         cells={
             row(uses): {
-                f"rate {rate}": Cell(words=f"{coin(uses)} --task.lr {rate}", measure=LOSS)
+                f"rate {rate}": Cell(words=f"{coin(uses)['words']} --task.lr {rate}", measure=LOSS)
                 for rate in (0.05, 0.4)
             }
             for uses in (1, 2)
@@ -274,8 +285,9 @@ ECHO_RECORDS = (
         claim="Echoing saves loads with a language model too",
         source="answer to review 1, on Figure 7",
         setting=_TEXT,
+        real="language --preset echo-gpt2-wikitext2 --task.data {data} --ranks 4 --network free --strategy ddp",
         cells={
-            arm: {"loss": Cell(words=words, measure=LOSS, rates=(0.004, 0.008))}
+            arm: {"loss": Cell(**words, measure=LOSS, rates=(0.004, 0.008))}
             for arm, words in _TEXT_ARMS.items()
         },
         effects=tuple(

@@ -6,6 +6,7 @@ from stretto.reproduce.acco import REAL as TEXT
 from stretto.reproduce.echo import CURVE, LOADS, loads
 from stretto.reproduce.echo import DIFFERENCES as ECHO_DIFFERENCES
 from stretto.reproduce.echo import IMAGES as ECHOED
+from stretto.reproduce.echo import REAL as ECHO_REAL
 from stretto.reproduce.echo import SCALE as ECHO_SCALE
 from stretto.reproduce.measures import ACCURACY, LOSS
 from stretto.reproduce.paft import DIFFERENCES, REAL, SAME, SCALE, SMALL, VARIANCES, lost, noised, table_1
@@ -151,6 +152,7 @@ QUESTIONS = (
         kind="question",
         source="review 2 of echoing",
         setting=ECHOED,
+        real=ECHO_REAL,
         cells=CURVE,
         effects=(
             Effect(

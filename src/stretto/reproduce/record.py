@@ -46,6 +46,8 @@ class Cell:
     measure: Measure
     words: str | None = None
     """Options of `stretto simulate` that make it what it is; None where the measure needs no run."""
+    real: str | None = None
+    """Options in the place of `words` for the paper's model on its data; None where they are the same."""
     paper: float | None = None
     """The paper's number."""
     rates: tuple[float, ...] = ()

@@ -38,7 +38,7 @@ class Site:
             raise ConfigError(f"{record.id} takes no data: leave out --data")
         real = record.real.format(data=shlex.quote(self.data))
         scaled = "" if self.scale == 1 else f" --scale {self.scale:g}"
-        return f"{real} --device auto{scaled} {cell.words}"
+        return f"{real} --device auto{scaled} {cell.words if cell.real is None else cell.real}"
 
     def rates(self, cell: Cell) -> tuple[float, ...]:
         """Return the rates to choose from; with the paper's model its own rate stays."""

@@ -88,9 +88,10 @@ def said(one: EffectFound) -> str:
 
 
 def told(record: Record) -> str:
-    """Return the paper's number for a list: as it is told, or that of the first effect that has one."""
+    """Return the paper's number for a list: as it is told, or that of the first effect that has one, and what it is."""
     if record.told:
         return record.told
-    numbers = [(one.of_paper(record), one) for one in record.effects]
-    with_number = [f"{number(value, one.digits)}" for value, one in numbers if value is not None]
-    return with_number[0] if with_number else "in words"
+    for one in record.effects:
+        if (value := one.of_paper(record)) is not None:
+            return f"{number(value, one.digits)}: {one.says}"
+    return "in words"

@@ -23,6 +23,8 @@ from stretto.virtual import Compute, Results, VirtualCluster, VirtualGroup, pars
 
 TRACE = "trace.jsonl"
 """What every rank did and when; the other files are those of any run."""
+DEFAULT_UPDATES = 20
+"""Length of a run whose end nobody chose; a virtual one costs more time than it tells."""
 _NANOSECONDS_PER_MILLISECOND = 1e6
 
 
@@ -52,8 +54,8 @@ class SimulateConfig(Training[TaskT]):
     Not negative."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the models of all ranks live; auto takes a CUDA device where there is one. Times are virtual on all."""
-    updates: int = 20
-    """Committed updates after which the run ends."""
+    updates: int | None = None
+    """Committed updates after which the run ends; 20 if nothing else ends it."""
     slow_loader: str = "none"
     """MS[,jitter=CV]: virtual milliseconds that a rank waits for each micro-batch, read ahead in the background."""
     faults: tuple[Fault, ...] = ()
@@ -92,10 +94,15 @@ class SimulateConfig(Training[TaskT]):
             raise ConfigError("trace needs a folder to write to: set run_dir")
         self.cluster()  # refuses a network and costs that cannot be
 
+    @property
+    def planned_updates(self) -> int | None:
+        """Committed updates after which the run ends, or None where samples end it."""
+        return DEFAULT_UPDATES if self.updates is None and self.planned_samples is None else self.updates
+
     def as_run(self) -> RunConfig[TaskT]:
         """Return the same as a run of real workers, which is what the training loop takes."""
         run = RunConfig(
-            **part_of(self, Training),
+            **{**part_of(self, Training), "updates": self.planned_updates},
             strategy=self.strategy,
             faults=self.faults,
             run_dir=self.run_dir,
