@@ -91,6 +91,12 @@ class Update:
     step alone this rank's own samples, weight and loss stand here; the update with gap 0 brings those of the others."""
     interval: int | None = None
     """Updates from one average to the next, as the strategy has last chosen; None for strategies that do not choose."""
+    noise: float | None = None
+    """Estimated standard deviation, per coordinate of the mean gradient, of noise that ranks do not share; None but in
+    updates with an average of `paft-dyn`."""
+    divergence: float | None = None
+    """2-norm of the distance between a replica and the mean of all, in the mean of replicas, before that average; from
+    the coordinates of its probe, scaled to all. None where `noise` is."""
     incidents: tuple[Incident, ...] = ()
     """What guards and the verified exchange have found since the previous update, on any rank."""
     fresh_samples: int = 0

@@ -272,7 +272,7 @@ def lane_of(
 
 def _kind_of_replica(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Callable[..., Replica]:
     if not ledger.local:
-        return DriftingReplica if ledger.averages else Replica
+        return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.averages else Replica
     worker = worker_of(ledger, exchange, inside)
     if ledger.fragments:
         return functools.partial(FragmentedReplica, worker=worker, fragments=ledger.fragments)

@@ -116,6 +116,7 @@ class CommLane:
                 incidents=tuple(progress.incidents),
                 gap=self.replica.gap,
                 interval=self.replica.interval,
+                divergence=progress.divergence,
                 staleness=self.strategy.staleness,
             )
             progress.incidents = []

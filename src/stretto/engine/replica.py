@@ -153,14 +153,8 @@ class Replica:
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
         finite = round.is_finite
-        departure, round.departure = round.departure, None
-        if departure is None:
-            transfers, sums, prepare = self._begin_sum(round.buffer, round.contribution)
-            self.exchange.run(transfers, prepare)
-        else:
-            sums = departure.finish()
+        sums, is_torn = self.sum_up(round)
         norm_squared = ReducedGradient(sums, 0.0, 0.0, b"").measure()
-        is_torn = departure is not None and departure.is_torn
         own = round.report(finite=finite, norm_squared=norm_squared, torn=is_torn)
         records = self.exchange.gather_bytes(RoundReport.pack(own))
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
@@ -178,6 +172,15 @@ class Replica:
                 self.exchange, round.statistics, report.changed, report.micro_batches
             )
         return self.reduction(sums, report, statistics, skipped=skipped)
+
+    def sum_up(self, round: Round) -> tuple[list[Tensor], bool]:
+        """Sum the gradients of `round` over ranks; return the sums, and whether any changed behind their departure."""
+        departure, round.departure = round.departure, None
+        if departure is not None:
+            return departure.finish(), departure.is_torn
+        transfers, sums, prepare = self._begin_sum(round.buffer, round.contribution)
+        self.exchange.run(transfers, prepare)
+        return sums, False
 
     def depart(self, buffer: GradientBuffer, contribution: Contribution) -> Departure:
         """Begin to sum a round's gradients over ranks; nothing is sent before the departure is asked to go on.

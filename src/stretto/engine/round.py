@@ -22,6 +22,7 @@ from stretto.errors import UnusedParameters
 from stretto.flat import Layout
 from stretto.optimizer import Hyperparameters, ReducedGradient
 from stretto.records import Incident, Update
+from stretto.strategies.contract import Divergence
 
 Shown = Literal["committed", "estimate"]
 """Which parameters the model holds."""
@@ -175,6 +176,8 @@ class Progress:
     gradient_norm: float = math.nan
     """2-norm of the mean gradient, before clipping."""
     stepped: bool = False
+    divergence: Divergence | None = None
+    """Of the average made in it, if replicas were compared there."""
     lane_seconds: float = 0.0
     bytes_before: int = 0
     """Bytes that the exchange had sent when the update began."""
@@ -184,6 +187,7 @@ class Progress:
         self.reductions = []
         self.gradient_norm = math.nan
         self.stepped = False
+        self.divergence = None
         self.lane_seconds = 0.0
         self.bytes_before = sent_bytes
 
@@ -204,6 +208,8 @@ class Commit:
     """Updates since replicas were last averaged; 0 where they cannot differ."""
     interval: int | None
     """Updates from one average to the next, where the strategy chooses."""
+    divergence: Divergence | None
+    """Of the average made in this update, if replicas were compared there."""
     staleness: int
     """Of the strategy, in committed updates."""
 
@@ -287,6 +293,8 @@ class Accounts:
             incidents=commit.incidents,
             gap=commit.gap,
             interval=commit.interval,
+            noise=None if commit.divergence is None else commit.divergence.noise,
+            divergence=None if commit.divergence is None else commit.divergence.mean_distance,
         )
         self._opened, self.exposed_seconds, self.skipped_rounds = now, 0.0, 0
         return update

@@ -118,6 +118,18 @@ function drawInput() {
   });
 }
 
+function drawAverages() {
+  const axis = chosenAxis();
+  data.runs.forEach((run, index) => {
+    if (!run.averages) return;
+    const traces = [["interval", "interval, updates", "#4477aa"], ["noise", "σ of the noise", "#ee6677"], ["divergence", "divergence", "#228833"]].map(([part, name, fill]) => ({
+      x: run.averages[axis], y: run.averages[part], name, mode: "lines+markers", line: { color: fill }, marker: { size: 5 },
+      hovertemplate: "%{y:.4g}<extra>%{fullData.name}</extra>",
+    }));
+    draw(`averages-${index}`, traces, { height: 260, xaxis: { title: title(AXIS_TITLES[axis]) }, yaxis: { type: "log" } });
+  });
+}
+
 function drawMemory() {
   data.memory.forEach((run, index) => {
     const traces = run.ranks.map((rank, place) => ({ x: rank.updates, y: rank.y, name: `rank ${rank.rank}`, mode: "lines",
@@ -248,6 +260,7 @@ function drawAll() {
   if (element("time")) drawTime();
   drawParts();
   drawInput();
+  drawAverages();
   drawMemory();
   if (timelines.length) timelines.forEach((one) => one.show(one.from, one.to));
   else timelines = data.timelines.map((run, index) => new Timeline(run, index));

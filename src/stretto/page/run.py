@@ -22,7 +22,7 @@ from stretto.page.times import of_updates
 
 _NUMBERS = (
     "step", "samples", "fresh_samples", "loss", "training_seconds", "exposed_seconds", "lane_seconds", "wait_seconds",
-    "sent_bytes", "fresh", "echoed", "skipped_rounds",
+    "sent_bytes", "fresh", "echoed", "skipped_rounds", "interval", "noise", "divergence",
 )  # fmt: skip
 
 

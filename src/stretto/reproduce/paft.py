@@ -17,7 +17,10 @@ SMALL = (
     "--evaluate-every None"
 )
 """Also that of what reviewers asked."""
-REAL = "images --preset paft-resnet18-cifar10 --task.data {data} --ranks 4 --network free --evaluate-every None --noise None"
+REAL = (
+    "images --preset paft-resnet18-cifar10 --task.data {data} --ranks 4 --network free --evaluate-every None "
+    "--noise None"
+)
 SCALE = "a network of 19,810 parameters on digits; 4 virtual ranks, 100 updates of 64 images"
 DIFFERENCES = "digits and a small network for CIFAR-10 and ResNet-18; 100 updates for 120 epochs"
 VARIANCES = ("1e-4", "1e-3", "1e-2", "1e-1")

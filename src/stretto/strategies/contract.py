@@ -11,6 +11,7 @@ The contract of an update strategy: a coroutine over effects, and its options.
 """
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import Any, ClassVar, Literal, Protocol
@@ -100,29 +101,40 @@ class Average:
     state: bool = False
     """Average the optimizer's element-wise state too."""
     probe: int = 0
-    """Coordinates at which replicas are compared with their mean, after `AllReduce`; 0 compares nothing."""
+    """Coordinates at which ranks are compared, after `AllReduce`; the same number at all averages of a strategy. 0
+    compares nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
     """How far replicas had come apart until an average; the same on all ranks. Replicas left out are left out here."""
 
+    are_equal: bool
+    """Whether all replicas were the same, to the bit."""
     distances: tuple[float, ...]
-    """2-norm of what the average has changed at the probe's coordinates, by replica."""
+    """2-norm of what the average has changed, by replica: at the probe's coordinates, times √(d / p)."""
     gradient_norms: tuple[float, ...]
-    """2-norm of the mean gradient that the replica was last stepped with, as its rank holds it."""
-    probe: int
-    """Coordinates compared."""
-    numel: int
-    """Coordinates in all."""
-    gain: float
-    """Variance of a parameter since the last average, for noise of variance 1 in every gradient: Σ η² for plain SGD,
-    more with momentum (`stretto.averaging.drifting`); a mean over coordinates."""
+    """2-norm of the mean gradient of the replica's rank alone, in the last update; 0 where replicas are equal."""
+    signal: float
+    """Squared 2-norm of the mean gradient of all ranks without its noise, over the last updates
+    (`stretto.averaging.probe`); an estimate, which may be below zero."""
+    variance: float
+    """Of the noise, per coordinate of the mean gradient, over the same updates."""
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the noise, per coordinate of the mean gradient."""
+        return math.sqrt(self.variance)
+
+    @property
+    def mean_distance(self) -> float:
+        """2-norm of what the average has changed, in the mean of replicas."""
+        return sum(self.distances) / len(self.distances)
 
     @classmethod
     def none(cls) -> "Divergence":
         """Return that of a lone replica: for whoever reads a script without performing it."""
-        return cls(distances=(0.0,), gradient_norms=(0.0,), probe=1, numel=1, gain=0.0)
+        return cls(are_equal=True, distances=(0.0,), gradient_norms=(0.0,), signal=0.0, variance=0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

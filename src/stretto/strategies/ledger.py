@@ -66,6 +66,8 @@ class Ledger:
     replicas that are the same are not sent."""
     state_averages: float
     """Averages of the optimizer's state; likewise."""
+    probe: int
+    """Coordinates at which averages compare ranks; 0 where they do not."""
     fragments: int
     """Parts into which the parameters are cut for outer steps; 0 without any."""
     keeps_progress: bool
@@ -175,6 +177,7 @@ def ledger_of(strategy: Strategy) -> Ledger:
         sum_transfers=count[AllReduce],
         averages=len(averages) / num_updates,
         state_averages=sum(effect.state for effect in averages) / num_updates,
+        probe=max((effect.probe for run in runs for effect in run if isinstance(effect, Average)), default=0),
         fragments=max((effect.fragments for effect in launches), default=0),
         keeps_progress=any(effect.keeps_progress for effect in launches),
         outer_steps=sum(1 / effect.fragments for effect in launches) / num_updates,
