@@ -86,12 +86,12 @@ _TIME_ARMS = {
 }
 _SAMPLES = 5120
 _DDP, _ZERO, _CLOCK = _TIME_ARMS
-_GOAL = 0.5
+_TIME = seconds_to(0.5)
 _TIMES = {
     arm: {
-        "rate": Cell(words=words, measure=RATE, rates=_RATES),
-        "loss": Cell(words=words, measure=loss_at("samples", _SAMPLES), rates=_RATES),
-        "time": Cell(words=words, measure=seconds_to(_GOAL), rates=_RATES),
+        "rate": Cell(words=words, measure=RATE, rates=_RATES, tuned_by=_TIME),
+        "loss": Cell(words=words, measure=loss_at("samples", _SAMPLES), rates=_RATES, tuned_by=_TIME),
+        "time": Cell(words=words, measure=_TIME, rates=_RATES, tuned_by=_TIME),
     }
     for arm, words in _TIME_ARMS.items()
 }
@@ -302,7 +302,9 @@ ACCO_RECORDS = (
         claim="All communication is hidden",
         source="answer to review 5: 100 % overlap",
         setting=_SLOW,
-        cells={_CLOCK: {"waited": Cell(words=_TIME_ARMS[_CLOCK], measure=WAITED, rates=_RATES)}},
+        cells={
+            _CLOCK: {"waited": Cell(words=_TIME_ARMS[_CLOCK], measure=WAITED, rates=_RATES, tuned_by=_TIME)}
+        },
         effects=(
             Effect(says="% of the time waited", of=lambda of: of(_CLOCK, "waited"), limits=Limits(most=5)),
         ),

@@ -1,6 +1,7 @@
 """What the paper on data echoing says: another use of a batch is worth a load, and averages can be as rare as loads."""
 
 import math
+import re
 from collections.abc import Callable
 
 from stretto.reproduce.measures import ACCURACY, LOSS, SENT, loads_to, loss_at
@@ -28,7 +29,9 @@ REAL = (
     "images --preset echo-mobilenet-cifar10 --task.data {data} --ranks 4 --network free --strategy ddp "
     "--evaluate-every 200"
 )
-RATES = {1: (0.1, 0.2, 0.4), 2: (0.1, 0.2, 0.4), 4: (0.05, 0.1, 0.2), 8: (0.05, 0.1)}
+RATES = {1: (0.1, 0.2, 0.4), 2: (0.05, 0.1, 0.2), 4: (0.025, 0.05, 0.1), 8: (0.025, 0.05, 0.1)}
+_WIDE = (0.1, 0.2, 0.4)
+_NEAR = loads_to(TARGET)
 _USES = tuple(RATES)
 
 
@@ -57,9 +60,9 @@ def loads(of: Reading, uses: int, column: str) -> float:
 
 CURVE = {
     row(uses): {
-        "near": Cell(**coin(uses), measure=loads_to(TARGET), rates=RATES[uses]),
-        "far": Cell(**coin(uses), measure=loads_to(_FAR), rates=RATES[uses]),
-        "end": Cell(**coin(uses), measure=LOSS, rates=RATES[uses]),
+        "near": Cell(**coin(uses), measure=_NEAR, rates=RATES[uses], tuned_by=_NEAR),
+        "far": Cell(**coin(uses), measure=loads_to(_FAR), rates=RATES[uses], tuned_by=_NEAR),
+        "end": Cell(**coin(uses), measure=LOSS, rates=RATES[uses], tuned_by=_NEAR),
     }
     for uses in _USES
 }
@@ -94,7 +97,7 @@ def _of_curve(
 
 
 _MEAN_P, _LOWEST = 0.55, 0.1
-_SCHEDULE_RATES = (0.1, 0.2)
+_SCHEDULE_RATES = (0.05, 0.1, 0.2)
 _STEPS = round(LOADS / _MEAN_P)
 _SCHEDULES = {
     "constant": f"{_MEAN_P}",
@@ -110,8 +113,8 @@ def _schedules() -> dict[str, dict[str, Cell]]:
     for name, p in _SCHEDULES.items():
         words = f'--updates {_STEPS} --evaluate-every 4 --echo "bernoulli:p={p}"'
         found[name] = {
-            "near": Cell(words=words, measure=loads_to(TARGET), rates=_SCHEDULE_RATES),
-            "end": Cell(words=words, measure=LOSS, rates=_SCHEDULE_RATES),
+            "near": Cell(words=words, measure=_NEAR, rates=_SCHEDULE_RATES, tuned_by=_NEAR),
+            "end": Cell(words=words, measure=LOSS, rates=_SCHEDULE_RATES, tuned_by=_NEAR),
         }
     return found
 
@@ -125,6 +128,11 @@ def _against(other: str) -> Effect:
     )
 
 
+def _unseen(words: str) -> str:
+    """Return the words without evaluations, for each of which replicas send an average."""
+    return re.sub(r"--evaluate-every \d+", "--evaluate-every None", words)
+
+
 _AVERAGED = {
     "DDP, echoed": coin(2),
     "averaged at p, echoed": coin(2, " --strategy local:rate=0.5:plan=bernoulli"),
@@ -132,9 +140,9 @@ _AVERAGED = {
 }
 _AVERAGED_CELLS = {
     arm: {
-        "accuracy": Cell(**words, measure=ACCURACY, rates=RATES[2]),
-        "end": Cell(**words, measure=LOSS, rates=RATES[2]),
-        "sent": Cell(**words, measure=SENT, rates=RATES[2]),
+        "accuracy": Cell(**words, measure=ACCURACY, rates=_WIDE),
+        "end": Cell(**words, measure=LOSS, rates=_WIDE),
+        "sent": Cell(**{**words, "words": _unseen(words["words"])}, measure=SENT),
     }
     for arm, words in _AVERAGED.items()
 }
@@ -225,7 +233,9 @@ ECHO_RECORDS = (
         source="answer to review 2",
         setting=IMAGES,
         cells={
-            row(uses): {"loss": Cell(**coin(uses), measure=loss_at("step", LOADS), rates=RATES[uses])}
+            row(uses): {
+                "loss": Cell(**coin(uses), measure=loss_at("step", LOADS), rates=RATES[uses], tuned_by=_NEAR)
+            }
             for uses in (1, 2)
         },
         effects=(

@@ -86,14 +86,20 @@ def _words(record: Record, cell: Cell, book: Book, site: Site) -> str | None:
     words = site.words(record, cell)
     if not site.rates(cell):
         return words
-    losses: dict[float, float] = {}
+    costs: dict[float, float] = {}
     for rate in site.rates(cell):
         lines = [line_of(book, Trial(at_rate(words, rate), seed)) for seed in TUNING_SEEDS]
-        ends = [line.get("heldout_loss") for line in lines if line is not None]
-        if len(ends) < len(lines):
+        made = [_cost(cell, line) for line in lines if line is not None]
+        if len(made) < len(lines):
             return None
-        losses[rate] = statistics.fmean(math.inf if end is None else end for end in ends)
-    return at_rate(words, min(losses, key=losses.__getitem__))
+        costs[rate] = statistics.fmean(made)
+    return at_rate(words, min(costs, key=costs.__getitem__))
+
+
+def _cost(cell: Cell, line: Line) -> float:
+    """Return what the best rate has least of; a run that never gets there has no end of it."""
+    number = line.get("heldout_loss") if cell.tuned_by is None else cell.tuned_by.of(line)
+    return math.inf if number is None else number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
