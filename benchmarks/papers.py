@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "papers.md"
 RUNS = ROOT / "benchmarks" / "results" / "2026-11-25-papers"
 MEMORY = ROOT / "benchmarks" / "results" / "2026-11-21-memory" / "memory.json"
+_WHO = {"paper": "the paper", "answer": "the authors, in an answer", "question": "we; a reviewer asked"}
 _BLOCK = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
@@ -38,9 +39,12 @@ def claims(all_found: Iterable[Found]) -> str:
             else f"{deciding.effect.says}: {around(deciding.interval, deciding.effect.digits)}"
         )
         paper = told(one.record) if deciding is None else said(deciding)
-        name = f"[{one.record.id}](#{_anchor(one.record.id)})"
-        rows.append([name, one.record.claim, paper, here, f"**{one.verdict}**"])
-    return markdown(["record", "claim", "paper", "here, with the 95 % interval", "verdict"], rows)
+        place = "what-could-not-be-checked" if one.record.unchecked else _anchor(one.record.id)
+        name = f"[{one.record.id}](#{place})"
+        rows.append([name, one.record.claim, _WHO[one.record.kind], paper, here, f"**{one.verdict}**"])
+    return markdown(
+        ["record", "claim", "who says so", "what they say", "here, with the 95 % interval", "verdict"], rows
+    )
 
 
 def counts(all_found: Iterable[Found]) -> str:
@@ -81,7 +85,7 @@ def unchecked(all_found: Iterable[Found]) -> str:
     """Return the records that have no runs, and why."""
     rows = [
         [
-            f"<a id='{_anchor(one.record.id)}'></a>{one.record.id}",
+            one.record.id,
             one.record.claim,
             one.record.source,
             one.why,
@@ -143,7 +147,12 @@ def page(text: str, all_found: list[Found]) -> str:
             for key in PAPERS
         },
     }
-    return _BLOCK.sub(lambda block: block[1] + made[block[2]] + block[3], text)
+    return _BLOCK.sub(lambda block: block[1] + _compact(made[block[2]]) + block[3], text)
+
+
+def _compact(text: str) -> str:
+    """Return tables without the spaces that align their columns, which nobody sees on the page."""
+    return re.sub(r"-{4,}", "---", re.sub(r" {2,}", " ", text))
 
 
 if __name__ == "__main__":

@@ -145,6 +145,8 @@ ACCO_RECORDS = (
         effects=(_above("ACCO", Limits(least=-_EQUAL, most=_EQUAL)),),
         scale=f"{_AS_TEXT}; 2 virtual ranks, 300 updates",
         differences=_LEARNED,
+        answer="Five seeds that ran five times as long decide it: 0.013 nats above, 0.005 to 0.021 "
+        "([frontier](../benchmarks/results/2026-11-23-frontier/)). That is within the limits.",
     ),
     Record(
         id="acco.wp",

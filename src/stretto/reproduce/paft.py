@@ -1,6 +1,24 @@
 """What PAFT's paper says: noise of each worker's own on the mean gradient, and averages of replicas against it."""
 
-from stretto.reproduce.measures import ACCURACY, LOSS, MILLISECONDS
+from stretto.reproduce.measures import ACCURACY
+from stretto.reproduce.paft_tables import (
+    APART,
+    DIFFERENCES,
+    MANY,
+    REAL,
+    SAME,
+    SCALE,
+    SMALL,
+    TEXT,
+    TEXT_CELLS,
+    apart,
+    bursts,
+    lost,
+    overhead,
+    table_1,
+    table_2,
+    table_3,
+)
 from stretto.reproduce.record import Cell, Effect, Paper, Record
 from stretto.reproduce.verdict import Limits
 
@@ -12,82 +30,6 @@ PAFT = Paper(
     read="the main text with Algorithms 1 and 2 and Tables 1 to 3, four reviews and the answers; not the appendices, "
     "and figures only by what the text says of them",
 )
-SMALL = (
-    "digits-resnet --ranks 4 --network free --micro-batches 1 --updates 100 --task.width 8 --task.batch 16 "
-    "--evaluate-every None"
-)
-"""Also that of what reviewers asked."""
-REAL = (
-    "images --preset paft-resnet18-cifar10 --task.data {data} --ranks 4 --network free --evaluate-every None "
-    "--noise None"
-)
-SCALE = "a network of 19,810 parameters on digits; 4 virtual ranks, 100 updates of 64 images"
-DIFFERENCES = "digits and a small network for CIFAR-10 and ResNet-18; 100 updates for 120 epochs"
-VARIANCES = ("1e-4", "1e-3", "1e-2", "1e-1")
-_STRATEGIES = {
-    "Noised DSGD": "ddp",
-    "PAFT-Sync H = 5": "paft-sync:interval=5",
-    "PAFT-Sync H = 10": "paft-sync:interval=10",
-    "PAFT-Sync H = 50": "paft-sync:interval=50",
-    "PAFT": "paft-dyn:estimate=paper:overlap=on",
-    "PAFT, our estimate": "paft-dyn",
-    "ZeRO-1": "zero1",
-}
-_TABLE_1 = {
-    "DSGD": (94.0, 94.0, 94.0, 94.0),
-    "Noised DSGD": (93.7, 91.1, 60.5, 13.5),
-    "PAFT-Sync H = 5": (93.8, 93.3, 85.2, 32.8),
-    "PAFT-Sync H = 10": (93.9, 93.6, 84.7, 31.9),
-    "PAFT-Sync H = 50": (93.9, 93.4, 84.3, 28.5),
-    "PAFT": (93.9, 93.4, 85.2, 33.2),
-}
-_TABLE_2 = {
-    "DSGD": 65.1,
-    "Noised DSGD": 3.8,
-    "PAFT-Sync H = 5": 44.4,
-    "PAFT-Sync H = 10": 41.8,
-    "PAFT-Sync H = 50": 17.2,
-    "PAFT": 40.9,
-}
-_TABLE_3 = {
-    "DSGD": (0.201, 0.212, 0.228, 0.333),
-    "PAFT-Sync": (0.243, 0.254, 0.276, 0.411),
-    "PAFT": (0.237, 0.244, 0.253, 0.373),
-}
-_WORKERS = (4, 8, 16, 32)
-SAME = 1.0
-"""Points of accuracy that count as no difference: the paper's own arms without noise are as far apart."""
-
-
-def noised(row: str, variance: str) -> str:
-    """Return the words of an arm of Table 1."""
-    if row == "DSGD":
-        return "--strategy ddp"
-    return f"--strategy {_STRATEGIES[row]} --noise {variance}"
-
-
-def table_1(*rows: str) -> dict[str, dict[str, Cell]]:
-    """Return some rows of Table 1; by default those of the paper and two of ours."""
-    return {
-        row: {
-            variance: Cell(
-                words=noised(row, variance),
-                measure=ACCURACY,
-                paper=_TABLE_1[row][place] if row in _TABLE_1 else None,
-            )
-            for place, variance in enumerate(VARIANCES)
-        }
-        for row in rows or ("DSGD", *_STRATEGIES)
-    }
-
-
-def lost(variance: str, row: str, limits: Limits, to: str = "DSGD") -> Effect:
-    """Return the points of accuracy that an arm ends below another one."""
-    return Effect(
-        says=f"points of {row} below {to}, σ² = {variance}",
-        of=lambda of: of(to, variance) - of(row, variance),
-        limits=limits,
-    )
 
 
 def _of_table_1(id: str, claim: str, source: str, effects: tuple[Effect, ...], answer: str = "") -> Record:
@@ -105,80 +47,6 @@ def _of_table_1(id: str, claim: str, source: str, effects: tuple[Effect, ...], a
     )
 
 
-_MANY = (
-    "digits-resnet --ranks 32 --network free --micro-batches 1 --updates 60 --task.width 8 --task.batch 4 "
-    "--evaluate-every None"
-)
-
-
-def _table_2() -> dict[str, dict[str, Cell]]:
-    rows = ("DSGD", *_STRATEGIES)
-    return {
-        row: {"1e-2": Cell(words=noised(row, "1e-2"), measure=ACCURACY, paper=_TABLE_2.get(row))}
-        for row in rows
-    }
-
-
-_TIMED = {
-    "DSGD": "--strategy ddp",
-    "PAFT-Sync": "--strategy paft-sync:interval=5",
-    "PAFT": "--strategy paft-dyn:first=5:estimate=paper:overlap=on",
-}
-
-
-def _table_3() -> dict[str, dict[str, Cell]]:
-    return {
-        row: {
-            f"{ranks} workers": Cell(
-                words=f"{words} --ranks {ranks}", measure=MILLISECONDS, paper=1000 * _TABLE_3[row][place]
-            )
-            for place, ranks in enumerate(_WORKERS)
-        }
-        for row, words in _TIMED.items()
-    }
-
-
-def _overhead(ranks: int) -> tuple[Effect, Effect]:
-    column = f"{ranks} workers"
-    return (
-        Effect(
-            says=f"% that PAFT-Sync adds on {column}",
-            of=lambda of: 100 * (of("PAFT-Sync", column) / of("DSGD", column) - 1),
-            limits=Limits(least=0),
-        ),
-        Effect(
-            says=f"of these PAFT saves on {column}, points",
-            of=lambda of: 100 * (of("PAFT-Sync", column) - of("PAFT", column)) / of("DSGD", column),
-            limits=Limits(least=0),
-        ),
-    )
-
-
-def _bursts(variance: str) -> dict[str, dict[str, Cell]]:
-    rows = {
-        "DSGD": "--strategy ddp",
-        **{
-            row: f"--strategy {_STRATEGIES[row]} --noise 1e-4,every=30:{variance}"
-            for row in ("Noised DSGD", "PAFT-Sync H = 10", "PAFT")
-        },
-    }
-    return {row: {variance: Cell(words=words, measure=ACCURACY)} for row, words in rows.items()}
-
-
-_TEXT = (
-    "stdlib-gpt --ranks 4 --network free --updates 100 --micro-batches 1 --evaluate-every None --task.size 0.1m "
-    "--task.context 64 --task.batch 4 --task.lr 0.004 --task.evaluation-windows 256 --task.data.megabytes 2"
-)
-_TEXT_ROWS = {"DSGD": "ddp", "Noised DSGD": "ddp", "PAFT-Sync H = 5": "paft-sync:interval=5"}
-_TEXT_CELLS = {
-    row: {
-        variance: Cell(
-            words=f"--strategy {strategy}" + ("" if row == "DSGD" else f" --noise {variance}"), measure=LOSS
-        )
-        for variance in ("1e-4", "1e-3")
-    }
-    for row, strategy in _TEXT_ROWS.items()
-}
 PAFT_RECORDS = (
     _of_table_1(
         "paft.table1",
@@ -240,12 +108,49 @@ PAFT_RECORDS = (
         ),
     ),
     Record(
+        id="paft.lemma",
+        claim="Noise parts replicas from their mean by (M + 1)/M · σ² Σ η² per coordinate",
+        source="Lemma 3.1, equation 6",
+        setting=APART,
+        cells=apart(),
+        effects=tuple(
+            Effect(
+                says=f"parting of {workers} replicas, in units of σ² Σ η² per coordinate",
+                of=lambda of, workers=workers: of(f"{workers} workers", "1e-3"),  # type: ignore[misc]
+                limits=Limits(least=1),
+                digits=3,
+            )
+            for workers in (2, 4, 8)
+        ),
+        scale="a network of 19,810 parameters on digits; 2 to 8 virtual ranks, 20 updates of SGD without momentum",
+        differences="nothing: the lemma is about any model",
+        answer="The factor is (M - 1)/M: with the paper's, one worker alone would part from itself.",
+    ),
+    Record(
+        id="paft.accumulates",
+        claim="More noise parts replicas more",
+        source="section 3.1, on Figure 2(b)",
+        told="in a figure",
+        setting=APART,
+        cells=apart(),
+        effects=(
+            Effect(
+                says="times the squared distance at ten times the variance, 4 workers",
+                of=lambda of: 10 * of("4 workers", "1e-3") / of("4 workers", "1e-4"),
+                limits=Limits(least=1, paper=10.0),
+                digits=2,
+            ),
+        ),
+        scale="a network of 19,810 parameters on digits; 2 to 8 virtual ranks, 20 updates of SGD without momentum",
+        differences="nothing: the lemma is about any model",
+    ),
+    Record(
         id="paft.table2",
         claim="On 32 workers noise of 0.01 ruins DSGD, H = 5 and 10 and PAFT save most, and H = 50 falls off",
         source="Table 2, σ² = 0.01",
-        setting=_MANY,
+        setting=MANY,
         real=REAL.replace("resnet18-cifar10", "resnet50-cifar100").replace("--ranks 4", "--ranks 32"),
-        cells=_table_2(),
+        cells=table_2(),
         effects=(
             lost("1e-2", "Noised DSGD", Limits(least=SAME)),
             lost("1e-2", "Noised DSGD", Limits(least=SAME), to="PAFT-Sync H = 5"),
@@ -261,8 +166,8 @@ PAFT_RECORDS = (
         source="Table 3; the interval of PAFT-Sync is not told",
         setting="digits-resnet --network 20mbit,0.1ms --micro-batch-ms 20 --jitter 0.02 --micro-batches 1 "
         "--updates 25 --task.width 4 --task.batch 4 --noise 1e-4 --evaluate-every None",
-        cells=_table_3(),
-        effects=(*_overhead(4), *_overhead(8), *_overhead(32)),
+        cells=table_3(),
+        effects=(*overhead(4), *overhead(8), *overhead(32)),
         seeds=3,
         scale="a network of 5,000 parameters; virtual ranks, H = 5, an exchange takes nearly half of an update",
         differences="virtual time; in the text PAFT adds 18.9 % on 32 workers, in the table 12.0 %",
@@ -273,7 +178,7 @@ PAFT_RECORDS = (
         source="section 5.1, Figure 9(a)",
         setting=SMALL,
         real=REAL,
-        cells=_bursts("0.1"),
+        cells=bursts("0.1"),
         effects=(
             lost("0.1", "PAFT", Limits(most=2)),
             lost("0.1", "Noised DSGD", Limits(least=2)),
@@ -287,7 +192,7 @@ PAFT_RECORDS = (
         source="section 5.1, Figure 9(b)",
         setting=SMALL,
         real=REAL,
-        cells=_bursts("1.0"),
+        cells=bursts("1.0"),
         effects=(lost("1.0", "PAFT", Limits(least=2)),),
         scale=SCALE,
         differences=f"{DIFFERENCES}; bursts every 30 updates, in the paper every 500",
@@ -311,9 +216,9 @@ PAFT_RECORDS = (
         id="paft.figure7",
         claim="With language models noise of 0.0001 and 0.001 hardly hurts under PAFT",
         source="section 5.1, Figures 7 and 8",
-        setting=_TEXT,
+        setting=TEXT,
         real=REAL.replace("images --preset paft-resnet18-cifar10", "language --preset paft-gpt2-openwebtext"),
-        cells=_TEXT_CELLS,
+        cells=TEXT_CELLS,
         effects=tuple(
             Effect(
                 says=f"nats of {row} above {to}, σ² = {variance}",

@@ -9,7 +9,17 @@ from stretto.reproduce.echo import IMAGES as ECHOED
 from stretto.reproduce.echo import REAL as ECHO_REAL
 from stretto.reproduce.echo import SCALE as ECHO_SCALE
 from stretto.reproduce.measures import ACCURACY, LOSS
-from stretto.reproduce.paft import DIFFERENCES, REAL, SAME, SCALE, SMALL, VARIANCES, lost, noised, table_1
+from stretto.reproduce.paft_tables import (
+    DIFFERENCES,
+    REAL,
+    SAME,
+    SCALE,
+    SMALL,
+    VARIANCES,
+    lost,
+    noised,
+    table_1,
+)
 from stretto.reproduce.record import Cell, Effect, Record
 from stretto.reproduce.verdict import Limits
 

@@ -59,6 +59,7 @@ def perform(simulation: SimulateConfig[Any]) -> Line:
         "curve": _curve(updates, evaluations),
         "averages": sum(update["gap"] == 0 for update in updates),
         "intervals": sorted({update["interval"] for update in updates if update["interval"]}),
+        "divergences": [update["divergence"] for update in updates if update["divergence"] is not None],
         "micro_batches": updates[-1]["micro_batches"] if updates else [],
         "cpu_seconds": round(time.process_time() - started, 2),
     }
