@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stretto as st
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, CorruptionError, ReplicasDiverged, StateCorrupt
 from stretto.virtual import VirtualCluster, VirtualGroup
 from tests.exactness import jobs
 from tests.noise.jobs import NUMEL, UPDATES, Case, Seen, added, run
@@ -99,7 +99,8 @@ def test_noise_on_averages_is_on_the_weights_that_each_rank_holds(strategy: st.S
     for seen in found:
         assert all(torch.equal(values, seen.masters[0]) for values in seen.masters[:first])
     apart = [seen.masters[first] - seen.masters[0] for seen in found]
-    for draws in apart:
+    shown = [seen.shown[2 * first - 1] - seen.shown[0] for seen in found]
+    for draws in (*apart, *shown):
         assert float(draws.var()) == pytest.approx(VARIANCE, rel=FAR)
     assert abs(float(torch.corrcoef(torch.stack(apart))[0, 1])) < 6 / math.sqrt(NUMEL)
     assert all((seen.padding == 0).all() for seen in found)
@@ -141,6 +142,20 @@ def test_guards_find_noise_on_one_rank_and_undo_it_to_the_bit() -> None:
         assert same(found, clean(3))
         incidents = [incident for update in found[0].updates for incident in update.incidents]
         assert {incident.ranks for incident in incidents} == {(1,)}
+
+
+@pytest.mark.parametrize(
+    ("guard", "error"),
+    [(st.AtRest(), StateCorrupt), (st.ReplicaGuard(), ReplicasDiverged)],
+    ids=["rest", "replica"],
+)
+def test_guards_end_a_job_whose_ranks_are_all_hit(guard: st.Guard, error: type[CorruptionError]) -> None:
+    with pytest.raises(error):
+        run(
+            dataclasses.replace(Case(strategy=st.DDP(), ranks=3), guards=(guard,)).with_noise(
+                st.Noise(VARIANCE)
+            )
+        )
 
 
 def test_strategies_that_take_turns_are_all_hit() -> None:

@@ -35,20 +35,19 @@ CASES = [(name, seed) for name in STRATEGIES for seed in range(2)]
 
 def draw_case(name: str, seed: int) -> Case:
     """Draw ranks, weights, micro-batches, buckets and wire, and for how long each rank has data."""
-    chance = random.Random(f"{name} {seed}")
+    chance = random.Random(f"{name}, {seed}")
     ranks = chance.randint(1, 8)
     steps_alone = name in ("local", "diloco")
-    weights = tuple(chance.choice((0.0, 0.3, 1.0, 17.0, 4096.0)) for _ in range(chance.randint(1, 5)))
+    weights = [chance.choice((0.3, 1.0, 17.0, 4096.0)) for _ in range(chance.randint(1, 5))]
+    if ranks > 1 and not steps_alone:
+        weights = [0.0, *weights]  # an update needs some weight on any rank, or it does not step
     lengths = [chance.choice((1, 2, UPDATES + 1)) for _ in range(ranks)]
     lengths[chance.randrange(ranks)] = UPDATES + 1
     return Case(
         strategy=STRATEGIES[name],
         ranks=ranks,
         micro_batches=chance.randint(3, 5) if name.startswith("acco") else chance.randint(1, 3),
-        # Every update needs some weight, or it does not step.
-        weights=(*weights, 2.5)
-        if len(weights) > 1 and ranks > 1 and not steps_alone
-        else (1.0 + weights[0],),
+        weights=tuple(weights),
         lengths=() if steps_alone else tuple(lengths),
         updates=UPDATES + 1,  # replicas are averaged at the end
         options=st.Options(

@@ -87,7 +87,7 @@ def test_runs_of_a_record_decide_in_pairs(
 
 
 def test_the_papers_number_of_an_effect_is_computed_as_ours_from_its_table(tmp_path: Path) -> None:
-    book = book_of(tmp_path, [1.0, 1.0], [2.0, 2.2])
+    book = book_of(tmp_path, [1.0, 1.0], [2.05, 2.15])
     (met,) = found(record(Limits(least=0), paper=(3.0, 4.1)), book, 2, SITE).effects
     assert met.paper == pytest.approx(1.1)
     assert met.verdict is Verdict.HOLDS

@@ -101,17 +101,20 @@ class ReducedGradient:
 
         In float64, where squares of all float32 values are neither too large nor too small.
         """
-        elsewhere = [total for total in self.sums if total.device.type != "cpu"]
-        norms = [torch.linalg.vector_norm(total, dtype=torch.float64) for total in elsewhere]
-        # One wait for the device, and not one per bucket.
-        squares: list[float] = torch.stack(norms).square().tolist() if norms else []
-        return sum(squares) + sum(_norm_squared(total) for total in self.sums if total.device.type == "cpu")
+        squares = torch.stack(list(map(self._norm_squared, self.sums)))
+        return float(sum(squares.tolist()))  # one wait for the device, and not one per bucket
 
-
-def _norm_squared(total: Tensor) -> float:
-    # A block in float64 stays in the processor's cache; the norm of the whole takes twice the time.
-    blocks = (block.to(torch.float64) for block in total.split(_BLOCK))
-    return float(sum(torch.dot(block, block) for block in blocks))
+    def _norm_squared(self, total: Tensor) -> Tensor:
+        device = self.sums[0].device
+        if total.device.type != "cpu":
+            norm: Tensor = torch.linalg.vector_norm(total, dtype=torch.float64)
+            return norm.square().to(device)
+        # A block in float64 stays in the processor's cache; the norm of the whole takes twice the time.
+        square = torch.zeros((), dtype=torch.float64)
+        for block in total.split(_BLOCK):
+            wide = block.to(torch.float64)
+            square += torch.dot(wide, wide)
+        return square.to(device)
 
 
 def _scaled(mean: Tensor, clip: float) -> Tensor:
