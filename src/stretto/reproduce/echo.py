@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 
 from stretto.reproduce.measures import ACCURACY, LOSS, SENT, loads_to, loss_at
-from stretto.reproduce.record import Cell, Effect, Paper, Reading, Record
+from stretto.reproduce.record import MORE_SEEDS, Cell, Effect, Paper, Reading, Record
 from stretto.reproduce.verdict import Limits
 
 ECHO = Paper(
@@ -169,6 +169,7 @@ def _learned(
         real=REAL,
         cells=_AVERAGED_CELLS,
         effects=(Effect(says=says, of=of, limits=limits, digits=2),),
+        seeds=MORE_SEEDS,
         scale=SCALE,
         differences=DIFFERENCES,
     )
@@ -271,6 +272,7 @@ ECHO_RECORDS = (
             )
             for rate in (0.05, 0.4)
         ),
+        seeds=MORE_SEEDS,
         scale=SCALE.removesuffix(", tuned rates"),
         differences=DIFFERENCES.partition(";")[0],
     ),

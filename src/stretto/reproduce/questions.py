@@ -153,8 +153,9 @@ QUESTIONS = (
         effects=(lost("1e-2", "Noised DSGD", Limits(least=SAME), to="Noised DSGD, clipped at 1"),),
         scale=SCALE,
         differences=DIFFERENCES,
-        answer="The norm that is clipped is that of the mean before its way back to the ranks, or has the noise in it "
-        "almost alone; either way what is left has the same direction.",
+        answer="The noise is most of the norm that is clipped, so that every step becomes shorter: a smaller learning "
+        "rate. That alone saves much, but less than averages do, and together with averages it costs accuracy. Damage "
+        "that comes after the norm has been taken is out of a clip's reach.",
     ),
     Record(
         id="echo.loads-saved",

@@ -8,6 +8,8 @@ from typing import Literal
 from stretto.reproduce.trial import Line
 from stretto.reproduce.verdict import Limits
 
+MORE_SEEDS = 10
+"""Of records that five seeds did not decide."""
 Reading = Callable[[str, str], float]
 """Returns the number in a row and a column: ours with one seed, or the paper's."""
 
