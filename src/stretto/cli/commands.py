@@ -31,6 +31,7 @@ from stretto.cli.options import (
     started,
 )
 from stretto.cli.presets import PRESETS, PresetList
+from stretto.cli.reproduction import reproduce_command
 from stretto.cli.run_folder import command_of, run_folder
 from stretto.cli.screens import (
     print_diagnosis,
@@ -47,6 +48,7 @@ from stretto.observe import print_campaign, print_comparison, print_demo, replac
 from stretto.page import ReportConfig, report
 from stretto.plan import PlanConfig
 from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
+from stretto.reproduce import ReproduceConfig
 from stretto.terminal import printable
 from stretto.train.arms import AUTO, parse_arm
 from stretto.train.comparison import compare, diagnose_rank
@@ -72,6 +74,7 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "campaign": lambda task: CampaignConfig(task=small(task)),
         "doctor": lambda _: Examination(),
         "presets": lambda _: PresetList(),
+        "reproduce": lambda _: ReproduceConfig(),
     }
 )
 """What makes the configuration of each command from a recipe's."""
@@ -95,6 +98,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "campaign": campaign_command,
         "doctor": doctor_command,
         "presets": presets_command,
+        "reproduce": reproduce_command,
     }
     return commands[name](words) or 0
 
