@@ -100,12 +100,14 @@ class ReducedGradient:
 
         In float64, where squares of all float32 values are neither too large nor too small.
         """
-        return sum(map(_norm_squared, self.sums))
+        elsewhere = [total for total in self.sums if total.device.type != "cpu"]
+        norms = [torch.linalg.vector_norm(total, dtype=torch.float64) for total in elsewhere]
+        # One wait for the device, and not one per bucket.
+        squares = torch.stack(norms).square().tolist() if norms else []
+        return sum(squares) + sum(_norm_squared(total) for total in self.sums if total.device.type == "cpu")
 
 
 def _norm_squared(total: Tensor) -> float:
-    if total.device.type != "cpu":
-        return float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
     # A block in float64 stays in the processor's cache; the norm of the whole takes twice the time.
     blocks = (block.to(torch.float64) for block in total.split(_BLOCK))
     return float(sum(torch.dot(block, block) for block in blocks))

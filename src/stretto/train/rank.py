@@ -90,7 +90,7 @@ def train_at(
 ) -> Outcome:
     """Train on a rank that has joined the others, and show it as `progress`; the rest is as for `train_rank`."""
     if progress is not None:
-        progress.doing("workers have started: reading the data and building the model")
+        progress.doing(f"workers have started on {context.device}: reading the data and building the model")
     task = run.task.build(context.rank, context.world_size, run.seed, run.planned_updates)
     task.model.to(context.device)
     if progress is not None:
