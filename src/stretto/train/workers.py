@@ -89,7 +89,9 @@ def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_secon
         ConfigError: The link has limits, and the devices are not processors.
     """
     if device.type != "cpu" and not link.is_free:
-        raise ConfigError(f"--link slows Gloo, but this job is on {device}, over NCCL: leave it out, or --device cpu")
+        raise ConfigError(
+            f"--link slows Gloo, but this job is on {device}, over NCCL: leave it out, or --device cpu"
+        )
     timeout = timedelta(seconds=timeout_seconds)
     register_throttled(link, address=_LOOPBACK if _is_loopback(info.host) else None)
     try:
