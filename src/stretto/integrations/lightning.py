@@ -144,8 +144,8 @@ class StrettoStrategy(DDPStrategy):
         """Do nothing: there is no wrapper to hook."""
 
     def _take_schedule(self) -> Any:
-        """Return a schedule that counts updates, for the job to turn, and keep Lightning from turning it."""
-        if is_overridden("lr_scheduler_step", self._module):
+        """Return a schedule that is to turn where updates land, for the job, and keep Lightning from turning it."""
+        if not self._overlaps or is_overridden("lr_scheduler_step", self._module):
             return None
         for config in self.lr_scheduler_configs:
             if config.interval == "step" and config.frequency == 1 and not config.reduce_on_plateau:
