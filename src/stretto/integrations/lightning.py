@@ -200,8 +200,8 @@ class StrettoStrategy(DDPStrategy):
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the job out of copies, as other strategies leave out process groups."""
-        return {**vars(self), "parallel": None, "_accumulation": None}
+        """Leave out of copies the job, and Lightning's optimizers, whose copies change the class of the originals."""
+        return {**vars(self), "parallel": None, "_accumulation": None, "_lightning_optimizers": []}
 
     @property
     def _present(self) -> TrainerAccumulation:
