@@ -4,7 +4,7 @@ import copy
 import importlib.util
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ KINDS = ("stock", "ours")
 
 
 def module(
-    none: set[int] = frozenset(),  # type: ignore[assignment]
-    ends: set[int] = frozenset(),  # type: ignore[assignment]
-    stops: set[int] = frozenset(),  # type: ignore[assignment]
+    none: Set[int] = frozenset(),
+    ends: Set[int] = frozenset(),
+    stops: Set[int] = frozenset(),
     optimizer: str = "SGD",
     fails: int | None = None,
 ) -> Any:

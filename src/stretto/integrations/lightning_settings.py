@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from stretto.engine import Options
 from stretto.integrations.refused import overrides, reads_optimizer_state, refuse
 
-_REFUSED_CALLBACKS: dict[type, str] = {
+REFUSED_CALLBACKS: dict[type, str] = {
     known.GradientAccumulationScheduler: "set accumulate_grad_batches",
     known.LearningRateFinder: "look for the rate under DDPStrategy (Tuner.lr_find too), then train with it",
     known.StochasticWeightAveraging: "take WeightAveraging or EMAWeightAveraging",
@@ -86,7 +86,7 @@ def check_callbacks(trainer: Trainer, schedules: Sequence[Any], *, overlaps: boo
     )
     for callback in callbacks_of(trainer):
         name = type(callback).__name__
-        for kind, remedy in _REFUSED_CALLBACKS.items():
+        for kind, remedy in REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
                 refused[name] = (True, remedy)
         stepping = overrides(callback, known.Callback, "on_before_optimizer_step")

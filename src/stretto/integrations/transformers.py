@@ -46,6 +46,7 @@ except ImportError as error:
     raise MissingExtra("transformers", "recipes", "StrettoTrainer") from error
 
 _OWN_STEPS = ("lomo", "layerwise", "schedule_free")
+"""In names of optimizers that step in the backward pass, or show other parameters than they train."""
 FOLDER = "stretto"
 """Inside each `checkpoint-N` of the Trainer, what the job needs to go on."""
 _log = logging.getLogger("stretto")
@@ -285,6 +286,7 @@ class StrettoTrainer(transformers.Trainer):
             ConfigError: Names it.
         """
         args = self.args
+        optimizer = transformers.training_args.OptimizerNames(args.optim).value
         refused = {
             "fp16": (args.mixed_precision == "fp16", "use bf16=True, which scales no loss"),
             "deepspeed": (args.deepspeed_plugin is not None, "it exchanges on its own; leave it out"),
@@ -296,8 +298,8 @@ class StrettoTrainer(transformers.Trainer):
                 args.save_on_each_node,
                 "checkpoints lie on a file system that all ranks share",
             ),
-            f"optim={args.optim!r}": (
-                any(word in str(args.optim) for word in _OWN_STEPS),
+            f"optim={optimizer!r}": (
+                any(word in optimizer for word in _OWN_STEPS),
                 "it steps by itself, or swaps parameters; take another optimizer",
             ),
             "Options(clip_norm=...)": (self._options.clip_norm is not None, "set max_grad_norm"),
