@@ -48,7 +48,7 @@ def _into_lightning() -> None:
             given["strategy"] = strategy(start_method=asked[4:] or "popen")
         original(self, *args, **given)
 
-    Trainer.__init__ = init  # type: ignore[method-assign]
+    Trainer.__init__ = init  # type: ignore[method-assign]  # as a test of theirs makes one
 
 
 def pytest_runtest_logreport(report: Any) -> None:
