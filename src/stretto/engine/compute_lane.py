@@ -124,8 +124,8 @@ class ComputeLane:
     @property
     def is_clear(self) -> bool:
         """Whether the last update has ended and this rank has counted no micro-batch since."""
-        has_counted = self.accumulation.contribution.count > 0
-        return self.at_boundary and not has_counted and self._in_flight is None and self._ready is None
+        is_all_landed = self._in_flight is None and self._ready is None
+        return self.at_boundary and is_all_landed and self.accumulation.contribution.count == 0
 
     # Micro-batches
 
@@ -158,12 +158,14 @@ class ComputeLane:
         self.accumulation.check_untouched(self.where)
         self.model.check_unwritten(self.where)
 
-    def count(self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int) -> Update | None:
-        """Count one micro-batch whose gradients have arrived; close and land rounds if its quota is met."""
+    def count(
+        self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
+    ) -> Update | None:
+        """Count one micro-batch whose gradients have arrived, unless it may lack any; close and land full rounds."""
         if self.model.is_settled:
             self.model.train_on(self.where)
         self.take_off_if_ready()
-        if weight > 0 and not self.accumulation.has_arrived:
+        if weight > 0 and not (self.accumulation.has_arrived or lacks):
             raise StepWithoutBackward(
                 f"{self.where}: no gradient has arrived since the last micro-batch was counted: run its backward pass "
                 "first, or count it with weight=0 to contribute nothing"
@@ -180,6 +182,15 @@ class ComputeLane:
             return None
         update = self.end_round()
         return update if self.overlaps else self.fly()
+
+    def drop(self) -> bool:
+        """Drop what has been counted for the next update; return False, and drop nothing, if some is handed over."""
+        if self._accumulating_round or self._ready is not None:
+            return False
+        self.accumulation.restart()
+        for listener in self.model.listeners:
+            listener.round_closed()
+        return True
 
     def fly(self) -> Update | None:
         """Hand over the ready round, if there is one, and land what is in flight."""
@@ -347,12 +358,7 @@ class ComputeLane:
         return ready.reduction
 
     def begin_again(self, steps: int, round_index: int) -> None:
-        """Go on from the state that a checkpoint has put into model and optimizer; drop what was accumulated.
-
-        Args:
-            steps: Committed updates before the checkpoint.
-            round_index: Rounds before the checkpoint.
-        """
+        """Go on after so many updates and rounds, whose state is in place; drop what was accumulated."""
         self._ready = None
         self.accumulation.begin(self.accumulation.buffer).attach()
         self._accumulating_round = 0

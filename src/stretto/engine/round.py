@@ -265,7 +265,8 @@ class Accounts:
         Raises:
             UnusedParameters: A parameter received no gradient on any rank.
         """
-        if not commit.reductions[-1].met:
+        is_empty = not any(any(r.report.used) for r in commit.reductions)  # all micro-batches were left out
+        if is_empty or not commit.reductions[-1].met:
             return
         self.use_is_known = True
         used = [any(flags) for flags in zip(*(r.report.used for r in commit.reductions), strict=True)]
