@@ -3,7 +3,7 @@
 Four ranks of a virtual cluster train the digits. After every exchange each rank's copy of the mean gradient gets
 Gaussian noise of its own, new at every update, of a given variance per coordinate: the expected ‖noise‖² is the
 variance times the number of parameters. `clean` has no noise, `noised` is `ddp` with noise, `sync-H` and `dyn-*` are
-PAFT. Further parts: AdamW with and without averaged moments; bursts (1e-4 always, 0.1 or 1 more at every 50th update);
+PAFT. Further parts: AdamW with and without averaged moments; bursts (1e-4, but 0.1 or 1 at every 50th update);
 and `ddp` with guards, with noise on all ranks or on one. Every run ends right after its last update, because `finish`
 would average once more.
 
@@ -30,7 +30,6 @@ from torch import Tensor
 import stretto as st
 from stretto.checksums import digest, hexadecimal
 from stretto.errors import StrettoError
-from stretto.faults import Fault, FaultPlan, Injector, strike_memory
 from stretto.observe import replace_json
 from stretto.recipes import DigitsResNet
 from stretto.recipes.task import Task
@@ -110,30 +109,16 @@ class Setting:
     batch: int
 
 
-def noise(cell: Cell, setting: Setting, seed: int) -> FaultPlan:
-    """Return the noise as faults.
-
-    The exchange gives a sum over RANKS, so that noise of the mean is noise of the sum with RANKS² times the variance.
-    """
-
-    def fault(rank: int, variance: float, **when: Any) -> Fault:
-        return Fault(
-            site="reduced gradient",
-            rank=rank,
-            extent="all",
-            pattern="noise",
-            variance=variance * RANKS**2,
-            seed=10 * (10 * seed + rank) + (when.get("lasts") is None),
-            **when,
-        )
-
-    faults = []
-    for rank in range(cell.ranks):
-        if cell.variance:
-            faults.append(fault(rank, cell.variance, lasts="sticky"))
-        for instant in range(BURST_EVERY - 1, setting.updates, BURST_EVERY) if cell.burst else ():
-            faults.append(fault(rank, cell.burst, instant=instant))
-    return FaultPlan(tuple(faults))
+def noise(cell: Cell, seed: int) -> st.Noise | None:
+    """Return the noise of a cell's gradients; None where it has none."""
+    if not cell.variance:
+        return None
+    return st.Noise(
+        cell.variance,
+        every=(BURST_EVERY, cell.burst) if cell.burst else None,
+        rank=tuple(range(cell.ranks)),
+        seed=seed,
+    )
 
 
 @dataclasses.dataclass
@@ -153,7 +138,6 @@ def train(cell: Cell, setting: Setting, seed: int, outcomes: dict[int, Seen], gr
     rank = group.rank()
     recipe = DigitsResNet(width=setting.width, batch=setting.batch, optimizer=cell.optimizer)
     task = recipe.build(rank, RANKS, seed, setting.updates)
-    # One bucket, because a fault strikes at most one tensor.
     parallel = st.DataParallel(
         task.model,
         task.optimizer,
@@ -161,9 +145,8 @@ def train(cell: Cell, setting: Setting, seed: int, outcomes: dict[int, Seen], gr
         micro_batches=1,
         group=group,
         guards=GUARDS[cell.guard],
-        options=st.Options(bucket_bytes=2**26),
+        options=st.Options(noise=noise(cell, seed)),
     )
-    strike_memory(parallel, Injector(noise(cell, setting, seed), rank))
     seen = Seen(task, [], 0, [], 0, 0)
     try:
         for batch in parallel.feed(task.loader):

@@ -14,12 +14,13 @@ from stretto.averaging import DriftingReplica, FragmentedReplica, LocalReplica
 from stretto.averaging.worker import check_worker, exchange_inside, worker_of
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.agreement import agree, share_start, untrained
-from stretto.engine.comm_lane import CommLane
+from stretto.engine.comm_lane import CommLane, Weave
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.failures import FailureDetector
 from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.job import Job
 from stretto.engine.model import UserModel, is_in_a_job
+from stretto.engine.noisy import NoisyRank
 from stretto.engine.options import Clock, Options, Quota, check_formats, plan_quota
 from stretto.engine.replica import Replica
 from stretto.engine.report import settings_text
@@ -256,7 +257,11 @@ def lane_of(
     interpreter = _interpreter(parts, ledger, replica, strikes)
     if interpreter is not None:
         performers |= interpreter.performers
-    weave = None if interpreter is None else functools.partial(guarded, ask=interpreter.ask)
+    weave: Weave | None = None if interpreter is None else functools.partial(guarded, ask=interpreter.ask)
+    if parts.options.noise is not None:
+        noisy = NoisyRank(parts.options.noise, replica)
+        performers |= noisy.after_averages(performers)
+        weave = noisy.within(weave)
     return Lane(
         comm=CommLane(parts.strategy, replica, performers, asks_ahead=ledger.asks_ahead, weave=weave),
         quota=quota,

@@ -17,6 +17,7 @@ from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
 from stretto.faults import Fault, faults_text, parse_faults
 from stretto.fields import did_you_mean, field_types, read_value, unknown_name
+from stretto.noise import Noise, parse_noise
 from stretto.recipes import RECIPES, recipe
 from stretto.strategies import STRATEGIES
 from stretto.train.arms import parse_clock, parse_learning_rates, split_list
@@ -298,6 +299,7 @@ def _read_range(text: str) -> tuple[int, ...]:
 _READERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType(
     {
         Clock: parse_clock,
+        Noise: parse_noise,
         tuple[str, ...]: split_list,
         tuple[float, float]: _read_pair,
         tuple[int, ...]: _read_counts,
@@ -312,6 +314,7 @@ _METAVARS: Mapping[Any, str] = MappingProxyType(
         NoneType: "None",
         str: "TEXT",
         Clock: "MIN,MAX",
+        Noise: "VARIANCE,...",
         tuple[str, ...]: "A,B,...",
         tuple[int, ...]: "N,M,...",
         tuple[float, float]: "A,B",

@@ -7,6 +7,7 @@ from typing import Literal
 from stretto.errors import ConfigError
 from stretto.exchange import WIRES, PackedWire, Wire
 from stretto.fields import check_fields, did_you_mean, is_count
+from stretto.noise import Noise
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger
 
@@ -62,6 +63,10 @@ class Options:
     """Let gradients leave during the last backward pass of an update, bucket by bucket, under `ddp`, `zero1`,
     `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; docs/architecture.md says when
     it does not apply."""
+    noise: Noise | None = None
+    """Let every rank's mean gradient arrive with Gaussian noise: its variance, as 1e-2. Settings follow after commas:
+    1e-4,every=500:0.1 has bursts; rank=1 hits one rank; mean=0.01 is a bias; averages=1e-4 hits averages of weights.
+    See docs/paft.md."""
     timeout_seconds: float = 600.0
     """How long a collective may wait for a rank that neither answers nor dies."""
 

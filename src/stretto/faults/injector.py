@@ -171,7 +171,7 @@ def damaged(selected: Tensor, fault: Fault, stale: Tensor, generator: torch.Gene
         selected: Their values, `(count,)`.
         fault: With its pattern.
         stale: What the same places held at the last opportunity; zeros where there was none.
-        generator: Draws bits and noise.
+        generator: Draws bits.
     """
     half = selected.numel() // 2
     match fault.pattern:
@@ -185,9 +185,6 @@ def damaged(selected: Tensor, fault: Fault, stale: Tensor, generator: torch.Gene
             return torch.cat([selected[: selected.numel() - half], selected[:half]])
         case "swapped":
             return torch.cat([selected[half:], selected[:half]])
-        case "noise":
-            noise = torch.randn(selected.shape, generator=generator).mul_(fault.variance**0.5)
-            return noise.add_(selected.float()).to(selected.dtype)
         case "sign":
             return selected.neg()
         case "scale":

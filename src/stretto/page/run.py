@@ -12,6 +12,7 @@ from stretto.page.contents import (
     Event,
     Run,
     describe_machine,
+    describe_noise,
     describe_task,
     formatted,
     read_evaluations,
@@ -138,6 +139,7 @@ def _about(config: dict[str, Any], strategy: str, path: Path) -> dict[str, str]:
         "echo": str(config.get("echo", "unknown")),
         "guards": ", ".join(map(str, items(config.get("guards")))) or "none",
         **({"damage on purpose": "; ".join(faults)} if faults else {}),
+        **({"noise on purpose": describe_noise(mapping(config["noise"]))} if config.get("noise") else {}),
         "seed": str(config.get("seed", "unknown")),
         **describe_machine(machine),
     }

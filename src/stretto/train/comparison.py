@@ -69,7 +69,8 @@ def compare(
 def _run_of(arm: Arm, comparison: CompareConfig[TaskT], repeat: int) -> RunConfig[TaskT]:
     """Return the run of an arm; all arms of a repeat have the same seed, so that they can be compared in pairs."""
     shared = comparison.fitted_to(arm)
-    return dataclasses.replace(shared, seed=comparison.seed + repeat).run_of(arm)
+    run = dataclasses.replace(shared, seed=comparison.seed + repeat).run_of(arm)
+    return dataclasses.replace(run, faults=comparison.faults)
 
 
 def _record(arm: Arm, run: RunConfig[TaskT], repeat: int, outcome: Outcome) -> dict[str, Any]:

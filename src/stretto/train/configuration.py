@@ -186,8 +186,8 @@ class RunConfig(Job[TaskT]):
     """Times that local workers go on from the last checkpoint after damage that cannot be repaired, or that came too
     often, without those it is laid to; 0 for none."""
     faults: tuple[Fault, ...] = ()
-    """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3; see
-    docs/guards.md."""
+    """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
+    with rank=all; see docs/guards.md."""
     resume: bool = False
     """Continue the run in --run-dir, or begin it there; from its last good checkpoint. `stretto resume` repeats the
     other options too."""
@@ -245,6 +245,9 @@ class CompareConfig(Job[TaskT]):
     """Folder for compare.json; it is written anew after every run."""
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """Learning rates by arm or strategy; as acco=2e-3,wp=1e-3. Others take the recipe's."""
+    faults: tuple[Fault, ...] = ()
+    """Damage done on purpose in every run: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
+    with rank=all; see docs/guards.md."""
     evaluate_every: int | None = 10
     """Updates between evaluations of the held-out loss, with the clock stopped; None for those before and after
     a run alone."""

@@ -1,5 +1,6 @@
 """What the training loop holds: `DataParallel` or a stock method with the same interface, as a run says."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -11,6 +12,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from stretto.engine import Options
 from stretto.engine.round import Weighed
 from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
@@ -93,6 +95,7 @@ def open_handle(
             run.micro_batches,
             clip_norm=run.clip_norm,
             scheduler=scheduler,
+            noise=_seeded(run).noise,
             **arm.options,
         )
     micro_batches = run.micro_batches if run.clock is None else run.clock
@@ -104,8 +107,15 @@ def open_handle(
         scheduler=scheduler,
         group=group,
         guards=parse_guards(run.guards),
-        options=run.options,
+        options=_seeded(run),
     )
+
+
+def _seeded(run: RunConfig[TaskT]) -> Options:
+    """Return the options of a run, whose noise is drawn from the run's seed unless it has one."""
+    if run.noise is None or run.noise.seed is not None:
+        return run.options
+    return dataclasses.replace(run.options, noise=dataclasses.replace(run.noise, seed=run.seed))
 
 
 def check_run(run: RunConfig[TaskT], world_size: int) -> None:
@@ -117,15 +127,21 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     Raises:
         ConfigError: They do.
     """
-    if outside := sorted({fault.rank for fault in run.faults if not fault.rank < world_size}):
+    named = {fault.rank for fault in run.faults if fault.rank != "all"}
+    if outside := sorted(rank for rank in named if not rank < world_size):
         raise ConfigError(
             f"faults name rank {', '.join(map(str, outside))}; the run has ranks 0 to {world_size - 1}"
         )
+    if run.noise is not None:
+        run.noise.check(world_size)
     if run.ranks_per_node is not None:
         check_nodes(world_size, run.ranks_per_node)
     if isinstance(run.task, OverFiles):
         run.task.check()
     arm = parse_arm(run.strategy)
+    if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
+        what = "faults strike" if run.faults else "noise hits averages of"
+        raise ConfigError(f"{arm.name}: {what} our own strategies only; leave out the one or the other")
     if arm.phases and run.faults:
         raise ConfigError(
             f"{arm.text}: faults strike the parts of one strategy; rehearse them under each by itself"
@@ -137,7 +153,8 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         )
     if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])
-        open_handle(run, model, torch.optim.SGD(model.parameters(), lr=0.0), group=SoloGroup()).finish()
+        alone = dataclasses.replace(run, noise=None)  # which may be on ranks that only the real group has
+        open_handle(alone, model, torch.optim.SGD(model.parameters(), lr=0.0), group=SoloGroup()).finish()
 
 
 class Rehearsal:

@@ -54,8 +54,8 @@ class SimulateConfig(Training[TaskT]):
     slow_loader: str = "none"
     """MS[,jitter=CV]: virtual milliseconds that a rank waits for each micro-batch, read ahead in the background."""
     faults: tuple[Fault, ...] = ()
-    """Damage done on purpose: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3; see
-    docs/guards.md."""
+    """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
+    with rank=all; see docs/guards.md."""
     evaluate_every: int | None = None
     """Updates between evaluations of the held-out loss, beside those before and after the run."""
     run_dir: str | None = None
