@@ -215,7 +215,7 @@ class Sized:
         self._parameters = [one for size, one in zip(sizes, parameters, strict=True) for _ in range(size)]
         self._begins = [slot == 0 for size in sizes for slot in range(size)]
 
-    def begins(self) -> bool:
+    def begins(self, slot: int) -> bool:
         return self._begins.pop(0)
 
     def parameters(self) -> int:
