@@ -38,7 +38,7 @@ class SlowRank(Listener):
     def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
         self._began = self._now()
 
-    def micro_batch_counted(self, weight: float, samples: int) -> None:
+    def micro_batch_counted(self, weight: float, samples: int, fresh_samples: int) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the work has only been handed over
         self._wait((self._factor - 1) * (self._now() - self._began))
