@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from book import Book
 from torch import distributed as dist
 from torch import nn
 
@@ -34,6 +33,7 @@ import stretto as st
 from stretto.averaging.probe import Conclusion, spread_of, whole
 from stretto.engine.round import Reduction, Round
 from stretto.observe import replace_json
+from stretto.reproduce import Book
 from stretto.strategies.contract import Divergence
 from stretto.train.outcome import describe_environment
 from stretto.virtual import VirtualCluster

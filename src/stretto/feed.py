@@ -9,9 +9,11 @@ Note [The end of the data]
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
+from stretto.checksums import digest
 from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
 from stretto.engine.report import Vote
@@ -61,8 +63,8 @@ class Feed:
         with self._compute.lifetime.running():
             self._begin(updates, until)
             self._on_update, self.has_begun = on_update, True
-            self.input.begin(loader)
-            batches, length = iter(loader), _length_of(loader)
+            batches = self.input.begin(loader, JobUpdates(self._job, self.next_phase is None))
+            length = _length_of(loader)
         nothing = object()
         num_fed = 0
         while True:
@@ -89,6 +91,10 @@ class Feed:
         with self._compute.lifetime.running():
             self._end()
         self._on_update = None
+
+    def end(self) -> None:
+        """Go no further than the updates that are committed; all ranks come here behind the same one."""
+        self._last_update = self._compute.steps
 
     def drain(self) -> None:
         """Land everything, and have replicas averaged; all ranks must call."""
@@ -230,6 +236,40 @@ class Feed:
         if update is not None:
             update = self._tell(update)
             self._landed += [] if self._on_update is not None else [update]
+
+
+class JobUpdates:
+    """Tells an `EchoLoader` which update its next batch goes to, and at which parameters its gradient will be taken.
+
+    Args:
+        job: Of this rank.
+        has_one_strategy: Whether all updates to come have the same number of micro-batches, unless a clock decides it.
+    """
+
+    def __init__(self, job: Job, has_one_strategy: bool) -> None:
+        self._compute = job.compute
+        self.micro_batches = sum(job.compute.quota.minima)
+        self.is_fixed = has_one_strategy and job.compute.quota.is_fixed and job.compute.begins_update
+        self._begun_at = -1  # micro-batches before the newest update
+        self._versions: list[int] = []
+        self._fingerprint = 0
+
+    def begins(self, slot: int) -> bool:
+        """Return whether the next batch is the first of an update; a batch that was not counted has begun none."""
+        if not self._compute.begins_update or self._compute.num_counted == self._begun_at:
+            return False
+        self._begun_at = self._compute.num_counted
+        return True
+
+    def parameters(self) -> int:
+        """Return a digest of the parameters that the model shows in training, equal for equal values."""
+        parameters = self._compute.model.parameters
+        versions = [parameter._version for parameter in parameters]
+        if versions != self._versions:
+            with self._compute.model.unsettled():
+                self._fingerprint = functools.reduce(lambda seed, one: digest(one, seed), parameters, 0)
+            self._versions = versions
+        return self._fingerprint
 
 
 def _length_of(loader: Iterable[Any]) -> int | None:

@@ -38,6 +38,8 @@ def test_curves_are_the_records_on_every_axis(folders: Path) -> None:
     assert run["loss"]["updates"] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert run["loss"]["seconds"] == [one["training_seconds"] for one in updates]
     assert run["loss"]["samples"] == list(itertools.accumulate(one["samples"] for one in updates))
+    assert run["loss"]["loads"] == list(itertools.accumulate(one["fresh_samples"] for one in updates))
+    assert 0 < run["loss"]["loads"][-1] < run["loss"]["samples"][-1]  # every second use is an echo
     assert run["loss"]["bytes"] == list(itertools.accumulate(one["sent_bytes"] for one in updates))
     assert run["heldout"]["y"] == [one["heldout_loss"] for one in evaluations]
     assert run["heldout"]["updates"] == [0, 4, 8]
@@ -150,6 +152,7 @@ def test_a_comparison_lays_its_arms_over_each_other(folders: Path) -> None:
         assert run["heldout"]["y"] == [one["heldout_loss"] for one in record["evaluations"]]
         assert run["heldout"]["seconds"] == [one["training_seconds"] for one in record["evaluations"]]
         assert run["heldout"]["samples"][-1] == record["samples"]
+        assert run["heldout"]["loads"][-1] == record["fresh_samples"]
         assert f"{record['heldout_loss']:.4f}" in shown(page)
 
 

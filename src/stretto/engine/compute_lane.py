@@ -56,13 +56,11 @@ class ComputeLane:
         self.model = model
         self.statistics = model.statistics
         self.vote = Vote.GO_ON
-        self.votes: list[Vote] = []
-        """Each rank's vote in the last round that landed."""
+        self.votes: list[Vote] = []  # of each rank, in the last round that landed
         self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
         self.at_boundary = True  # whether the last round that landed ended an update
         self.steps = 0
-        self.num_counted = 0
-        """Micro-batches of this rank so far, of any weight."""
+        self.num_counted = 0  # micro-batches of this rank so far, of any weight
         self.land_phase: Callable[[], None] | None = None  # lands what a checkpoint has left of one
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._scheduler = scheduler
@@ -81,12 +79,12 @@ class ComputeLane:
     def take_up(self, comm: CommLane, quota: Quota, accumulate: Accumulate, buffer: GradientBuffer) -> None:
         """Work with this communication lane from now on, and accumulate in `buffer`; nothing is under way."""
         self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
-        self.layout, self.overlaps, self._quota = buffer.layout, comm.strategy.overlaps, quota
+        self.layout, self.overlaps, self.quota = buffer.layout, comm.strategy.overlaps, quota
         self.accumulation = accumulate(self.model.parameters, buffer)
         """The round that accumulates."""
         self._ready: Round | None = None  # the round that takes off next, once its quota is met
         self._accumulating_round = 0
-        """Position of the accumulating round in its update; it is one ahead of the round in flight."""
+        """In its update; it is one ahead of the round in flight."""
         self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self.accumulation.attach()
         self.replica.models_show(self.model.parameters)
@@ -104,6 +102,13 @@ class ComputeLane:
         return self._ready is not None
 
     @property
+    def begins_update(self) -> bool:
+        """Whether the next micro-batch is the first of an update on this rank."""
+        if self._ready is not None:
+            return self._accumulating_round == len(self.quota.minima) - 1
+        return self._accumulating_round == 0 and self.accumulation.contribution.count == 0
+
+    @property
     def is_lane_idle(self) -> bool:
         """Whether the communication lane has no work, so that nobody writes the masters."""
         return self._in_flight is None and self._opening is None
@@ -111,7 +116,7 @@ class ComputeLane:
     @property
     def updates_in_sight(self) -> int:
         """Number of committed updates after every closed round has landed, if all of them step."""
-        last = len(self._quota.minima) - 1
+        last = len(self.quota.minima) - 1
         ends_update = [self._ready is not None and self._accumulating_round == last]
         ends_update += [self._in_flight is not None and self._accumulating_round == 0]
         return self.steps + sum(ends_update)
@@ -119,12 +124,8 @@ class ComputeLane:
     @property
     def is_clear(self) -> bool:
         """Whether the last update has ended and this rank has counted no micro-batch since."""
-        return (
-            self.at_boundary
-            and self._in_flight is None
-            and self._ready is None
-            and self.accumulation.contribution.count == 0
-        )
+        is_all_landed = self._in_flight is None and self._ready is None
+        return self.at_boundary and is_all_landed and self.accumulation.contribution.count == 0
 
     # Micro-batches
 
@@ -157,28 +158,39 @@ class ComputeLane:
         self.accumulation.check_untouched(self.where)
         self.model.check_unwritten(self.where)
 
-    def count(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
-        """Count one micro-batch whose gradients have arrived; close and land rounds if its quota is met."""
+    def count(
+        self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
+    ) -> Update | None:
+        """Count one micro-batch whose gradients have arrived, unless it may lack any; close and land full rounds."""
         if self.model.is_settled:
             self.model.train_on(self.where)
         self.take_off_if_ready()
-        if weight > 0 and not self.accumulation.has_arrived:
+        if weight > 0 and not (self.accumulation.has_arrived or lacks):
             raise StepWithoutBackward(
                 f"{self.where}: no gradient has arrived since the last micro-batch was counted: run its backward pass "
                 "first, or count it with weight=0 to contribute nothing"
             )
-        self.accumulation.count(weight, loss, samples)
+        self.accumulation.count(weight, loss, samples, fresh_samples)
         self.runtime.charge("micro-batch")
         self.num_counted += 1
         self._is_checked = False
         for listener in self.model.listeners:
-            listener.micro_batch_counted(weight, samples)
+            listener.micro_batch_counted(weight, samples, fresh_samples)
         is_free = self._in_flight is None or self._in_flight.done()
-        enough = self._quota.minima if is_free else self._quota.maxima
+        enough = self.quota.minima if is_free else self.quota.maxima
         if self.accumulation.contribution.count < enough[self._accumulating_round]:
             return None
         update = self.end_round()
         return update if self.overlaps else self.fly()
+
+    def drop(self) -> bool:
+        """Drop what has been counted for the next update; return False, and drop nothing, if some is handed over."""
+        if self._accumulating_round or self._ready is not None:
+            return False
+        self.accumulation.restart()
+        for listener in self.model.listeners:
+            listener.round_closed()
+        return True
 
     def fly(self) -> Update | None:
         """Hand over the ready round, if there is one, and land what is in flight."""
@@ -206,7 +218,7 @@ class ComputeLane:
             self.accumulation.begin(buffer).attach()
         else:
             self.accumulation.begin(ready.buffer)  # the landing attaches it
-        self._accumulating_round = (self._accumulating_round + 1) % len(self._quota.minima)
+        self._accumulating_round = (self._accumulating_round + 1) % len(self.quota.minima)
 
     def close_round(self) -> Round:
         """Close the accumulating round and return it; it takes off next."""
@@ -244,7 +256,7 @@ class ComputeLane:
             raise OutOfTurn(f"{self.where}: landing without take-off")
         for listener in self.model.listeners:
             listener.landing_begins()
-        self.model.show(landing.buffer.views, landing.shown)
+        self.model.show(landing.buffer.views, landing.complete(self.accumulation))
         if self.statistics.names:
             self.statistics.install(landing)
         if self.overlaps:
@@ -277,7 +289,7 @@ class ComputeLane:
 
     def check_alike(self, what: str) -> None:
         """Raise `OutOfTurn` if a round is in flight that other ranks may not have handed over, under a `Clock`."""
-        if self._in_flight is not None and not self._quota.is_fixed:
+        if self._in_flight is not None and not self.quota.is_fixed:
             raise OutOfTurn(
                 f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have handed over "
                 "fewer rounds; do it right after an Update was returned, before the next forward pass"
@@ -346,12 +358,7 @@ class ComputeLane:
         return ready.reduction
 
     def begin_again(self, steps: int, round_index: int) -> None:
-        """Go on from the state that a checkpoint has put into model and optimizer; drop what was accumulated.
-
-        Args:
-            steps: Committed updates before the checkpoint.
-            round_index: Rounds before the checkpoint.
-        """
+        """Go on after so many updates and rounds, whose state is in place; drop what was accumulated."""
         self._ready = None
         self.accumulation.begin(self.accumulation.buffer).attach()
         self._accumulating_round = 0

@@ -83,7 +83,7 @@ class Injector:
             self._held[site, index] = values
 
     def _strike(self, fault: Fault, opportunity: int, tensors: Sequence[Tensor]) -> None:
-        generator = torch.Generator().manual_seed(fault.seed * 1_000_003 + opportunity)
+        generator = torch.Generator().manual_seed((fault.seed or 0) * 1_000_003 + opportunity)
         # Larger tensors are hit more often, as memory is.
         sizes = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.float64)
         index = int(torch.multinomial(sizes, 1, generator=generator))

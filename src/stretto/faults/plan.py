@@ -103,8 +103,8 @@ class Fault:
     """What becomes of the values; `stretto.faults.injector` says how. Noise is no fault: see `stretto.noise`."""
     bits: int = 1
     """Bits flipped in every element, for "flip"."""
-    seed: int = 0
-    """Which elements, which bits, which opportunities."""
+    seed: int | None = None
+    """None is the run's, and 0 in a program. Which elements, which bits, which opportunities."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -123,7 +123,7 @@ class Fault:
             return False
         if self.lasts == "bursts" and since // self.burst % 2 == 1:
             return False
-        return self.rate == 1.0 or random.Random(f"{self.seed}/{opportunity}").random() < self.rate
+        return self.rate == 1.0 or random.Random(f"{self.seed or 0}/{opportunity}").random() < self.rate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,10 +135,21 @@ class FaultPlan:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def drawn_from(self, seed: int) -> "FaultPlan":
+        """Return the plan with a seed for the faults that have none."""
+        return FaultPlan(
+            tuple(
+                dataclasses.replace(fault, seed=seed) if fault.seed is None else fault
+                for fault in self.faults
+            )
+        )
+
     def of_rank(self, rank: int) -> tuple[Fault, ...]:
         """Return the faults of one rank."""
         return tuple(
-            fault if fault.rank == rank else dataclasses.replace(fault, rank=rank, seed=fault.seed + rank)
+            fault
+            if fault.rank == rank
+            else dataclasses.replace(fault, rank=rank, seed=(fault.seed or 0) + rank)
             for fault in self.faults
             if fault.rank in (rank, "all")
         )

@@ -37,7 +37,8 @@ class Run:
     columns: dict[str, Column]
     """Numbers of every update by the name of their field, NaN where one is missing; empty for an arm."""
     axes: dict[str, Column]
-    """Where every update lies, by axis: updates, samples of all ranks, training seconds, bytes that rank 0 sent."""
+    """Where every update lies, by axis: updates, samples of all ranks, those at their first use, training seconds,
+    bytes that rank 0 sent."""
     evaluations: Column
     """`(count, 2)`: step and held-out loss."""
     evaluation_axes: dict[str, Column]

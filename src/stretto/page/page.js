@@ -18,7 +18,8 @@ const EVENTS = {
   skipped: ["skipped rounds", "square-open", 10],
 };
 const AXIS_TITLES = {
-  updates: "committed updates", samples: "samples of all ranks", seconds: "training seconds", bytes: "bytes sent by rank 0",
+  updates: "committed updates", samples: "samples of all ranks, every use counted",
+  loads: "samples that all ranks loaded", seconds: "training seconds", bytes: "bytes sent by rank 0",
 };
 const CONFIG = { displaylogo: false, displayModeBar: false, responsive: true, plotlyServerURL: "" };
 const canHover = matchMedia("(hover: hover)").matches;

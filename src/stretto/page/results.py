@@ -80,6 +80,7 @@ def _arm(record: dict[str, Any], folder: str) -> Run:
     axes = {
         "updates": steps,
         "samples": steps * number(record.get("samples")) / (updates or np.nan),
+        "loads": steps * number(record.get("fresh_samples")) / (updates or np.nan),
         "seconds": evaluations[:, 2],
         "bytes": steps * number(record.get("sent_bytes")) / (updates or np.nan),
     }

@@ -103,7 +103,8 @@ def _about(folder: Contents, title: str) -> str:
 def _loss(num_hidden: int, against: str) -> str:
     axes = {
         "updates": "committed updates",
-        "samples": "samples",
+        "samples": "samples, echoes counted",
+        "loads": "samples loaded",
         "seconds": "seconds of training",
         "bytes": "bytes sent",
     }

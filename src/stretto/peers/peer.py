@@ -133,6 +133,11 @@ class Peer:
         return self.group.size()
 
     @property
+    def begins_update(self) -> bool:
+        """Whether the next micro-batch is the first of an update."""
+        return self._tally.micro_batches == 0
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes this rank has sent since the start; 0 where the group does not count (only throttled ones do)."""
         counting = [group for group in self.measured if isinstance(group, ThrottledGroup)]
@@ -151,8 +156,7 @@ class Peer:
         method needs a backward pass on every rank.
         """
         self._until, self._on_update = until, on_update
-        self._input.begin(loader)
-        batches, nothing = iter(loader), object()
+        batches, nothing = self._input.begin(loader, PeerUpdates(self)), object()
         batch: Any = nothing
         while not self._ended and (updates is None or self.steps < updates):
             following: Any = nothing if self._tally.exhausted else self._input.take(batches, nothing)
@@ -169,8 +173,7 @@ class Peer:
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int = 1) -> Update | None:
         """Run one micro-batch's backward pass; return the update that it completed, or None."""
         counted = 0.0 if self._tally.exhausted else weight
-        self._tally.add(loss, counted, samples)
-        self._input.note_loss(loss, counted)
+        self._tally.add(loss, counted, samples, self._input.note(loss, counted, samples))
         is_last = self._tally.micro_batches == self.micro_batches
         totals = self.agree(self._tally) if is_last else None
         (loss * (counted / self.micro_batches)).backward()
@@ -193,6 +196,10 @@ class Peer:
     def stop(self) -> None:
         """Ask all ranks to end `feed` after the update under way."""
         self._tally.stop = True
+
+    def end(self) -> None:
+        """End `feed` behind the last update; all ranks must call, in `on_update`."""
+        self._ended = True
 
     def finish(self) -> list[Update]:
         """End the job; all ranks must call. Micro-batches of an incomplete update are dropped.
@@ -264,6 +271,7 @@ class Peer:
             step=self.steps,
             round_index=self.rounds - 1,
             samples=totals.samples,
+            fresh_samples=totals.fresh_samples,
             weight=totals.weight,
             loss=totals.loss,
             gradient_norm=norm,
@@ -281,6 +289,28 @@ class Peer:
         return update
 
 
+class PeerUpdates:
+    """Tells an `EchoLoader` which update its next batch goes to; nobody watches the parameters of a stock method.
+
+    Args:
+        peer: On this rank.
+    """
+
+    is_fixed = True
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.micro_batches = peer.micro_batches
+
+    def begins(self, slot: int) -> bool:
+        """Return whether the next batch is the first of an update."""
+        return self._peer.begins_update
+
+    def parameters(self) -> int | None:
+        """Return None."""
+        return None
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Tally:
     """What one rank has counted since the last update."""
@@ -295,12 +325,14 @@ class Tally:
     """Sum of weight times loss."""
     samples: int = 0
     """Samples in the micro-batches that had a weight."""
+    fresh_samples: int = 0
+    """Those at their first use."""
     stop: bool = False
     """Whether this rank wants to end."""
     exhausted: bool = False
     """Whether this rank's data have ended."""
 
-    def add(self, loss: Tensor, weight: float, samples: int) -> None:
+    def add(self, loss: Tensor, weight: float, samples: int, fresh_samples: int) -> None:
         """Count one micro-batch."""
         self.micro_batches += 1
         if weight > 0:
@@ -308,11 +340,12 @@ class Tally:
             self.weight += weight
             self.loss_sum += weight * float(loss.detach())
             self.samples += samples
+            self.fresh_samples += fresh_samples
 
     def as_tensor(self) -> Tensor:
         """Return what the other ranks need to know, in float64, which holds all counts exactly."""
-        told = (self.counted, self.weight, self.loss_sum, self.samples, self.stop, self.exhausted)
-        return torch.tensor(told, dtype=torch.float64)
+        counts = (self.counted, self.weight, self.loss_sum, self.samples, self.fresh_samples)
+        return torch.tensor((*counts, self.stop, self.exhausted), dtype=torch.float64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -327,6 +360,8 @@ class Totals:
     """Weighted mean; nan without any weight."""
     samples: int
     """Samples in those micro-batches."""
+    fresh_samples: int
+    """Those at their first use."""
     stop: bool
     """Whether any rank wants to end."""
     exhausted: tuple[bool, ...]
@@ -335,13 +370,14 @@ class Totals:
     @classmethod
     def of(cls, tallies: Tensor) -> "Totals":
         """Return the sums over the rows of `Tally.as_tensor`, one row per rank."""
-        counted, weights, loss_sums, samples, stops, exhausted = tallies.t().tolist()
+        counted, weights, loss_sums, samples, fresh_samples, stops, exhausted = tallies.t().tolist()
         weight = math.fsum(weights)
         return cls(
             micro_batches=tuple(map(int, counted)),
             weight=weight,
             loss=math.fsum(loss_sums) / weight if weight > 0 else math.nan,
             samples=int(sum(samples)),
+            fresh_samples=int(sum(fresh_samples)),
             stop=any(stops),
             exhausted=tuple(map(bool, exhausted)),
         )
