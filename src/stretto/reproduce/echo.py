@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from stretto.reproduce.measures import ACCURACY, LOSS, SENT, loads_to, loss_at
 from stretto.reproduce.record import MORE_SEEDS, Cell, Effect, Paper, Reading, Record
@@ -40,14 +41,14 @@ def row(uses: int) -> str:
     return "p = 1" if uses == 1 else f"p = 1/{uses}"
 
 
-def _words(updates: int, every: int | None, echo: str, strategy: str = "") -> dict[str, str]:
+def _words(updates: int, every: int | None, echo: str, strategy: str = "") -> dict[str, Any]:
     """Return the words of an arm, and the same where a preset says how many fresh samples a run has."""
     length = f"--updates {updates}" + ("" if every is None else f" --evaluate-every {every}")
     echoed = "" if echo == "none" else f" --echo {echo}"
     return {"words": f"{length}{echoed}{strategy}", "real": f"--echo {echo}{strategy}"}
 
 
-def coin(uses: int, strategy: str = "") -> dict[str, str]:
+def coin(uses: int, strategy: str = "") -> dict[str, Any]:
     """Return the words of the arm that takes a fresh batch with a probability of 1/uses."""
     echo = "none" if uses == 1 else f"bernoulli:p={1 / uses:g}"
     return _words(LOADS * uses, 2 * uses, echo, strategy)
@@ -133,7 +134,7 @@ def _unseen(words: str) -> str:
     return re.sub(r"--evaluate-every \d+", "--evaluate-every None", words)
 
 
-_AVERAGED = {
+_AVERAGED: Mapping[str, dict[str, Any]] = {
     "DDP, echoed": coin(2),
     "averaged at p, echoed": coin(2, " --strategy local:rate=0.5:plan=bernoulli"),
     "DDP, not echoed": coin(1),
@@ -151,7 +152,7 @@ _TEXT = (
     "--task.batch 8 --task.evaluation-windows 256 --task.data.megabytes 2 --strategy ddp"
 )
 _TEXT_LOADS = 120
-_TEXT_ARMS = {
+_TEXT_ARMS: Mapping[str, dict[str, Any]] = {
     "p = 1": _words(_TEXT_LOADS, None, "none"),
     "p = 1/2": _words(2 * _TEXT_LOADS, None, "bernoulli:p=0.5"),
     "p by a falling cosine": _words(round(_TEXT_LOADS / 0.625), None, '"bernoulli:p=cosine(1,0.25)"'),
@@ -266,7 +267,7 @@ ECHO_RECORDS = (
         effects=tuple(
             Effect(
                 says=f"nats that p = 1/2 ends below p = 1, rate {rate}",
-                of=lambda of, rate=rate: of(row(1), f"rate {rate}") - of(row(2), f"rate {rate}"),  # type: ignore[misc]
+                of=lambda of, rate=rate: of(row(1), f"rate {rate}") - of(row(2), f"rate {rate}"),  # type: ignore[misc]  # a default of a lambda has no type
                 limits=Limits(least=0),
                 digits=3,
             )
@@ -305,7 +306,7 @@ ECHO_RECORDS = (
         effects=tuple(
             Effect(
                 says=f"nats that {arm} ends below p = 1 at equal loads",
-                of=lambda of, arm=arm: of("p = 1", "loss") - of(arm, "loss"),  # type: ignore[misc]
+                of=lambda of, arm=arm: of("p = 1", "loss") - of(arm, "loss"),  # type: ignore[misc]  # a default of a lambda has no type
                 limits=Limits(least=0),
                 digits=3,
             )

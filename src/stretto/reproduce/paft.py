@@ -130,7 +130,7 @@ PAFT_RECORDS = (
         effects=tuple(
             Effect(
                 says=f"parting of {workers} replicas, in units of σ² Σ η² per coordinate",
-                of=lambda of, workers=workers: of(f"{workers} workers", "1e-3"),  # type: ignore[misc]
+                of=lambda of, workers=workers: of(f"{workers} workers", "1e-3"),  # type: ignore[misc]  # a default of a lambda has no type
                 limits=Limits(least=1),
                 digits=3,
             )
@@ -238,7 +238,7 @@ PAFT_RECORDS = (
         effects=tuple(
             Effect(
                 says=f"nats of {row} above {to}, σ² = {variance}",
-                of=lambda of, row=row, to=to, variance=variance: of(row, variance) - of(to, variance),  # type: ignore[misc]
+                of=lambda of, row=row, to=to, variance=variance: of(row, variance) - of(to, variance),  # type: ignore[misc]  # a default of a lambda has no type
                 limits=limits,
                 digits=3,
             )

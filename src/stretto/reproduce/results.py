@@ -189,7 +189,7 @@ def _effect_found(
     values: list[float] = []
     for seed in range(seeds):
         try:
-            value = effect.of(lambda row, column, seed=seed: table[row][column].values[seed])  # type: ignore[misc]
+            value = effect.of(lambda row, column, seed=seed: table[row][column].values[seed])  # type: ignore[misc]  # a default of a lambda has no type
         except (KeyError, ZeroDivisionError):
             break  # a run is missing, or does not have the number
         values.append(value)
