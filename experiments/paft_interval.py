@@ -237,7 +237,7 @@ def real(variance: float, updates: int) -> dict[str, Any]:
                 norms.append(math.sqrt(report.norm_squared(replicated=True)) / report.weight)
             return reduction
 
-        replica.reduce = noting  # type: ignore[method-assign]
+        replica.reduce = noting  # type: ignore[method-assign]  # the norm is noisy later
         data = torch.Generator().manual_seed(1 + rank)
         directions = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
         seen = []
