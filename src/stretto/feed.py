@@ -1,17 +1,32 @@
 """Feeds batches to the user's loop, each once, and brings all ranks to the same end.
 
 Note [The end of the data]
-    Ranks learn from the round reports that one of them has no more data. A loader with a length says so with its last
-    batch, so that no round is needed for the news; another one is exhausted only when it is asked once more. A rank
+    Ranks learn from the round reports that one of them has no more data. A loader with a length is asked once more
+    before the batch of that number is handed out. If nothing comes, the rank says so with its last batch, so that no
+    round is needed for the news, and what the loader does at its end has been done. If a batch comes, the length was
+    wrong, and the loader is as one without a length: exhausted when it is asked and has nothing. So a length is a hint
+    and the iterator is the truth. A rank
     without data goes on in here: it hands over what it has accumulated, then empty rounds, until all have agreed. Then
     all land what is left, so that every update has ended and the model shows committed parameters. Where the number of
     updates is given, nothing is accumulated behind the last one: its rounds are landed at once.
+
+Note [A pass in a checkpoint]
+    A loader's state says where its iterator stands, and that may be behind the end although the loop has not left the
+    pass: in the last batch, in an update that lands after it, or while other ranks have more data. A checkpoint with a
+    loader says where the pass is, too, and the first one behind `load` is the rest of it, which may be empty.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from stretto.echo.buffer import copied
+from stretto.echo.loader import EchoLoader
+from stretto.echo.state import state_of
 from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
 from stretto.engine.report import Vote
@@ -21,6 +36,31 @@ from stretto.records import Update
 
 Batch = TypeVar("Batch")
 Until = Literal["any", "all"]
+_NOTHING = object()
+"""What an exhausted loader gives."""
+
+
+@dataclasses.dataclass(slots=True)
+class Pass:
+    """One pass of this rank over a loader."""
+
+    loader: Iterable[Any]
+    batches: Iterator[Any]
+    length: int | None
+    """How many batches the loader says that it has."""
+    until: Until
+    position: int = 0
+    """Batches handed out since its beginning."""
+    num_fed: int = 0
+    """Those of them that no checkpoint lies behind."""
+    is_exhausted: bool = False
+    """Whether the loader was asked and had nothing."""
+    ahead: tuple[Any, int] | None = None
+    """A batch that came where the loader was asked once more, and which use of it that is."""
+    state: Any = None
+    """The loader's state before that; None for a loader without one."""
+    has_ended: bool = False
+    """Whether all ranks have agreed on its end because of the data, and only land what is left."""
 
 
 class Feed:
@@ -49,6 +89,11 @@ class Feed:
         """Updates that nobody has been told of."""
         self._is_stopped = False
         """Whether some rank has asked all to end for good."""
+        self._pass: Pass | None = None
+        """The one under way, or the last one."""
+        self._is_feeding = False
+        self._restored: Mapping[str, Any] | None = None
+        """What a checkpoint says of the pass it was saved in, until the next pass begins."""
 
     def batches(
         self,
@@ -62,33 +107,114 @@ class Feed:
             self._begin(updates, until)
             self._on_update, self.has_begun = on_update, True
             self.input.begin(loader)
-            batches, length = iter(loader), _length_of(loader)
-        nothing = object()
-        num_fed = 0
+            current = self._pass = self._begin_pass(loader, until)
+        self._is_feeding = True
+        try:
+            yield from self._hand_out(current)
+            with self._compute.lifetime.running():
+                self._end(current)
+        finally:
+            self._is_feeding = False
+        self._on_update = None
+
+    def _hand_out(self, current: Pass) -> Iterator[Any]:
+        """Yield the batches of a pass until all ranks agree on its end."""
         while True:
             with self._compute.lifetime.running():
                 self._land_in_sight(self._last_update)
                 self.land_phase()  # a checkpoint may have brought its round
-            if self._is_over(until):
-                break
-            batch: Any = self.input.take(batches, nothing)
-            if batch is nothing:
+            if self._is_over(current.until):
+                return
+            batch = self._next(current)
+            if batch is _NOTHING:
                 with self._compute.lifetime.running():
-                    self._pass_rounds(until, num_fed)
-                break
-            if num_fed and not self._compute.num_counted:
+                    self._pass_rounds(current)
+                return
+            if current.num_fed and not self._compute.num_counted:
                 with self._compute.lifetime.running():  # a loop that calls loss.backward() trains nothing
                     self._compute.accumulation.check_own(self._compute.where)
-            num_fed += 1
-            if num_fed == length:
-                with self._compute.lifetime.running():
-                    self._compute.take_off_if_ready()  # the round before: it does not hold this last batch
-                    self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
+            current.num_fed += 1
+            current.position += 1
+            if current.position == current.length:
+                batch = self._look_ahead(current, batch)
             self.num_samples = num_samples(batch)
             yield batch
-        with self._compute.lifetime.running():
-            self._end()
-        self._on_update = None
+
+    def _next(self, current: Pass) -> Any:
+        """Return the next batch of a pass, or `_NOTHING`."""
+        ahead, current.ahead = current.ahead, None
+        if ahead is None:
+            ahead = self.input.take(current.batches, _NOTHING)
+        batch, use = ahead
+        if batch is _NOTHING:
+            current.is_exhausted = True
+        else:
+            self.input.begin_batch(use)
+        return batch
+
+    def _look_ahead(self, current: Pass, batch: Any) -> Any:
+        """Ask the loader once more while `batch`, the last by its length, is in hand; return that batch.
+
+        It is returned as a copy: whoever is asked again may write into its memory, or give it back.
+        """
+        compute = self._compute
+        with compute.lifetime.running():
+            compute.take_off_if_ready()  # the round before: it does not hold this last batch
+        last = self._last_update
+        if last is not None and compute.updates_in_sight(one_more=True) >= last:
+            return batch  # the end is known, and a batch that came now would be lost
+        batch = _own(batch)
+        current.state = _state_before(current.loader)
+        ahead = self.input.take(current.batches, _NOTHING)
+        if ahead[0] is not _NOTHING:
+            current.ahead = ahead
+            return batch
+        current.is_exhausted = True
+        with compute.lifetime.running():
+            compute.vote = max(compute.vote, Vote.EXHAUSTED)
+        return batch
+
+    def _begin_pass(self, loader: Iterable[Any], until: Until) -> Pass:
+        """Begin a pass, or go on with the one that a checkpoint was saved in the end of."""
+        restored, self._restored = self._restored, None
+        if restored is None:
+            last, batches = self._pass, iter(loader)
+            ahead = last.ahead if last is not None and last.batches is batches else None
+            return Pass(loader, batches, _length_of(loader), until, ahead=ahead)
+        is_exhausted, votes = bool(restored["is_exhausted"]), [Vote(vote) for vote in restored["votes"]]
+        length = _length_of(loader)
+        batches = iter(()) if is_exhausted else iter(loader)
+        if votes:  # all ranks have left this pass; the loader's next iterator begins another
+            self._compute.votes, batches = votes, iter(())
+            if isinstance(loader, EchoLoader):
+                loader.close()
+        position = int(restored["position"])
+        return Pass(
+            loader, batches, length, until, position, is_exhausted=is_exhausted, has_ended=bool(votes)
+        )
+
+    def state_of(self, loader: Any) -> Any:
+        """Return the state of a loader, for a checkpoint: that behind the batch that was handed out last."""
+        current = self._pass
+        if current is not None and current.loader is loader and current.ahead and current.state is not None:
+            return current.state
+        return loader.state_dict()
+
+    def pass_state(self) -> dict[str, Any] | None:
+        """Return where the pass under way is, for a checkpoint with the loader's state; None where there is none."""
+        current = self._pass
+        if current is None or not self._is_feeding:
+            return None
+        has_ended = current.has_ended or self._is_end_of_data(current)
+        return {
+            "position": current.position,
+            "is_exhausted": current.is_exhausted,
+            "votes": [int(vote) for vote in self._compute.votes] if has_ended else [],
+        }
+
+    def go_on(self, state: Mapping[str, Any] | None) -> None:
+        """Let the next pass be the rest of the one in which `pass_state()` was saved."""
+        self._restored = state
 
     def drain(self) -> None:
         """Land everything, and have replicas averaged; all ranks must call."""
@@ -153,10 +279,12 @@ class Feed:
         self._is_stopped |= max(votes, default=Vote.GO_ON) == Vote.STOP
         self._compute.votes = [Vote.STOP if self._is_stopped else Vote.GO_ON for _ in votes]
 
-    def _end(self) -> None:
+    def _end(self, current: Pass) -> None:
         """Land what is left on any rank, and show the committed parameters; all ranks come here at the same round."""
         compute = self._compute
-        self._is_stopped |= max(compute.votes, default=Vote.GO_ON) >= Vote.STOP
+        if not current.has_ended:  # or these are votes about what was left behind the end of the data
+            self._is_stopped |= max(compute.votes, default=Vote.GO_ON) >= Vote.STOP
+        current.has_ended |= self._is_end_of_data(current)
         own, compute.vote = compute.vote, Vote.DRAIN
         while not self._is_drained():
             self._pass_round()
@@ -173,8 +301,11 @@ class Feed:
         votes = self._compute.votes
         if self._has_enough() or not votes:
             return self._has_enough()
-        decisive = max(votes) if until == "any" else min(votes)
-        return max(votes) >= Vote.STOP or decisive >= Vote.EXHAUSTED
+        return max(votes) >= Vote.STOP or _decisive(votes, until) >= Vote.EXHAUSTED
+
+    def _is_end_of_data(self, current: Pass) -> bool:
+        votes = self._compute.votes
+        return bool(votes) and max(votes) < Vote.STOP and _decisive(votes, current.until) == Vote.EXHAUSTED
 
     def _is_drained(self) -> bool:
         """Return whether every update has ended and nobody has anything left to contribute; the same on all ranks."""
@@ -185,19 +316,23 @@ class Feed:
         has_enough = self._has_enough() and (replica.is_united or not replica.steps_alone)
         return (agreed or has_enough) and self._compute.is_clear
 
-    def _pass_rounds(self, until: Until, num_fed: int) -> None:
+    def _pass_rounds(self, current: Pass) -> None:
         """Take part in rounds without data until the agreed end."""
-        if not num_fed:
+        num_fed, num_counted = current.num_fed, self._compute.num_counted
+        goes_on = (
+            self._compute.steps > 0 and not num_counted
+        )  # from a checkpoint, which may be of a pass's end
+        if not num_fed and not goes_on:
             raise ConfigError(
                 f"{self._compute.where}: the loader has no batch; expected at least one per rank"
             )
-        if not self._compute.num_counted:
+        if num_fed and not num_counted:
             raise StepWithoutBackward(
                 f"{self._compute.where}: {num_fed} batches, and not one micro-batch: expected parallel.backward(loss) "
                 "for each batch, in the place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
             )
         self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
-        while not self._is_over(until):
+        while not self._is_over(current.until):
             self._pass_round()
 
     def _pass_round(self) -> None:
@@ -222,7 +357,7 @@ class Feed:
 
     def _land_in_sight(self, last: int | None) -> None:
         """Land rather than accumulate once the update `last` is in sight: what came behind would be lost."""
-        while last is not None and self._compute.steps < last <= self._compute.updates_in_sight:
+        while last is not None and self._compute.steps < last <= self._compute.updates_in_sight():
             self._keep(self._compute.fly())
 
     def _keep(self, update: Update | None) -> None:
@@ -232,28 +367,56 @@ class Feed:
             self._landed += [] if self._on_update is not None else [update]
 
 
+def _decisive(votes: Sequence[Vote], until: Until) -> Vote:
+    return max(votes) if until == "any" else min(votes)
+
+
 def _length_of(loader: Iterable[Any]) -> int | None:
     """Return how many batches a loader says that it has; None if it does not know."""
     try:
         return len(loader)  # type: ignore[arg-type]  # whether it has one is the question
-    except (TypeError, NotImplementedError):
+    except Exception:  # a loader may raise anything that says so
         return None
 
 
+def _state_before(loader: Any) -> Any:
+    """Return a copy of the loader's state, for a checkpoint that may be saved; None if it has none."""
+    try:
+        return state_of(loader)
+    except Exception:  # whoever saves this loader's state is told
+        return None
+
+
+def _own(batch: Any) -> Any:
+    """Return a batch whose tensors and arrays have memory of their own; what else it holds is the loader's."""
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return copied(leaf)
+        return leaf.copy() if type(leaf) is np.ndarray else leaf
+
+    return tree_map(own, batch)
+
+
 def num_samples(batch: object) -> int:
-    """Return the length of the first tensor or array found in a batch, or 1."""
-    return next(_lengths(batch), 1)
+    """Return the length of the first tensor or array found in a batch, or 1: a record, for which no job may end."""
+    try:
+        return next(_lengths(batch), 1)
+    except Exception:  # a batch may be any object, with any attributes
+        return 1
 
 
 def _lengths(batch: object) -> Iterator[int]:
     """Yield the length of every tensor and array in the containers of a batch; 1 for one without dimensions."""
-    shape = getattr(batch, "shape", None)
-    if isinstance(shape, tuple):
-        yield shape[0] if shape else 1
-    elif isinstance(batch, Mapping):
+    if isinstance(batch, Tensor):
+        yield int(batch.size(0)) if batch.dim() else 1  # a nested one has no shape
+    elif isinstance(batch, Mapping):  # before it is asked for attributes, which may be its keys
         yield from _lengths(list(batch.values()))
     elif isinstance(batch, (list, tuple)):
         for part in batch:
             yield from _lengths(part)
+    elif isinstance(shape := getattr(batch, "shape", None), tuple):
+        if not shape or isinstance(shape[0], int):
+            yield shape[0] if shape else 1
     elif dataclasses.is_dataclass(batch):
         yield from _lengths([getattr(batch, field.name) for field in dataclasses.fields(batch)])

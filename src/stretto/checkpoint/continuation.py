@@ -9,6 +9,7 @@
                          which ranks hold the same one, where workers are nodes
     scheduler            state of the scheduler that the library turns
     loader.<rank>        state of this rank's loader
+    pass.<rank>          where its pass over the loader is, if it was saved in one
     extra                whatever the user gave
 
 The carry and the prediction can be used by any number of ranks, but not by another strategy. Rounding errors are dealt
@@ -24,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.accumulation import GradientBuffer
-from stretto.engine.job import Job
 from stretto.engine.report import RankReport, RoundReport, Totals, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State
 from stretto.flat import original_name
 from stretto.packed import pack, unpack
+from stretto.parallel import DataParallel
 from stretto.randomness import random_states, restore_random_states
 
 _TOTALS = tuple(field.name for field in dataclasses.fields(Totals))
@@ -50,9 +51,9 @@ class Loader(Protocol):
 class Continuation:
     """Returns all of a job's state that the next process needs, and loads it there."""
 
-    def __init__(self, job: Job, scheduler: Any) -> None:
-        self._job = job
-        self._scheduler = scheduler
+    def __init__(self, parallel: DataParallel) -> None:
+        job = self._job = parallel.job
+        self._feeding, self._scheduler = parallel.feeding, parallel.scheduler
         self._state = JobState(job)
         self._rank = job.exchange.rank
         self._world_size = job.exchange.world_size
@@ -94,7 +95,9 @@ class Continuation:
             packed = pack({"replica": replica, "agreed": agreed}, f"the replica of rank {rank}")
             own["replica"] = {self._job.replica.name: packed}
         if loader is not None:
-            own["loader"] = {str(self._rank): pack(loader.state_dict(), "the loader's state")}
+            own["loader"] = {rank: pack(self._feeding.state_of(loader), "the loader's state")}
+            if (state_of_pass := self._feeding.pass_state()) is not None:
+                own["pass"] = {rank: pack(state_of_pass, "the pass under way")}
         if self._rank == 0:
             own["extra"] = pack(extra, "extra")
             if self._scheduler is not None:
@@ -121,6 +124,8 @@ class Continuation:
             state["shown"] = {slot.name: self._state.spread(slot, None) for slot in slots}
         if world_size == self._world_size:
             state["rank"] = {str(self._rank): b""}
+            if f"pass.{self._rank}" in stored:
+                state["pass"] = {str(self._rank): b""}
         owing = [rank for rank in range(self._rank, world_size, self._world_size) if f"owed.{rank}" in stored]
         if owing:
             state["owed"] = {str(rank): b"" for rank in owing}
@@ -138,8 +143,13 @@ class Continuation:
             state["scheduler"] = b""
         return state
 
-    def load(self, state: State) -> None:
-        """Replace the job's state by `state`, which was read from a checkpoint."""
+    def load(self, state: State, *, goes_on: bool) -> None:
+        """Replace the job's state by `state`, which was read from a checkpoint.
+
+        Args:
+            state: What was read.
+            goes_on: Whether this rank's loader has been told its position.
+        """
         self._state.load(state)
         compute = self._job.compute
         mine = unpack(state["rank"][str(self._rank)], "the rank's state") if "rank" in state else None
@@ -168,6 +178,8 @@ class Continuation:
             self._scheduler.load_state_dict(unpack(state["scheduler"], "the scheduler's state"))
         if mine is not None:
             restore_random_states(mine["random"], self._device)
+        rest = state.get("pass", {}).get(str(self._rank)) if goes_on else None
+        self._feeding.go_on(None if rest is None else unpack(rest, "the pass under way"))
         compute.began_again()
 
     def _describe(self, reduction: Reduction) -> dict[str, Any]:

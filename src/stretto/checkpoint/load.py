@@ -78,7 +78,7 @@ def load(
     try:
         with parallel.job.compute.lifetime.running():
             parallel.enter_phase(manifest.step)
-            continuation = Continuation(parallel.job, parallel.scheduler)
+            continuation = Continuation(parallel)
             same = manifest.strategy == parallel.strategy.name
             state = continuation.blank(
                 reading.names,
@@ -93,10 +93,11 @@ def load(
         parallel.enter_phase(parallel.steps)
         raise
     positions = tuple(unpack(packed, "the loader's state") for packed in state.get("loader", {}).values())
-    if loader is not None and positions and manifest.world_size == parallel.world_size:
+    goes_on = loader is not None and bool(positions) and manifest.world_size == parallel.world_size
+    if loader is not None and goes_on:
         ranks.agree("restoring the loader", lambda: loader.load_state_dict(positions[ranks.rank]))
     with parallel.job.compute.lifetime.running():
-        continuation.load(state)
+        continuation.load(state, goes_on=goes_on)
     return Restored(
         step=parallel.steps,
         extra=unpack(state["extra"], "extra"),

@@ -60,7 +60,7 @@ def save(
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is being written")
     wait(parallel)
     with parallel.between_updates("a checkpoint"):
-        continuation = Continuation(parallel.job, parallel.scheduler)
+        continuation = Continuation(parallel)
         state = continuation.write()
     ranks = Ranks(parallel)
     home = Path(directory)

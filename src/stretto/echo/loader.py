@@ -205,6 +205,13 @@ class EchoLoader(Generic[Batch]):
 
     def close(self) -> None:
         """End the pass under way, and do not wait for the loader. The next iterator begins another."""
+        if self._loaded_state is not None and self._position.in_epoch:  # the pass of a state that was loaded
+            bare: Any = self.loader
+            if (after := self._loaded_state["after"]) is not None:
+                bare.load_state_dict(after)
+                iter(bare)  # a stateful one begins where its state was loaded once
+            self._resumption = self._loaded_state = None
+            self._position.in_epoch = False
         if self._reader is not None:
             self._reader.close()
 

@@ -27,6 +27,7 @@ class InputStatistics:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._echo: EchoLoader[Any] | None = None
+        self._use = 0  # of the batch in hand
         self._uses: list[int] = []
         self._wait_seconds = 0.0
         self._first_losses: list[tuple[Tensor, float]] = []
@@ -35,8 +36,8 @@ class InputStatistics:
         """Say which loader the batches come from."""
         self._echo = loader if isinstance(loader, EchoLoader) else None
 
-    def take(self, batches: Iterator[Any], nothing: object) -> Any:
-        """Return the next of `batches`, or `nothing` after the last one."""
+    def take(self, batches: Iterator[Any], nothing: object) -> tuple[Any, int]:
+        """Return the next of `batches`, or `nothing` after the last one, and which use of it that is."""
         waited = 0.0 if self._echo is None else self._echo.wait_seconds
         started = self._now()
         batch = next(batches, nothing)
@@ -44,13 +45,16 @@ class InputStatistics:
         self._wait_seconds += (
             self._now() - started if self._echo is None else self._echo.wait_seconds - waited
         )
-        if batch is not nothing:
-            self._uses.append(1 if self._echo is None else self._echo.use_index)
-        return batch
+        return batch, 1 if self._echo is None else self._echo.use_index
+
+    def begin_batch(self, use: int) -> None:
+        """Count a batch that is handed out now; `use` is what `take` said of it."""
+        self._use = use
+        self._uses.append(use)
 
     def note_loss(self, loss: Tensor, weight: float) -> None:
-        """Keep the loss of the batch taken last if this was its first use; its value is read at the update."""
-        if self._echo is not None and self._echo.is_fresh and weight > 0:
+        """Keep the loss of the batch in hand if this was its first use; its value is read at the update."""
+        if self._echo is not None and self._use == 1 and weight > 0:
             self._first_losses.append((loss.detach(), weight))
 
     def fill(self, update: Update) -> Update:

@@ -1,12 +1,11 @@
 """The compute lane: the user's thread, from the first micro-batch of a round to its landing.
 
 Note [Landing and take-off]
-    A landing happens at a micro-batch boundary, when the quota is met and the communication lane is done. The new
-    values are installed. If an update was committed, the scheduler is turned and the update is returned. Nothing is
-    under way then, so the user may look at the model, evaluate and save. A take-off happens at the next training
-    forward or backward pass: the accumulated gradients go to the communication lane, and the other buffer, zeroed,
-    takes their place. Hyperparameters are read at an update's first take-off and hold for all its rounds, so that an
-    estimate and the update it anticipates use the same ones. Parameters change only at landings.
+    A landing happens at a micro-batch boundary, when the quota is met and the communication lane is done. New values
+    are installed; if an update was committed, the scheduler is turned and the update is returned. Nothing is under way
+    then: the user may look at the model, evaluate and save. A take-off happens at the next training forward or backward
+    pass: the accumulated gradients go over, and the other buffer, zeroed, takes their place. Hyperparameters are read
+    at an update's first take-off and hold for all its rounds. Parameters change only at landings.
 """
 
 import functools
@@ -62,7 +61,7 @@ class ComputeLane:
         self.at_boundary = True  # whether the last round that landed ended an update
         self.steps = 0
         self.num_counted = 0
-        """Micro-batches of this rank so far, of any weight."""
+        """Micro-batches of this rank, of any weight, since the job began or went on from a checkpoint."""
         self.land_phase: Callable[[], None] | None = None  # lands what a checkpoint has left of one
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._scheduler = scheduler
@@ -108,13 +107,12 @@ class ComputeLane:
         """Whether the communication lane has no work, so that nobody writes the masters."""
         return self._in_flight is None and self._opening is None
 
-    @property
-    def updates_in_sight(self) -> int:
-        """Number of committed updates after every closed round has landed, if all of them step."""
-        last = len(self._quota.minima) - 1
-        ends_update = [self._ready is not None and self._accumulating_round == last]
-        ends_update += [self._in_flight is not None and self._accumulating_round == 0]
-        return self.steps + sum(ends_update)
+    def updates_in_sight(self, *, one_more: bool = False) -> int:
+        """Number of committed updates after every round that is closed, or that one more closes, has landed."""
+        place, last = self._accumulating_round, len(self._quota.minima) - 1
+        is_full = one_more and self.accumulation.contribution.count + 1 >= self._quota.maxima[place]
+        ends_update = (self._ready is not None or is_full) and place == last
+        return self.steps + ends_update + (self._in_flight is not None and place == 0)
 
     @property
     def is_clear(self) -> bool:
@@ -357,6 +355,7 @@ class ComputeLane:
         self._accumulating_round = 0
         self._accounts.begin_again(steps, self.runtime.now())
         self.model.begin_again()
+        self.num_counted = 0
         self.steps = self.comm.progress.step = steps
         self.comm.progress.round_index = round_index
         self.replica.begin_again()
