@@ -24,10 +24,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from stretto.checkpoint.pieces import Whole
 from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.report import RankReport, RoundReport, Totals, Vote
 from stretto.engine.round import Reduction
-from stretto.engine.state import JobState, State
+from stretto.engine.state import JobState, State, is_extra
 from stretto.flat import original_name
 from stretto.packed import pack, unpack
 from stretto.parallel import DataParallel
@@ -67,6 +68,8 @@ class Continuation:
         compute = self._job.compute
         reduction = compute.reduce_ahead() if compute.has_round_ready else None
         state = self._state.write()
+        for part in ("model", "optimizer"):
+            state[part] = {name: _as_one(name, value) for name, value in state[part].items()}
         slots = self._state.slots
         if reduction is not None:
             state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
@@ -228,6 +231,11 @@ class Continuation:
             for name, buffer in _named_buffers(self._job.model.model).items()
             if name in saved and not (name in agreed and torch.equal(buffer, agreed[name]))
         }
+
+
+def _as_one(name: str, value: Any) -> Any:
+    """Return the value of an entry that may be anything, in any job that loads it, as one object."""
+    return Whole(value) if is_extra(name) or name.startswith("param_groups.") else value
 
 
 def _named_buffers(model: nn.Module) -> dict[str, Tensor]:
