@@ -20,7 +20,7 @@ from stretto.engine.failures import FailureDetector
 from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.job import Job
 from stretto.engine.model import UserModel, is_in_a_job
-from stretto.engine.options import Clock, Options, Quota, check_formats, plan_quota
+from stretto.engine.options import BufferChoices, Clock, Options, Quota, check_formats, plan_quota
 from stretto.engine.replica import Replica
 from stretto.engine.report import settings_text
 from stretto.engine.round import Progress
@@ -172,7 +172,9 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
     if any(ledger.local or ledger.averages for ledger in ledgers[1:]):
         StateKinds(sharded).check_averages()  # now, and not when its turn comes
     lane = lane_of(parts, exchange, inside, sharded, progress)
-    model = UserModel(parts.model, parameters, parts.optimizer, layout)
+    model = UserModel(
+        parts.model, parameters, parts.optimizer, layout, BufferChoices.read(parts.options.buffers)
+    )
     compute = ComputeLane(
         model,
         lane.comm,

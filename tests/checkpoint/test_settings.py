@@ -16,7 +16,6 @@ from stretto.engine.state import JobState
 from stretto.errors import CheckpointError
 from stretto.virtual import VirtualCluster
 
-
 KINDS = ("tensor", "scalar tensor", "number", "text", "none", "bytes")
 
 

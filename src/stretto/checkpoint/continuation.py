@@ -21,7 +21,6 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from stretto.checkpoint.pieces import Whole
@@ -29,6 +28,7 @@ from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.report import RankReport, RoundReport, Totals, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State, is_extra
+from stretto.engine.statistics import at, is_same
 from stretto.flat import original_name
 from stretto.packed import pack, unpack
 from stretto.parallel import DataParallel
@@ -168,7 +168,7 @@ class Continuation:
             values = GradientBuffer(self._job.layout)
             self._job.sharded.publish(values.flats)
             compute.model.show(values.views, "committed")
-            compute.statistics.agreed = [value.to(self._device) for value in replica["agreed"]]
+            compute.statistics.agreed = [at(value, self._device) for value in replica["agreed"]]
             compute.statistics.go_on_from_live()
         elif replicas:
             self._job.replica.load_state_dict(replicas)
@@ -212,7 +212,7 @@ class Continuation:
             for members in self._deal(described["records"])
         ]
         means = described["statistics"].items()
-        statistics = {buffers.index(name): mean.to(self._device) for name, mean in means}
+        statistics = {buffers.index(name): at(mean, self._device) for name, mean in means}
         report = RoundReport.unpack(records, len(names), len(buffers))
         return self._job.replica.reduction(sums, report, statistics, skipped=described["skipped"])
 
@@ -229,7 +229,7 @@ class Continuation:
         return {
             name: buffer.detach().clone()
             for name, buffer in _named_buffers(self._job.model.model).items()
-            if name in saved and not (name in agreed and torch.equal(buffer, agreed[name]))
+            if name in saved and not (name in agreed and is_same(buffer, agreed[name]))
         }
 
 

@@ -215,6 +215,7 @@ class ComputeLane:
                 *(self.statistics.snapshot() if self.statistics.names else ([], b"")),
                 self.statistics.agreed,
                 self.statistics.sound,
+                self.statistics.first,
                 self.vote,
                 [],
                 incidents=self._incidents,

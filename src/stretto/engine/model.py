@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from stretto.engine.options import BufferChoices
 from stretto.engine.round import Listener, Shown
-from stretto.engine.statistics import Statistics
+from stretto.engine.statistics import Buffer, Statistics
 from stretto.errors import EstimateShown, OptimizerStepped, OutOfTurn, ParametersTouched, UsageError
 from stretto.flat import Layout, original_name
 from stretto.optimizer import members_of
@@ -84,20 +85,21 @@ class Held:
     shown: Shown
     parameters: list[Tensor] | None
     """One per parameter; None to leave the parameters as they are."""
-    statistics: list[Tensor]
+    statistics: list[Buffer]
 
 
 class UserModel:
     """A model, its trainable parameters and its optimizer.
 
-    Parameters may change at landings only. A version counter shows every other write, except writes through
-    `.data`. Identity and address show replaced and rebound parameters.
+    Parameters may change at landings only. A version counter shows every other write, but those through `.data`.
+    Identity and address show replaced and rebound parameters.
 
     Args:
         model: The user's model.
         parameters: The parameters that train, in the layout's order.
         optimizer: The user's optimizer: read, never stepped.
         layout: Names the parameters.
+        choices: What becomes of which buffers.
     """
 
     def __init__(
@@ -106,13 +108,14 @@ class UserModel:
         parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         layout: Layout,
+        choices: BufferChoices,
     ) -> None:
         self.model = model
         self.parameters = parameters
         self.optimizer = optimizer
         self._members = members_of(optimizer)
         self.names = [slot.name for slot in layout.slots]
-        self.statistics = Statistics(model)
+        self.statistics = Statistics(model, choices)
         self.shown: Shown = "committed"
         self.listeners: list[Listener] = []
         """Receive the installed values and the other events of the compute lane."""
@@ -231,7 +234,7 @@ class UserModel:
         """Whether the model shows the committed parameters for the duration of `settled`."""
         return self._before is not None
 
-    def settle(self, values: Sequence[Tensor] | None, statistics: Sequence[Tensor]) -> None:
+    def settle(self, values: Sequence[Tensor] | None, statistics: Sequence[Buffer]) -> None:
         """Show committed values, and keep what was shown.
 
         Args:
