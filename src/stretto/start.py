@@ -45,10 +45,9 @@ from stretto.guards.replay import GuardedRounds
 from stretto.guards.strikes import Strikes, describe_seat
 from stretto.guards.weave import guarded
 from stretto.optimizer import (
-    SeveralSchedulers,
     ShardedOptimizer,
     StateKinds,
-    members_of,
+    check_scheduler,
     name_of,
     read_hyperparameters,
     whole_groups,
@@ -102,7 +101,7 @@ class Parts:
                 "model: expected parameters of no other job, found some of a DataParallel that has not ended; call its "
                 "finish() first, or its fail(error) to give it up"
             )
-        _check_scheduler(self.scheduler, self.optimizer)
+        check_scheduler(self.scheduler, self.optimizer)
         for guard in self.guards:
             if not isinstance(guard, Guard):
                 is_kind = isinstance(guard, type) and issubclass(guard, Guard)
@@ -309,31 +308,6 @@ def _accumulation(parts: Parts, ledger: Ledger, replica: Replica, quota: Quota) 
     return functools.partial(
         HiddenAccumulation, model=parts.model, replica=replica, micro_batches=quota.minima[0]
     )
-
-
-def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    if scheduler is None:
-        return
-    if isinstance(scheduler, SeveralSchedulers):
-        for member in scheduler.members:
-            _check_scheduler(member, optimizer)
-        return
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "scheduler: a ReduceLROnPlateau needs a metric at every step, which the library does not have; leave "
-            "scheduler out, and call its step(metric) in on_update, with a metric that is the same on all ranks, such "
-            "as update.loss"
-        )
-    if isinstance(scheduler, torch.optim.Optimizer) or not callable(getattr(scheduler, "step", None)):
-        raise ConfigError(
-            f"scheduler: expected one of torch.optim.lr_scheduler, or anything with step(), found {scheduler!r}"
-        )
-    of_another = getattr(scheduler, "optimizer", optimizer)
-    if not any(of_another is one for one in (optimizer, *members_of(optimizer))):
-        raise ConfigError(
-            f"scheduler: expected one of the optimizer that is handed over, found one of another "
-            f"{type(of_another).__name__}: its learning rates would have no effect"
-        )
 
 
 def _strikes(options: Options, exchange: Exchange) -> Strikes:

@@ -24,7 +24,7 @@ from stretto.engine.report import Vote
 from stretto.engine.round import Accounts, Landing, Reduction, Round
 from stretto.engine.runtime import Arrived, Pending
 from stretto.errors import OutOfTurn, StepWithoutBackward
-from stretto.optimizer import Hyperparameters, read_hyperparameters
+from stretto.optimizer import Hyperparameters, Schedule, read_hyperparameters
 from stretto.records import Incident, Update
 
 
@@ -64,7 +64,7 @@ class ComputeLane:
         """Micro-batches of this rank, of any weight, since the job began or went on from a checkpoint."""
         self.land_phase: Callable[[], None] | None = None  # lands what a checkpoint has left of one
         self.lifetime = Lifetime(failures, leave=self._leave)
-        self._scheduler = scheduler
+        self._schedule = Schedule(scheduler)
         self._in_flight: Pending[Landing] | None = None
         self._opening: Pending[None] | None = None  # the work that an update does ahead of its gradients
         self._hyperparameters: Hyperparameters = []
@@ -85,7 +85,7 @@ class ComputeLane:
         """The round that accumulates."""
         self._ready: Round | None = None  # the round that takes off next, once its quota is met
         self._accumulating_round = 0
-        """Position of the accumulating round in its update; it is one ahead of the round in flight."""
+        """Position of the accumulating round in its update, one ahead of the round in flight."""
         self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self.accumulation.attach()
         self.replica.models_show(self.model.parameters)
@@ -257,7 +257,9 @@ class ComputeLane:
         before, self.steps = self.steps, self.comm.progress.step
         if landing.commit is not None and not self._accounts.use_is_known:
             self._accounts.check_used(landing.commit, self.layout, self.where)
-        self.model.turn(self._scheduler, self.steps - before, self.where)
+        if self.steps > before:
+            self.model.stepped()
+            self._schedule.turn(self.steps - before, self.where)
         if landing.commit is None:
             return None
         for listener in self.model.listeners:
@@ -347,15 +349,14 @@ class ComputeLane:
     def begin_again(self, steps: int, round_index: int) -> None:
         """Go on from the state that a checkpoint has put into model and optimizer; drop what was accumulated.
 
-        Args:
-            steps: Committed updates before the checkpoint.
-            round_index: Rounds before the checkpoint.
+        `steps` committed updates and `round_index` rounds lie before the checkpoint.
         """
         self._ready = None
         self.accumulation.begin(self.accumulation.buffer).attach()
         self._accumulating_round = 0
         self._accounts.begin_again(steps, self.runtime.now())
         self.model.begin_again()
+        self._schedule.forget()
         self.num_counted = 0
         self.steps = self.comm.progress.step = steps
         self.comm.progress.round_index = round_index

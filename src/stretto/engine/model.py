@@ -128,7 +128,6 @@ class UserModel:
         self._nodes = [_adding_node(parameter) for parameter in parameters]
         """Kept: a node and its hooks end with the last reference."""
         self._keys = {original_name(key): key for key in model.state_dict()}
-        self._turned_to: int | None = None
         self._settled_until_training = False
         self.remember()
 
@@ -296,40 +295,16 @@ class UserModel:
         self.shown = held.shown
         return Held(shown, parameters, self.statistics.exchange_live(held.statistics))
 
-    # Loading, and the schedule
+    # Loading, and schedulers
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `model.state_dict()` returned before `torch.compile` wrapped any part of the model."""
         self.model.load_state_dict({self._keys.get(name, name): value for name, value in state.items()})
-        self._turned_to = None
 
-    def turn(self, scheduler: Any, times: int, where: str) -> None:
-        """Turn a scheduler once for every update; None leaves it to the caller.
-
-        Raises:
-            UsageError: It has been turned by hand too, or its schedule has ended.
-        """
-        if times:
-            for one in (self.optimizer, *self._members):
-                one._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
-        if scheduler is None:
-            return
-        position = getattr(scheduler, "last_epoch", None)
-        if self._turned_to not in (None, position):
-            raise UsageError(
-                f"{where}: the scheduler stands at {position}, and the library has turned it to {self._turned_to}: "
-                "expected nobody else to call scheduler.step(); remove the call, or leave scheduler out of DataParallel"
-            )
-        for _ in range(times):
-            try:
-                scheduler.step()
-            except ValueError as error:
-                raise UsageError(
-                    f"{where}: scheduler.step() raised {str(error)!r}: expected a schedule for every update of the "
-                    "run, which are, per epoch, a rank's batches by micro_batches, rounded up; make it longer, or end "
-                    "with feed(loader, updates=N)"
-                ) from error
-        self._turned_to = getattr(scheduler, "last_epoch", None)
+    def stepped(self) -> None:
+        """Let schedulers know that the optimizer has been stepped: they warn otherwise."""
+        for one in (self.optimizer, *self._members):
+            one._opt_called = True  # type: ignore[attr-defined]  # PyTorch's own mark
 
     # Nobody else writes
 
