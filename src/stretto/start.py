@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ from stretto.engine.comm_lane import CommLane
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.failures import FailureDetector
 from stretto.engine.hidden import HiddenAccumulation
+from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
-from stretto.engine.model import UserModel, is_in_a_job
+from stretto.engine.model import UserModel
 from stretto.engine.options import BufferChoices, Clock, Options, Quota, check_formats, plan_quota
 from stretto.engine.replica import Replica
 from stretto.engine.report import settings_text
@@ -96,11 +98,16 @@ class Parts:
                     f"model: expected the model itself, found a {kind.__name__}, which averages, copies or shards it "
                     "on its own; hand over the bare model (its .module)"
                 )
-        if any(map(is_in_a_job, self.model.parameters())):
+        marks = {mark for mark in map(mark_on, self.model.parameters()) if mark is not None}
+        if any(mark.is_held for mark in marks):
+            gc.collect()  # a job that was dropped may be held by nothing but a cycle
+        if any(mark.is_held for mark in marks):
             raise ConfigError(
                 "model: expected parameters of no other job, found some of a DataParallel that has not ended; call its "
                 "finish() first, or its fail(error) to give it up"
             )
+        for mark in marks:
+            mark.give_up()
         check_scheduler(self.scheduler, self.optimizer)
         for guard in self.guards:
             if not isinstance(guard, Guard):

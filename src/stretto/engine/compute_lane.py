@@ -267,7 +267,7 @@ class ComputeLane:
         return self._accounts.close(landing.commit, self.steps, self.runtime.now())
 
     def wait_for_lane(self) -> Landing | None:
-        """Wait until the round in flight can land; return what it will bring, or None if none is in flight."""
+        """Wait until the round in flight can land; return what it will bring, or None without one."""
         if self._in_flight is None:
             return None
         if not isinstance(self._in_flight, Arrived):
@@ -309,7 +309,9 @@ class ComputeLane:
         try:
             yield
         finally:
-            self.model.show_again()
+            is_shown_anyway = self.model.show_again()
+        if is_shown_anyway:
+            self.model.accept_writes(lambda: self.replica.differs(self.model.parameters), self.where)
 
     def show_committed(self) -> None:
         """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike."""
@@ -334,10 +336,7 @@ class ComputeLane:
             self._opening = Arrived(self._opening.result())
 
     def reduce_ahead(self) -> Reduction:
-        """Exchange now the gradients of the round that takes off next; all ranks must call.
-
-        A checkpoint saves the result, and the running job goes on with the same result, so that saving changes nothing.
-        """
+        """Exchange now the gradients of the round that takes off next, for a checkpoint and for it; all must call."""
         ready = self.close_round()
         if ready.reduction is None:
             ready.hyperparameters = read_hyperparameters(self.model.optimizer)

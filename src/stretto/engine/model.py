@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from stretto.engine.holding import Mark, adding_node
 from stretto.engine.options import BufferChoices
 from stretto.engine.round import Listener, Shown
 from stretto.engine.statistics import Buffer, Statistics
@@ -58,24 +58,6 @@ class _Hook:
         if self._before_copy is not None:
             self._before_copy()
         return _no_hook, ()
-
-
-def is_in_a_job(parameter: nn.Parameter) -> bool:
-    """Return whether a job that has not ended trains `parameter`."""
-    trains = parameter.requires_grad and not is_lazy(parameter)
-    return trains and _JOB in _adding_node(parameter).metadata
-
-
-_JOB = "stretto job"
-"""Key in the metadata of autograd's nodes that a job has hooks on."""
-
-
-def _adding_node(parameter: nn.Parameter) -> Any:
-    """Return autograd's node that adds gradients to `parameter`.
-
-    Hooks on it are not copied with the parameter, and see those gradients alone that are about to be added.
-    """
-    return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,13 +101,15 @@ class UserModel:
         self.shown: Shown = "committed"
         self.listeners: list[Listener] = []
         """Receive the installed values and the other events of the compute lane."""
+        self.mark = Mark()
+        """Says who holds the job."""
         self._before: Held | None = None
         """Inside `settled`, what the model showed before; otherwise None."""
         self._ids = {id(parameter) for parameter in parameters}
         self._groups = [member.param_groups for member in self._members]
         self._num_groups = sum(map(len, self._groups))
         self._handles: list[Any] = []
-        self._nodes = [_adding_node(parameter) for parameter in parameters]
+        self._nodes = [adding_node(parameter) for parameter in parameters]
         """Kept: a node and its hooks end with the last reference."""
         self._keys = {original_name(key): key for key in model.state_dict()}
         self._settled_until_training = False
@@ -151,7 +135,7 @@ class UserModel:
 
         for index, node in enumerate(self._nodes):
             self._handles.append(node.register_prehook(functools.partial(before_gradient, index)))
-            node.metadata[_JOB] = True
+            self.mark.put(node)
         self._hook_model(before_forward, where)
         self._hook_optimizer(where)
 
@@ -177,8 +161,11 @@ class UserModel:
             if id(module) in modules:
                 refuse_estimate()
 
-        self._handles.append(self.model.register_forward_pre_hook(_Hook(training_forward)))
-        for module in self.model.modules():
+        # A scripted module takes no hooks: its backward pass brings a take-off, and its own state_dict() is not seen.
+        hooked = [module for module in self.model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        if self.model in hooked:
+            self._handles.append(self.model.register_forward_pre_hook(_Hook(training_forward)))
+        for module in hooked:
             self._handles.append(module.register_state_dict_pre_hook(_Hook(state_dict, refuse_estimate)))
 
     def _hook_optimizer(self, where: Callable[[], str]) -> None:
@@ -206,7 +193,7 @@ class UserModel:
             handle.remove()
         self._handles.clear()
         for node in self._nodes:
-            node.metadata.pop(_JOB, None)
+            self.mark.remove(node)
         for parameter in self.parameters:
             parameter.grad = None
             if parameter.grad_dtype != parameter.dtype:  # once set, it stays when the model changes its dtype
@@ -243,11 +230,31 @@ class UserModel:
         committed = Held("committed", None if values is None else list(values), list(statistics))
         self._before = self._swap(committed)
 
-    def show_again(self) -> None:
-        """Restore what was shown before `settle`."""
-        if self._before is not None:
-            self._swap(self._before)
-            self._before = None
+    def show_again(self) -> bool:
+        """Restore what was shown before `settle`; return whether these are parameters that were never replaced."""
+        before, self._before = self._before, None
+        if before is not None:
+            self._swap(before)
+        return before is not None and before.parameters is None
+
+    def accept_writes(self, differing: Callable[[], str | None], where: str) -> None:
+        """Accept writes to parameters that were shown all along and hold again what they held.
+
+        Args:
+            differing: Returns the name of a parameter that does not, or None.
+            where: Rank and step, for messages.
+
+        Raises:
+            ParametersTouched: One does not.
+        """
+        if list(map(_version, self.parameters)) == self._versions:
+            return
+        if (name := differing()) is not None:
+            raise ParametersTouched(
+                f"{where}: parameter {name!r} was written inside settled() and holds another value at the end of the "
+                "block: put back what was there, or load weights through a checkpoint"
+            )
+        self.remember()
 
     def until_training(self) -> None:
         """Let the next micro-batch restore what was shown before `settle`."""

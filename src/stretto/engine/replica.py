@@ -313,6 +313,17 @@ class Replica:
             return storage == master
         return isinstance(wire, PlainWire) and wire.of(storage).dtype == master
 
+    def differs(self, parameters: Sequence[Tensor]) -> str | None:
+        """Return the name of a parameter that does not hold this rank's masters, where models show them; or None."""
+        for piece in self.sharded.pieces:
+            parameter = parameters[piece.slot.index]
+            if not self.shows_masters(parameter.dtype):
+                continue
+            own = parameter.detach().reshape(-1)[piece.offset : piece.offset + piece.numel]
+            if not torch.equal(own, self.sharded.values(self.sharded.masters, piece).reshape(-1)):
+                return piece.slot.name
+        return None
+
     def models_show(self, values: Sequence[Tensor]) -> None:
         """Publish from now on to models that show `values`, one per parameter, equal on all ranks."""
         self._publication.begin(values)

@@ -268,4 +268,5 @@ def _averages(
 
 def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
+    owners = path.split(".") if path else []
+    return functools.reduce(getattr, owners, model), attribute  # scripted modules have no get_submodule
