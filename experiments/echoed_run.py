@@ -3,10 +3,11 @@
 How long it would have taken with a slow loader and a slow link is computed afterwards from a model of time, so that
 nothing depends on how busy the machine was:
 
-    read(k) = max(read(k - 1), taken(k - AHEAD)) + load
+    read(k) = max(read(k - 1), taken(k - ahead)) + load
     end(t)  = max(end(t - 1), read(k) if use t takes the fresh batch k) + step + (exposed if an exchange is made)
 
-A loader reads one batch after the other, at most `AHEAD` beyond those taken; a use that needs a fresh one waits for it.
+A loader reads one batch after the other, at most `AHEAD` beyond those taken, and one more for every further micro-batch
+of an update; a use that needs a fresh one waits for it.
 An exchange runs beside nothing, as in `DDP` and `LocalSGD`. On the clock of an ideal `DDP` gradients are exchanged
 beside the backward pass, which is taken as two thirds of a step; averages of replicas still run beside nothing.
 """
@@ -55,7 +56,7 @@ class Arm:
 
     def uses(self, seed: int) -> int:
         """Return how many batches each rank uses, fresh and echoed."""
-        return epoch_length(self.plan.selector(seed), self.loads, 0)
+        return epoch_length(self.plan.selector(seed), self.loads, 0, self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,9 @@ def costs(run: dict[str, Any], arm: Arm, model: Model, batch: int) -> list[dict[
     for axis, (bits, hiding) in CLOCKS.items():
         exchange = 8 * run["exchange_bytes"] / bits
         hidden = hiding * model.step_seconds if arm.sums_gradients else 0.0
-        times[axis] = timeline(fresh, exchanged, model, max(0.0, exchange - hidden))
+        times[axis] = timeline(
+            fresh, exchanged, model, max(0.0, exchange - hidden), AHEAD + run["micro_batches"] - 1
+        )
     loads, exchanges = 0, 0
     found = []
     for use, (is_fresh, is_exchanged) in enumerate(zip(fresh, exchanged, strict=True)):
@@ -150,7 +153,9 @@ def costs(run: dict[str, Any], arm: Arm, model: Model, batch: int) -> list[dict[
     return found
 
 
-def timeline(fresh: list[bool], exchanged: list[bool], model: Model, exposed: float) -> list[float]:
+def timeline(
+    fresh: list[bool], exchanged: list[bool], model: Model, exposed: float, ahead: int = AHEAD
+) -> list[float]:
     """Return the modelled second at which every use ends; see the module's equations.
 
     Args:
@@ -158,13 +163,14 @@ def timeline(fresh: list[bool], exchanged: list[bool], model: Model, exposed: fl
         exchanged: Whether it ends with an exchange.
         model: What steps and loads take.
         exposed: Seconds of an exchange beside which nothing runs.
+        ahead: Batches that the loader reads beyond those taken.
     """
     now, read = 0.0, 0.0
     taken: list[float] = []
     ends = []
     for is_fresh, is_exchanged in zip(fresh, exchanged, strict=True):
         if is_fresh:
-            read = max(read, taken[-AHEAD] if len(taken) >= AHEAD else 0.0) + model.load_seconds
+            read = max(read, taken[-ahead] if len(taken) >= ahead else 0.0) + model.load_seconds
             now = max(now, read)
             taken.append(now)
         now += model.step_seconds + (exposed if is_exchanged else 0.0)

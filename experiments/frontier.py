@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from book import Book
 from frontier_arms import (
     CLIP_NORM,
     MICRO_BATCHES,
@@ -40,7 +39,6 @@ from frontier_arms import (
     WARM_UP,
     Setting,
 )
-from intervals import Interval, difference, interval
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,6 +49,7 @@ from stretto.plan import Machine, price
 from stretto.recipes import StdlibGPT
 from stretto.recipes.optimizers import Schedule
 from stretto.recipes.task import Task
+from stretto.reproduce import Book, Interval, difference, interval
 from stretto.train.arms import Arm, parse_arm
 from stretto.train.outcome import describe_environment
 from stretto.virtual import VirtualCluster

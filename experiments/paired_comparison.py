@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from echoed_run import AXES, costs
-from intervals import Interval, difference, interval
 from tuned_arms import Experiment, Run, Runs, final, run_all, tuned
 
 from stretto.observe import replace_json
+from stretto.reproduce import Interval, difference, interval
 
 
 def compared(experiment: Experiment, made: Runs, name: str) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from book import Book
 from echoed_run import Arm, Model, train
 
 from stretto.errors import NonFinite
 from stretto.recipes import TaskConfig
+from stretto.reproduce import Book
 
 WIDENINGS = 2
 """How often a grid of learning rates grows by one where its edge is best."""

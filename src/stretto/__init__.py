@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stretto.engine import Clock, Options
     from stretto.errors import StrettoError
     from stretto.guards import AtRest, Audit, Guard, ReplicaGuard
+    from stretto.noise import Noise
     from stretto.parallel import DataParallel
     from stretto.records import Incident, Update
     from stretto.strategies import (
@@ -49,6 +50,7 @@ __all__ = [
     "Guard",
     "Incident",
     "LocalSGD",
+    "Noise",
     "Options",
     "PAFTDyn",
     "PAFTSync",
@@ -66,7 +68,7 @@ __all__ = [
     "errors",
 ]
 
-_PARTS = ("parallel", "strategies", "switching", "guards", "echo", "engine", "records", "errors")
+_PARTS = ("parallel", "strategies", "switching", "guards", "echo", "engine", "noise", "records", "errors")
 """Where the names above are found: the packages that they are imported from, and two packages themselves."""
 
 

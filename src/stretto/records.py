@@ -61,7 +61,7 @@ class Update:
     round_index: int
     """Exchanges so far, from 0; advances also where nothing was committed."""
     samples: int
-    """Samples behind this update, over all ranks."""
+    """Samples behind this update, over all ranks: every use counts."""
     weight: float
     """Total weight behind this update (micro-batches, or tokens where the user weighs by tokens)."""
     loss: float
@@ -91,13 +91,23 @@ class Update:
     step alone this rank's own samples, weight and loss stand here; the update with gap 0 brings those of the others."""
     interval: int | None = None
     """Updates from one average to the next, as the strategy has last chosen; None for strategies that do not choose."""
+    noise: float | None = None
+    """Estimated standard deviation, per coordinate of the mean gradient, of noise that ranks do not share; None but in
+    updates with an average of `paft-dyn`."""
+    divergence: float | None = None
+    """2-norm of the distance between a replica and the mean of all, in the mean of replicas, before that average; from
+    the coordinates of its probe, scaled to all. None where `noise` is."""
     incidents: tuple[Incident, ...] = ()
     """What guards and the verified exchange have found since the previous update, on any rank."""
+    fresh_samples: int = 0
+    """Those of `samples` at their first use: what was loaded for this update, over all ranks."""
 
     fresh: int = 0
     """Batches that `feed` gave this rank since the previous update and that it had not given before."""
     echoed: int = 0
     """Batches that `feed` gave this rank since the previous update for another use."""
+    mixed: int = 0
+    """Updates, of those that this rank has begun since, whose batches were fresh in part and held in part."""
     uses: tuple[int, ...] = ()
     """The use of each of these, in their order: 1 for the first."""
     first_use_loss: float = math.nan

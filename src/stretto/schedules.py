@@ -1,24 +1,32 @@
 """Schedules: numbers that change over a run.
 
 A schedule is a plain number, which never changes, or any function of an index. What the index counts is said where
-the schedule is used: an echo plan counts the batches that this rank has handed out, `LocalSGD` counts rounds.
+the schedule is used: an echo plan counts the updates that this rank has begun, `LocalSGD` counts rounds.
 
 Three functions are given here. With `u = min(1, index / steps)`:
 
     Cosine       stop + (start - stop) (1 + cos(pi u)) / 2
     Linear       start + (stop - start) u
     MultiStep    values[k] from milestones[k - 1] on
+
+As text: cosine(START,STOP[,UPDATES]), linear(START,STOP[,UPDATES]) or multistep(V0,UPDATE1,V1,...). One that names
+no updates is as long as its run, which `over` says.
 """
 
 import bisect
+import dataclasses
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from stretto.errors import ConfigError
+from stretto.fields import read_value
 
 Schedule = float | Callable[[int], float]
 """A number, or a function that returns the number at an index. Indices start at 0."""
+Length = int | Callable[[], float]
+"""How many indices a run has; where that is not known, a function that returns the share of it that is done."""
 
 
 def value_at(schedule: Schedule, index: int) -> float:
@@ -34,12 +42,22 @@ class Ramp:
     """Value at index 0."""
     stop: float
     """Value at index `steps` and after it; it may be above or below `start`."""
-    steps: int
-    """Number of indices from `start` to `stop`; at least 1."""
+    steps: int | None
+    """Number of indices from `start` to `stop`; at least 1. None is the length of the run, which `over` has to say."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
+        if self.steps is not None and self.steps < 1:
             raise ConfigError(f"{type(self).__name__}(steps={self.steps}): a schedule needs at least 1 step")
+
+    def _done(self, index: float) -> float:
+        """Return the share of the steps before `index`."""
+        if self.steps is None:
+            name = type(self).__name__.lower()
+            raise ConfigError(
+                f"{name}({self.start:g},{self.stop:g}) needs its number of updates as a third value: the run's length "
+                "is not known"
+            )
+        return min(1.0, index / self.steps)
 
 
 class Cosine(Ramp):
@@ -47,9 +65,9 @@ class Cosine(Ramp):
 
     __slots__ = ()
 
-    def __call__(self, index: int) -> float:
+    def __call__(self, index: float) -> float:
         """Return the value at `index`."""
-        share = (1 + math.cos(math.pi * min(1.0, index / self.steps))) / 2
+        share = (1 + math.cos(math.pi * self._done(index))) / 2
         return self.stop + (self.start - self.stop) * share
 
 
@@ -58,9 +76,9 @@ class Linear(Ramp):
 
     __slots__ = ()
 
-    def __call__(self, index: int) -> float:
+    def __call__(self, index: float) -> float:
         """Return the value at `index`."""
-        share = min(1.0, index / self.steps)
+        share = self._done(index)
         return (1 - share) * self.start + share * self.stop  # exact at both ends
 
 
@@ -83,3 +101,62 @@ class MultiStep:
     def __call__(self, index: int) -> float:
         """Return the value at `index`."""
         return self.values[bisect.bisect_right(self.milestones, index)]
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """A ramp along a run whose number of steps is not known, but how much of it is done."""
+
+    ramp: Ramp
+    """Over one step."""
+    share: Callable[[], float] = dataclasses.field(repr=False)
+    """Returns how much is done, from 0 to 1."""
+
+    def __call__(self, index: int) -> float:
+        """Return the value at this moment; `index` does not matter."""
+        return value_at(self.ramp, self.share())  # type: ignore[arg-type]  # a ramp takes any number
+
+
+def over(schedule: Schedule, length: Length | None) -> Schedule:
+    """Return `schedule` along a whole run, if it names no steps of its own.
+
+    Args:
+        schedule: Any.
+        length: Of the run; None where nobody knows it.
+
+    Raises:
+        ConfigError: The schedule names no steps, and `length` is None.
+    """
+    if not isinstance(schedule, Ramp) or schedule.steps is not None:
+        return schedule
+    if callable(length):
+        return Along(dataclasses.replace(schedule, steps=1), length)
+    if length is None:
+        value_at(schedule, 0)  # refuses
+    return dataclasses.replace(schedule, steps=length)
+
+
+_FORM = re.compile(r"(cosine|linear|multistep)\(([-+.\deE,]+)\)")
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Read a number, or a schedule as the module's first lines have it.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    if "(" not in text:
+        return float(read_value(text, float))
+    match = _FORM.fullmatch(text.replace(" ", ""))
+    if match is None:
+        raise ConfigError(
+            f"cannot read the schedule {text!r}: expected cosine(START,STOP[,UPDATES]), linear(START,STOP[,UPDATES]) "
+            "or multistep(VALUE,UPDATE,VALUE,...)"
+        )
+    numbers = [float(read_value(number, float)) for number in match[2].split(",")]
+    if match[1] == "multistep":
+        return MultiStep(tuple(numbers[::2]), tuple(int(step) for step in numbers[1::2]))
+    if len(numbers) not in (2, 3):
+        raise ConfigError(f"{text!r}: expected START,STOP or START,STOP,UPDATES, found {len(numbers)} values")
+    kind = Cosine if match[1] == "cosine" else Linear
+    return kind(numbers[0], numbers[1], int(numbers[2]) if len(numbers) == 3 else None)

@@ -15,14 +15,16 @@ from stretto.averaging import DriftingReplica, FragmentedReplica, LocalReplica
 from stretto.averaging.worker import check_worker, exchange_inside, worker_of
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.agreement import agree, share_start, untrained
-from stretto.engine.comm_lane import CommLane
+from stretto.engine.comm_lane import CommLane, Weave
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.failures import FailureDetector
 from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
 from stretto.engine.model import UserModel
+from stretto.engine.noisy import NoisyRank
 from stretto.engine.options import BufferChoices, Clock, Options, Quota, check_formats, plan_quota
+from stretto.engine.own_preview import OwnPreviews
 from stretto.engine.replica import Replica
 from stretto.engine.report import settings_text
 from stretto.engine.round import Progress
@@ -135,7 +137,10 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup) -> Job:
             any collective but the one that compares settings.
     """
     progress = Progress()
-    failures = FailureDetector(group, phases[0].options.timeout_seconds, progress)
+    model: object = phases[0].model  # nobody has checked it yet
+    devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
+    device = devices[0] if devices else torch.device("cpu")
+    failures = FailureDetector(group, device, phases[0].options.timeout_seconds, progress)
     try:
         return _start(phases, progress, failures)
     except BaseException as error:  # what only one rank cannot train is told to the others
@@ -197,6 +202,7 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
     lane.watch(job)
     for listener in model.listeners:
         listener.began_again()
+    failures.let_go()
     return job
 
 
@@ -260,7 +266,11 @@ def lane_of(
     interpreter = _interpreter(parts, ledger, replica, strikes)
     if interpreter is not None:
         performers |= interpreter.performers
-    weave = None if interpreter is None else functools.partial(guarded, ask=interpreter.ask)
+    weave: Weave | None = None if interpreter is None else functools.partial(guarded, ask=interpreter.ask)
+    if parts.options.noise is not None:
+        noisy = NoisyRank(parts.options.noise, replica)
+        performers |= noisy.after_averages(performers)
+        weave = noisy.within(weave)
     return Lane(
         comm=CommLane(parts.strategy, replica, performers, asks_ahead=ledger.asks_ahead, weave=weave),
         quota=quota,
@@ -271,7 +281,9 @@ def lane_of(
 
 def _kind_of_replica(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Callable[..., Replica]:
     if not ledger.local:
-        return DriftingReplica if ledger.averages else Replica
+        if ledger.own_previews:
+            return functools.partial(OwnPreviews, keeps_own=ledger.keeps_own)
+        return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.averages else Replica
     worker = worker_of(ledger, exchange, inside)
     if ledger.fragments:
         return functools.partial(FragmentedReplica, worker=worker, fragments=ledger.fragments)

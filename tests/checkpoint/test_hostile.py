@@ -229,7 +229,7 @@ def test_what_only_pickle_could_read_again_is_refused_when_it_is_saved(tmp_path:
             checkpoint.save(job.parallel, tmp_path, loader=job.batches, extra=Planted(trace))
     kept = KeptRound(torch.nn.Linear(2, 2), torch.device("cpu"))
     kept.begin(lambda batch: torch.zeros(()), Planted(trace))
-    kept.end(1.0, 1)
+    kept.end(1.0, 1, 1)
     with pytest.raises(UsageError, match="cannot be sent there: the batch is refused"):
         kept.to_bytes()
     assert not trace.exists()

@@ -7,6 +7,7 @@ from stretto.cli.options import parse_alone, parse_options
 from stretto.doctor import Examination
 from stretto.page import ReportConfig
 from stretto.plan import PlanConfig
+from stretto.reproduce import ReproduceConfig
 from stretto.train.arms import parse_arms
 from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.demo import DemoConfig
@@ -17,6 +18,8 @@ from tests.docs.pages import ROOT, commands, pages
 COMMANDS = [words for page in pages() if page.name != "recipes.md" for words in commands(page)]
 ALONE = {"demo": DemoConfig, "doctor": Examination}
 """The options of commands that take nothing else."""
+AFTER_NAMES = {"report": ReportConfig, "reproduce": ReproduceConfig}
+"""The options of commands that take folders or records before them."""
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -40,12 +43,9 @@ def test_a_printed_command_has_options_and_arms_that_exist(words: list[str]) -> 
             [*(recipe or ["stdlib-gpt"]), *rest[len(recipe) :]],
             lambda task: CampaignConfig(task=task),
         )
-    elif command == "report":
-        parse_alone(
-            "report",
-            rest[next((at for at, word in enumerate(rest) if word[0] == "-"), len(rest)) :],
-            ReportConfig(),
-        )
+    elif command in AFTER_NAMES:
+        count = next((at for at, word in enumerate(rest) if word.startswith("-")), len(rest))
+        parse_alone(command, rest[count:], AFTER_NAMES[command]())
     elif command in ALONE:
         parse_alone(command, rest, ALONE[command]())
     elif command == "plan":
@@ -69,4 +69,5 @@ def test_the_pages_print_commands() -> None:
         "plan",
         "campaign",
         "doctor",
+        "reproduce",
     }

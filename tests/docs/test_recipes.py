@@ -14,6 +14,7 @@ from stretto.cli import main
 from stretto.cli.commands import CONFIGURE
 from stretto.cli.options import parse_options
 from stretto.observe import read_json_lines
+from stretto.recipes import RECIPES
 from stretto.recipes.gpt import Shape, causal_lm
 from stretto.recipes.language_models import SIZES
 from stretto.train.handle import check_run
@@ -88,11 +89,22 @@ def test_a_command_over_files_trains_with_less_of_everything(
         task = replace(task, model="my-model/config.json")
     if task.model.startswith("my-model"):
         task = replace(task, scale=1.0)
-    small = replace(run, task=task, updates=1, micro_batches=2, evaluate_every=None, checkpoint_every=None)
+    small = replace(
+        run, task=task, updates=1, samples=None, micro_batches=2, evaluate_every=None, checkpoint_every=None
+    )
     first, second = train_virtually(replace(small, tensorboard=False), 2)
     assert first.updates == second.updates == 1
 
 
 def test_the_page_prints_commands_over_files_for_both_recipes_and_the_presets() -> None:
     assert {words[1] for words in OVER_FILES if words[0] == "train"} == {"language", "images"}
-    assert sum("--preset" in words for words in OVER_FILES) == 2
+    assert sum("--preset" in words for words in OVER_FILES) == 3
+
+
+def test_the_lengths_of_the_page_are_those_of_runs() -> None:
+    given = {"--updates", "--samples", "--tokens"}
+    printed = [words for words in commands(PAGE) if given & set(words) and words[1] in RECIPES]
+    runs = [parse_options("train", words[1:], CONFIGURE["train"])[1] for words in printed]
+    for run in runs:
+        check_run(run, 2)
+    assert [run.planned_samples for run in runs] == [4000, 3907, 3000]

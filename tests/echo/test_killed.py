@@ -14,7 +14,7 @@ from stretto.recipes import MicroBatches
 from tests.processes import rank_outcomes, run_ranks
 
 USES = 3
-BATCHES = 12
+BATCHES = 24
 
 
 class Line:
@@ -35,10 +35,8 @@ class Line:
 class Run(NamedTuple):
     """What one rank did."""
 
-    used: list[tuple[int, int, list[int]]]
-    """Step, use index and sample numbers of every batch that this process was handed."""
-    decisions: tuple[int, ...]
-    """The number of the batch at each step, those before this process included."""
+    used: list[tuple[int, int, int, list[int]]]
+    """Step, batch, use index and sample numbers of every batch that this process was handed."""
     weights: bytes
 
 
@@ -50,7 +48,7 @@ def train(
     model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     # Read on the training thread, which shares its random state, which checkpoints hold, with the dropout.
-    options = EchoOptions(resume=resume, ahead=0, keeps_decisions=True)
+    options = EchoOptions(resume=resume, ahead=0)
     data = MicroBatches(Line(seeded=seeded), 4, rank=rank, world_size=2, seed=0)
     loader = EchoLoader(data, Even(USES), options=options)
     used = []
@@ -58,7 +56,7 @@ def train(
         if checkpoint.latest(folder) is not None:
             checkpoint.load(parallel, folder, loader=loader)
         for batch in parallel.feed(loader):
-            used.append((loader.steps, loader.use_index, batch["numbers"].tolist()))
+            used.append((loader.steps, loader.batch_index, loader.use_index, batch["numbers"].tolist()))
             if rank == 1 and loader.steps == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             if parallel.backward(model(batch["places"]).square().mean()):
@@ -67,7 +65,7 @@ def train(
                 break
         parallel.finish()
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return Run(used, loader.decisions, weights.numpy().tobytes())
+    return Run(used, weights.numpy().tobytes())
 
 
 @pytest.mark.parametrize(
@@ -83,9 +81,8 @@ def test_a_job_killed_between_two_uses_of_a_batch_goes_on_with_that_batch(
     assert killed.error == f"the process ended with exit code -{signal.SIGKILL} and no result"
     again = run_ranks(2, train, "killed", strategy, resume, seeded)
     for uninterrupted, resumed in zip(whole, again, strict=True):
-        step, use, _ = resumed.used[0]
+        step, _, use, _ = resumed.used[0]
         assert use > 1
         assert resumed.used == uninterrupted.used[step - 1 :]
-        assert resumed.decisions == uninterrupted.decisions
         # A batch that is read again is augmented again: at random, it is another one.
         assert (resumed.weights == uninterrupted.weights) == (resume == "store" or seeded)

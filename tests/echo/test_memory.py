@@ -156,13 +156,15 @@ def random_plan(draws: random.Random) -> Plan:
     )
 
 
-def used(loader: EchoLoader[Any], steps: int | None, writes: bool) -> tuple[list[set[int]], list[Any], bool]:
-    """Return what every use showed when it was handed out, every shape, and whether a write was noticed."""
-    seen: list[set[int]] = []
+def used(
+    loader: EchoLoader[Any], steps: int | None, writes: bool
+) -> tuple[list[tuple[int, set[int]]], list[Any], bool]:
+    """Return number and contents of every use when it was handed out, every shape, and whether a write was noticed."""
+    seen: list[tuple[int, set[int]]] = []
     shapes = []
     try:
         for batch in loader:
-            seen.append(numbers_of(batch))
+            seen.append((loader.batch_index, numbers_of(batch)))
             shapes.append(shape_of(batch))
             if writes:
                 write_into(batch)
@@ -183,7 +185,7 @@ def test_every_use_shows_the_batch_that_was_read_or_a_write_is_noticed(block: in
             ahead=draws.randrange(1 if isinstance(plan, Ready) else 0, 5),
             copy=draws.choice(["containers", "tensors"]),
             resume=draws.choice(["refetch", "drop", "store"]),
-            keeps_decisions=True,
+            micro_batches=draws.choice([1, 3]),
         )
         structure, remembers = draws.randrange(1000), draws.random() < 0.5
 
@@ -201,7 +203,7 @@ def test_every_use_shows_the_batch_that_was_read_or_a_write_is_noticed(block: in
         if state["position"]["in_epoch"] and not noticed:
             more_seen, more_shapes, noticed = used(resumed, None, writes)
             seen, shapes = seen + more_seen, shapes + more_shapes
-        assert seen == [{number} for number in resumed.decisions or loader.decisions], (case, plan, options)
+        assert all(shown == {number} for number, shown in seen), (case, plan, options)
         assert not noticed or (writes and options.copy == "containers"), case
         assert all(shape == shape_of(make().batch) for shape in shapes), case
 
@@ -225,9 +227,9 @@ def test_arrays_that_place_gives_from_one_memory_are_held_apart() -> None:
         memory.fill(batch)
         return memory
 
-    options = EchoOptions(steps_per_epoch=9, keeps_decisions=True)
+    options = EchoOptions(steps_per_epoch=9)
     loader = EchoLoader(range(3), Ready(pool=3, max_uses=3), place=place, options=options)
-    assert [int(batch[0]) for batch in loader] == list(loader.decisions)
+    assert all(int(batch[0]) == loader.batch_index for batch in loader)
 
 
 def test_gradients_of_a_batch_belong_to_one_use() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from collections import Counter
 from fractions import Fraction
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from stretto import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
-from stretto.echo import Cosine, Linear, MultiStep, Plan, Replay, StepRecord
+from stretto import Auto, Bernoulli, DataParallel, EchoLoader, EchoOptions, Even, Ready, errors
+from stretto.echo import Cosine, Linear, MultiStep, Plan, StepRecord
 from stretto.echo.buffer import HeldBatch
 from stretto.echo.measured import free_uses
 from stretto.echo.text import parse_plan
@@ -33,6 +34,35 @@ def test_even_uses_every_batch_the_floor_or_the_ceiling_of_uses_and_the_length_i
         assert sorted(counts) == list(range(length))
         # A batch is a run between two loads; only the last may be cut, by the end of the data.
         assert set(counts.values()) <= {math.floor(uses), math.ceil(uses)}
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_updates_of_several_micro_batches_decide_as_updates_of_one_and_lengths_are_exact(block: int) -> None:
+    for case in range(block * 50, (block + 1) * 50):
+        draws = random.Random(case)
+        plan = draws.choice([*SCHEDULES, Even(draws.uniform(1, 4)), Bernoulli(draws.uniform(0.2, 1), 3)])
+        size, groups = draws.randrange(2, 7), draws.randrange(1, 20)
+        short = draws.choice([0, draws.randrange(size)])
+        options = EchoOptions(seed=case, micro_batches=size)
+        loader = EchoLoader(Numbers(size * groups + short), plan, options=options)
+        expected = len(loader)
+        handed_out = numbers(loader)
+        assert len(handed_out) == expected, case
+        decided = numbers(EchoLoader(Numbers(groups + (short > 0)), plan, options=EchoOptions(seed=case)))
+        if short:  # what there is of the last batches is used once
+            decided = [number for number in decided if number < groups] + [groups]
+        whole = [number * size + slot for number in decided for slot in range(size)]
+        assert handed_out == [number for number in whole if number < size * groups + short], case
+        assert loader.mixed_updates == 0
+        assert loader.updates == len(decided)
+
+
+def test_a_job_with_another_number_of_micro_batches_is_refused() -> None:
+    model = torch.nn.Linear(1, 1)
+    parallel = DataParallel(model, torch.optim.SGD(model.parameters()), micro_batches=3)
+    loader = EchoLoader(Numbers(3), options=EchoOptions(micro_batches=2))
+    with pytest.raises(errors.ConfigError, match=r"micro_batches=2\): expected the 3 of the job, or None"):
+        next(parallel.feed(loader))
 
 
 @pytest.mark.parametrize("uses", [1.25, 1.82, 2.5])
@@ -70,7 +100,7 @@ def test_a_cap_bounds_the_tail_of_bernoulli() -> None:
     assert max(Counter(handed_out).values()) == 6
 
 
-def test_coins_are_those_of_the_seed_and_the_step() -> None:
+def test_coins_are_those_of_the_seed_and_the_update() -> None:
     def fresh_steps(seed: int) -> list[bool]:
         loader = EchoLoader(Numbers(100), Bernoulli(0.5), options=EchoOptions(seed=seed))
         return [loader.is_fresh for _ in loader]
@@ -83,10 +113,9 @@ def test_coins_are_those_of_the_seed_and_the_step() -> None:
     "plan", [Even(2.5), Even(Cosine(1, 4, 60)), Bernoulli(0.4), Bernoulli(0.3, max_uses=2)]
 )
 def test_ranks_of_one_seed_decide_alike_whatever_their_data_and_their_speed(plan: Plan) -> None:
-    def decisions(data: Any) -> tuple[int, ...]:
-        loader = EchoLoader(data, plan, options=EchoOptions(seed=4, keeps_decisions=True))
-        list(itertools.islice(loader, 60))
-        return loader.decisions
+    def decisions(data: Any) -> list[int]:
+        loader = EchoLoader(data, plan, options=EchoOptions(seed=4))
+        return [loader.fresh_batches for _ in itertools.islice(loader, 60)]
 
     tap = Tap()
     tap.pour(*range(60))
@@ -154,7 +183,8 @@ def test_auto_measures_without_echo_freezes_and_is_even_from_there() -> None:
         uses.append(is_fresh)
         selector.record(
             StepRecord(
-                step=step,
+                update=step,
+                slot=0,
                 is_fresh=is_fresh,
                 load_seconds=0.025 if is_fresh else math.nan,
                 use_seconds=0.01 if step else math.nan,
@@ -177,7 +207,6 @@ def test_auto_measures_without_echo_freezes_and_is_even_from_there() -> None:
         (lambda: Bernoulli(max_uses=0), "max_uses must be at least 1, found 0"),
         (lambda: Ready(pool=2.5), r"Ready\(pool=2.5\): expected an integer"),
         (lambda: Auto(window="9"), r"Auto\(window='9'\): expected an integer"),
-        (lambda: Replay([0, 0]), r"Replay\(decisions=\[0, 0\]\): expected a tuple\[int, ...\]"),
         (lambda: Bernoulli(0), "0 < p <= 1, found 0"),
         (lambda: Bernoulli(1.5), "0 < p <= 1, found 1.5"),
         (lambda: Ready(pool=0), "at least 1"),
@@ -190,14 +219,14 @@ def test_auto_measures_without_echo_freezes_and_is_even_from_there() -> None:
         (lambda: EchoOptions(resume="stor"), "resume='stor'.* refetch, drop, store; did you mean 'store'?"),
         (lambda: EchoOptions(seed="1"), r"EchoOptions\(seed='1'\): expected an integer"),
         (lambda: EchoOptions(ahead=True), r"EchoOptions\(ahead=True\): expected an integer"),
-        (lambda: EchoOptions(keeps_decisions=1), r"keeps_decisions=1\): expected True or False"),
+        (lambda: EchoOptions(micro_batches=0), "micro_batches must be at least 1, found 0"),
         (lambda: EchoLoader([1], 2), r"plan=2\): expected a plan.*; did you mean Even\(2\)\?"),
         (lambda: EchoLoader([1], "redy"), "plan='redy'.*: expected a plan.*; did you mean 'Ready'?"),
         (lambda: EchoLoader([1], Ready), r"expected a plan, such as.*; did you mean Ready\(\)\?"),
         (lambda: EchoLoader([1], options={"ahead": 1}), r"options=\{'ahead': 1\}\): expected EchoOptions"),
         (lambda: EchoLoader([1], transform=2), r"transform=2\): expected a function"),
         (lambda: EchoLoader([1], Ready(), options=EchoOptions(ahead=0)), "ahead >= 1"),
-        (lambda: list(EchoLoader([1, 2, 3], Even(lambda step: 1 - step))), "step 1: .* found 0"),
+        (lambda: list(EchoLoader([1, 2, 3], Even(lambda step: 1 - step))), "update 1: .* found 0"),
         (lambda: parse_plan("evne"), "no echo plan is called 'evne'; there are even, bernoulli, ready, auto"),
         (lambda: parse_plan("even:p=2"), "even has no setting 'p'; there are uses"),
         (lambda: parse_plan("even:uses=two"), "cannot read uses='two'"),
@@ -213,7 +242,7 @@ def test_what_cannot_be_is_named(make: object, named: str) -> None:
 def test_plans_are_read_from_one_line() -> None:
     assert parse_plan("even") == Even(2)
     assert parse_plan("even:uses=2.5") == Even(2.5)
-    assert parse_plan("bernoulli:p=cosine(1,0.25)", steps=70) == Bernoulli(Cosine(1, 0.25, 70))
+    assert parse_plan("bernoulli:p=cosine(1,0.25)", updates=70) == Bernoulli(Cosine(1, 0.25, 70))
     assert parse_plan("bernoulli:p=0.5:max_uses=6") == Bernoulli(0.5, 6)
     assert parse_plan("even:uses=multistep(1,20,3,70,2)") == Even(MultiStep((1, 3, 2), (20, 70)))
     assert parse_plan("even:uses=linear(4,1,9)") == Even(Linear(4, 1, 9))

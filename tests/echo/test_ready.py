@@ -4,10 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-import pytest
-
-from stretto import EchoLoader, EchoOptions, Ready, errors
-from stretto.echo import Replay
+from stretto import EchoLoader, EchoOptions, Ready
 from tests.echo.sources import Tap
 
 
@@ -81,26 +78,13 @@ def test_an_epoch_of_agreed_length_goes_on_with_what_is_in_hand_when_the_data_en
     assert loader.fresh_batches == 3
 
 
-def test_a_trace_replays_the_decisions_without_the_clock() -> None:
-    tap, loader, batches = begun(Ready(pool=3, max_uses=9), keeps_decisions=True)
-    seen = []
-    for letters, steps in (("a", 3), ("b", 1), ("c", 5), ("d", 4)):
-        tap.pour(letters)
-        if letters != "a":
-            until_ready(loader)
-        seen += list(itertools.islice(batches, steps))
-    tap.close()
+def test_an_update_uses_no_batch_twice_and_may_be_fresh_in_part() -> None:
+    tap, loader, batches = begun(Ready(pool=4, max_uses=9), micro_batches=2)
+    tap.pour("a", "b")  # nothing is held that the first update has not used: it waits for its second batch
+    assert [next(batches) for _ in range(6)] == ["a", "b"] * 3
+    tap.pour("c")
     until_ready(loader)
-    seen += list(batches)
-    again = EchoLoader(list("abcd"), Replay(loader.decisions))
-    assert list(again) == seen
-    assert again.fresh_batches == 4
-
-
-def test_a_trace_that_is_over_or_torn_says_so() -> None:
-    batches = iter(EchoLoader(["a", "b"], Replay((0, 0))))
-    assert [next(batches), next(batches)] == ["a", "a"]
-    with pytest.raises(errors.OutOfTurn, match="no more than 2 decisions"):
-        next(batches)
-    with pytest.raises(errors.ConfigError, match="batch 2 cannot follow batch 0"):
-        Replay((0, 2))
+    assert [next(batches), next(batches)] == ["c", "a"]
+    assert (loader.updates, loader.mixed_updates) == (4, 1)
+    assert [next(batches), next(batches)] == ["c", "b"]
+    tap.close()

@@ -1,6 +1,7 @@
 """A state saved anywhere, also between two uses of a batch, continues the run that was left."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto import Auto, Bernoulli, EchoLoader, EchoOptions, Even, Ready, errors
-from stretto.echo import Cosine, Plan, Replay
+from stretto.echo import Cosine, Plan, Selector
 from tests.echo.sources import Numbers
 
 PLANS: list[Plan] = [
@@ -51,6 +52,26 @@ TRACE = (0, 0, 1, 0, 2, 1, 3, 3, 4, 2, 5, 6, 6, 7, 5)
 """Of a plan with several held batches."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Traced(Plan):
+    """Uses batches in the order of a trace."""
+
+    trace: tuple[int, ...] = TRACE
+    pool = 6
+    decides_by_update = False
+
+    def selector(self, seed: int) -> Selector:
+        return _TracedSelector(self.trace)
+
+
+class _TracedSelector(Selector):
+    def __init__(self, trace: tuple[int, ...]) -> None:
+        self._trace = trace
+
+    def select(self, update: int, held: Any, is_ready: Any) -> Any:
+        return next((one for one in held if one.number == self._trace[update]), None)
+
+
 def epochs_left(state: dict[str, Any], length: int) -> int:
     """Epochs to go, the one under way included."""
     passed = state["position"]["epoch_fresh"] // length
@@ -61,10 +82,11 @@ def epochs_left(state: dict[str, Any], length: int) -> int:
 @pytest.mark.parametrize("resume", ["refetch", "store"])
 @pytest.mark.parametrize("remembers", [True, False])
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
+@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_run_goes_on_with_the_same_batches_and_decisions_at_every_cut(
-    plan: Plan, remembers: bool, resume: Any
+    plan: Plan, remembers: bool, resume: Any, micro_batches: int
 ) -> None:
-    length, options = 8, EchoOptions(seed=5, resume=resume)
+    length, options = 8, EchoOptions(seed=5, resume=resume, micro_batches=micro_batches)
 
     def fresh_loader() -> EchoLoader[Tensor]:
         return EchoLoader(Numbers(length, remembers=remembers), plan, options=options)
@@ -86,11 +108,11 @@ def test_a_run_goes_on_with_the_same_batches_and_decisions_at_every_cut(
 @pytest.mark.parametrize("in_use", [False, True])
 def test_several_held_batches_are_taken_up_again_also_by_a_loader_in_use(resume: Any, in_use: bool) -> None:
     options = EchoOptions(resume=resume, steps_per_epoch=len(TRACE))
-    whole, _ = run(EchoLoader(Numbers(8), Replay(TRACE), options=options), 1)
+    whole, _ = run(EchoLoader(Numbers(8), Traced(), options=options), 1)
     assert [int(batch) for batch, _, _ in whole] == list(TRACE)
     for cut in range(len(TRACE)):
-        before, state = run(EchoLoader(Numbers(8), Replay(TRACE), options=options), 1, cut)
-        loader = EchoLoader(Numbers(8), Replay(TRACE), options=options)
+        before, state = run(EchoLoader(Numbers(8), Traced(), options=options), 1, cut)
+        loader = EchoLoader(Numbers(8), Traced(), options=options)
         if in_use:
             run(loader, 1, 4)
         loader.load_state_dict(state)
@@ -152,18 +174,6 @@ def test_another_plan_goes_on_with_the_counts() -> None:
     loader.load_state_dict(state)
     assert [int(batch) for batch in loader] == [2, 3, 4, 5]
     assert loader.steps == 3 + 4
-
-
-def test_decisions_of_a_resumed_run_are_those_of_the_whole() -> None:
-    options = EchoOptions(keeps_decisions=True)
-    loader = EchoLoader(Numbers(6), Bernoulli(0.5), options=options)
-    run(loader, 1)
-    cut = EchoLoader(Numbers(6), Bernoulli(0.5), options=options)
-    _, state = run(cut, 1, 4)
-    resumed = EchoLoader(Numbers(6), Bernoulli(0.5), options=options)
-    resumed.load_state_dict(state)
-    run(resumed, 1)
-    assert resumed.decisions == loader.decisions
 
 
 @pytest.mark.parametrize(

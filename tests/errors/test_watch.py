@@ -4,6 +4,7 @@ import weakref
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from stretto.engine.failures import FailureDetector
@@ -67,7 +68,9 @@ class Broken(dist.Work):
 
 def detector(store: dist.Store, rank: int, world_size: int) -> FailureDetector:
     """The failure detector of one rank that can only reach the store."""
-    return FailureDetector(OnlyAStore(store, rank, world_size), timeout_seconds=600.0, progress=Progress())
+    return FailureDetector(
+        OnlyAStore(store, rank, world_size), torch.device("cpu"), timeout_seconds=600.0, progress=Progress()
+    )
 
 
 def test_work_that_completes_when_the_wait_gives_up_is_no_failure() -> None:

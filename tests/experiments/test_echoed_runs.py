@@ -29,12 +29,6 @@ def tuned_arms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def intervals(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("intervals")
-
-
-@pytest.fixture
 def paired_comparison(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module("paired_comparison")
@@ -111,16 +105,6 @@ def test_a_target_is_reached_where_the_line_between_evaluations_crosses_it(
     path = [{"use": float(number)} for number in range(1, 31)]
     found = paired_comparison.reached(curve(*losses), path, target=1.5)
     assert found == (None if use is None else {"use": use})
-
-
-def test_intervals_are_those_of_student(intervals: ModuleType) -> None:
-    found = intervals.interval([1.0, 2.0, 3.0])
-    # t(0.975, 2 degrees of freedom) = 4.30265; the standard error is 1 / sqrt(3).
-    assert found == {
-        "mean": 2.0,
-        "low": pytest.approx(-0.48414, abs=1e-5),
-        "high": pytest.approx(4.48414, abs=1e-5),
-    }
 
 
 def test_a_grid_of_rates_grows_while_its_edge_is_best(tuned_arms: ModuleType) -> None:

@@ -27,9 +27,7 @@ def strike(fault: Fault, tensor: torch.Tensor, opportunities: int = 1) -> Inject
 @pytest.mark.parametrize("extent", EXTENTS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_pattern_changes_bits_and_says_so(pattern: str, extent: str, dtype: torch.dtype) -> None:
-    fault = Fault(
-        site="masters", rank=0, pattern=pattern, extent=extent, chunk_bytes=64, variance=100.0, seed=3
-    )
+    fault = Fault(site="masters", rank=0, pattern=pattern, extent=extent, chunk_bytes=64, seed=3)
     tensor = values(dtype)
     version, before = tensor._version, digest(tensor)
     done = strike(fault, tensor).applications
@@ -71,7 +69,7 @@ def test_equal_seeds_do_equal_damage_and_others_do_not() -> None:
     ("lasts", "struck"), [("once", [2]), ("sticky", [2, 3, 4, 5, 6, 7, 8, 9]), ("bursts", [2, 3, 6, 7])]
 )
 def test_faults_strike_when_they_say(lasts: str, struck: list[int]) -> None:
-    fault = Fault(site="sum", rank=0, instant=2, lasts=lasts, burst=2, pattern="noise")
+    fault = Fault(site="sum", rank=0, instant=2, lasts=lasts, burst=2, pattern="word")
     assert [a.opportunity for a in strike(fault, values(torch.float32), 10).applications] == struck
 
 

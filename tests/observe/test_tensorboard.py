@@ -29,6 +29,16 @@ def test_a_resumed_run_continues_the_curves() -> None:
     assert curve("train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+def test_what_averages_have_found_is_drawn_where_there_was_one() -> None:
+    board = TensorBoard(Path("events"), resumed_from=None)
+    board.updated(update(1, interval=4), training_seconds=1.0)
+    board.updated(update(2, interval=8, noise=0.5, divergence=2.0), training_seconds=1.0)
+    board.close()
+    assert curve("averages/noise") == [(2, 0.5)]
+    assert curve("averages/divergence") == [(2, 2.0)]
+    assert curve("averages/interval") == [(1, 4.0), (2, 8.0)]
+
+
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingExtra, match=r"pip install 'stretto\[cli\]'"):

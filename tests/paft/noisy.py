@@ -11,6 +11,7 @@ from torch import distributed as dist
 import stretto as st
 from stretto.errors import StrettoError
 from stretto.faults import Fault, FaultPlan, FaultyGroup, Injector, strike_memory
+from stretto.noise import Noise
 from stretto.records import Update
 from stretto.virtual import VirtualCluster
 
@@ -38,7 +39,7 @@ def train(
     strategy: st.Strategy,
     *,
     ranks: int = 3,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[Fault | Noise] = (),
     updates: int = UPDATES,
     make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=0.05),
     options: st.Options | None = None,
@@ -46,7 +47,11 @@ def train(
 ) -> list[Seen]:
     """Train on every rank, one micro-batch to an update, and finish; errors are noted."""
     seen = [Seen([], [], []) for _ in range(ranks)]
-    injectors = [Injector(FaultPlan(tuple(faults)), rank) for rank in range(ranks)]
+    plan = FaultPlan(tuple(fault for fault in faults if isinstance(fault, Fault)))
+    injectors = [Injector(plan, rank) for rank in range(ranks)]
+    chosen = options or st.Options(bucket_bytes=2**20)
+    for one in faults:
+        chosen = dataclasses.replace(chosen, noise=one) if isinstance(one, Noise) else chosen
 
     def program(rank: int, group: dist.ProcessGroup) -> None:
         model, own = network(), seen[rank]
@@ -57,7 +62,7 @@ def train(
             micro_batches=1,
             group=group,
             guards=guards,
-            options=options or st.Options(bucket_bytes=2**20),
+            options=chosen,
         )
         strike_memory(parallel, injectors[rank])
         generator = torch.Generator().manual_seed(100 + rank)
@@ -86,20 +91,9 @@ def values(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def noise(ranks: int, variance: float, *, of: int | None = None) -> list[Fault]:
-    """Noise on the reduced sum of `ranks` means, of the given variance per coordinate of the mean."""
-    return [
-        Fault(
-            site="reduced gradient",
-            rank=rank,
-            lasts="sticky",
-            extent="all",
-            pattern="noise",
-            variance=variance * ranks**2,
-            seed=rank,
-        )
-        for rank in range(ranks if of is None else of)
-    ]
+def noise(ranks: int, variance: float, *, of: int | None = None) -> list[Noise]:
+    """Noise of the given variance on the mean gradient of `of` ranks, from rank 0 on; of all `ranks` without it."""
+    return [Noise(variance, rank=tuple(range(ranks if of is None else of)))]
 
 
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:

@@ -7,6 +7,7 @@ import torch
 
 import stretto as st
 from stretto.faults import Fault
+from stretto.noise import Noise
 from tests.paft.noisy import NUMEL, Seen, flat, noise, same, train
 
 STATES = pytest.mark.parametrize("state", [False, True])
@@ -99,7 +100,7 @@ def test_where_no_replica_is_finite_the_job_ends_and_says_so() -> None:
     assert "step 3: no replica is finite any more" in str(found[0].error)
 
 
-def struck_average(seed: int) -> list[Fault]:
+def struck_average(seed: int) -> list[Fault | Noise]:
     """Rank 0 is noised, so that replicas differ; a gathered value reaches rank 2 wrong during the first average.
 
     An update gathers once, for its gradients, and an average once more; the broadcast at the start is none.

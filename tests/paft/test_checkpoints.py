@@ -10,6 +10,7 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto import checkpoint
+from stretto.faults import Fault, FaultPlan, Injector, strike_memory
 from stretto.virtual import VirtualCluster
 from tests.paft.noisy import flat, network, same, values
 
@@ -24,9 +25,11 @@ STRATEGIES = {
     ),
 }
 
+SCALED = Fault(site="reduced gradient", rank=1, lasts="sticky", extent="all", pattern="scale")
+
 
 class Job:
-    """One rank's job, in which rank 1's masters are nudged during the second update."""
+    """One rank's job, in which rank 1 gets other gradients, and during the second update other masters."""
 
     def __init__(self, rank: int, group: dist.ProcessGroup, strategy: st.Strategy) -> None:
         self.rank = rank
@@ -36,7 +39,8 @@ class Job:
         self.parallel = st.DataParallel(
             self.model, optimizer, strategy, micro_batches=1, group=group, options=options
         )
-        self.records: list[tuple[int, int | None, float]] = []
+        strike_memory(self.parallel, Injector(FaultPlan((SCALED,)), rank))
+        self.records: list[tuple[Any, ...]] = []
 
     def train(self, first: int, last: int) -> "Job":
         for index in range(first, last):
@@ -47,7 +51,7 @@ class Job:
                 self.model(torch.randn(4, 6, generator=generator)).square().mean()
             )
             assert update is not None
-            self.records.append((update.gap, update.interval, update.loss))
+            self.records.append((update.gap, update.interval, update.noise, update.divergence, update.loss))
         return self
 
 

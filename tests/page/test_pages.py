@@ -38,11 +38,38 @@ def test_curves_are_the_records_on_every_axis(folders: Path) -> None:
     assert run["loss"]["updates"] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert run["loss"]["seconds"] == [one["training_seconds"] for one in updates]
     assert run["loss"]["samples"] == list(itertools.accumulate(one["samples"] for one in updates))
+    assert run["loss"]["loads"] == list(itertools.accumulate(one["fresh_samples"] for one in updates))
+    assert 0 < run["loss"]["loads"][-1] < run["loss"]["samples"][-1]  # every second use is an echo
     assert run["loss"]["bytes"] == list(itertools.accumulate(one["sent_bytes"] for one in updates))
     assert run["heldout"]["y"] == [one["heldout_loss"] for one in evaluations]
     assert run["heldout"]["updates"] == [0, 4, 8]
     assert run["heldout"]["samples"] == [0, *(run["loss"]["samples"][step - 1] for step in (4, 8))]
     assert run["input"]["echoed"][-1] == sum(one["echoed"] for one in updates) > 0
+
+
+def test_averages_that_look_for_noise_have_a_chart(folders: Path, tmp_path: Path) -> None:
+    faults = "reduced-gradient:rank=0:lasts=sticky:extent=all:pattern=noise:variance=0.01"
+    words = [
+        "--strategy",
+        "paft-dyn:first=2:maximum=2",
+        "--faults",
+        faults,
+        "--updates",
+        "6",
+        "--no-tensorboard",
+    ]
+    assert main(["train", *COMMON, *words, "--run-dir", str(tmp_path / "run")]) == 0
+    updates = read_json_lines(tmp_path / "run" / "updates.jsonl")
+    page = page_of(tmp_path / "run")
+    (run,) = numbers(page)["runs"]
+    assert run["averages"]["updates"] == [2, 4, 6]
+    for name in ("noise", "divergence", "interval"):
+        assert run["averages"][name] == [updates[step][name] for step in (1, 3, 5)]
+    assert all(value > 0 for value in run["averages"]["noise"])
+    assert "Noise and averages" in shown(page)
+    without = page_of(folders / "run")
+    assert numbers(without)["runs"][0]["averages"] is None
+    assert "Noise and averages" not in shown(without)
 
 
 def test_the_parts_of_an_average_update_add_up_to_its_time(folders: Path) -> None:
@@ -126,6 +153,7 @@ def test_a_comparison_lays_its_arms_over_each_other(folders: Path) -> None:
         assert run["heldout"]["y"] == [one["heldout_loss"] for one in record["evaluations"]]
         assert run["heldout"]["seconds"] == [one["training_seconds"] for one in record["evaluations"]]
         assert run["heldout"]["samples"][-1] == record["samples"]
+        assert run["heldout"]["loads"][-1] == record["fresh_samples"]
         assert f"{record['heldout_loss']:.4f}" in shown(page)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.echo import EchoLoader, Even
+from stretto.echo import EchoLoader, EchoOptions, Even
 from stretto.errors import ConformanceFailed
 from stretto.recipes.batches import MicroBatches, reshard
 from stretto.recipes.blocks import Packed, Streams
@@ -206,6 +206,14 @@ def test_a_loader_whose_end_is_none_fails_the_check_of_ends(kind: type[Passes], 
     kit.kind = kind
     with pytest.raises(ConformanceFailed, match=re.escape(message)):
         kit.test_a_pass_ends_once_and_its_end_is_a_place_to_go_on_from()
+
+
+class TestEchoLoaderOfUpdates(TestEchoLoader):
+    update = 2
+
+    def make_loader(self, rank: int, world_size: int) -> EchoLoader[Any]:
+        options = EchoOptions(micro_batches=2)
+        return EchoLoader(TestMicroBatches.make_loader(self, rank, world_size), Even(2), options=options)
 
 
 class ForgetsItsPosition(MicroBatches[Any]):

@@ -59,11 +59,13 @@ def test_every_method_records_the_uses_of_its_batches(strategy: str) -> None:
     run = tiny_run("run", strategy=strategy, echo="even:uses=2", updates=6, checkpoint_every=None)
     (outcome, _) = train(run)
     written = records("run")
-    assert uses(written) == [1, 2] * 6
+    # Nothing has landed when the second update of the late ones begins: a second use would change nothing.
+    late = strategy in ("dpu", "wp")
+    assert uses(written) == ([1, 1] + [1, 1, 2, 2] * 2 + [1, 1] if late else [1, 1, 2, 2] * 3)
     assert [record["fresh"] + record["echoed"] for record in written] == [
         len(record["uses"]) for record in written
     ]
-    assert (outcome.fresh_batches, outcome.echoed_batches) == (6, 6)
+    assert (outcome.fresh_batches, outcome.echoed_batches) == ((8, 4) if late else (6, 6))
     assert all(record["first_use_loss"] > 0 for record in written if record["fresh"])
 
 
@@ -87,7 +89,7 @@ def test_a_run_that_echoes_resumes_at_another_world_size_with_what_is_unseen() -
     again = dataclasses.replace(run, updates=10, resume=True, micro_batches=4, workers=1)
     (outcome,) = train(again, world_size=1)
     assert outcome.updates == 10
-    assert uses(records("run")[6:]) == [1, 2] * 8
+    assert uses(records("run")[6:]) == ([1] * 4 + [2] * 4) * 2
 
 
 def test_a_slow_loader_takes_its_time_and_is_the_loader_it_slows_down() -> None:

@@ -128,3 +128,12 @@ def test_no_worker_outlives_its_launcher() -> None:
         # The workers write to the same pipe, so it ends when the last of them has.
         rest, _ = launcher.communicate()
     assert (started, rest) == ({"rank 0 runs\n", "rank 1 runs\n"}, "")
+
+
+def test_a_slow_link_on_a_device_is_refused_before_anybody_is_joined() -> None:
+    info = RankInfo(rank=0, world_size=2, local_rank=0, local_world_size=2, host="nowhere", port=1)
+    with (
+        pytest.raises(ConfigError, match=r"--link slows Gloo, but this job is on cuda:0, over NCCL"),
+        joined_group(info, Link.parse("100mbit"), torch.device("cuda", 0), 60.0),
+    ):
+        pass

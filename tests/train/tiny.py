@@ -45,6 +45,9 @@ class Tiny:
     width: int = 16
     """Hidden values."""
 
+    batch: int = 8
+    """Points per micro-batch."""
+
     def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
         """See `TaskConfig.build`."""
         with torch.random.fork_rng(devices=[]):
@@ -62,7 +65,7 @@ class Tiny:
             model=model,
             optimizer=optimizer,
             scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.97**done),
-            loader=MicroBatches(Plane(512, seed=0), 8, rank=rank, world_size=world_size, seed=seed),
+            loader=MicroBatches(Plane(512, seed=0), self.batch, rank=rank, world_size=world_size, seed=seed),
             loss=quadrant_loss,
             evaluate=partial(heldout_loss, points=Points(everywhere.places, everywhere.quadrants)),
         )

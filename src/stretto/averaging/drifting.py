@@ -10,20 +10,8 @@ Note [Reunion]
         no rank is                  `NonFinite` on all ranks
 
     A replica that is left out has lost its optimizer's state too, so then the state is averaged whatever is asked.
-
-Note [Gain]
-    Gradients of one coordinate arrive with independent noise ε of variance 1. What it makes of the velocity is u, and
-    of the parameter x:
-
-        u ← β·u + ε
-        x ← x - η·u
-
-    E u², E u·x and E x² follow from one step to the next. An average takes x away, and u where it takes the state too.
-    Without momentum E x² is Σ η². Adam, which divides by what it has seen, is not described; its β counts as none. Nor
-    is an optimizer without a learning rate; its η counts as 1.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.averaging.mean import ReplicaMean
+from stretto.averaging.probe import GradientProbe
 from stretto.checksums import digest
 from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.replica import Flight, Performer, Replica
@@ -47,42 +36,21 @@ from stretto.exchange import Exchange
 from stretto.optimizer import ReducedGradient, ShardedOptimizer, piece_states
 from stretto.strategies.contract import Average, Divergence, Look, Moment, Postpone, Step
 
-_CONDITION = np.dtype([("digest", "<u8"), ("is_finite", "?"), ("gradient_norm", "<f8")])
-_SEED = 0
-"""Of the coordinates at which replicas are compared with their mean."""
-
-
-@dataclasses.dataclass(slots=True)
-class Gain:
-    """E u², E u·x and E x² of one coordinate."""
-
-    velocity: float = 0.0
-    mixed: float = 0.0
-    parameter: float = 0.0
-
-    def step(self, rate: float, momentum: float) -> None:
-        """Follow one step."""
-        self.velocity = momentum**2 * self.velocity + 1.0
-        mixed = momentum * self.mixed
-        self.parameter += rate**2 * self.velocity - 2 * rate * mixed
-        self.mixed = mixed - rate * self.velocity
-
-    def average(self, *, state: bool) -> None:
-        """Follow an average."""
-        self.mixed = self.parameter = 0.0
-        if state:
-            self.velocity = 0.0
+_CONDITION = np.dtype([("digest", "<u8"), ("is_finite", "?"), ("product", "<f8")])
 
 
 class DriftingReplica(Replica):
     """One rank's replica among others that should be the same.
 
     Args are those of `Replica`; all ranks own everything.
+
+    Args:
+        probe: Coordinates at which ranks are compared at an average; 0 compares nothing.
     """
 
     may_differ = True
 
-    def __init__(self, exchange: Exchange, sharded: ShardedOptimizer, **others: Any) -> None:
+    def __init__(self, exchange: Exchange, sharded: ShardedOptimizer, *, probe: int, **others: Any) -> None:
         super().__init__(exchange, sharded, **others)
         self.interval = None
         self.keeps_states_equal = True
@@ -92,14 +60,11 @@ class DriftingReplica(Replica):
         self._are_equal = True
         self._is_ahead = False
         """Whether masters have been averaged that the model does not show yet."""
-        self._gains = [Gain() for _ in sharded.optimizer.param_groups]
-        """By parameter group."""
-        self._gradient_norm = 0.0
-        """2-norm of the mean gradient that this rank has stepped with last."""
+        self._probe = GradientProbe(sharded, probe) if probe else None
 
     @property
     def performers(self) -> Mapping[type, Performer]:
-        """Performers by effect; a `Step` is followed closely."""
+        """Performers by effect."""
         return {
             **super().performers,
             Look: self._look,
@@ -129,6 +94,15 @@ class DriftingReplica(Replica):
         self._rounds += 1
         return reduction
 
+    def sum_up(self, round: Round) -> tuple[list[Tensor], bool]:
+        """Sum the gradients of `round` over ranks, and look at what was sent, which may be overwritten soon."""
+        sums, is_torn = super().sum_up(round)
+        if self._probe is not None:
+            feedback, contribution = self.exchange.feedback, round.contribution
+            flats = round.buffer.flats if feedback is None else feedback.sent
+            self._probe.sent(flats, sums, contribution.totals.weight)
+        return sums, is_torn
+
     def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
         """Fill `flats` with the mean of all replicas, which stay as they are."""
         conditions = self._compare(state=False)
@@ -150,7 +124,8 @@ class DriftingReplica(Replica):
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the last average."""
         self._rounds, self.interval, self._is_ahead = 0, None, False
-        self._gains = [Gain() for _ in self._gains]
+        if self._probe is not None:
+            self._probe.begin_again()
         self._mean.begin_again()
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,8 +133,7 @@ class DriftingReplica(Replica):
         counts = {
             "rounds": self._rounds,
             "interval": self.interval,
-            "gains": [dataclasses.astuple(gain) for gain in self._gains],
-            "gradient_norm": self._gradient_norm,
+            "probe": None if self._probe is None else self._probe.state_dict(),
         }
         return {"counts": counts, **({} if self._are_equal else {"replica": self._mean.state_dict()})}
 
@@ -170,8 +144,8 @@ class DriftingReplica(Replica):
         if "counts" in state:
             counts = state["counts"]
             self._rounds, self.interval = counts["rounds"], counts["interval"]
-            self._gains = [Gain(*gain) for gain in counts["gains"]]
-            self._gradient_norm = counts["gradient_norm"]
+            if self._probe is not None and counts["probe"] is not None:
+                self._probe.load_state_dict(counts["probe"])
 
     # Performers
 
@@ -183,12 +157,11 @@ class DriftingReplica(Replica):
         self.interval = effect.updates
 
     def _step(self, effect: Step, flight: Flight | None) -> None:
+        gradient = effect.gradient
+        if self._probe is not None and isinstance(gradient, ReducedGradient) and gradient.weight > 0:
+            self._probe.stepped(gradient.sums, gradient.weight)
         self.step(effect, flight)
         self._is_ahead = False
-        if self.progress.stepped and isinstance(effect.gradient, ReducedGradient):
-            self._gradient_norm = self._norm(effect.gradient)
-            for gain, group in zip(self._gains, self.progress.hyperparameters, strict=True):
-                gain.step(float(group.get("lr", 1.0)), float(group.get("momentum", 0.0)))
 
     def _average(self, effect: Average, flight: Flight | None) -> Divergence | None:
         """Average the replicas; without a flight, while the model goes on showing what they were.
@@ -199,15 +172,15 @@ class DriftingReplica(Replica):
         """
         progress = self.progress
         where = f"rank {self.exchange.rank}, step {progress.step + progress.stepped}"
-        conditions = self._compare(state=effect.state, gradient_norm=self._gradient_norm)
+        probe = self._probe if effect.probe else None
+        conditions = self._compare(state=effect.state, product=0.0 if probe is None else probe.product)
         finite = np.flatnonzero(conditions["is_finite"]).tolist()
         if not finite:
             raise NonFinite(
                 f"{where}: no replica is finite any more: expected one at least, whose values the others could take; "
                 "go on from the last checkpoint, and average more often or lower the learning rate"
             )
-        coordinates = self._coordinates(effect.probe)
-        before = self._at(coordinates)
+        before = [] if probe is None else probe.at(self.sharded.masters)
         if not _alike(conditions) or len(finite) < len(conditions):
             self._unite(
                 conditions, self._scratch if flight is None else flight.round.buffer.flats, state=effect.state
@@ -218,9 +191,8 @@ class DriftingReplica(Replica):
                     "Options(verified=True) sends again what is damaged",
                     ranks=[self.exchange.rank],
                 )
-        divergence = self._divergence(conditions, finite, coordinates, before) if effect.probe else None
-        for gain in self._gains:
-            gain.average(state=effect.state)
+        divergence = None if probe is None else self._divergence(probe, conditions, before)
+        self.progress.divergence = divergence
         self._mean.begin_again()
         self._rounds, self.keeps_states_equal = 0, effect.state
         if flight is None:
@@ -236,7 +208,7 @@ class DriftingReplica(Replica):
         """For averages beside the gradients of an update, whose buffer is filling."""
         return GradientBuffer(self.sharded.layout).flats
 
-    def _compare(self, *, state: bool, gradient_norm: float = 0.0) -> NDArray[np.void]:
+    def _compare(self, *, state: bool, product: float = 0.0) -> NDArray[np.void]:
         """Return the condition of all ranks' replicas, a record each."""
         values = list(self._values(state=state))
         own = np.zeros(1, _CONDITION)
@@ -246,7 +218,7 @@ class DriftingReplica(Replica):
         # The state too, whether or not it is averaged: a replica with nan there is lost at its next step.
         whole = values if state else self._values(state=True)
         own["is_finite"] = all(bool(value.isfinite().all()) for value in whole)
-        own["gradient_norm"] = gradient_norm
+        own["product"] = product
         return np.frombuffer(b"".join(self.exchange.gather_bytes(own.tobytes())), _CONDITION)
 
     def _values(self, *, state: bool) -> Iterator[Tensor]:
@@ -254,11 +226,6 @@ class DriftingReplica(Replica):
         for _, entries in piece_states(self.sharded) if state else ():
             for _, value in sorted(entries.items()):
                 yield value if isinstance(value, Tensor) else torch.tensor(value)
-
-    def _norm(self, gradient: ReducedGradient) -> float:
-        """Without the padding between parameters: it is no coordinate, and damage may have left anything there."""
-        runs = (self.sharded.values(gradient.sums, piece) for piece in self.sharded.pieces)
-        return math.hypot(*(float(torch.linalg.vector_norm(run, dtype=torch.float64)) for run in runs))
 
     def _share(self, conditions: NDArray[np.void]) -> float:
         is_finite = conditions["is_finite"]
@@ -270,52 +237,39 @@ class DriftingReplica(Replica):
             self.sharded.optimizer.state.clear()
         self._mean.unite(share, flats, state=state or not conditions["is_finite"].all())
 
-    def _coordinates(self, probe: int) -> list[tuple[int, Tensor]]:
-        """Return, by bucket, the places of `probe` coordinates drawn with replacement; of all, if there are fewer."""
-        pieces = self.sharded.pieces
-        numel = sum(piece.numel for piece in pieces)
-        ends = torch.tensor([piece.numel for piece in pieces]).cumsum(0)
-        generator = torch.Generator().manual_seed(_SEED)
-        drawn = torch.arange(numel) if probe >= numel else torch.randint(numel, (probe,), generator=generator)
-        found: dict[int, list[Tensor]] = {}
-        owners = torch.bucketize(drawn, ends, right=True)
-        for index in owners.unique().tolist():
-            piece = pieces[index]
-            places = drawn[owners == index] - (int(ends[index]) - piece.numel) + piece.start
-            found.setdefault(piece.bucket, []).append(places)
-        device = self.sharded.masters[0].device
-        return [(bucket, torch.cat(places).to(device)) for bucket, places in sorted(found.items())]
-
-    def _at(self, coordinates: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-        return [self.sharded.masters[bucket][places] for bucket, places in coordinates]
-
     def _divergence(
-        self,
-        conditions: NDArray[np.void],
-        finite: Sequence[int],
-        coordinates: Sequence[tuple[int, Tensor]],
-        before: Sequence[Tensor],
+        self, probe: GradientProbe, conditions: NDArray[np.void], before: Sequence[Tensor]
     ) -> Divergence:
-        squares = [
-            float((now - then).double().square().sum())
-            for now, then in zip(self._at(coordinates), before, strict=True)
-        ]
-        own = np.array([math.sqrt(sum(squares))])
-        distances = np.frombuffer(b"".join(self.exchange.gather_bytes(own.tobytes())))
+        """End an interval of the probe, and return what there is to tell of it; equal replicas send nothing for it."""
+        if _alike(conditions):
+            probe.conclude(conditions["product"], None)
+            distances = gradient_norms = np.zeros(len(conditions))
+        else:
+            changed = zip(probe.at(self.sharded.masters), before, strict=True)
+            squares = sum(float((now - then).double().square().sum()) for now, then in changed)
+            own = np.zeros(1, _probed(probe.numel))
+            # On a random part of the coordinates a norm is that part's root of the whole.
+            own["distance"] = math.sqrt(
+                squares * sum(piece.numel for piece in self.sharded.pieces) / probe.numel
+            )
+            own["gradient_norm"] = probe.gradient_norm
+            own["received"] = probe.received
+            records = np.frombuffer(b"".join(self.exchange.gather_bytes(own.tobytes())), own.dtype)
+            records = records[conditions["is_finite"]]
+            probe.conclude(conditions["product"], records["received"])
+            distances, gradient_norms = records["distance"], records["gradient_norm"]
         return Divergence(
-            distances=tuple(distances[finite].tolist()),
-            gradient_norms=tuple(conditions["gradient_norm"][finite].tolist()),
-            probe=sum(places.numel() for _, places in coordinates),
-            numel=sum(slot.numel for slot in self.sharded.layout.slots),
-            gain=self._gain(),
+            are_equal=_alike(conditions),
+            distances=tuple(distances.tolist()),
+            gradient_norms=tuple(gradient_norms.tolist()),
+            signal=probe.conclusion.signal,
+            variance=probe.conclusion.variance,
         )
 
-    def _gain(self) -> float:
-        """Return the mean over coordinates; 0 if there are none."""
-        sizes = [0] * len(self._gains)
-        for slot in self.sharded.layout.slots:
-            sizes[slot.group] += slot.numel
-        return float(np.dot(sizes, [gain.parameter for gain in self._gains])) / max(1, sum(sizes))
+
+def _probed(numel: int) -> np.dtype[np.void]:
+    """Return the layout of what a rank tells of its probe."""
+    return np.dtype([("distance", "<f8"), ("gradient_norm", "<f8"), ("received", "<f4", (numel,))])
 
 
 def _alike(conditions: NDArray[np.void]) -> bool:

@@ -25,9 +25,9 @@ beside the other."""
 CAMPAIGNED = STRATEGIES_OF["all"]
 """Strategies that are struck: all that the page promises something for, but `local`, whose ranks hear of incidents only
 at their averages (tests/paft/test_guards.py)."""
-_VALUE_PATTERNS: tuple[Pattern, ...] = ("nan", "infinity", "sign", "scale", "power", "huge", "noise")
+_VALUE_PATTERNS: tuple[Pattern, ...] = ("nan", "infinity", "sign", "scale", "power", "huge")
 _VALUE_SHARE = 0.15
-"""Share of the faults that set, scale or shift values, instead of damaging words or chunks as `draw_fault` does."""
+"""Share of the faults that set or scale values, instead of damaging words or chunks as `draw_fault` does."""
 _LASTING: tuple[Lasts, ...] = ("sticky", "bursts")
 _LASTING_SHARE = 0.1
 """Share of the faults that strike again and again, in rows where each of their strikes has to be noticed."""
@@ -70,6 +70,11 @@ class DrawnFault:
     """Its instant follows from `moment`, once it is known how often the job can be struck."""
     moment: float
     """When it strikes: the share of the site's opportunities that pass before, below 1."""
+
+    @property
+    def rank(self) -> int:
+        """Whose memory it damages."""
+        return int(self.fault.rank)
 
     @property
     def promise(self) -> Promise:

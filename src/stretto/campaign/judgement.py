@@ -96,7 +96,7 @@ def judge(
 
 
 def _applied(drawn: DrawnFault, results: Sequence[RankResult]) -> list[Application]:
-    return [application for application in results[drawn.fault.rank].applications if application.changed]
+    return [application for application in results[drawn.rank].applications if application.changed]
 
 
 def _harm(drawn: DrawnFault, unguarded: Sequence[RankResult], golden: GoldenRun) -> Harm:
@@ -131,8 +131,7 @@ def _detected_at(drawn: DrawnFault, guarded: Sequence[RankResult], golden: Golde
     if drawn.fault.site == "broadcast values":
         # They are sent again before there is an update that could report it. What shows is one more broadcast.
         (_, sent), (_, usual) = (
-            results[drawn.fault.rank].opportunities["broadcast values"]
-            for results in (guarded, golden.results)
+            results[drawn.rank].opportunities["broadcast values"] for results in (guarded, golden.results)
         )
         return 1 if sent > usual else None
     return None
@@ -149,12 +148,12 @@ def _naming(drawn: DrawnFault, guarded: Sequence[RankResult], applied: Sequence[
         return "nobody"
     if drawn.row.seen_by == "verified" and drawn.fault.site != "sum":
         return "right" if not ranks and all(_is_struck(link, drawn, applied) for link in links) else "wrong"
-    return "right" if not links and ranks == {drawn.fault.rank} else "wrong"
+    return "right" if not links and ranks == {drawn.rank} else "wrong"
 
 
 def _is_struck(link: tuple[int, int], drawn: DrawnFault, applied: Sequence[Application]) -> bool:
     """Return whether damaged bytes came over this link: what a collective brings is one equal part from every rank."""
-    if link[1] != drawn.fault.rank:
+    if link[1] != drawn.rank:
         return False
     start, stop = link[0] / drawn.job.ranks, (link[0] + 1) / drawn.job.ranks
     return any(first < stop and last > start for first, last in (one.span for one in applied))

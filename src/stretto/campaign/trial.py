@@ -238,7 +238,7 @@ class GoldenRun:
 
     def struck_by(self, drawn: DrawnFault) -> Trial:
         """Return the same job with a fault, at the moment that was drawn for it."""
-        made, stop = self.results[drawn.fault.rank].opportunities[drawn.fault.site]
+        made, stop = self.results[drawn.rank].opportunities[drawn.fault.site]
         # Without guards a damaged length, read while the job is being made, could ask for any amount of memory.
         start = made if drawn.fault.site == "round report" and not self.trial.is_guarded else 0
         if drawn.fault.site == "buffers":  # which of them forward passes write is known after the first round

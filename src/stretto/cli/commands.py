@@ -22,6 +22,7 @@ from stretto.cli.environment import find_ranks, is_joined
 from stretto.cli.help import COMMANDS, HELP, HELP_ALL, command_help, first_clause
 from stretto.cli.options import (
     TASK,
+    going_on,
     named_as_options,
     options_of,
     parse_alone,
@@ -30,6 +31,7 @@ from stretto.cli.options import (
     started,
 )
 from stretto.cli.presets import PRESETS, PresetList
+from stretto.cli.reproduction import reproduce_command
 from stretto.cli.run_folder import command_of, run_folder
 from stretto.cli.screens import (
     print_diagnosis,
@@ -46,6 +48,7 @@ from stretto.observe import print_campaign, print_comparison, print_demo, replac
 from stretto.page import ReportConfig, report
 from stretto.plan import PlanConfig
 from stretto.recipes import RECIPES, OverFiles, TaskConfig, recipe
+from stretto.reproduce import ReproduceConfig
 from stretto.terminal import printable
 from stretto.train.arms import AUTO, parse_arm
 from stretto.train.comparison import compare, diagnose_rank
@@ -71,6 +74,7 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "campaign": lambda task: CampaignConfig(task=small(task)),
         "doctor": lambda _: Examination(),
         "presets": lambda _: PresetList(),
+        "reproduce": lambda _: ReproduceConfig(),
     }
 )
 """What makes the configuration of each command from a recipe's."""
@@ -94,6 +98,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "campaign": campaign_command,
         "doctor": doctor_command,
         "presets": presets_command,
+        "reproduce": reproduce_command,
     }
     return commands[name](words) or 0
 
@@ -139,12 +144,12 @@ def resume_command(words: Sequence[str]) -> None:
         raise UnknownName("resume needs the folder of a run first: stretto resume FOLDER")
     folder, *given = words
     before = command_of(Path(folder))
-    named, options = before["recipe"], [*before["options"], *given]
+    named, options = before["recipe"], going_on(before["options"], given)
     _, run = parse_options("train", [named, *options, "--run-dir", folder, "--resume"], CONFIGURE["train"])
     run = _with_folder(named, run)
     ranks = find_ranks(run.workers)
     if any(word.startswith("--strategy") for word in given):  # what was chosen before no longer counts
-        options = [*without_auto(before["options"]), *given]
+        options = going_on(without_auto(before["options"]), given)
     check_replan(given, options)
     if run.strategy == AUTO:
         chosen = choose(run, ranks, _log(ranks))

@@ -15,7 +15,7 @@ _LEFT = 24
 HELP = ("-h", "--help")
 HELP_ALL = "--help-all"
 
-Takes = Literal["RECIPE", "[RECIPE]", "FOLDER", "FOLDER...", ""]
+Takes = Literal["RECIPE", "[RECIPE]", "FOLDER", "FOLDER...", "[RECORD...]", ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +93,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             summary="find out whether this machine can be trusted",
             takes="",
             basic=("workers", "seconds", "memory-megabytes", "link-megabytes", "out"),
+        ),
+        "reproduce": Command(
+            summary="run the papers' tables and claims again, and judge them",
+            takes="[RECORD...]",
+            basic=("list", "seeds", "data", "scale", "out", "processes"),
         ),
         "presets": Command(
             summary="list the settings of the papers, for --preset",

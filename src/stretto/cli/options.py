@@ -17,13 +17,17 @@ from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
 from stretto.faults import Fault, faults_text, parse_faults
 from stretto.fields import did_you_mean, field_types, read_value, unknown_name
+from stretto.noise import Noise, parse_noise
 from stretto.recipes import RECIPES, recipe
 from stretto.strategies import STRATEGIES
 from stretto.train.arms import parse_clock, parse_learning_rates, split_list
+from stretto.train.configuration import LENGTHS
 from stretto.virtual import parse_slowness
 
 TASK = "--task."
 """What the options of a recipe begin with."""
+
+_LENGTHS = tuple(f"--{name}" for name in LENGTHS)
 
 ConfigT = TypeVar("ConfigT")
 
@@ -128,7 +132,7 @@ def started(config: ConfigT, recipe: str, start: Start) -> ConfigT:
         if preset.recipe != recipe:
             raise ConfigError(f"--preset {start.preset} is of the recipe {preset.recipe}, not of {recipe}")
         values.update((name, setting.value) for name, setting in preset.settings.items())
-        values["--updates"] = max(1, round(values["--updates"] * start.scale))
+        values |= {name: max(1, round(values[name] * start.scale)) for name in _LENGTHS if name in values}
     if start.scale != 1:
         values["--task.scale"] = start.scale
         if "--task.scale" not in {option.name for option in options_of(config)}:
@@ -153,8 +157,22 @@ def parse_alone(command: str, words: Sequence[str], default: ConfigT, others: Se
     if unknown:
         known = [*options, *others, *(option.off for option in options.values() if option.is_switch)]
         raise _unknown_word(command, unknown[0], words, known)
-    changed: ConfigT = _changed(default, values)
+    is_long = any(name in values for name in _LENGTHS)  # a length that is given takes the place of a preset's
+    others_lengths = {name: None for name in _LENGTHS if is_long and name in options}
+    changed: ConfigT = _changed(default, {**others_lengths, **values})
     return changed
+
+
+def going_on(before: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return the options of a run with those that are given now; a length takes the place of the one before."""
+    if not any(word.partition("=")[0] in _LENGTHS for word in given):
+        return [*before, *given]
+    kept, is_length = [], False
+    for word in before:
+        is_length = word.partition("=")[0] in _LENGTHS if word.startswith("--") else is_length
+        if not is_length:
+            kept.append(word)
+    return [*kept, *given]
 
 
 def _values(
@@ -298,6 +316,7 @@ def _read_range(text: str) -> tuple[int, ...]:
 _READERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType(
     {
         Clock: parse_clock,
+        Noise: parse_noise,
         tuple[str, ...]: split_list,
         tuple[float, float]: _read_pair,
         tuple[int, ...]: _read_counts,
@@ -312,6 +331,7 @@ _METAVARS: Mapping[Any, str] = MappingProxyType(
         NoneType: "None",
         str: "TEXT",
         Clock: "MIN,MAX",
+        Noise: "VARIANCE,...",
         tuple[str, ...]: "A,B,...",
         tuple[int, ...]: "N,M,...",
         tuple[float, float]: "A,B",

@@ -1,14 +1,15 @@
 """Data echoing: batches are used again while the next ones are being read.
 
-To read it in one sitting: `plans` (which batch is used), `buffer` (held batches), `reader` (reading ahead), `state`
-(options, saved states), `loader` (all four together). Then `draws` (random draws that race), `measured` (is an echo
-worth it), `statistics` (what an update reports of its input) and `dataset` (echo of samples, inside workers).
+To read it in one sitting: `plans` (which batches are used), `buffer` (held batches), `reader` (reading ahead), `state`
+(options, saved states), `updates` (what batches are taken for), `loader` (all five together). Then `draws` (random
+draws that race), `measured` (is an echo worth it), `statistics` (what an update reports of its input) and `dataset`
+(echo of samples, inside workers).
 """
 
 from stretto.echo.dataset import EchoDataset
 from stretto.echo.loader import EchoLoader
 from stretto.echo.measured import Auto, Diagnosis, diagnose
-from stretto.echo.plans import Bernoulli, Even, Plan, Ready, Replay, Selector, StepRecord
+from stretto.echo.plans import Bernoulli, Even, Plan, Ready, Selector, StepRecord
 from stretto.echo.state import EchoOptions
 from stretto.schedules import Cosine, Linear, MultiStep, Schedule
 
@@ -25,7 +26,6 @@ __all__ = [
     "MultiStep",
     "Plan",
     "Ready",
-    "Replay",
     "Schedule",
     "Selector",
     "StepRecord",

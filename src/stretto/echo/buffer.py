@@ -26,6 +26,10 @@ class HeldBatch:
     """Fresh batches that this rank handed out before it, over all epochs."""
     uses: int = 0
     """How often it has been handed out."""
+    update: int = -1
+    """The update that used it last; counted as in `Selector.select`."""
+    used_at: tuple[int, ...] = ()
+    """Fingerprints of the parameters that its uses met, where they are known."""
     batch: Any = None
     """The batch itself, as the loader gave it and `place` changed it."""
     state_before: Any = None
@@ -35,38 +39,46 @@ class HeldBatch:
     change: str = ""
     """What was written into it before it was saved in a state; empty if nothing."""
 
+    def can_be_used(self, update: int, parameters: int | None) -> bool:
+        """Return whether its gradient would be another one than before, in `update` and at these parameters."""
+        return self.update != update and parameters not in self.used_at
+
 
 class EchoBuffer:
-    """Keeps the last `size` fresh batches.
+    """Keeps the last fresh batches.
 
     Args:
-        size: Number of batches; at least 1.
         copies_tensors: Whether every use gets copies of the tensors, not only new containers.
     """
 
-    def __init__(self, size: int, *, copies_tensors: bool) -> None:
+    def __init__(self, *, copies_tensors: bool) -> None:
         self.held: list[HeldBatch] = []
         """The batches, oldest first."""
-        self._size = size
         self._copies_tensors = copies_tensors
 
-    def add(self, batch: Any, number: int, state_before: Any, uses: int = 0) -> HeldBatch:
-        """Keep `batch`, and drop the oldest one if there are too many; the arguments are `HeldBatch`'s fields."""
+    def add(self, batch: Any, size: int, **fields: Any) -> HeldBatch:
+        """Keep `batch`, and drop the oldest ones if there are more than `size`; the rest are `HeldBatch`'s fields."""
         writes = tuple(
             (f"batch{keystr(path)}", leaf, _num_writes(leaf))
             for path, leaf in tree_flatten_with_path(batch)[0]
             if isinstance(leaf, Tensor)
         )
-        held = HeldBatch(number=number, uses=uses, batch=batch, state_before=state_before, writes=writes)
-        self.held = [*self.held, held][-self._size :]
+        held = HeldBatch(batch=batch, writes=writes, **fields)
+        self.held = [*self.held, held][-size:]
         return held
 
     def clear(self) -> None:
         """Drop all batches."""
         self.held = []
 
-    def use(self, held: HeldBatch, step: int) -> Any:
+    def use(self, held: HeldBatch, step: int, update: int, parameters: int | None) -> Any:
         """Count one more use of `held`, and return what the caller gets.
+
+        Args:
+            held: In the buffer.
+            step: Batches handed out before, for messages.
+            update: The one that uses it.
+            parameters: Fingerprint of the parameters that the use meets; None if nobody knows it.
 
         Raises:
             BatchChanged: A tensor of the batch was written in place since the batch arrived.
@@ -77,6 +89,9 @@ class EchoBuffer:
                 "EchoOptions(copy='tensors')"
             )
         held.uses += 1
+        held.update = update
+        if parameters is not None:
+            held.used_at = (*held.used_at, parameters)
         return rebuilt(held.batch, copied if self._copies_tensors else _alias)
 
 

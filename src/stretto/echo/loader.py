@@ -2,18 +2,20 @@
 
 At every step
 
-    1. the plan's selector decides: a held batch, or a fresh one;
+    1. where an update begins, the plan's selector decides: its batches are fresh, or those of the update before;
     2. a fresh batch is taken from the reader, placed, and put into the buffer;
     3. the use is counted, and the batch is handed out through `transform`.
 
-Each step hands out exactly one batch. Ranks may therefore decide differently, and their collectives still match.
+A held batch is handed out only where its gradient can be another one than before: in another update, and at parameters
+that it has not met. Otherwise a fresh one takes its place. Each step hands out exactly one batch. Ranks may therefore
+decide differently, and their collectives still match.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -32,6 +34,7 @@ from stretto.echo.state import (
     state_at_start,
     state_of,
 )
+from stretto.echo.updates import CountedUpdates, Updates
 from stretto.errors import ConfigError, OutOfTurn
 
 Batch = TypeVar("Batch")
@@ -46,14 +49,14 @@ class EchoLoader(Generic[Batch]):
     Every rank wraps its own loader. Attributes that this class does not have are those of the loader.
 
     A new iterator begins a new pass over the loader, and ends the pass before it. The first one after
-    `load_state_dict` goes on in the middle. Batches that were read ahead of a pass that is left are dropped. A read
-    that is under way when a pass is left ends by itself; the next pass waits for it.
+    `load_state_dict` goes on in the middle. What was read ahead of a pass that is left is dropped.
 
     Attributes:
         loader: The bare loader.
-        plan: The plan.
+        plan: When to echo.
         options: The other options.
         use_index: Which use of its batch the last step was: 1 for the first; 0 before the first step.
+        batch_index: Which batch the last step used: fresh batches that this rank was given before it; -1 at first.
         wait_seconds: Total time in which fresh batches were waited for.
         load_seconds: Total time that the bare loader took to give them, in the background or not.
     """
@@ -70,8 +73,7 @@ class EchoLoader(Generic[Batch]):
         """Wrap `loader`.
 
         Args:
-            loader: This rank's training batches: any iterable. It may write every batch into the same memory. Do not
-                wrap a loader for validation: its batches must count once.
+            loader: This rank's training batches: any iterable. Not those of a validation, which must count once.
             plan: When to echo; None is `Ready()`, which never echoes a loader that is fast enough.
             place: Called once with every fresh batch, before it is held. A copy to the device belongs here, so that
                 echoes cost no transfer. It must give every batch tensors of its own. Under `resume="store"` it is
@@ -98,6 +100,7 @@ class EchoLoader(Generic[Batch]):
                 "another plan"
             )
         self.use_index = 0
+        self.batch_index = -1
         self.wait_seconds = 0.0
         self.load_seconds = 0.0
         self._place = place
@@ -105,17 +108,17 @@ class EchoLoader(Generic[Batch]):
         self._position = Position()
         self._selector = self.plan.selector(self.options.seed)
         self._selector_at_epoch = self._selector.state_dict()
-        self._buffer = EchoBuffer(self.plan.pool, copies_tensors=self.options.copy == "tensors")
-        self._decisions: list[int] = []
+        self._buffer = EchoBuffer(copies_tensors=self.options.copy == "tensors")
+        self._micro_batches: int | None = self.options.micro_batches or 1
+        """Of every update of the newest pass; None where they have different numbers."""
         self._reader: Reader | None = None
         """Of the newest pass, also when that is over: its last read may still be under way."""
         self._draws = DrawWatch()
         self._state_after: Any = None
         """State of the bare loader after the newest batch that was taken from the reader."""
         self._resumption: Resumption | None = None
-        """Of a state that was loaded, until the next iterator begins."""
+        """Of a state that was loaded, until the next iterator begins; and that state itself."""
         self._loaded_state: dict[str, Any] | None = None
-        """That state itself."""
 
     @property
     def is_fresh(self) -> bool:
@@ -133,9 +136,14 @@ class EchoLoader(Generic[Batch]):
         return self._position.fresh
 
     @property
-    def decisions(self) -> tuple[int, ...]:
-        """The number of the batch used at each step, for `Replay`; empty unless the options keep it."""
-        return tuple(self._decisions)
+    def updates(self) -> int:
+        """Updates begun so far, over all epochs."""
+        return self._position.updates
+
+    @property
+    def mixed_updates(self) -> int:
+        """Updates among them whose batches were fresh in part and held in part."""
+        return self._position.mixed
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":  # `loader` is missing while a copy is being unpickled
@@ -143,29 +151,45 @@ class EchoLoader(Generic[Batch]):
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        """Return the number of batches in this epoch, or in the next one between two epochs; exact, with echoes.
+        """Return the number of batches in this epoch, or in the next one between two epochs; with echoes.
+
+        It is exact where every update changes the parameters; otherwise there are fewer.
 
         Raises:
-            TypeError: The plan depends on time, or the loader has no length, and `steps_per_epoch` is not set.
+            TypeError: The plan depends on time, the updates have unequal numbers of micro-batches, or the loader has
+                no length; and `steps_per_epoch` is not set.
         """
         if self.options.steps_per_epoch is not None:
             return self.options.steps_per_epoch
-        if not self.plan.is_predictable:
+        if not self.plan.is_predictable or self._micro_batches is None:
             raise TypeError(
                 f"the length of an epoch under {type(self.plan).__name__} is not known beforehand: set "
                 "EchoOptions(steps_per_epoch=...)"
             )
-        position = self._position
-        selector = self.plan.selector(self.options.seed)
-        selector.load_state_dict(
-            self._selector_at_epoch if position.in_epoch else self._selector.state_dict()
-        )
-        loader: Any = self.loader
-        return epoch_length(
-            selector, len(loader), position.epoch_step if position.in_epoch else position.step
-        )
+        position, selector = self._position, self.plan.selector(self.options.seed)
+        begun, loader = position.in_epoch, cast(Any, self.loader)
+        selector.load_state_dict(self._selector_at_epoch if begun else self._selector.state_dict())
+        update = position.epoch_updates if begun else position.updates
+        return epoch_length(selector, len(loader), update, self._micro_batches)
 
     def __iter__(self) -> Iterator[Batch]:
+        return self.over(CountedUpdates(self.options.micro_batches or 1))
+
+    def over(self, updates: Updates) -> Iterator[Batch]:
+        """Return an iterator over a pass whose batches go to `updates`; `feed` calls this.
+
+        Raises:
+            ConfigError: `EchoOptions(micro_batches=...)` names another number.
+        """
+        told = self.options.micro_batches
+        if told is not None and updates.is_fixed and told != updates.micro_batches:
+            raise ConfigError(
+                f"EchoOptions(micro_batches={told}): expected the {updates.micro_batches} of the job, or None"
+            )
+        self._micro_batches = updates.micro_batches if updates.is_fixed else None
+        return self._pass(updates)
+
+    def _pass(self, updates: Updates) -> Iterator[Batch]:
         self._leave()
         resumption = self._resumption if self._position.in_epoch else None
         self._resumption = self._loaded_state = None
@@ -177,12 +201,13 @@ class EchoLoader(Generic[Batch]):
         iterator = iter(self.loader)
         self._state_after = state_at_start(self.loader) if resumption is None else resumption.state
         self._draws.begin()
-        reader = self._reader = open_reader(iterator, partial(state_of, self.loader), self.options.ahead)
+        ahead = self.options.ahead and self.options.ahead + updates.micro_batches - 1
+        reader = self._reader = open_reader(iterator, partial(state_of, self.loader), ahead)
         del iterator  # the reader's alone: the bare loader's workers end with it
         try:
             if resumption is not None:
                 self._resume(resumption, reader)
-            yield from self._epoch(reader)
+            yield from self._epoch(reader, updates)
         finally:
             reader.close()
 
@@ -205,13 +230,6 @@ class EchoLoader(Generic[Batch]):
 
     def close(self) -> None:
         """End the pass under way, and do not wait for the loader. The next iterator begins another."""
-        if self._loaded_state is not None and self._position.in_epoch:  # the pass of a state that was loaded
-            bare: Any = self.loader
-            if (after := self._loaded_state["after"]) is not None:
-                bare.load_state_dict(after)
-                iter(bare)  # a stateful one begins where its state was loaded once
-            self._resumption = self._loaded_state = None
-            self._position.in_epoch = False
         if self._reader is not None:
             self._reader.close()
 
@@ -228,7 +246,7 @@ class EchoLoader(Generic[Batch]):
         if self._loaded_state is not None:
             loaded: dict[str, Any] = rebuilt(self._loaded_state, copied)
             return loaded
-        held = self._buffer.held
+        held, stores = self._buffer.held, self.options.resume == "store"
         has_begun = self._position.in_epoch or self._position.step > 0
         after = self._state_after if has_begun else state_of(self.loader)
         return {
@@ -238,14 +256,11 @@ class EchoLoader(Generic[Batch]):
             "position": asdict(self._position),
             "selector": self._selector.state_dict(),
             "selector_at_epoch": self._selector_at_epoch,
-            "uses": [one.uses for one in held],
+            "held": [{"uses": one.uses, "update": one.update, "used_at": list(one.used_at)} for one in held],
             "before": held[0].state_before if held else after,
             "after": after,
             "changes": [change_of(one) for one in held],
-            "batches": rebuilt([one.batch for one in held], copied)
-            if self.options.resume == "store"
-            else None,
-            "decisions": list(self._decisions) if self.options.keeps_decisions else None,
+            "batches": rebuilt([one.batch for one in held], copied) if stores else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -265,21 +280,21 @@ class EchoLoader(Generic[Batch]):
         if state["plan"] == type(self.plan).__name__:
             self._selector.load_state_dict(state["selector"])
             self._selector_at_epoch = state["selector_at_epoch"]
-        self._decisions = list(state["decisions"] or [])
         self._resumption = restore_loader(self.loader, state, self.options.resume)
 
     def _resume(self, resumption: Resumption, reader: Reader) -> None:
         """Put the batches that the saved run held into the buffer again."""
         for _ in range(resumption.skip):
             self._state_after = self._refetch(reader).state
-        first = self._position.fresh - len(resumption.uses)
-        for index, uses in enumerate(resumption.uses):
+        first = self._position.fresh - len(resumption.held)
+        for index, fields in enumerate(resumption.held):
             if resumption.batches is None:
                 fetched = self._refetch(reader)
                 batch, state_after = fetched.batch, fetched.state
             else:
                 batch, state_after = resumption.batches[index], self._state_after
-            held = self._hold(batch, state_after, first + index, uses)
+            fields = {**fields, "number": first + index, "used_at": tuple(fields["used_at"])}
+            held = self._hold(batch, state_after, len(resumption.held), **fields)
             if resumption.batches is not None:
                 held.change = resumption.changes[index]
 
@@ -292,35 +307,47 @@ class EchoLoader(Generic[Batch]):
             )
         return fetched
 
-    def _epoch(self, reader: Reader) -> Iterator[Batch]:
+    def _epoch(self, reader: Reader, updates: Updates) -> Iterator[Batch]:
         """Hand out batches until the data end, or the steps of an epoch are done."""
         position, buffer, limit = self._position, self._buffer, self.options.steps_per_epoch
         handed_out = math.nan
         while limit is None or position.step - position.epoch_step < limit:
             if self._selector.is_measuring and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
-            use_seconds = reader.now() - handed_out
-            load_seconds = math.nan
-            selected = (
-                self._selector.select(position.step, buffer.held, reader.is_ready) if buffer.held else None
-            )
+            use_seconds, load_seconds = reader.now() - handed_out, math.nan
+            if updates.begins(position.slot) or position.slot == 0:
+                position.begin_update()
+            parameters = updates.parameters() if self.plan.echoes or limit is not None else None
+            usable = [one for one in buffer.held if one.can_be_used(position.update, parameters)]
+            selected = self._select(usable, reader)
             if selected is None:
                 fetched = self._fetch(reader)
                 if not fetched.has_ended:
                     load_seconds = fetched.seconds
-                    selected = self._hold(fetched.batch, fetched.state, position.fresh)
-                    position.fresh += 1
-                elif limit is not None and buffer.held:
-                    selected = least_used(buffer.held)
+                    selected = self._hold(fetched.batch, fetched.state, self._room(), number=position.fresh)
+                elif limit is not None and usable:
+                    selected = least_used(usable)
                 else:
                     break
-            batch = self._use(selected, load_seconds, use_seconds)
+            batch = self._use(selected, parameters, load_seconds, use_seconds)
             handed_out = reader.now()
             yield batch
             if reader.is_closed:
                 raise OutOfTurn(CLOSED)
         buffer.clear()
-        position.in_epoch = False
+        position.end_epoch()
+
+    def _select(self, usable: list[HeldBatch], reader: Reader) -> HeldBatch | None:
+        """Return the held batch to use now, one of `usable`, or None for a fresh one."""
+        position = self._position
+        if not self.plan.decides_by_update:
+            return self._selector.select(position.update, usable, reader.is_ready) if usable else None
+        again = [one for one in usable if one.update == position.update - 1]
+        if position.slot == 0:
+            position.repeats = bool(again) and (
+                self._selector.select(position.update, again, reader.is_ready) is not None
+            )
+        return again[0] if position.repeats and again else None
 
     def _fetch(self, reader: Reader) -> Fetched:
         """Return what the loader gives next, and count the time."""
@@ -338,26 +365,34 @@ class EchoLoader(Generic[Batch]):
             return self._draws.take(reader)
         return reader.take()
 
-    def _hold(self, batch: Any, state_after: Any, number: int, uses: int = 0) -> HeldBatch:
+    def _room(self) -> int:
+        """Return how many batches to hold, a fresh one included."""
+        position, held = self._position, self._buffer.held
+        size = self.plan.pool - 1 + max(position.slot + 1, position.slots_before)
+        if position.repeats:  # what an echoed update has used, however far back, the next one may use again
+            in_use = [index for index, one in enumerate(held) if one.update >= position.update - 1]
+            size = max(size, len(held) - min(in_use, default=len(held)) + 1)
+        return size
+
+    def _hold(self, batch: Any, state_after: Any, size: int, **fields: Any) -> HeldBatch:
         """Put a batch into the buffer. Containers and arrays that `place` gives may be its own."""
         placed = batch if self._place is None else rebuilt(self._place(batch), lambda tensor: tensor)
         state_before, self._state_after = self._state_after, state_after
-        return self._buffer.add(placed, number, state_before, uses)
+        return self._buffer.add(placed, size, state_before=state_before, **fields)
 
-    def _use(self, held: HeldBatch, load_seconds: float, use_seconds: float) -> Batch:
+    def _use(self, held: HeldBatch, parameters: int | None, load_seconds: float, use_seconds: float) -> Batch:
         """Count a use and return the batch. Counted first: a state that is saved during the use includes it."""
         position = self._position
-        batch: Batch = self._buffer.use(held, position.step)
-        self.use_index = held.uses
+        batch: Batch = self._buffer.use(held, position.step, position.update, parameters)
+        self.use_index, self.batch_index = held.uses, held.number
         self._selector.record(
             StepRecord(
-                step=position.step,
-                is_fresh=held.uses == 1,
+                update=position.update,
+                slot=position.slot,
+                is_fresh=self.is_fresh,
                 load_seconds=load_seconds,
                 use_seconds=use_seconds,
             )
         )
-        position.step += 1
-        if self.options.keeps_decisions:
-            self._decisions.append(held.number)
+        position.count(self.is_fresh)
         return batch if self._transform is None else self._transform(batch)

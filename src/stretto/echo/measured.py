@@ -4,11 +4,13 @@
     C + A   the step on one batch: computing, and communication that it waits for
     e*      L / (C + A), the uses per fresh batch that are free
 
-With e* uses, the loader and the step are equally fast. An echo multiplies the steps per second by at most e*, and the
-progress by less, because another use of a batch is worth less than a fresh batch. More uses than e* throw away fresh
-batches that the loader could deliver. Where e* is 1 or less there is nothing to gain.
+All three are means over whole updates, so that e* is also the time in which the batches of an update are loaded, over
+that of the update. With e* uses, the loader and the step are equally fast. An echo multiplies the updates per second by
+at most e*, and the progress by less, because another use of a batch is worth less than a fresh batch. More uses than e*
+throw away fresh batches that the loader could deliver. Where e* is 1 or less there is nothing to gain.
 """
 
+import itertools
 import math
 import statistics
 import time
@@ -38,8 +40,8 @@ class Auto(Plan):
     max_uses: float = 4.0
     """Uses of a batch at most, however slow the loader is."""
     window: int = 32
-    """Number of fresh batches to measure; at least twice what the loader's workers keep ready, because otherwise the
-    measurement sees their stock and not their speed."""
+    """Number of fresh batches to measure, and those that fill the last update; at least twice what the loader's workers
+    keep ready, because otherwise the measurement sees their stock and not their speed."""
     skip: int = 4
     """Number of batches at the beginning of the window that are not counted: workers start, memory is new."""
 
@@ -73,20 +75,39 @@ class _AutoSelector(Selector):
         self.is_measuring = uses is None
         self._even = Even(1.0 if uses is None else uses).selector(seed=0)
         self._load_seconds: list[float] = []
-        self._use_seconds: list[float] = []
+        self._use_seconds: list[list[float]] = []
+        """Of every batch, by update."""
 
-    def select(self, step: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]) -> HeldBatch | None:
-        return self._even.select(step, held, is_ready)
+    def select(
+        self, update: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]
+    ) -> HeldBatch | None:
+        return self._even.select(update, held, is_ready)
 
     def record(self, record: StepRecord) -> None:
+        if self.is_measuring:
+            self._measure(record)
         self._even.record(record)
-        if not self.is_measuring:
-            return
+
+    def _measure(self, record: StepRecord) -> None:
+        """Add up times, until an update begins after the window. A use ends where the next batch is asked for."""
+        if self._use_seconds:
+            self._use_seconds[-1].append(record.use_seconds)
+        if record.slot == 0:
+            if len(self._load_seconds) >= self._plan.window:
+                self._begin(self._found())
+                return
+            self._use_seconds.append([])
         self._load_seconds.append(record.load_seconds)
-        self._use_seconds.append(record.use_seconds)
-        if len(self._load_seconds) == self._plan.window:
-            skip = self._plan.skip
-            self._begin(free_uses(self._load_seconds[skip:], self._use_seconds[skip:], self._plan.max_uses))
+
+    def _found(self) -> float:
+        """Return e*, from updates that began after the first `skip` batches."""
+        counts = itertools.accumulate((len(uses) for uses in self._use_seconds), initial=0)
+        uses = [
+            statistics.mean(seconds)
+            for count, seconds in zip(counts, self._use_seconds, strict=False)
+            if count >= self._plan.skip
+        ]
+        return free_uses(self._load_seconds[self._plan.skip :], uses, self._plan.max_uses)
 
     def state_dict(self) -> dict[str, Any]:
         return {"uses": self._uses, **self._even.state_dict()}
@@ -100,7 +121,8 @@ def free_uses(load_seconds: Sequence[float], use_seconds: Sequence[float], max_u
     """Return e*, at least 1 and at most `max_uses`, rounded down to hundredths; nan is not counted.
 
     Loads count by their mean, because a loader may deliver in bursts. Uses count by their median, because evaluations
-    and checkpoints take time between batches too.
+    and checkpoints take time between batches too; those of an update count as one, by their mean, because the last one
+    waits for communication.
     """
     loads = [seconds for seconds in load_seconds if not math.isnan(seconds)]
     uses = [seconds for seconds in use_seconds if not math.isnan(seconds)]
@@ -173,7 +195,7 @@ class Diagnosis:
         if self.is_input_bound:
             return (
                 f"input-bound: {facts}; {first}; then echo with {self.plan}: {self.free_uses:.2f} uses are free, and "
-                f"steps per second grow at most {min(self.free_uses, USES_MAX):.1f} times, progress by less"
+                f"updates per second grow at most {min(self.free_uses, USES_MAX):.1f} times, progress by less"
             )
         if self.waits:
             gain = self.period_seconds / max(self.step_seconds, self.load_seconds)
@@ -199,8 +221,9 @@ def diagnose(
     Args:
         loader: The training loader. It must begin again after its end. Of an `EchoLoader` the bare loader is measured.
         step: Trains on one batch and returns the update if there was one, as `parallel.micro_batch` does.
-        batches: Number of batches in each of the three measurements; at least twice what the loader's workers keep
-            ready, because otherwise their stock is measured.
+        batches: Number of batches in each of the three measurements: those of whole updates, because the last one of an
+            update waits for communication; at least twice what the loader's workers keep ready, because otherwise their
+            stock is measured.
         skip: Number of batches at the beginning of each measurement that are not counted.
         now: Returns the time in seconds, on the clock to measure by.
 

@@ -1,13 +1,18 @@
-"""Plans: which batch is used at each step, a fresh one or one that is held.
+"""Plans: which updates use fresh batches, and which use held ones again.
 
-A `Plan` holds the options. Its `Selector` decides step by step, and remembers what it needs for that. A step is one
-batch handed out on this rank, counted from 0 over all epochs.
+A `Plan` holds the options. Its `Selector` decides, and remembers what it needs for that. Updates are counted from 0 on
+this rank, over all epochs.
 
-    Even         every batch the same number of times
-    Bernoulli    a fresh batch with a given probability
-    Ready        a fresh batch if one is ready, a held one if not
-    Replay       the decisions of another run
+    Even         every update's batches the same number of times
+    Bernoulli    fresh batches with a given probability
+    Ready        batch by batch: a fresh one if one is ready, a held one if not
     Auto         as many uses as cost nothing, measured in the run (see `measured.py`)
+
+Note [The unit of an echo]
+    All micro-batches of an update are taken at the same parameters, or at two of them (`acco`). A second use of a batch
+    within the update would bring the same gradient again. So a plan decides once for all batches of an update: they are
+    fresh, or they are those of the update before, in their order. `Ready` decides for each batch, and never takes one
+    that this update has used.
 """
 
 import math
@@ -18,7 +23,7 @@ from numbers import Real
 from typing import Any
 
 from stretto.echo.buffer import HeldBatch
-from stretto.errors import ConfigError, OutOfTurn
+from stretto.errors import ConfigError
 from stretto.fields import check_at_least, check_fields, did_you_mean
 from stretto.randomness import coin
 from stretto.schedules import Schedule, value_at
@@ -31,12 +36,25 @@ class Plan(ABC):
 
     @property
     def pool(self) -> int:
-        """Number of fresh batches that are held for further uses: the last ones, at least 1."""
+        """Number of fresh batches that are held for further uses, the last ones, where updates have one micro-batch.
+
+        One more is held for every further micro-batch of an update.
+        """
         return 1
 
     @property
+    def echoes(self) -> bool:
+        """Whether any batch is ever used again, but to fill an epoch of fixed length."""
+        return True
+
+    @property
+    def decides_by_update(self) -> bool:
+        """Whether one decision holds for all batches of an update; otherwise every batch has its own."""
+        return True
+
+    @property
     def is_predictable(self) -> bool:
-        """Whether seed and step alone decide, so that the length of an epoch is known before it begins."""
+        """Whether seed and update alone decide, so that the length of an epoch is known before it begins."""
         return True
 
     @abstractmethod
@@ -62,39 +80,47 @@ def check_plan(plan: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """What happened at one step."""
+    """What happened when one batch was handed out."""
 
-    step: int
-    """Batches handed out before this one."""
+    update: int
+    """Updates begun before the one that uses the batch."""
+    slot: int
+    """Batches that this update has used before."""
     is_fresh: bool
     """Whether the batch was handed out for the first time."""
     load_seconds: float
     """Time that the bare loader took for the batch; nan if it was held."""
     use_seconds: float
-    """Time that the caller spent on the previous batch, until it asked for this one; nan at the first step."""
+    """Time that the caller spent on the previous batch, until it asked for this one; nan for the first one."""
 
 
 class Selector:
-    """Selects the batch of every step. A subclass needs `select`, and the other methods if it remembers anything."""
+    """Decides for a plan. A subclass needs `select`, and the other methods if it remembers anything."""
 
     is_measuring: bool = False
     """Whether `StepRecord.use_seconds` is needed now. A device that runs behind the host is then waited for."""
 
-    def select(self, step: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]) -> HeldBatch | None:
-        """Return the held batch to use, or None for a fresh one. Changes nothing.
+    def select(
+        self, update: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]
+    ) -> HeldBatch | None:
+        """Return a held batch to use, or None for a fresh one. Changes nothing.
+
+        A plan that decides by update is asked at the first batch of an update. A held batch, whichever, then means that
+        the update uses the batches of the one before again.
 
         Args:
-            step: Batches handed out before.
-            held: The batches in the buffer, oldest first; at least one, because an epoch begins with a fresh batch.
+            update: Updates begun before this one.
+            held: The batches that may be used now, at least one: not used in this update, nor at these parameters. The
+                oldest is first. Under a plan that decides by update they are those that the update before has used.
             is_ready: Tells whether a fresh batch can be taken without waiting.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs select(step, held, is_ready)")
+        raise NotImplementedError(f"{type(self).__name__} needs select(update, held, is_ready)")
 
     def record(self, record: StepRecord) -> None:
         """Remember what was handed out.
 
-        That is what `select` returned, except for the first batch of an epoch, which is always fresh, and for held
-        batches that fill an epoch of fixed length after the data have ended.
+        That is what `select` returned, unless no held batch could be used, or held batches fill an epoch of fixed
+        length after the data have ended.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,29 +136,34 @@ def least_used(held: Sequence[HeldBatch]) -> HeldBatch:
     return min(held, key=lambda one: (one.uses, one.number))
 
 
-def epoch_length(selector: Selector, num_fresh: int, step: int) -> int:
+def epoch_length(selector: Selector, num_fresh: int, update: int, micro_batches: int = 1) -> int:
     """Return the number of batches that an epoch hands out under a predictable plan.
 
     Args:
         selector: In its state at the beginning of the epoch; this function changes it.
         num_fresh: Batches of the bare loader.
-        step: Batches handed out before the epoch.
+        update: Updates begun before the epoch.
+        micro_batches: Of an update.
     """
     held: list[HeldBatch] = []
     loaded = length = 0
     while True:
-        is_fresh = not held or selector.select(step + length, held, lambda: False) is None
+        is_fresh = not held or selector.select(update, held, lambda: False) is None
+        size = min(micro_batches, num_fresh - loaded) if is_fresh else micro_batches
+        if size == 0:
+            return length
         if is_fresh:
-            if loaded == num_fresh:
-                return length
             held = [HeldBatch(number=loaded)]
-            loaded += 1
+            loaded += size
         held[0].uses += 1
+        length += size
+        if size < micro_batches:  # the data end within this update
+            return length
         record = StepRecord(
-            step=step + length, is_fresh=is_fresh, load_seconds=math.nan, use_seconds=math.nan
+            update=update, slot=0, is_fresh=is_fresh, load_seconds=math.nan, use_seconds=math.nan
         )
         selector.record(record)
-        length += 1
+        update += 1
 
 
 LOAD = 1 << 62
@@ -141,19 +172,25 @@ LOAD = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Even(Plan):
-    """Use every batch `uses` times. With 2.5, two and three uses take turns.
+    """Use the batches of every update in `uses` updates. With 2.5, two and three uses take turns.
 
-    Step t earns `1 / uses(t)` of a load. A fresh batch is loaded when more has been earned than spent. With constant
-    `uses`, n fresh batches make floor(n * uses) steps.
+    Update t earns `1 / uses(t)` of a load, which is fresh batches for one update. They are loaded when more has been
+    earned than spent. With constant `uses`, n loads make floor(n * uses) updates. Uses that could change nothing are
+    not made, and fresh batches take their places; there are fewer updates then.
     """
 
     uses: Schedule = 2.0
-    """Uses per fresh batch, at least 1; a number, or a function of the step."""
+    """Uses per fresh batch, at least 1; a number, or a function of the update."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not callable(self.uses):
             _earned(self.uses, 0)
+
+    @property
+    def echoes(self) -> bool:
+        """Whether there is more than one use."""
+        return self.uses != 1
 
     def selector(self, seed: int) -> Selector:
         """Return a new selector; it draws nothing."""
@@ -166,14 +203,19 @@ class _EvenSelector(Selector):
         self._credit = 0
         """Loads earned less loads spent, in units of `LOAD`; from -LOAD to 0."""
 
-    def select(self, step: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]) -> HeldBatch | None:
-        return None if self._credit + _earned(self._uses, step) > 0 else held[-1]
+    def select(
+        self, update: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]
+    ) -> HeldBatch | None:
+        return None if self._credit + _earned(self._uses, update) > 0 else held[-1]
 
     def record(self, record: StepRecord) -> None:
-        earned = _earned(self._uses, record.step)
+        if record.slot > 0:
+            return
+        earned = _earned(self._uses, record.update)
         credit = self._credit + earned
         if record.is_fresh:
-            # At the beginning of an epoch a load need not be due. The rest of the old batch's uses is then forgotten.
+            # Where an epoch begins, or a use could change nothing, a load need not be due. The rest of the old batches'
+            # uses is then forgotten.
             self._credit = (credit if credit > 0 else earned) - LOAD
         else:
             self._credit = min(credit, 0)
@@ -185,18 +227,18 @@ class _EvenSelector(Selector):
         self._credit = int(state["credit"])
 
 
-def _earned(uses: Schedule, step: int) -> int:
+def _earned(uses: Schedule, update: int) -> int:
     """Return `1 / uses` of a load. It is rounded down, so that whole numbers of uses come out exactly."""
-    value = value_at(uses, step)
+    value = value_at(uses, update)
     if not 1 <= value < math.inf:
-        raise ConfigError(f"Even at step {step}: expected a finite number of uses >= 1, found {value}")
+        raise ConfigError(f"Even at update {update}: expected a finite number of uses >= 1, found {value}")
     numerator, denominator = value.as_integer_ratio()
     return LOAD * denominator // numerator
 
 
 @dataclass(frozen=True, slots=True)
 class Bernoulli(Plan):
-    """Use a fresh batch with probability `p` at every step, otherwise the last one again.
+    """Use fresh batches with probability `p` in every update, otherwise those of the update before again.
 
     Uses of a batch are geometric with mean 1 / p. At equal loads the averaged gradient has (2 - p) times the variance
     that it has under `Even`, and some batches are used very often: with p = 0.2 one in ninety more than 20 times.
@@ -205,9 +247,9 @@ class Bernoulli(Plan):
     """
 
     p: Schedule = 0.5
-    """Probability of a fresh batch, above 0 and at most 1; a number, or a function of the step."""
+    """Probability of fresh batches, above 0 and at most 1; a number, or a function of the update."""
     max_uses: int | None = None
-    """After so many uses a fresh batch is certain; None for no limit, which is the paper's rule."""
+    """After so many uses fresh batches are certain; None for no limit, which is the paper's rule."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -225,32 +267,36 @@ class _BernoulliSelector(Selector):
         self._plan = plan
         self._seed = seed
 
-    def select(self, step: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]) -> HeldBatch | None:
+    def select(
+        self, update: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]
+    ) -> HeldBatch | None:
         if self._plan.max_uses is not None and held[-1].uses >= self._plan.max_uses:
             return None
-        return None if coin(self._seed, "echo", step, _probability(self._plan.p, step)) else held[-1]
+        return None if coin(self._seed, "echo", update, _probability(self._plan.p, update)) else held[-1]
 
 
-def _probability(p: Schedule, step: int) -> float:
-    value = value_at(p, step)
+def _probability(p: Schedule, update: int) -> float:
+    value = value_at(p, update)
     if not 0 < value <= 1:
-        raise ConfigError(f"Bernoulli at step {step}: expected a probability with 0 < p <= 1, found {value}")
+        raise ConfigError(
+            f"Bernoulli at update {update}: expected a probability with 0 < p <= 1, found {value}"
+        )
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class Ready(Plan):
-    """Use a fresh batch if one is ready, otherwise the least used of the last `pool`.
+    """Use a fresh batch if one is ready, otherwise the least used of those held that this update has not used.
 
-    A fast loader is never echoed, and a slow or irregular one makes nobody wait until `max_uses` is reached. Decisions
-    depend on time. `EchoOptions(keeps_decisions=True)` and `Replay` repeat such a run.
+    A fast loader is never echoed, and a slow or irregular one makes nobody wait until `max_uses` is reached, or until
+    an update has used all held batches. Decisions depend on time. The batches of an update may be fresh in part.
     """
 
     pool: int = 12
-    """Number of batches to hold, which is also the cost in memory. One batch would be used unevenly over an irregular
-    loader: often in a long pause, once outside. In a very long pause, uses of batches that have left the pool are
-    lost: over loaders 2.5 times as slow as a step, eight ranks waited 3 % of the time with 8 and hardly ever with
-    12."""
+    """Number of batches to hold, and one more for every further micro-batch of an update; the cost in memory. One batch
+    would be used unevenly over an irregular loader: often in a long pause, once outside. In a very long pause, uses of
+    batches that have left the pool are lost: over loaders 2.5 times as slow as a step, eight ranks waited 3 % of the
+    time with 8 and hardly ever with 12."""
     max_uses: int = 4
     """Uses of a batch at most. When all in the pool have had them, the device waits after all. Up to four passes over
     the same data are about as good as fresh data; many more are not."""
@@ -258,6 +304,11 @@ class Ready(Plan):
     def __post_init__(self) -> None:
         check_fields(self)
         check_at_least(self, pool=1, max_uses=1)
+
+    @property
+    def decides_by_update(self) -> bool:
+        """No: the loader is slow or fast from batch to batch."""
+        return False
 
     @property
     def is_predictable(self) -> bool:
@@ -273,62 +324,10 @@ class _ReadySelector(Selector):
     def __init__(self, max_uses: int) -> None:
         self._max_uses = max_uses
 
-    def select(self, step: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]) -> HeldBatch | None:
+    def select(
+        self, update: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]
+    ) -> HeldBatch | None:
         if is_ready():
             return None
         least = least_used(held)
         return least if least.uses < self._max_uses else None
-
-
-@dataclass(frozen=True, slots=True)
-class Replay(Plan):
-    """Use the batches in the order of `decisions`: repeats a run of `Ready` or `Auto` without their clocks."""
-
-    decisions: tuple[int, ...]
-    """The number of the batch used at each step: `EchoLoader.decisions` of the run to repeat, from its start."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        newest = -1
-        for step, number in enumerate(self.decisions):
-            if not 0 <= number <= newest + 1:
-                raise ConfigError(
-                    f"Replay, step {step}: batch {number} cannot follow batch {newest}, the last fresh one: expected "
-                    "the decisions of one rank from its first step on"
-                )
-            newest = max(newest, number)
-
-    @property
-    def pool(self) -> int:
-        """As many batches as the decisions reach back."""
-        reach, newest = 1, 0
-        for number in self.decisions:
-            newest = max(newest, number)
-            reach = max(reach, newest - number + 1)
-        return reach
-
-    @property
-    def is_predictable(self) -> bool:
-        """No: the decisions may end before the data or after them."""
-        return False
-
-    def selector(self, seed: int) -> Selector:
-        """Return a new selector; it draws nothing."""
-        return _ReplaySelector(self.decisions)
-
-
-class _ReplaySelector(Selector):
-    def __init__(self, decisions: Sequence[int]) -> None:
-        self._decisions = decisions
-
-    def select(self, step: int, held: Sequence[HeldBatch], is_ready: Callable[[], bool]) -> HeldBatch | None:
-        if step >= len(self._decisions):
-            return None  # no error yet: the data may end here too
-        number = self._decisions[step]
-        return next((one for one in held if one.number == number), None)
-
-    def record(self, record: StepRecord) -> None:
-        if record.step >= len(self._decisions):
-            raise OutOfTurn(
-                f"step {record.step}: Replay has no more than {len(self._decisions)} decisions, and the data go on"
-            )

@@ -5,10 +5,9 @@ A saved state (`EchoLoader.state_dict`) is a mapping:
     version, seed, plan              what must fit
     position                         the counts of `Position`
     selector, selector_at_epoch      what the plan remembers, now and at the beginning of the epoch
-    uses                             of each held batch, oldest first
+    held                             of each held batch, oldest first: uses, last update, and the parameters it has met
     before, after                    states of the bare loader before the oldest held batch, and after the newest
     batches, changes                 the held batches themselves, under `resume="store"`, and what was written into them
-    decisions                        the number of the batch used at each step, if they are kept
 """
 
 import copy
@@ -20,7 +19,7 @@ from typing import Any, Literal
 from stretto.errors import ConfigError
 from stretto.fields import check_at_least, check_fields
 
-VERSION = 2
+VERSION = 3
 """Of the format above."""
 
 Copy = Literal["containers", "tensors"]
@@ -32,29 +31,30 @@ class EchoOptions:
     """Options of `EchoLoader` beside its plan."""
 
     seed: int = 0
-    """Seed of the plan's random draws. With equal seeds all ranks echo at the same steps; seeds may also differ."""
+    """Seed of the plan's random draws. With equal seeds all ranks echo at the same updates; seeds may also differ."""
+    micro_batches: int | None = None
+    """Micro-batches of an update, for loops without `feed`: `gradient_accumulation_steps` of a Trainer. None is 1.
+    `feed` goes by its job, and refuses another number."""
     ahead: int = 2
-    """Number of fresh batches to read in the background while others are used. With 1 the loader stands still as soon
-    as that one is ready: `Even(2.5)` over a loader 2.5 times as slow as a step would wait at every second batch. With
-    0 batches are read on the caller's thread, as the bare loader does. Choose it for loaders without workers that
-    draw random numbers, which a warning names: they share the process's generators with the model, and a thread would
-    change the order of the draws from run to run."""
+    """Number of fresh batches to read in the background while others are used, and one more for every further
+    micro-batch of an update. With 1 the loader stands still as soon as these are ready: `Even(2.5)` over a loader 2.5
+    times as slow as a step would wait at every second update. With 0 batches are read on the caller's thread, as the
+    bare loader does. Choose it for loaders without workers that draw random numbers, which a warning names: they share
+    the process's generators with the model, and a thread would change the order of the draws from run to run."""
     copy: Copy = "containers"
     """What is new at every use. "containers" shares the tensors: it costs microseconds, and a loop may take keys out of
     its batch. "tensors" is for loops that write into their tensors. What is not a tensor is new in either case."""
     steps_per_epoch: int | None = None
     """Number of batches after which an epoch ends, the same on every rank. Where the data end sooner, held batches
-    are used again. None: an epoch ends with the data."""
+    are used again, as long as the parameters change. None: an epoch ends with the data."""
     resume: Resume = "refetch"
     """What happens to held batches when a state is loaded. "refetch" reads them again, "drop" leaves them out with the
     uses that were left, "store" keeps the batches in the state: exact even for loaders that augment at random, and
     large."""
-    keeps_decisions: bool = False
-    """Whether to keep the number of the batch used at each step, for `Replay`: 8 bytes per step, also in the state."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_at_least(self, ahead=0, steps_per_epoch=1)
+        check_at_least(self, ahead=0, micro_batches=1, steps_per_epoch=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,16 +65,56 @@ class Position:
     """Batches handed out, over all epochs."""
     fresh: int = 0
     """Fresh batches among them."""
+    updates: int = 0
+    """Updates begun, over all epochs."""
+    mixed: int = 0
+    """Those among them whose batches were fresh in part."""
     epoch_step: int = 0
     """Batches handed out before this epoch."""
     epoch_fresh: int = 0
     """Fresh batches handed out before this epoch."""
+    epoch_updates: int = 0
+    """Updates begun before this epoch."""
     in_epoch: bool = False
     """Whether an epoch is under way."""
+    slot: int = 0
+    """Batches that the update under way has used."""
+    fresh_slots: int = 0
+    """Fresh batches among them."""
+    slots_before: int = 0
+    """Batches that the update before has used."""
+    repeats: bool = False
+    """Whether the update under way uses the batches of the one before again."""
+
+    @property
+    def update(self) -> int:
+        """Updates begun before the one under way."""
+        return self.updates - 1
 
     def begin_epoch(self) -> None:
-        """Begin an epoch here."""
-        self.epoch_step, self.epoch_fresh, self.in_epoch = self.step, self.fresh, True
+        """Begin an epoch here; with it an update begins."""
+        self.epoch_step, self.epoch_fresh, self.epoch_updates = self.step, self.fresh, self.updates
+        self.in_epoch = True
+        self.slot = 0
+
+    def end_epoch(self) -> None:
+        """End the epoch. An update that has got no batch did not begin."""
+        self.updates -= self.slot == 0 and self.updates > self.epoch_updates
+        self.in_epoch = False
+
+    def begin_update(self) -> None:
+        """Begin an update with the next batch."""
+        self.updates += 1
+        self.slots_before, self.slot, self.fresh_slots = self.slot, 0, 0
+
+    def count(self, is_fresh: bool) -> None:
+        """Count a batch that is handed out."""
+        was_mixed = 0 < self.fresh_slots < self.slot
+        self.step += 1
+        self.slot += 1
+        self.fresh += is_fresh
+        self.fresh_slots += is_fresh
+        self.mixed += not was_mixed and 0 < self.fresh_slots < self.slot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +123,8 @@ class Resumption:
 
     skip: int
     """Number of fresh batches to read and throw away."""
-    uses: tuple[int, ...]
-    """Uses so far of the batches to hold again, oldest first."""
+    held: Sequence[dict[str, Any]]
+    """Uses so far of the batches to hold again, oldest first: fields of `HeldBatch`."""
     batches: Sequence[Any] | None
     """Those batches themselves; None if they are read again."""
     changes: Sequence[str]
@@ -115,14 +155,14 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
         ConfigError: Batches are to be taken from the state, and it holds none.
     """
     position = Position(**state["position"])
-    uses: tuple[int, ...] = () if resume == "drop" else tuple(state["uses"])
-    batches = state["batches"] if resume == "store" and uses else None
-    if resume == "store" and uses and batches is None:
+    held: Sequence[dict[str, Any]] = () if resume == "drop" else state["held"]
+    batches = state["batches"] if resume == "store" and held else None
+    if resume == "store" and held and batches is None:
         raise ConfigError(
             "EchoOptions(resume='store'): the state holds no batches, it was saved without 'store'"
         )
-    changes = state.get("changes") or [""] * len(uses)
-    refetches = bool(uses) and batches is None
+    changes = state.get("changes") or [""] * len(held)
+    refetches = bool(held) and batches is None
     loader_state = state["before"] if refetches else state["after"]
     if loader_state is not None and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(loader_state)
@@ -130,17 +170,23 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
             loader.set_epoch(
                 loader_state["epoch"]
             )  # a state of another epoch would be passed over in silence
-        return Resumption(skip=0, uses=uses, batches=batches, changes=changes, state=loader_state)
+        return Resumption(skip=0, held=held, batches=batches, changes=changes, state=loader_state)
     begin_at_start(loader)
     skip = position.fresh - position.epoch_fresh if position.in_epoch else 0
-    skip = max(0, skip - len(uses)) if refetches else skip
+    skip = max(0, skip - len(held)) if refetches else skip
     if skip > 0:
         warnings.warn(
             f"{type(loader).__name__} has no state_dict: to continue, {skip} batches are read and thrown away",
             RuntimeWarning,
             stacklevel=3,
         )
-    return Resumption(skip=skip, uses=uses, batches=batches, changes=changes, state=None)
+    return Resumption(skip=skip, held=held, batches=batches, changes=changes, state=None)
+
+
+def left(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a loader that has left the pass in which `state` was saved."""
+    position = {**state["position"], "in_epoch": False}
+    return {**state, "position": position, "held": [], "changes": [], "before": state["after"], "batches": []}
 
 
 def state_of(loader: Any) -> Any:

@@ -9,12 +9,15 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from stretto.echo.loader import EchoLoader
+from stretto.echo.updates import Updates
 from stretto.records import Update
+
+Batch = TypeVar("Batch")
 
 
 class InputStatistics:
@@ -29,12 +32,15 @@ class InputStatistics:
         self._echo: EchoLoader[Any] | None = None
         self._use = 0  # of the batch in hand
         self._uses: list[int] = []
+        self._mixed_before = 0
         self._wait_seconds = 0.0
         self._first_losses: list[tuple[Tensor, float]] = []
 
-    def begin(self, loader: Iterable[Any]) -> None:
-        """Say which loader the batches come from."""
+    def begin(self, loader: Iterable[Batch], updates: Updates) -> Iterator[Batch]:
+        """Return an iterator over a pass of `loader`, whose batches go to `updates`."""
         self._echo = loader if isinstance(loader, EchoLoader) else None
+        self._mixed_before = 0 if self._echo is None else self._echo.mixed_updates
+        return iter(loader) if self._echo is None else self._echo.over(updates)
 
     def take(self, batches: Iterator[Any], nothing: object) -> tuple[Any, int]:
         """Return the next of `batches`, or `nothing` after the last one, and which use of it that is."""
@@ -52,23 +58,30 @@ class InputStatistics:
         self._use = use
         self._uses.append(use)
 
-    def note_loss(self, loss: Tensor, weight: float) -> None:
-        """Keep the loss of the batch in hand if this was its first use; its value is read at the update."""
-        if self._echo is not None and self._use == 1 and weight > 0:
+    def note(self, loss: Tensor | None, weight: float, samples: int) -> int:
+        """Return how many of the samples of the batch in hand are at their first use: all or none.
+
+        Keep its loss too, if an `EchoLoader` gave it for the first time; its value is read at the update.
+        """
+        is_fresh = self._echo is None or self._use == 1
+        if self._echo is not None and is_fresh and loss is not None and weight > 0:
             self._first_losses.append((loss.detach(), weight))
+        return samples if is_fresh else 0
 
     def fill(self, update: Update) -> Update:
         """Return `update` with the statistics since the update before it, and begin again."""
         fresh = sum(use == 1 for use in self._uses)
+        mixed = 0 if self._echo is None else self._echo.mixed_updates
         filled = dataclasses.replace(
             update,
             fresh=fresh,
             echoed=len(self._uses) - fresh,
+            mixed=mixed - self._mixed_before,
             uses=tuple(self._uses),
             first_use_loss=_weighted_mean(self._first_losses),
             wait_seconds=self._wait_seconds,
         )
-        self._uses, self._wait_seconds, self._first_losses = [], 0.0, []
+        self._uses, self._wait_seconds, self._first_losses, self._mixed_before = [], 0.0, [], mixed
         return filled
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stretto.engine.departure import Departure
 from stretto.engine.report import Totals
-from stretto.errors import GradientsTouched, LossNotScalar, UsageError
+from stretto.errors import ConfigError, GradientsTouched, LossNotScalar, UsageError
 from stretto.flat import Layout
 
 _version = operator.attrgetter("_version")
@@ -167,13 +167,14 @@ class Accumulation:
                 )
             used[index], self.has_arrived = 1, True
 
-    def count(self, weight: float, loss: Tensor | None, samples: int) -> None:
+    def count(self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int) -> None:
         """Count a micro-batch whose gradient has been added."""
         if weight > 0:
             totals = self.contribution.totals
             totals.micro_batches += 1
             totals.weight += weight
             totals.samples += samples
+            totals.fresh_samples += fresh_samples
             if loss is not None:
                 self.contribution.loss_sum += loss.detach().to(torch.float64) * weight
                 totals.loss_weight += weight
@@ -249,6 +250,17 @@ class Accumulation:
 
 Accumulate: TypeAlias = Callable[[Sequence[nn.Parameter], GradientBuffer], Accumulation]
 """Makes an accumulation of its kind."""
+
+
+def check_weight(weight: float, where: str) -> float:
+    """Return the weight of a micro-batch, if float32 holds gradients and their sums with it.
+
+    Raises:
+        ConfigError: It is too small or too large.
+    """
+    if not (weight == 0 or 1e-30 <= weight <= 1e30):
+        raise ConfigError(f"{where}: weight {weight}: expected 0, or a number from 1e-30 to 1e30")
+    return float(weight)
 
 
 def check_loss(loss: object, where: str) -> None:

@@ -1,11 +1,7 @@
 """The compute lane: the user's thread, from the first micro-batch of a round to its landing.
 
-Note [Landing and take-off]
-    A landing happens at a micro-batch boundary, when the quota is met and the communication lane is done. New values
-    are installed; if an update was committed, the scheduler is turned and the update is returned. Nothing is under way
-    then: the user may look at the model, evaluate and save. A take-off happens at the next training forward or backward
-    pass: the accumulated gradients go over, and the other buffer, zeroed, takes their place. Hyperparameters are read
-    at an update's first take-off and hold for all its rounds. Parameters change only at landings.
+docs/architecture.md says what happens at a landing and at a take-off. Hyperparameters are read at an update's first
+take-off and hold for all its rounds. Parameters change at landings only.
 """
 
 import functools
@@ -55,13 +51,11 @@ class ComputeLane:
         self.model = model
         self.statistics = model.statistics
         self.vote = Vote.GO_ON
-        self.votes: list[Vote] = []
-        """Each rank's vote in the last round that landed."""
+        self.votes: list[Vote] = []  # of each rank, in the last round that landed
         self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
         self.at_boundary = True  # whether the last round that landed ended an update
         self.steps = 0
-        self.num_counted = 0
-        """Micro-batches of this rank, of any weight, since the job began or went on from a checkpoint."""
+        self.num_counted = 0  # micro-batches of this rank, of any weight, since the job began or was loaded
         self.land_phase: Callable[[], None] | None = None  # lands what a checkpoint has left of one
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._schedule = Schedule(scheduler)
@@ -80,12 +74,12 @@ class ComputeLane:
     def take_up(self, comm: CommLane, quota: Quota, accumulate: Accumulate, buffer: GradientBuffer) -> None:
         """Work with this communication lane from now on, and accumulate in `buffer`; nothing is under way."""
         self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
-        self.layout, self.overlaps, self._quota = buffer.layout, comm.strategy.overlaps, quota
+        self.layout, self.overlaps, self.quota = buffer.layout, comm.strategy.overlaps, quota
         self.accumulation = accumulate(self.model.parameters, buffer)
         """The round that accumulates."""
         self._ready: Round | None = None  # the round that takes off next, once its quota is met
         self._accumulating_round = 0
-        """Position of the accumulating round in its update, one ahead of the round in flight."""
+        """In its update; it is one ahead of the round in flight."""
         self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self.accumulation.attach()
         self.replica.models_show(self.model.parameters)
@@ -103,26 +97,35 @@ class ComputeLane:
         return self._ready is not None
 
     @property
+    def begins_update(self) -> bool:
+        """Whether the next micro-batch is the first of an update on this rank."""
+        if self._ready is not None:
+            return self._accumulating_round == len(self.quota.minima) - 1
+        return self._accumulating_round == 0 and self.accumulation.contribution.count == 0
+
+    @property
     def is_lane_idle(self) -> bool:
         """Whether the communication lane has no work, so that nobody writes the masters."""
         return self._in_flight is None and self._opening is None
 
-    def updates_in_sight(self, *, one_more: bool = False) -> int:
-        """Number of committed updates after every round that is closed, or that one more closes, has landed."""
-        place, last = self._accumulating_round, len(self._quota.minima) - 1
-        is_full = one_more and self.accumulation.contribution.count + 1 >= self._quota.maxima[place]
-        ends_update = (self._ready is not None or is_full) and place == last
-        return self.steps + ends_update + (self._in_flight is not None and place == 0)
+    @property
+    def ends_with_next(self) -> bool:
+        """Whether the next micro-batch is sure to be an update's last; asked where no round is ready."""
+        place, count = self._accumulating_round, self.accumulation.contribution.count + 1
+        return place + 1 == len(self.quota.maxima) and count >= self.quota.maxima[place]
+
+    @property
+    def updates_in_sight(self) -> int:
+        """Number of committed updates after every closed round has landed, if all of them step."""
+        place, last = self._accumulating_round, len(self.quota.minima) - 1
+        in_flight = self._in_flight is not None and place == 0
+        return self.steps + in_flight + (self._ready is not None and place == last)
 
     @property
     def is_clear(self) -> bool:
         """Whether the last update has ended and this rank has counted no micro-batch since."""
-        return (
-            self.at_boundary
-            and self._in_flight is None
-            and self._ready is None
-            and self.accumulation.contribution.count == 0
-        )
+        is_all_landed = self._in_flight is None and self._ready is None
+        return self.at_boundary and is_all_landed and self.accumulation.contribution.count == 0
 
     # Micro-batches
 
@@ -146,37 +149,43 @@ class ComputeLane:
         self.accumulation.backward(loss, weight)
 
     def check_untouched(self) -> None:
-        """Raise if somebody else has written to gradients or parameters since the last micro-batch.
-
-        Raises:
-            GradientsTouched: Names the parameter, or says what may have done it.
-            ParametersTouched: Names the parameter.
-        """
+        """Raise `GradientsTouched` or `ParametersTouched` if anybody has written them since the last micro-batch."""
         self.accumulation.check_untouched(self.where)
         self.model.check_unwritten(self.where)
 
-    def count(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
-        """Count one micro-batch whose gradients have arrived; close and land rounds if its quota is met."""
+    def count(
+        self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
+    ) -> Update | None:
+        """Count one micro-batch whose gradients have arrived, unless it may lack any; close and land full rounds."""
         if self.model.is_settled:
             self.model.train_on(self.where)
         self.take_off_if_ready()
-        if weight > 0 and not self.accumulation.has_arrived:
+        if weight > 0 and not (self.accumulation.has_arrived or lacks):
             raise StepWithoutBackward(
                 f"{self.where}: no gradient has arrived since the last micro-batch was counted: run its backward pass "
                 "first, or count it with weight=0 to contribute nothing"
             )
-        self.accumulation.count(weight, loss, samples)
+        self.accumulation.count(weight, loss, samples, fresh_samples)
         self.runtime.charge("micro-batch")
         self.num_counted += 1
         self._is_checked = False
         for listener in self.model.listeners:
-            listener.micro_batch_counted(weight, samples)
+            listener.micro_batch_counted(weight, samples, fresh_samples)
         is_free = self._in_flight is None or self._in_flight.done()
-        enough = self._quota.minima if is_free else self._quota.maxima
+        enough = self.quota.minima if is_free else self.quota.maxima
         if self.accumulation.contribution.count < enough[self._accumulating_round]:
             return None
         update = self.end_round()
         return update if self.overlaps else self.fly()
+
+    def drop(self) -> bool:
+        """Drop what has been counted for the next update; return False, and drop nothing, if some is handed over."""
+        if self._accumulating_round or self._ready is not None:
+            return False
+        self.accumulation.restart()
+        for listener in self.model.listeners:
+            listener.round_closed()
+        return True
 
     def fly(self) -> Update | None:
         """Hand over the ready round, if there is one, and land what is in flight."""
@@ -204,7 +213,7 @@ class ComputeLane:
             self.accumulation.begin(buffer).attach()
         else:
             self.accumulation.begin(ready.buffer)  # the landing attaches it
-        self._accumulating_round = (self._accumulating_round + 1) % len(self._quota.minima)
+        self._accumulating_round = (self._accumulating_round + 1) % len(self.quota.minima)
 
     def close_round(self) -> Round:
         """Close the accumulating round and return it; it takes off next."""
@@ -212,10 +221,7 @@ class ComputeLane:
             self._ready = Round(
                 self.accumulation.buffer,
                 self.accumulation.contribution,
-                *(self.statistics.snapshot() if self.statistics.names else ([], b"")),
-                self.statistics.agreed,
-                self.statistics.sound,
-                self.statistics.first,
+                *self.statistics.carried(),
                 self.vote,
                 [],
                 incidents=self._incidents,
@@ -243,7 +249,7 @@ class ComputeLane:
             raise OutOfTurn(f"{self.where}: landing without take-off")
         for listener in self.model.listeners:
             listener.landing_begins()
-        self.model.show(landing.buffer.views, landing.shown)
+        self.model.show(landing.buffer.views, landing.complete(self.accumulation))
         if self.statistics.names:
             self.statistics.install(landing)
         if self.overlaps:
@@ -278,18 +284,14 @@ class ComputeLane:
 
     def check_alike(self, what: str) -> None:
         """Raise `OutOfTurn` if a round is in flight that other ranks may not have handed over, under a `Clock`."""
-        if self._in_flight is not None and not self._quota.is_fixed:
+        if self._in_flight is not None and not self.quota.is_fixed:
             raise OutOfTurn(
                 f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have handed over "
                 "fewer rounds; do it right after an Update was returned, before the next forward pass"
             )
 
     def check_between_updates(self, what: str) -> None:
-        """Raise in the middle of an update, or if a micro-batch was counted since the last update ended.
-
-        Raises:
-            OutOfTurn: Contributions would be lost.
-        """
+        """Raise `OutOfTurn` in the middle of an update, whose contributions `what` would lose."""
         self._finish_opening()
         accumulation = self.accumulation
         started = accumulation.has_arrived or (self._ready is None and accumulation.contribution.count > 0)
@@ -346,10 +348,7 @@ class ComputeLane:
         return ready.reduction
 
     def begin_again(self, steps: int, round_index: int) -> None:
-        """Go on from the state that a checkpoint has put into model and optimizer; drop what was accumulated.
-
-        `steps` committed updates and `round_index` rounds lie before the checkpoint.
-        """
+        """Go on after so many updates and rounds, whose state is in place; drop what was accumulated."""
         self._ready = None
         self.accumulation.begin(self.accumulation.buffer).attach()
         self._accumulating_round = 0

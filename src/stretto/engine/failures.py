@@ -27,6 +27,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -45,7 +46,7 @@ from stretto.errors import (
     WorkerDisagrees,
 )
 from stretto.exchange.transfer import Wait
-from stretto.groups import retire
+from stretto.groups import may_wait_again, retire
 
 _LOOK_SECONDS = 1.0
 """Seconds between two looks of a waiting lane into the store; a rank that raised is noticed within this time."""
@@ -53,6 +54,9 @@ _ANSWER_SECONDS = 2.5
 """Seconds to wait for the answers to an alarm; two looks and a margin."""
 _POLL_SECONDS = 0.05
 """Seconds between two counts of the answers."""
+_SHORTEST_PAUSE_SECONDS = 2e-5
+_LONGEST_PAUSE_SECONDS = 1e-3
+"""Between two questions whether a collective is complete: short where it soon is, long where others are late."""
 _KEPT = 8
 """Completed collectives that are kept; see Note [Who lets go last]. Of 400 programs that never yielded the lock,
 5 aborted with 2 kept, and none with 8."""
@@ -74,11 +78,14 @@ class FailureDetector:
 
     Args:
         group: The job's group; ranks write their failures to its store.
+        device: Where the job's tensors lie.
         timeout_seconds: How long a collective may wait for a rank that neither answers nor dies.
         progress: Gives the job's step, for messages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float, progress: Progress) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, progress: Progress
+    ) -> None:
         self.group = group
         self.groups = [group]
         """All that end with the job."""
@@ -88,6 +95,7 @@ class FailureDetector:
         self._progress = progress
         self._store = _store_of(group)
         self._left = False
+        self._completes = _within if may_wait_again(group, device) else _polled
         self._completed: collections.deque[dist.Work] = collections.deque(maxlen=_KEPT)
 
     def among(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Wait:
@@ -114,7 +122,7 @@ class FailureDetector:
         look_seconds = min(_LOOK_SECONDS, self.timeout_seconds)
         while True:
             try:
-                if _completes(work, look_seconds):
+                if self._completes(work, look_seconds):
                     self._completed.append(work)
                     return
             except (PeerFailed, NoWayOn):  # a group that sees all ranks has found the cause by itself
@@ -124,6 +132,10 @@ class FailureDetector:
             self._look(what, ranks)
             if time.monotonic() > deadline:
                 raise self._alarm(what, ranks, PeerSilent, self._no_answer)
+
+    def let_go(self) -> None:
+        """Drop the collectives that are kept, which hold what they have sent: at the start, a copy of the model."""
+        self._completed.clear()
 
     def tell(self, error: BaseException, *, is_users: bool = False) -> bool:
         """Tell the other ranks why this one leaves, and end the waits of this rank's lane.
@@ -297,8 +309,23 @@ class Lifetime:
             retire(group)
 
 
-def _completes(work: dist.Work, seconds: float) -> bool:
-    """Return whether `work` completes within `seconds`; raise its error if it fails."""
+def _polled(work: dist.Work, seconds: float) -> bool:
+    """Return whether `work` completes within `seconds`; raise its error if it fails. It never waits with a timeout.
+
+    NCCL counts a timeout from the moment at which the collective was enqueued, and at its end aborts the communicator.
+    """
+    end, pause = time.monotonic() + seconds, _SHORTEST_PAUSE_SECONDS
+    while not work.is_completed():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    work.wait()  # no waiting is left: this orders streams, or raises the error
+    return True
+
+
+def _within(work: dist.Work, seconds: float) -> bool:
+    """Return whether `work` completes within `seconds`; raise its error if it fails. A timeout changes nothing."""
     started = time.monotonic()
     try:
         work.wait(datetime.timedelta(seconds=seconds))

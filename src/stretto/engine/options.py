@@ -8,6 +8,7 @@ from typing import Literal
 from stretto.errors import ConfigError
 from stretto.exchange import WIRES, PackedWire, Wire
 from stretto.fields import check_fields, did_you_mean, is_count
+from stretto.noise import Noise
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger
 
@@ -112,6 +113,10 @@ class Options:
     the first pattern that fits counts, as in "*.codes=rank0, cache=alone". mean: the mean over ranks, right for running
     statistics, and what all others have. rank0: what rank 0 has, as in `DistributedDataParallel`. alone: each rank
     keeps its own."""
+    noise: Noise | None = None
+    """Let every rank's mean gradient arrive with Gaussian noise: its variance, as 1e-2. Settings follow after commas:
+    1e-4,every=500:0.1 has bursts; rank=1 hits one rank; mean=0.01 is a bias; averages=1e-4 hits averages of weights.
+    See docs/paft.md."""
     timeout_seconds: float = 600.0
     """How long a collective may wait for a rank that neither answers nor dies."""
 

@@ -19,7 +19,7 @@ from stretto.engine.agreement import agree
 from stretto.engine.departure import Departure
 from stretto.engine.options import Options
 from stretto.engine.report import RoundReport, settings_text
-from stretto.engine.round import Progress, Reduction, Round, Shown
+from stretto.engine.round import AtLanding, Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
 from stretto.engine.statistics import Buffer, Statistics, average_statistics
 from stretto.errors import NonFinite
@@ -45,6 +45,7 @@ class Flight:
     one whose averages have come only now."""
     shown: Shown = "committed"
     at_boundary: bool = False
+    at_landing: AtLanding | None = None
 
 
 Performer: TypeAlias = Callable[[Any, Flight | None], Any]
@@ -71,6 +72,8 @@ class Replica:
     """Whether ranks step without asking the others, and may be at different rounds."""
     may_differ = False
     """Whether ranks may hold different masters, as under strategies that average."""
+    shows_own = False
+    """Whether every rank's model shows an estimate of its own."""
     keeps_states_equal = True
     """Whether the optimizer's state is the same on all ranks that hold the same masters."""
 
@@ -153,14 +156,8 @@ class Replica:
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
         finite = round.is_finite
-        departure, round.departure = round.departure, None
-        if departure is None:
-            transfers, sums, prepare = self._begin_sum(round.buffer, round.contribution)
-            self.exchange.run(transfers, prepare)
-        else:
-            sums = departure.finish()
+        sums, is_torn = self.sum_up(round)
         norm_squared = ReducedGradient(sums, 0.0, 0.0, b"").measure()
-        is_torn = departure is not None and departure.is_torn
         own = round.report(finite=finite, norm_squared=norm_squared, torn=is_torn)
         records = self.exchange.gather_bytes(RoundReport.pack(own))
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
@@ -178,6 +175,15 @@ class Replica:
                 self.exchange, round.statistics, report.changed, report.micro_batches, round.first
             )
         return self.reduction(sums, report, statistics, skipped=skipped)
+
+    def sum_up(self, round: Round) -> tuple[list[Tensor], bool]:
+        """Sum the gradients of `round` over ranks; return the sums, and whether any changed behind their departure."""
+        departure, round.departure = round.departure, None
+        if departure is not None:
+            return departure.finish(), departure.is_torn
+        transfers, sums, prepare = self._begin_sum(round.buffer, round.contribution)
+        self.exchange.run(transfers, prepare)
+        return sums, False
 
     def depart(self, buffer: GradientBuffer, contribution: Contribution) -> Departure:
         """Begin to sum a round's gradients over ranks; nothing is sent before the departure is asked to go on.

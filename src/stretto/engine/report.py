@@ -32,7 +32,7 @@ class Vote(IntEnum):
 _VOTES = tuple(Vote)
 """Votes by number; a lookup here is much faster than `Vote(number)`."""
 
-_COUNTS = ("weight", "samples", "micro_batches")
+_COUNTS = ("weight", "samples", "fresh_samples", "micro_batches")
 _LOSSES = ("loss_sum", "loss_weight")
 
 
@@ -43,6 +43,8 @@ class Totals:
     weight: float = 0.0
     """Σ w over micro-batches."""
     samples: int = 0
+    fresh_samples: int = 0
+    """Samples at their first use."""
     micro_batches: int = 0
     """Micro-batches with a weight above zero."""
     loss_sum: float = 0.0
@@ -54,6 +56,7 @@ class Totals:
         """Add another round's totals."""
         self.weight += other.weight
         self.samples += other.samples
+        self.fresh_samples += other.fresh_samples
         self.micro_batches += other.micro_batches
         self.loss_sum += other.loss_sum
         self.loss_weight += other.loss_weight
@@ -107,6 +110,7 @@ def record_dtype(num_slots: int, num_buffers: int) -> np.dtype[np.void]:
         [
             ("weight", "<f8"),
             ("samples", "<i8"),
+            ("fresh_samples", "<i8"),
             ("micro_batches", "<i8"),
             ("loss_sum", "<f8"),
             ("loss_weight", "<f8"),
@@ -138,6 +142,8 @@ class RoundReport:
         """Σ w over ranks, in rank order."""
         self.samples = int(records["samples"].sum())
         """Samples of all ranks."""
+        self.fresh_samples = int(records["fresh_samples"].sum())
+        """Those at their first use."""
         self.micro_batches: tuple[int, ...] = tuple(records["micro_batches"].tolist())
         """Contributing micro-batches by rank."""
         self.loss_sum = in_rank_order(records["loss_sum"])

@@ -15,16 +15,19 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from stretto.engine.accumulation import Contribution, GradientBuffer
+from stretto.engine.accumulation import Accumulation, Contribution, GradientBuffer
 from stretto.engine.departure import Departure
 from stretto.engine.report import RankReport, RoundReport, Vote, settings_text
 from stretto.errors import UnusedParameters
 from stretto.flat import Layout
 from stretto.optimizer import Hyperparameters, ReducedGradient
 from stretto.records import Incident, Update
+from stretto.strategies.contract import Divergence
 
 Shown = Literal["committed", "estimate"]
 """Which parameters the model holds."""
+AtLanding = Callable[[list[Tensor], Accumulation], Shown]
+"""Writes values to show into flat tensors that hold others, by what has accumulated; returns what they are then."""
 
 
 Weighed = tuple[Tensor, float, int]
@@ -44,7 +47,7 @@ class Listener:
     def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
         """A micro-batch begins that can be run again; not called for those that come through `backward`."""
 
-    def micro_batch_counted(self, weight: float, samples: int) -> None:
+    def micro_batch_counted(self, weight: float, samples: int, fresh_samples: int) -> None:
         """A micro-batch has been counted, whether it can be run again or not."""
 
     def round_ends(self) -> Sequence[Incident]:
@@ -179,6 +182,8 @@ class Progress:
     gradient_norm: float = math.nan
     """2-norm of the mean gradient, before clipping."""
     stepped: bool = False
+    divergence: Divergence | None = None
+    """Of the average made in it, if replicas were compared there."""
     lane_seconds: float = 0.0
     bytes_before: int = 0
     """Bytes that the exchange had sent when the update began."""
@@ -188,6 +193,7 @@ class Progress:
         self.reductions = []
         self.gradient_norm = math.nan
         self.stepped = False
+        self.divergence = None
         self.lane_seconds = 0.0
         self.bytes_before = sent_bytes
 
@@ -208,6 +214,8 @@ class Commit:
     """Updates since replicas were last averaged; 0 where they cannot differ."""
     interval: int | None
     """Updates from one average to the next, where the strategy chooses."""
+    divergence: Divergence | None
+    """Of the average made in this update, if replicas were compared there."""
     staleness: int
     """Of the strategy, in committed updates."""
 
@@ -226,6 +234,12 @@ class Landing:
     """Whether this round ended an update."""
     commit: Commit | None
     """The committed update, if this round ended one; None too where an update had no weight and did not step."""
+    at_landing: AtLanding | None
+    """Changes the values by what has accumulated meanwhile."""
+
+    def complete(self, accumulation: Accumulation) -> Shown:
+        """Return what the values are, once `accumulation` has had its part in them."""
+        return self.shown if self.at_landing is None else self.at_landing(self.buffer.flats, accumulation)
 
 
 class Accounts:
@@ -255,7 +269,8 @@ class Accounts:
         Raises:
             UnusedParameters: A parameter received no gradient on any rank.
         """
-        if not commit.reductions[-1].met:
+        is_empty = not any(any(r.report.used) for r in commit.reductions)  # all micro-batches were left out
+        if is_empty or not commit.reductions[-1].met:
             return
         self.use_is_known = True
         used = [any(flags) for flags in zip(*(r.report.used for r in commit.reductions), strict=True)]
@@ -275,6 +290,7 @@ class Accounts:
             step=step,
             round_index=commit.round_index,
             samples=sum(report.samples for report in reports),
+            fresh_samples=sum(report.fresh_samples for report in reports),
             weight=sum(report.weight for report in reports),
             loss=sum(report.loss_sum for report in reports) / loss_weight if loss_weight else math.nan,
             gradient_norm=commit.gradient_norm,
@@ -290,6 +306,8 @@ class Accounts:
             incidents=commit.incidents,
             gap=commit.gap,
             interval=commit.interval,
+            noise=None if commit.divergence is None else commit.divergence.noise,
+            divergence=None if commit.divergence is None else commit.divergence.mean_distance,
         )
         self._opened, self.exposed_seconds, self.skipped_rounds = now, 0.0, 0
         return update

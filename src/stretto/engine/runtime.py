@@ -144,8 +144,8 @@ class ThreadRuntime:
         self._executor = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="stretto-lane",
-            initializer=torch.set_num_threads,
-            initargs=(torch.get_num_threads(),),
+            initializer=_begin_thread,
+            initargs=(torch.get_num_threads(), device),
         )
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -172,6 +172,17 @@ class ThreadRuntime:
     def leave(self) -> None:
         """End without waiting; work that has not started is dropped."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin_thread(num_threads: int, device: torch.device) -> None:
+    """Give a new thread what its parent has: the number of threads, and on CUDA the device.
+
+    A new thread begins on device 0. Leaving a stream context makes that current, for which CUDA makes a context: half
+    a GiB on device 0 for every rank of the machine.
+    """
+    torch.set_num_threads(num_threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class _OnStream(Generic[T]):

@@ -75,6 +75,10 @@ class Statistics:
         copies = copies_of(self.live)
         return copies, changed_since(self.agreed, copies)
 
+    def carried(self) -> tuple[list[Buffer], bytes, list[Buffer], list[Buffer], list[int]]:
+        """Return what a round carries of them: the snapshot, its changes, what is agreed, what is sound, rank 0's."""
+        return *self.snapshot(), self.agreed, self.sound, self.first
+
     def install(self, landing: Landing) -> None:
         """Install the averages that a round brought back for its snapshot.
 

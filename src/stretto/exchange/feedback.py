@@ -83,6 +83,11 @@ class ErrorFeedback:
                 sent[max(slot.start, bucket.start) : min(slot.stop, bucket.stop)].zero_()
 
     @property
+    def sent(self) -> Sequence[Tensor]:
+        """What this rank has sent in the round under way, one tensor per flat set, as long as it is not settled."""
+        return self._sent
+
+    @property
     def packs(self) -> bool:
         """Whether rounds lose something."""
         return self._wire is not None

@@ -83,7 +83,7 @@ class Injector:
             self._held[site, index] = values
 
     def _strike(self, fault: Fault, opportunity: int, tensors: Sequence[Tensor]) -> None:
-        generator = torch.Generator().manual_seed(fault.seed * 1_000_003 + opportunity)
+        generator = torch.Generator().manual_seed((fault.seed or 0) * 1_000_003 + opportunity)
         # Larger tensors are hit more often, as memory is.
         sizes = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.float64)
         index = int(torch.multinomial(sizes, 1, generator=generator))
@@ -171,7 +171,7 @@ def damaged(selected: Tensor, fault: Fault, stale: Tensor, generator: torch.Gene
         selected: Their values, `(count,)`.
         fault: With its pattern.
         stale: What the same places held at the last opportunity; zeros where there was none.
-        generator: Draws bits and noise.
+        generator: Draws bits.
     """
     half = selected.numel() // 2
     match fault.pattern:
@@ -185,9 +185,6 @@ def damaged(selected: Tensor, fault: Fault, stale: Tensor, generator: torch.Gene
             return torch.cat([selected[: selected.numel() - half], selected[:half]])
         case "swapped":
             return torch.cat([selected[half:], selected[:half]])
-        case "noise":
-            noise = torch.randn(selected.shape, generator=generator).mul_(fault.variance**0.5)
-            return noise.add_(selected.float()).to(selected.dtype)
         case "sign":
             return selected.neg()
         case "scale":

@@ -2,7 +2,7 @@
 
 On the command line, faults are one line of text:
 
-    site:rank=R[:key=value]...[,site:...]     masters:rank=1:instant=3:lasts=sticky,gathered-values:rank=0
+    site:rank=R|all[:key=value]...[,site:...]     masters:rank=1:instant=3:lasts=sticky,gathered-values:rank=0
 
 Settings are the fields of `Fault`; spaces in a site's name may be hyphens.
 """
@@ -51,7 +51,6 @@ Pattern = Literal[
     "duplicated",
     "swapped",
     "misread",
-    "noise",
 ]
 
 WIRE_SITES: tuple[str, ...] = get_args(WireSite)
@@ -83,8 +82,8 @@ class Fault:
     gradient before the step, masters and optimizer state between updates, masters directly after an optimizer step
     ("step"), published values before they are sent, gathered values before they are shown, parameters, frozen
     parameters and buffers in the model, rounding errors that the wire owes, the anchor to which changes are added."""
-    rank: int
-    """The rank whose memory is damaged."""
+    rank: int | Literal["all"]
+    """The rank whose memory is damaged; or all of them, and each draws from a seed of its own: `seed` plus its rank."""
     instant: int = 0
     """The first opportunity at which it strikes, from 0."""
     lasts: Lasts = "once"
@@ -101,22 +100,21 @@ class Fault:
     chunk_bytes: int = 4096
     """Length of a chunk; at most the tensor."""
     pattern: Pattern = "flip"
-    """What becomes of the values; `stretto.faults.injector` says how."""
+    """What becomes of the values; `stretto.faults.injector` says how. Noise is no fault: see `stretto.noise`."""
     bits: int = 1
     """Bits flipped in every element, for "flip"."""
-    variance: float = 1e-2
-    """Of the Gaussian added per element, for "noise"."""
-    seed: int = 0
-    """Which elements, which bits, which opportunities."""
+    seed: int | None = None
+    """None is the run's, and 0 in a program. Which elements, which bits, which opportunities."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if min(self.rank, self.instant) < 0 or min(self.burst, self.bits, self.chunk_bytes) < 1:
+        rank = 0 if self.rank == "all" else self.rank
+        if min(rank, self.instant) < 0 or min(self.burst, self.bits, self.chunk_bytes) < 1:
             raise ConfigError(
                 f"{self}: expected a rank and instant from 0, burst, bits and chunk_bytes from 1"
             )
-        if not 0 < self.rate <= 1 or not 0 < self.fraction <= 1 or not self.variance >= 0:
-            raise ConfigError(f"{self}: expected 0 < rate, fraction <= 1 and a variance of at least 0")
+        if not 0 < self.rate <= 1 or not 0 < self.fraction <= 1:
+            raise ConfigError(f"{self}: expected 0 < rate, fraction <= 1")
 
     def is_on(self, opportunity: int) -> bool:
         """Return whether it strikes at this opportunity."""
@@ -125,7 +123,7 @@ class Fault:
             return False
         if self.lasts == "bursts" and since // self.burst % 2 == 1:
             return False
-        return self.rate == 1.0 or random.Random(f"{self.seed}/{opportunity}").random() < self.rate
+        return self.rate == 1.0 or random.Random(f"{self.seed or 0}/{opportunity}").random() < self.rate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,9 +135,24 @@ class FaultPlan:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def drawn_from(self, seed: int) -> "FaultPlan":
+        """Return the plan with a seed for the faults that have none."""
+        return FaultPlan(
+            tuple(
+                dataclasses.replace(fault, seed=seed) if fault.seed is None else fault
+                for fault in self.faults
+            )
+        )
+
     def of_rank(self, rank: int) -> tuple[Fault, ...]:
         """Return the faults of one rank."""
-        return tuple(fault for fault in self.faults if fault.rank == rank)
+        return tuple(
+            fault
+            if fault.rank == rank
+            else dataclasses.replace(fault, rank=rank, seed=(fault.seed or 0) + rank)
+            for fault in self.faults
+            if fault.rank in (rank, "all")
+        )
 
     def going_on(self, left_out: Collection[int]) -> "FaultPlan":
         """Return the plan for a run that goes on in new processes without some ranks.
@@ -149,6 +162,8 @@ class FaultPlan:
         return FaultPlan(
             tuple(
                 dataclasses.replace(fault, rank=fault.rank - sum(other < fault.rank for other in left_out))
+                if fault.rank != "all"
+                else fault
                 for fault in self.faults
                 if fault.lasts != "once" and fault.rank not in left_out
             )
@@ -213,7 +228,9 @@ def _read_fault(text: str) -> Fault:
         raise unknown_name("no site of a fault is called", word, _SITES_BY_WORD)
     settings = read_settings(text, _KINDS)
     if "rank" not in settings:
-        raise ConfigError(f"{text!r}: expected the rank whose memory is damaged, as {word}:rank=1")
+        raise ConfigError(
+            f"{text!r}: expected the rank whose memory is damaged, as {word}:rank=1 or {word}:rank=all"
+        )
     return Fault(site=_SITES_BY_WORD[site], **settings)
 
 

@@ -12,6 +12,7 @@ from stretto.groups.launcher import (
 from stretto.groups.link import Link
 from stretto.groups.private import part_of, private_group, release, retire
 from stretto.groups.throttled import ThrottledGroup, register_throttled
+from stretto.groups.wrapped import may_wait_again
 
 __all__ = [
     "Link",
@@ -22,6 +23,7 @@ __all__ = [
     "join_launched_group",
     "launched_per_node",
     "launched_rank",
+    "may_wait_again",
     "meeting_point",
     "part_of",
     "private_group",

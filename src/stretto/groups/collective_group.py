@@ -29,6 +29,9 @@ class CollectiveGroup(dist.ProcessGroup):
         description: What the group is for.
     """
 
+    may_wait_again: bool = True
+    """Whether a wait that times out leaves its work as it was. One that ends the group, as NCCL's does, says False."""
+
     def __init__(self, rank: int, world_size: int, name: str = "", description: str = "") -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]  # missing in torch's stub
         self._name = GroupName(name)

@@ -57,6 +57,23 @@ class WrappedGroup(CollectiveGroup):
         self._inner.shutdown()
 
 
+def may_wait_again(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether a wait that times out leaves the work as it was, so that it may be waited for again.
+
+    So it is with Gloo. On NCCL such a wait ends the group. Of other backends of torch nothing is known, so: no. Groups
+    that are written in Python may, unless they have an attribute `may_wait_again` that says False.
+
+    Args:
+        group: Performs the collectives.
+        device: Of their tensors.
+    """
+    if isinstance(group, WrappedGroup):
+        return group.may_wait_again and may_wait_again(group.inner, device)
+    if type(group) is not dist.ProcessGroup:
+        return bool(getattr(group, "may_wait_again", True))
+    return group._get_backend(device).name() == "gloo"
+
+
 def register_over_gloo(
     name: str, wrap: Callable[[dist.ProcessGroup, Store], WrappedGroup], address: str | None = None
 ) -> None:

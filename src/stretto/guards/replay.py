@@ -27,6 +27,7 @@ class MicroBatch:
     batch: Any
     weight: float
     samples: int
+    fresh_samples: int
     random: dict[str, Any]
     """Random states before it."""
 
@@ -67,13 +68,16 @@ class KeptRound:
         self._loss_function = loss_function
         self._begun = batch, random_states(self._device)
 
-    def end(self, weight: float, samples: int) -> None:
+    def end(self, weight: float, samples: int, fresh_samples: int) -> None:
         """Count a micro-batch, kept or not."""
         self._count += 1
         if self._begun is not None:
             batch, states = self._begun
             self._begun = None
-            self.micro_batches.append(MicroBatch(batch=batch, weight=weight, samples=samples, random=states))
+            kept = MicroBatch(
+                batch=batch, weight=weight, samples=samples, fresh_samples=fresh_samples, random=states
+            )
+            self.micro_batches.append(kept)
 
     def run(self, accumulation: Accumulation, charge: Callable[[], None]) -> None:
         """Run all micro-batches again, from the buffers and random states of the first run.
@@ -91,7 +95,8 @@ class KeptRound:
             restore_random_states(micro_batch.random, self._device)
             loss, _, _ = weighed(self._loss(micro_batch.batch), 0.0, 0)
             accumulation.backward(loss, micro_batch.weight)
-            accumulation.count(micro_batch.weight, loss.reshape(()), micro_batch.samples)
+            loss = loss.reshape(())
+            accumulation.count(micro_batch.weight, loss, micro_batch.samples, micro_batch.fresh_samples)
             charge()
         restore_random_states(now, self._device)
 
@@ -119,7 +124,7 @@ class KeptRound:
         """
         # A view would be saved with its whole storage: one batch with the whole dataset.
         batches = [
-            (tree_map_only(Tensor, _compact, m.batch), m.weight, m.samples, m.random)
+            (tree_map_only(Tensor, _compact, m.batch), m.weight, m.samples, m.fresh_samples, m.random)
             for m in self.micro_batches
         ]
         try:
@@ -139,8 +144,10 @@ class KeptRound:
 
         batches, kept._buffers = unpack(content, "another rank's micro-batches", place)
         kept.micro_batches = [
-            MicroBatch(batch=batch, weight=weight, samples=samples, random=random)
-            for batch, weight, samples, random in batches
+            MicroBatch(
+                batch=batch, weight=weight, samples=samples, fresh_samples=fresh_samples, random=random
+            )
+            for batch, weight, samples, fresh_samples, random in batches
         ]
         return kept
 
@@ -177,13 +184,13 @@ class GuardedRounds(Listener):
         if self._watches:
             self.kept.begin(loss_function, batch)
 
-    def micro_batch_counted(self, weight: float, samples: int) -> None:
+    def micro_batch_counted(self, weight: float, samples: int, fresh_samples: int) -> None:
         """Count the micro-batch, whether it was kept or not.
 
         Raises:
             UsageError: It was not kept, and a guard needs it.
         """
-        self.kept.end(weight, samples)
+        self.kept.end(weight, samples, fresh_samples)
         if self._needing and not self.kept.is_whole:
             raise UsageError(
                 f"guard {', '.join(self._needing)} runs micro-batches again, and this one came by way of backward or "

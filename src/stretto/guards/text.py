@@ -4,14 +4,18 @@ from collections.abc import Sequence
 from typing import Literal
 
 from stretto.errors import ConfigError
-from stretto.fields import read_record, split_settings, unknown_name
+from stretto.fields import field_types, read_record, split_settings, unknown_name
 from stretto.guards import GUARDS, Guard
 
 STANDARD: Literal["standard"] = "standard"
 
 
-def parse_guards(texts: Sequence[str]) -> tuple[Guard, ...] | Literal["standard"]:
+def parse_guards(texts: Sequence[str], seed: int = 0) -> tuple[Guard, ...] | Literal["standard"]:
     """Read guards, whose settings are the fields of their classes, or the one word that stands for all that fit.
+
+    Args:
+        texts: One guard each.
+        seed: Of the draws of guards that name none.
 
     Raises:
         UnknownName: No such guard, or the guard has no such setting.
@@ -24,10 +28,16 @@ def parse_guards(texts: Sequence[str]) -> tuple[Guard, ...] | Literal["standard"
         if name == STANDARD and settings:
             raise ConfigError(f"guards {text}: expected 'standard' without settings; name a guard to set it")
     if STANDARD not in texts:
-        return tuple(read_record("guard", text, GUARDS) for text in texts)
+        return tuple(read_record("guard", _seeded(text, seed), GUARDS) for text in texts)
     if len(texts) > 1:
         raise ConfigError(
             f"guards {','.join(texts)}: expected 'standard' alone, which takes all that fit the strategy but audit; or "
             "name each guard"
         )
     return STANDARD
+
+
+def _seeded(text: str, seed: int) -> str:
+    name, settings = split_settings(text)
+    draws = "seed" in field_types(GUARDS[name])
+    return f"{text}:seed={seed}" if draws and "seed" not in settings else text

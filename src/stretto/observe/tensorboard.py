@@ -44,6 +44,13 @@ class TensorBoard(Observer):
             curves["data/fresh_share"] = update.fresh / (update.fresh + update.echoed)
         if math.isfinite(update.first_use_loss):
             curves["train/first_use_loss"] = update.first_use_loss
+        for name, found in (
+            ("noise", update.noise),
+            ("divergence", update.divergence),
+            ("interval", update.interval),
+        ):
+            if found is not None:
+                curves[f"averages/{name}"] = found
         for name, value in curves.items():
             self._writer.add_scalar(name, value, update.step)
 

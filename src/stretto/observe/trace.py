@@ -191,7 +191,7 @@ class _MicroBatches(Listener):
     def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
         self._began = self._now()
 
-    def micro_batch_counted(self, weight: float, samples: int) -> None:
+    def micro_batch_counted(self, weight: float, samples: int, fresh_samples: int) -> None:
         if self._began is not None:
             self._trace.note("compute", "micro-batch", self._began)
             self._began = None

@@ -42,7 +42,8 @@ class ReducedGradient:
         """Squared 2-norm of the whole sum; None until measured."""
         self.used = used
         """One byte per parameter slot: did any rank's micro-batch use it?"""
-        self._parts: tuple[ReducedGradient, ReducedGradient] | None = None
+        self.parts: tuple[ReducedGradient, ...] = ()
+        """The two that it is the sum of, until `merge`; none otherwise."""
         self._spent = False
         self._scale: float | None = None
 
@@ -51,7 +52,7 @@ class ReducedGradient:
         used = (int.from_bytes(self.used) | int.from_bytes(other.used)).to_bytes(len(self.used))
         total = ReducedGradient(other.sums, self.weight + other.weight, 0.0, used)
         total.norm_squared = None
-        total._parts = (self, other)
+        total.parts = (self, other)
         return total
 
     def merge(self) -> None:
@@ -64,19 +65,19 @@ class ReducedGradient:
             raise ConfigError(
                 "a strategy used a gradient again that it had added to another: pass on the sum itself"
             )
-        if self._parts is None:
+        if not self.parts:
             return
-        for part in self._parts:
+        for part in self.parts:
             part.merge()
             if part._scale is not None:
                 raise ConfigError(
                     "a strategy added a gradient that it had stepped with: add first, then step"
                 )
             part._spent = True
-        addend, into = self._parts
+        addend, into = self.parts
         for total, piece in zip(into.sums, addend.sums, strict=True):
             total.add_(piece)
-        self._parts = None
+        self.parts = ()
 
     def become_mean(self, clip: float) -> None:
         """Divide the sums by the weight and multiply by `clip`, in place, once."""
@@ -100,15 +101,20 @@ class ReducedGradient:
 
         In float64, where squares of all float32 values are neither too large nor too small.
         """
-        return sum(map(_norm_squared, self.sums))
+        squares = torch.stack(list(map(self._norm_squared, self.sums)))
+        return float(sum(squares.tolist()))  # one wait for the device, and not one per bucket
 
-
-def _norm_squared(total: Tensor) -> float:
-    if total.device.type != "cpu":
-        return float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
-    # A block in float64 stays in the processor's cache; the norm of the whole takes twice the time.
-    blocks = (block.to(torch.float64) for block in total.split(_BLOCK))
-    return float(sum(torch.dot(block, block) for block in blocks))
+    def _norm_squared(self, total: Tensor) -> Tensor:
+        device = self.sums[0].device
+        if total.device.type != "cpu":
+            norm: Tensor = torch.linalg.vector_norm(total, dtype=torch.float64)
+            return norm.square().to(device)
+        # A block in float64 stays in the processor's cache; the norm of the whole takes twice the time.
+        square = torch.zeros((), dtype=torch.float64)
+        for block in total.split(_BLOCK):
+            wide = block.to(torch.float64)
+            square += torch.dot(wide, wide)
+        return square.to(device)
 
 
 def _scaled(mean: Tensor, clip: float) -> Tensor:

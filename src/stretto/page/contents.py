@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.page.records import mapping, number
+from stretto.page.records import items, mapping, number
 from stretto.page.times import UpdateTime
 
 Column = NDArray[np.float64]
@@ -37,7 +37,8 @@ class Run:
     columns: dict[str, Column]
     """Numbers of every update by the name of their field, NaN where one is missing; empty for an arm."""
     axes: dict[str, Column]
-    """Where every update lies, by axis: updates, samples of all ranks, training seconds, bytes that rank 0 sent."""
+    """Where every update lies, by axis: updates, samples of all ranks, those at their first use, training seconds,
+    bytes that rank 0 sent."""
     evaluations: Column
     """`(count, 2)`: step and held-out loss."""
     evaluation_axes: dict[str, Column]
@@ -88,6 +89,19 @@ def read_evaluations(records: Iterable[dict[str, Any]]) -> Column:
         [number(one.get(name)) for name in ("step", "heldout_loss", "training_seconds")] for one in records
     ]
     return np.array(rows, dtype=float).reshape(-1, 3)
+
+
+def describe_noise(noise: dict[str, Any]) -> str:
+    """Return what a configuration says of the noise on purpose, in words."""
+    ranks, burst = noise.get("rank"), items(noise.get("every"))
+    parts = [
+        f"variance {noise.get('variance')} of the mean gradient",
+        f"{burst[1]} at every update number {burst[0]}" if len(burst) == 2 else "",
+        f"mean {noise.get('mean')}" if noise.get("mean") else "",
+        f"variance {noise.get('averages')} of averaged weights" if noise.get("averages") else "",
+        "on all ranks" if ranks == "all" else f"on rank {', '.join(map(str, items(ranks) or [ranks]))}",
+    ]
+    return "; ".join(part for part in parts if part)
 
 
 def describe_machine(machine: dict[str, Any]) -> dict[str, str]:

@@ -36,6 +36,7 @@ def curves(run: Run) -> dict[str, Any]:
         drawn["events"] = _events(run)
         drawn["parts"] = _parts(run)
         drawn["input"] = _input(run)
+        drawn["averages"] = _averages(run)
     return drawn
 
 
@@ -95,6 +96,16 @@ def _input(run: Run) -> dict[str, Any] | None:
         return None
     kept = np.unique(np.linspace(0, len(fresh) - 1, POINTS // 2).astype(int))
     return {**_axes(run.axes, kept), "fresh": plain(fresh[kept]), "echoed": plain(echoed[kept])}
+
+
+def _averages(run: Run) -> dict[str, Any] | None:
+    """Return what averages found of noise, and the intervals chosen there; None where none looked for it."""
+    found = np.flatnonzero(np.isfinite(run.columns["noise"]))
+    if not len(found):
+        return None
+    kept = found[np.unique(np.linspace(0, len(found) - 1, POINTS // 2).astype(int))]
+    chosen = {name: plain(run.columns[name][kept]) for name in ("interval", "noise", "divergence")}
+    return {**_axes(run.axes, kept), **chosen}
 
 
 def timeline(name: str, stretches: Sequence[Stretch]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ const EVENTS = {
   skipped: ["skipped rounds", "square-open", 10],
 };
 const AXIS_TITLES = {
-  updates: "committed updates", samples: "samples of all ranks", seconds: "training seconds", bytes: "bytes sent by rank 0",
+  updates: "committed updates", samples: "samples of all ranks, every use counted",
+  loads: "samples that all ranks loaded", seconds: "training seconds", bytes: "bytes sent by rank 0",
 };
 const CONFIG = { displaylogo: false, displayModeBar: false, responsive: true, plotlyServerURL: "" };
 const canHover = matchMedia("(hover: hover)").matches;
@@ -114,6 +115,18 @@ function drawInput() {
       hovertemplate: "%{y:,.0f} batches<extra>%{fullData.name}</extra>",
     }));
     draw(`input-${index}`, traces, { height: 240, xaxis: { title: title(AXIS_TITLES[axis]) }, yaxis: { title: title("batches of rank 0"), rangemode: "tozero" } });
+  });
+}
+
+function drawAverages() {
+  const axis = chosenAxis();
+  data.runs.forEach((run, index) => {
+    if (!run.averages) return;
+    const traces = [["interval", "interval, updates", "#4477aa"], ["noise", "σ of the noise", "#ee6677"], ["divergence", "divergence", "#228833"]].map(([part, name, fill]) => ({
+      x: run.averages[axis], y: run.averages[part], name, mode: "lines+markers", line: { color: fill }, marker: { size: 5 },
+      hovertemplate: "%{y:.4g}<extra>%{fullData.name}</extra>",
+    }));
+    draw(`averages-${index}`, traces, { height: 260, xaxis: { title: title(AXIS_TITLES[axis]) }, yaxis: { type: "log" } });
   });
 }
 
@@ -247,6 +260,7 @@ function drawAll() {
   if (element("time")) drawTime();
   drawParts();
   drawInput();
+  drawAverages();
   drawMemory();
   if (timelines.length) timelines.forEach((one) => one.show(one.from, one.to));
   else timelines = data.timelines.map((run, index) => new Timeline(run, index));

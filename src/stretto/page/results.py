@@ -10,6 +10,7 @@ from stretto.page.contents import (
     Run,
     Table,
     describe_machine,
+    describe_noise,
     describe_task,
     formatted,
     read_evaluations,
@@ -32,6 +33,11 @@ def read_comparison(path: Path, name: str) -> Contents:
         "arms": ", ".join(map(str, items(comparison.get("strategies")))) or "unknown",
         "ranks": str(environment.get("workers", "unknown")),
         "link": str(environment.get("link", "unknown")),
+        **(
+            {"noise on purpose": describe_noise(mapping(comparison["noise"]))}
+            if comparison.get("noise")
+            else {}
+        ),
         **describe_machine(environment),
     }
     if not runs:
@@ -74,6 +80,7 @@ def _arm(record: dict[str, Any], folder: str) -> Run:
     axes = {
         "updates": steps,
         "samples": steps * number(record.get("samples")) / (updates or np.nan),
+        "loads": steps * number(record.get("fresh_samples")) / (updates or np.nan),
         "seconds": evaluations[:, 2],
         "bytes": steps * number(record.get("sent_bytes")) / (updates or np.nan),
     }

@@ -12,6 +12,7 @@ from stretto.page.contents import (
     Event,
     Run,
     describe_machine,
+    describe_noise,
     describe_task,
     formatted,
     read_evaluations,
@@ -20,8 +21,8 @@ from stretto.page.records import items, mapping, number, read_json, read_records
 from stretto.page.times import of_updates
 
 _NUMBERS = (
-    "step", "samples", "loss", "training_seconds", "exposed_seconds", "lane_seconds", "wait_seconds", "sent_bytes",
-    "fresh", "echoed", "skipped_rounds",
+    "step", "samples", "fresh_samples", "loss", "training_seconds", "exposed_seconds", "lane_seconds", "wait_seconds",
+    "sent_bytes", "fresh", "echoed", "skipped_rounds", "interval", "noise", "divergence",
 )  # fmt: skip
 
 
@@ -35,6 +36,7 @@ def read_run(path: Path, name: str) -> Contents:
     axes = {
         "updates": columns["step"],
         "samples": np.nancumsum(columns["samples"]),
+        "loads": np.cumsum(columns["fresh_samples"]),
         "seconds": columns["training_seconds"],
         "bytes": np.nancumsum(columns["sent_bytes"]),
     }
@@ -127,6 +129,7 @@ def _about(config: dict[str, Any], strategy: str, path: Path) -> dict[str, str]:
     faults = [
         f"{one.get('site')} on rank {one.get('rank')}" for one in map(mapping, items(config.get("faults")))
     ]
+    slow = [f"rank {rank} by {factor}" for rank, factor in mapping(config.get("slow")).items()]
     return {
         **({"command": " ".join(words)} if command else {}),
         "model and data": describe_task(config.get("task")),
@@ -137,7 +140,9 @@ def _about(config: dict[str, Any], strategy: str, path: Path) -> dict[str, str]:
         "micro-batches": _per_update(config),
         "echo": str(config.get("echo", "unknown")),
         "guards": ", ".join(map(str, items(config.get("guards")))) or "none",
+        **({"slow on purpose": ", ".join(slow)} if slow else {}),
         **({"damage on purpose": "; ".join(faults)} if faults else {}),
+        **({"noise on purpose": describe_noise(mapping(config["noise"]))} if config.get("noise") else {}),
         "seed": str(config.get("seed", "unknown")),
         **describe_machine(machine),
     }

@@ -51,6 +51,7 @@ def sections(folders: Sequence[Contents], runs: Sequence[Run], traced: Sequence[
             f"<p class=note>{names}: not traced. Train with <code>--trace</code>, and there is a timeline of both "
             "lanes of every rank, with the times and the memory of each rank.</p>",
         )
+    yield from _averages(runs)
     yield from _input(runs)
     for folder, _, times in traced:
         yield _ranks(folder, times)
@@ -102,7 +103,8 @@ def _about(folder: Contents, title: str) -> str:
 def _loss(num_hidden: int, against: str) -> str:
     axes = {
         "updates": "committed updates",
-        "samples": "samples",
+        "samples": "samples, echoes counted",
+        "loads": "samples loaded",
         "seconds": "seconds of training",
         "bytes": "bytes sent",
     }
@@ -188,6 +190,21 @@ def _timeline(index: int, folder: Contents, shown: Sequence[Stretch]) -> str:
         f'<ul class=legend id="{name}-legend"></ul>',
         chart,
     )
+
+
+def _averages(runs: Sequence[Run]) -> Iterator[str]:
+    parts = [
+        f"<h3>{text(run.name)}</h3>\n"
+        + _chart(f"averages-{index}", "noise, divergence and interval along the run", small=True)
+        for index, run in enumerate(runs)
+        if run.columns and np.isfinite(run.columns["noise"]).any()
+    ]
+    if parts:
+        note = (
+            "What averages found: the standard deviation of the noise per coordinate of the mean gradient, how far "
+            "replicas were from their mean, and the interval that was chosen (docs/paft.md). A zero has no place here."
+        )
+        yield _section("Noise and averages", f"<p class=note>{note}</p>", *parts)
 
 
 def _input(runs: Sequence[Run]) -> Iterator[str]:

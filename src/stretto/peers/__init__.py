@@ -7,6 +7,7 @@ from torch import nn
 
 from stretto.errors import ConfigError
 from stretto.fields import field_types, is_count, unknown_name
+from stretto.noise import Noise
 from stretto.peers.libraries import AccelerateLocalSGD, HivemindAverages, TorchftDiLoCo
 from stretto.peers.peer import Peer
 from stretto.peers.stock import (
@@ -44,6 +45,7 @@ def make_peer(
     *,
     clip_norm: float | None = None,
     scheduler: Any = None,
+    noise: Noise | None = None,
     **options: Any,
 ) -> Peer:
     """Set up a stock method over all ranks of the job; all ranks must call.
@@ -55,6 +57,7 @@ def make_peer(
         micro_batches: Per rank and update.
         clip_norm: Limit of the gradients' global norm; None does not clip.
         scheduler: Turned at every update; None leaves it to the caller.
+        noise: Added to what each rank holds of the mean gradient; that of averages is left out.
         options: Of the method's `options_type`.
 
     Raises:
@@ -78,6 +81,7 @@ def make_peer(
         micro_batches,
         clip_norm=clip_norm,
         scheduler=scheduler,
+        noise=noise,
         options=kind.options_type(**options),
     )
 

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.echo.statistics import InputStatistics
+from stretto.engine.noisy import add_noise, generator_of
 from stretto.engine.round import Weighed, weighed
 from stretto.errors import ConfigError
 from stretto.groups import SoloGroup, ThrottledGroup, private_group, release
+from stretto.noise import Noise
 from stretto.optimizer import learning_rate
 from stretto.records import Incident, Update
 
@@ -56,6 +58,7 @@ class Peer:
         *,
         clip_norm: float | None = None,
         scheduler: Any = None,
+        noise: Noise | None = None,
         options: Any = None,
     ) -> None:
         """Wrap `model`; `options` is an `options_type`, all else and the errors are those of `make_peer`."""
@@ -68,6 +71,7 @@ class Peer:
         self.micro_batches = micro_batches
         self.clip_norm = clip_norm
         self.scheduler = scheduler
+        self.noise = noise
         self._on_update: Callable[[Update], None] | None = None
         self.group = private_group()
         self.steps = 0
@@ -129,6 +133,11 @@ class Peer:
         return self.group.size()
 
     @property
+    def begins_update(self) -> bool:
+        """Whether the next micro-batch is the first of an update."""
+        return self._tally.micro_batches == 0
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes this rank has sent since the start; 0 where the group does not count (only throttled ones do)."""
         counting = [group for group in self.measured if isinstance(group, ThrottledGroup)]
@@ -147,8 +156,7 @@ class Peer:
         method needs a backward pass on every rank.
         """
         self._until, self._on_update = until, on_update
-        self._input.begin(loader)
-        batches, nothing = iter(loader), object()
+        batches, nothing = self._input.begin(loader, PeerUpdates(self)), object()
         batch: Any = nothing
         while not self._ended and (updates is None or self.steps < updates):
             following, use = (nothing, 0) if self._tally.exhausted else self._input.take(batches, nothing)
@@ -166,8 +174,7 @@ class Peer:
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int = 1) -> Update | None:
         """Run one micro-batch's backward pass; return the update that it completed, or None."""
         counted = 0.0 if self._tally.exhausted else weight
-        self._tally.add(loss, counted, samples)
-        self._input.note_loss(loss, counted)
+        self._tally.add(loss, counted, samples, self._input.note(loss, counted, samples))
         is_last = self._tally.micro_batches == self.micro_batches
         totals = self.agree(self._tally) if is_last else None
         (loss * (counted / self.micro_batches)).backward()
@@ -190,6 +197,10 @@ class Peer:
     def stop(self) -> None:
         """Ask all ranks to end `feed` after the update under way."""
         self._tally.stop = True
+
+    def end(self) -> None:
+        """End `feed` behind the last update; all ranks must call, in `on_update`."""
+        self._ended = True
 
     def finish(self) -> list[Update]:
         """End the job; all ranks must call. Micro-batches of an incomplete update are dropped.
@@ -238,10 +249,22 @@ class Peer:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
+        if self.noise is not None:
+            self._hit(self.noise, [parameter.grad for parameter in parameters if parameter.grad is not None])
         if self.clip_norm is None:
             return math.nan
         norm: Any = nn.utils.clip_grad_norm_(parameters, self.clip_norm)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # FSDP2 gives a DTensor
+
+    def _hit(self, noise: Noise, gradients: list[Any]) -> None:
+        """Add the noise of this update to what this rank holds of the mean gradient."""
+        variance = noise.variance_at(self.steps + 1)
+        if not noise.hits(self.rank) or not (variance or noise.mean):
+            return
+        generator = generator_of(noise, "gradient", self.rank, self.steps, gradients[0].device)
+        for gradient in gradients:
+            own = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # FSDP2 gives a DTensor
+            add_noise(own, noise.mean, variance, generator)
 
     def _record(self, totals: "Totals", norm: float, learning_rates: tuple[float, ...]) -> Update:
         now, sent = time.monotonic(), self.sent_bytes
@@ -249,6 +272,7 @@ class Peer:
             step=self.steps,
             round_index=self.rounds - 1,
             samples=totals.samples,
+            fresh_samples=totals.fresh_samples,
             weight=totals.weight,
             loss=totals.loss,
             gradient_norm=norm,
@@ -266,6 +290,28 @@ class Peer:
         return update
 
 
+class PeerUpdates:
+    """Tells an `EchoLoader` which update its next batch goes to; nobody watches the parameters of a stock method.
+
+    Args:
+        peer: On this rank.
+    """
+
+    is_fixed = True
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.micro_batches = peer.micro_batches
+
+    def begins(self, slot: int) -> bool:
+        """Return whether the next batch is the first of an update."""
+        return self._peer.begins_update
+
+    def parameters(self) -> int | None:
+        """Return None."""
+        return None
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Tally:
     """What one rank has counted since the last update."""
@@ -280,12 +326,14 @@ class Tally:
     """Sum of weight times loss."""
     samples: int = 0
     """Samples in the micro-batches that had a weight."""
+    fresh_samples: int = 0
+    """Those at their first use."""
     stop: bool = False
     """Whether this rank wants to end."""
     exhausted: bool = False
     """Whether this rank's data have ended."""
 
-    def add(self, loss: Tensor, weight: float, samples: int) -> None:
+    def add(self, loss: Tensor, weight: float, samples: int, fresh_samples: int) -> None:
         """Count one micro-batch."""
         self.micro_batches += 1
         if weight > 0:
@@ -293,11 +341,12 @@ class Tally:
             self.weight += weight
             self.loss_sum += weight * float(loss.detach())
             self.samples += samples
+            self.fresh_samples += fresh_samples
 
     def as_tensor(self) -> Tensor:
         """Return what the other ranks need to know, in float64, which holds all counts exactly."""
-        told = (self.counted, self.weight, self.loss_sum, self.samples, self.stop, self.exhausted)
-        return torch.tensor(told, dtype=torch.float64)
+        counts = (self.counted, self.weight, self.loss_sum, self.samples, self.fresh_samples)
+        return torch.tensor((*counts, self.stop, self.exhausted), dtype=torch.float64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,6 +361,8 @@ class Totals:
     """Weighted mean; nan without any weight."""
     samples: int
     """Samples in those micro-batches."""
+    fresh_samples: int
+    """Those at their first use."""
     stop: bool
     """Whether any rank wants to end."""
     exhausted: tuple[bool, ...]
@@ -320,13 +371,14 @@ class Totals:
     @classmethod
     def of(cls, tallies: Tensor) -> "Totals":
         """Return the sums over the rows of `Tally.as_tensor`, one row per rank."""
-        counted, weights, loss_sums, samples, stops, exhausted = tallies.t().tolist()
+        counted, weights, loss_sums, samples, fresh_samples, stops, exhausted = tallies.t().tolist()
         weight = math.fsum(weights)
         return cls(
             micro_batches=tuple(map(int, counted)),
             weight=weight,
             loss=math.fsum(loss_sums) / weight if weight > 0 else math.nan,
             samples=int(sum(samples)),
+            fresh_samples=int(sum(fresh_samples)),
             stop=any(stops),
             exhausted=tuple(map(bool, exhausted)),
         )

@@ -9,7 +9,7 @@ from stretto.recipes.images import ImageClassification
 from stretto.recipes.language import Language
 from stretto.recipes.own import absolute, digest, names_own, own_recipe
 from stretto.recipes.stdlib_gpt import StdlibGPT
-from stretto.recipes.task import Loss, OverFiles, ResumableLoader, Task, TaskConfig
+from stretto.recipes.task import Loss, OverFiles, OverTokens, ResumableLoader, Task, TaskConfig
 
 RECIPES: dict[str, Callable[[], TaskConfig]] = {
     "stdlib-gpt": StdlibGPT,
@@ -45,6 +45,7 @@ __all__ = [
     "Loss",
     "MicroBatches",
     "OverFiles",
+    "OverTokens",
     "ResumableLoader",
     "StdlibGPT",
     "Task",

@@ -160,6 +160,11 @@ class Language:
                 "adapters are factors of them; expected adamw or adafactor"
             )
 
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens of a block or padded document."""
+        return max(2, round(self.length * self.scale))
+
     def check(self) -> None:
         """Raise where files are missing or wrong, before there are workers; see `OverFiles`."""
         check_model(self.model)
@@ -180,7 +185,7 @@ class Language:
         train, heldout = self._sides()
         reading = self._reading(train)
         tokens = self._tokens(train, reading, rank)
-        length = max(2, round(self.length * self.scale))
+        length = self.tokens_per_sample
         model = language_model(
             self.model,
             vocabulary=tokens.vocabulary,

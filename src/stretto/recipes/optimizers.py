@@ -24,7 +24,7 @@ def _flags(kernel: Kernel) -> dict[str, bool]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW:
-    """AdamW with weight decay on matrices alone."""
+    """AdamW, with weight decay on matrices or on all parameters."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the averages of gradient and square. 0.95 forgets early gradients sooner than the usual 0.999,
@@ -34,8 +34,10 @@ class AdamW:
     """Added to the root of the averaged square."""
 
     weight_decay: float = 0.1
-    """Decoupled decay per update, times the learning rate, of matrices and larger tensors. Vectors (biases,
-    normalisation) do not decay."""
+    """Decoupled decay per update, times the learning rate."""
+
+    decays: Literal["matrices", "all"] = "matrices"
+    """What decays: matrices and larger tensors, as is usual, or vectors (biases, normalisation) too."""
 
     kernel: Kernel = "fused"
     """`fused` is the fastest. `foreach` and `loop` equal each other to the bit, however the parameters are cut."""
@@ -54,7 +56,10 @@ class AdamW:
         """Return the optimizer over these parameters."""
         groups = [
             {"params": [one for one in trainable if one.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [one for one in trainable if one.ndim < 2], "weight_decay": 0.0},
+            {
+                "params": [one for one in trainable if one.ndim < 2],
+                "weight_decay": self.weight_decay if self.decays == "all" else 0.0,
+            },
         ]
         # A checkpoint has a group's settings under its parameters' names: one without any would come back with others.
         groups = [group for group in groups if group["params"]]

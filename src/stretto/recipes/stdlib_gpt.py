@@ -91,6 +91,11 @@ class StdlibGPT:
         check_fields(self)
         check_at_least(self, layers=1, width=1, heads=1, context=1, batch=1, lr=0, evaluation_windows=1)
 
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens that a window predicts."""
+        return self.context
+
     def shape(self) -> Shape:
         """Return the dimensions of `size`, replaced by those that are set."""
         preset = SHAPES[self.size]

@@ -11,6 +11,7 @@ The contract of an update strategy: a coroutine over effects, and its options.
 """
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import Any, ClassVar, Literal, Protocol
@@ -60,6 +61,21 @@ class Preview:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PreviewOwn:
+    """Show, from this round's landing on, what one more step would give with what this rank knows of its gradient.
+
+    That is the rank's own gradient, accumulated meanwhile, whose reduction begins only then. Every rank shows another
+    estimate; nothing is sent, and the compute lane waits. Only after `AllReduce`, with `overlaps`, before the `Step`.
+    """
+
+    gradient: Gradient
+    """Of this round."""
+    mixed: bool = False
+    """Step with this round's gradient in which the rank's part is replaced by its new one; otherwise with the new one
+    alone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Gather:
     """Send every rank's published shard to all ranks; shown at the next landing."""
 
@@ -100,29 +116,40 @@ class Average:
     state: bool = False
     """Average the optimizer's element-wise state too."""
     probe: int = 0
-    """Coordinates at which replicas are compared with their mean, after `AllReduce`; 0 compares nothing."""
+    """Coordinates at which ranks are compared, after `AllReduce`; the same number at all averages of a strategy. 0
+    compares nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
     """How far replicas had come apart until an average; the same on all ranks. Replicas left out are left out here."""
 
+    are_equal: bool
+    """Whether all replicas were the same, to the bit."""
     distances: tuple[float, ...]
-    """2-norm of what the average has changed at the probe's coordinates, by replica."""
+    """2-norm of what the average has changed, by replica: at the probe's coordinates, times √(d / p)."""
     gradient_norms: tuple[float, ...]
-    """2-norm of the mean gradient that the replica was last stepped with, as its rank holds it."""
-    probe: int
-    """Coordinates compared."""
-    numel: int
-    """Coordinates in all."""
-    gain: float
-    """Variance of a parameter since the last average, for noise of variance 1 in every gradient: Σ η² for plain SGD,
-    more with momentum (`stretto.averaging.drifting`); a mean over coordinates."""
+    """2-norm of the mean gradient of the replica's rank alone, in the last update; 0 where replicas are equal."""
+    signal: float
+    """Squared 2-norm of the mean gradient of all ranks without its noise, over the last updates
+    (`stretto.averaging.probe`); an estimate, which may be below zero."""
+    variance: float
+    """Of the noise, per coordinate of the mean gradient, over the same updates."""
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the noise, per coordinate of the mean gradient."""
+        return math.sqrt(self.variance)
+
+    @property
+    def mean_distance(self) -> float:
+        """2-norm of what the average has changed, in the mean of replicas."""
+        return sum(self.distances) / len(self.distances)
 
     @classmethod
     def none(cls) -> "Divergence":
         """Return that of a lone replica: for whoever reads a script without performing it."""
-        return cls(distances=(0.0,), gradient_norms=(0.0,), probe=1, numel=1, gain=0.0)
+        return cls(are_equal=True, distances=(0.0,), gradient_norms=(0.0,), signal=0.0, variance=0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,7 +175,9 @@ class Launch:
     learning_rate: float
     """Of the outer step."""
     momentum: float
-    """Of the outer step, Nesterov's."""
+    """Of the outer step."""
+    nesterov: bool = True
+    """Whether the step looks ahead along its new velocity."""
     keeps_progress: bool = False
     """Whether its `Land` adds what this rank has changed since."""
     is_due: bool = True
@@ -181,6 +210,7 @@ Effect = (
     | Local
     | Step
     | Preview
+    | PreviewOwn
     | Gather
     | Look
     | Average

@@ -66,28 +66,30 @@ class PAFTSync(Strategy):
 class PAFTDyn(Strategy):
     """As `PAFTSync`, with an interval that every average chooses anew: signal over noise.
 
-    Before an average, θ_r is the replica of rank r, d_r = ‖θ̄ - θ_r‖ on a probe of p out of d coordinates, ‖g_r‖ the
-    norm of its last gradient, and G = Σ η² over the steps since the last average, or what momentum makes of it.
+        corrected    H  = √max(0, signal) / σ       both of gradients, `stretto.averaging.probe`
+        paper        H  = mean_r ‖g_r‖ / d_r        g_r is the last gradient of rank r alone, d_r = ‖θ̄ - θ_r‖
 
-        corrected    σ² = mean_r d_r² · M / ((M - 1) · p · G)             per coordinate of the mean gradient
-                     H  = √max(0, mean_r ‖g_r‖² - d·σ²) / σ
-        paper        H  = mean_r ‖g_r‖ / d_r
-
-    H is rounded and clamped to [minimum, maximum], and the same on all ranks.
+    signal is the squared norm of the mean gradient without its noise, and σ² the variance of the noise per coordinate.
+    d_r is measured at the probe's coordinates, p of d, and multiplied by √(d / p). H is rounded and clamped to
+    [minimum, maximum], and the same on all ranks.
 
     Note [The two estimates]
-        Independent noise of variance σ² leaves E‖θ̄ - θ_r‖² = (M - 1)/M · p · σ² · G on the probe under SGD, so
-        the corrected estimate does not depend on the interval that was chosen before; the paper's does. It also
-        takes the noise out of the gradient's norm, which otherwise never lets H fall below √d. Adam spreads
-        noise in another way, and there σ is no more than a number that grows with it.
+        Noise of variance σ² per coordinate leaves E d_r² = (M - 1)/M · d · σ² · Σ η² under SGD: the paper's d_r grows
+        with the interval that was chosen before, with the learning rate, and with √d. The corrected estimate does not
+        depend on any of them, nor on the optimizer.
 
-    Staleness, memory: those of `paft-sync`. Traffic: by the interval that is chosen.
+        The paper takes ‖g_r‖ of what a worker has computed (line 3), before noise enters (line 4), and writes both
+        norms over the same coordinates p_max. Where noise is only seen elsewhere, because replicas differ while the
+        probe finds no noise, the interval is `first`: they are not the same, and nothing says how far they part.
+
+    Staleness, memory: those of `paft-sync`, and 8 bytes for each coordinate of the probe. Traffic: by the interval that
+    is chosen; an average of replicas that differ sends 4 bytes more for each coordinate of the probe to every rank.
     Equals synchronous when: no fault parts the replicas.
     Source: the same paper, Algorithm 2, which always overlaps.
     """
 
     first: int = 10
-    """Updates up to the first average."""
+    """Updates up to the first average, and up to the next one where replicas differ while the probe finds no noise."""
     minimum: int = 1
     """Shortest interval."""
     maximum: int = 100
@@ -135,28 +137,18 @@ class PAFTDyn(Strategy):
 
     def interval_after(self, divergence: Divergence) -> int:
         """Return how many updates the next average is away; replicas that are the same may wait longest."""
-        wanted = self._by_paper(divergence) if self.estimate == "paper" else self._by_lemma(divergence)
+        if divergence.are_equal:
+            return self.maximum
+        wanted = self._by_paper(divergence) if self.estimate == "paper" else self._by_gradients(divergence)
         return self.maximum if wanted >= self.maximum else max(self.minimum, round(wanted))
 
     def _by_paper(self, divergence: Divergence) -> float:
         pairs = list(zip(divergence.gradient_norms, divergence.distances, strict=True))
         if not all(distance > 0 for _, distance in pairs):
-            return math.inf
+            return self.first
         return sum(norm / distance for norm, distance in pairs) / len(pairs)
 
-    def _by_lemma(self, divergence: Divergence) -> float:
-        variance = noise_variance(divergence)
-        if variance == 0:
-            return math.inf
-        norms = divergence.gradient_norms
-        signal = sum(norm**2 for norm in norms) / len(norms) - divergence.numel * variance
-        return math.sqrt(max(0.0, signal) / variance)
-
-
-def noise_variance(divergence: Divergence) -> float:
-    """Return the variance, per coordinate of the mean gradient, of noise that SGD turns into this divergence."""
-    replicas = len(divergence.distances)
-    if replicas < 2 or divergence.gain == 0:
-        return 0.0
-    spread = sum(distance**2 for distance in divergence.distances) / replicas
-    return spread * replicas / ((replicas - 1) * divergence.probe * divergence.gain)
+    def _by_gradients(self, divergence: Divergence) -> float:
+        if not divergence.variance > 0:
+            return self.first
+        return math.sqrt(max(0.0, divergence.signal) / divergence.variance)

@@ -10,7 +10,7 @@ committed updates behind which it begins:
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +26,9 @@ from stretto.fields import (
     split_settings,
     unknown_name,
 )
+from stretto.noise import Noise, parse_noise
 from stretto.peers import PEERS
+from stretto.schedules import Ramp, Schedule, parse_schedule
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import ledger_of
 from stretto.switching import Phase, Switching, check_starts
@@ -36,6 +38,7 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
         **dict.fromkeys(("wire", "changes", "estimates"), Wire),
         **dict.fromkeys(("micro_batches", "ranks_per_node", "bucket_bytes"), int),
         **{"exchange": field_types(Options)["exchange"], "clock": Clock, "clip_norm": float, "lr": float},
+        "noise": field_types(Options)["noise"],
     }
 )
 """Settings of a run that an arm may have for itself, and their types."""
@@ -43,6 +46,8 @@ _OF_PHASES = ("wire", "changes", "estimates", "clock")
 """Those that a strategy may have for itself that takes turns with others."""
 AUTO = "auto"
 """In the place of a strategy of `train`: the one that `stretto plan` would say."""
+AS_ECHO = "echo"
+"""In the place of a rate of averages: that at which the run's echo loads fresh batches."""
 _OF_PEERS = ("micro_batches", "clip_norm", "lr")
 """Those that a stock method may have for itself."""
 
@@ -88,7 +93,18 @@ def parse_wire(text: str) -> str:
     return wire_by_name(text).name
 
 
-_READERS: Readers = MappingProxyType({Clock: parse_clock, Wire: parse_wire})
+def parse_rate(text: str) -> Schedule | str:
+    """Read a rate of averages: a number, a schedule, or `AS_ECHO`.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    return text if text == AS_ECHO else parse_schedule(text)
+
+
+_READERS: Readers = MappingProxyType(
+    {Clock: parse_clock, Wire: parse_wire, Schedule: parse_rate, Noise: parse_noise}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +146,9 @@ class Arm:
         return {name for arm in parts if arm.is_ours for name in ledger_of(arm.strategy()).published}
 
     def strategy(self) -> Strategy:
-        """Return the strategy with its options; only where `is_ours`, and it stays.
+        """Return the strategy with its options, as it is without a run; only where `is_ours`, and it stays.
+
+        A rate that changes along a run is its mean; that of an echo is 1, which is the most.
 
         Raises:
             ConfigError: Several take turns.
@@ -138,18 +156,29 @@ class Arm:
         if self.phases:
             parts = ", ".join(arm.text for _, arm in self.phases)
             raise ConfigError(f"{self.text}: expected one strategy; look at each of them by itself: {parts}")
-        return STRATEGIES[self.name](**self.options)
+        return STRATEGIES[self.name](**{key: _without_run(value) for key, value in self.options.items()})
 
-    def plan(self) -> Strategy | Switching:
-        """Return the strategy, or the plan of those that take turns; only where `is_ours`."""
+    def plan(self, strategy_of: "Callable[[Arm], Strategy] | None" = None) -> Strategy | Switching:
+        """Return the strategy, or the plan of those that take turns; only where `is_ours`.
+
+        Args:
+            strategy_of: Returns the strategy of an arm in a run; None is `strategy`, without one.
+        """
+        make = strategy_of or Arm.strategy
         if not self.phases:
-            return self.strategy()
-        return Switching({step: arm._phase() for step, arm in self.phases})
+            return make(self)
+        return Switching({step: arm._phase(make) for step, arm in self.phases})
 
-    def _phase(self) -> Phase:
+    def _phase(self, make: "Callable[[Arm], Strategy]") -> Phase:
         settings = dict(self.settings)
         clock = settings.pop("clock", None)
-        return Phase(self.strategy(), micro_batches=clock if self.overlaps else None, **settings)
+        return Phase(make(self), micro_batches=clock if self.overlaps else None, **settings)
+
+
+def _without_run(value: Any) -> Any:
+    if isinstance(value, Ramp) and value.steps is None:
+        return (value.start + value.stop) / 2
+    return 1.0 if value == AS_ECHO else value
 
 
 def parse_arm(text: str) -> Arm:

@@ -17,15 +17,17 @@ from stretto.echo.text import parse_plan
 from stretto.engine import Clock, Options
 from stretto.errors import ConfigError
 from stretto.faults import Fault
-from stretto.fields import check_at_least
+from stretto.fields import check_at_least, is_count
 from stretto.groups import Link
 from stretto.guards.text import parse_guards
-from stretto.recipes import TaskConfig
+from stretto.recipes import OverTokens, TaskConfig
 from stretto.train.arms import AUTO, Arm, parse_arm, parse_arms
 from stretto.train.slow_loader import SlowStore
 
 TaskT = TypeVar("TaskT", bound=TaskConfig)
 
+LENGTHS = ("updates", "samples", "tokens")
+"""Fields that say how long a run is; one at most."""
 DEFAULT_UPDATES = 240
 """Length of a run whose end nobody chose."""
 DEFAULT_PATIENCE = 600.0
@@ -47,6 +49,12 @@ class Training(Options, Generic[TaskT]):
     """Decides initial parameters and all draws; the order of the data among them. Not negative."""
     updates: int | None = None
     """Committed updates after which the run ends; None for no limit."""
+    samples: int | None = None
+    """Samples after which the run ends, instead of updates; those of all ranks at their first use, so that echoes are
+    free. Schedules stretch over them. It ends with the first update at or beyond; where communication is hidden, under
+    a clock or an echo, one later."""
+    tokens: int | None = None
+    """Tokens after which the run ends, instead of updates; as many samples as hold them, padding included."""
     micro_batches: int = 4
     """Micro-batches per rank and update; the batch is this times the ranks times the recipe's own batch."""
     clock: Clock | None = None
@@ -56,9 +64,9 @@ class Training(Options, Generic[TaskT]):
     """Watch values: standard, or replica, rest, audit; several with commas between them, settings after colons, as
     rest,audit:rate=0.01. standard is all that fits the strategy, and `verified`. See docs/guards.md."""
     echo: str = "none"
-    """Use batches again: even, bernoulli, ready or auto; while the next ones are on their way. Settings follow after
-    colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See docs/echo.md, and `stretto diagnose`
-    first."""
+    """Train updates on held batches while the next ones are on their way: even, bernoulli, ready or auto. Settings
+    follow after colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See docs/echo.md, and
+    `stretto diagnose` first."""
     slow_loader: str = "none"
     """Make loading slow: MS[,decode][,jitter=CV] per micro-batch, waiting, or with decode keeping a core busy."""
     evaluate_every: int | None = 100
@@ -67,11 +75,18 @@ class Training(Options, Generic[TaskT]):
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)  # a bare super() does not find its class in a slotted dataclass
-        check_at_least(self, seed=0, updates=1, micro_batches=1, evaluate_every=1)
+        check_at_least(self, seed=0, updates=1, samples=1, tokens=1, micro_batches=1, evaluate_every=1)
+        if len(given := [name for name in LENGTHS if getattr(self, name) is not None]) > 1:
+            raise ConfigError(
+                f"{given[0]}={getattr(self, given[0])} and {given[1]}={getattr(self, given[1])}: expected one length "
+                "of the run; leave out one"
+            )
+        if self.planned_samples is not None:
+            samples_of(self.task)
         parse_guards(self.guards)
         SlowStore.parse(self.slow_loader)
         if self.echo != "none":
-            parse_plan(self.echo, self.planned_steps)
+            parse_plan(self.echo, self.planned_updates if self.planned_samples is None else 1)
 
     @property
     def options(self) -> Options:
@@ -84,10 +99,9 @@ class Training(Options, Generic[TaskT]):
         return self.updates
 
     @property
-    def planned_steps(self) -> int | None:
-        """Micro-batches that each rank will hand out, or None where that is not fixed."""
-        updates = self.planned_updates
-        return None if updates is None or self.clock is not None else updates * self.micro_batches
+    def planned_samples(self) -> int | None:
+        """Fresh samples after which the run ends, or None where they do not end it."""
+        return self.samples if self.tokens is None else -(-self.tokens // tokens_of(self.task))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,13 +119,22 @@ class Job(Training[TaskT]):
     seconds: float | None = None
     """Training time after which the run ends; evaluations and checkpoints do not count."""
     to_loss: float | None = None
-    """Held-out loss that ends the run; two evaluations in a row are at or below it. Where neither updates nor seconds
-    are set, the run gives up after 600 s of training."""
+    """Held-out loss that ends the run; two evaluations in a row are at or below it. Where nothing else is set that ends
+    it, the run gives up after 600 s of training."""
     link: str = "none"
     """Slow link to train over, as 1gbit or 50mbit,2ms; throttles Gloo, no root needed."""
+    slow: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Ranks that are made slow: with 3=2.5,7=1.2 rank 3 takes 2.5 times as long for a micro-batch. It waits for the
+    rest of that time and does not compute; factors of at least 1."""
 
     def __post_init__(self) -> None:
         Training.__post_init__(self)
+        if too_fast := [
+            f"{rank}={factor:g}" for rank, factor in self.slow.items() if not 1 <= factor < math.inf
+        ]:
+            raise ConfigError(
+                f"slow={too_fast[0]}: a rank can only be made slower: expected a factor of at least 1"
+            )
         check_at_least(self, workers=1, threads=1)
         if self.seconds is not None and not self.seconds > 0:
             raise ConfigError(f"seconds must be positive, found {self.seconds}")
@@ -124,16 +147,14 @@ class Job(Training[TaskT]):
     @property
     def planned_updates(self) -> int | None:
         """Committed updates after which the run ends, or None where only time or loss end it."""
-        if self.updates is None and self.seconds is None and self.to_loss is None:
-            return DEFAULT_UPDATES
-        return self.updates
+        others = (self.planned_samples, self.seconds, self.to_loss)
+        return DEFAULT_UPDATES if self.updates is None and others == (None, None, None) else self.updates
 
     @property
     def planned_seconds(self) -> float | None:
         """Training time after which the run ends, or None where time does not end it."""
-        if self.updates is None and self.seconds is None and self.to_loss is not None:
-            return DEFAULT_PATIENCE
-        return self.seconds
+        others = (self.updates, self.planned_samples, self.seconds)
+        return DEFAULT_PATIENCE if self.to_loss is not None and others == (None, None, None) else self.seconds
 
     def fitted_to(self, arm: Arm) -> Self:
         """Return this job, which other arms share or which came before its arm, with formats that go with this one."""
@@ -165,6 +186,34 @@ class Job(Training[TaskT]):
         return RunConfig(**{**shared, **changes, "strategy": arm.text})
 
 
+def samples_of(task: TaskConfig) -> int:
+    """Return how many samples a micro-batch of a task has.
+
+    Raises:
+        ConfigError: Its options do not say.
+    """
+    batch: Any = getattr(task, "batch", None)
+    if not is_count(batch, 1):
+        raise ConfigError(
+            f"{type(task).__name__} has no option batch, which would say how many samples a micro-batch has: expected "
+            "a number of updates instead of samples"
+        )
+    return int(batch)
+
+
+def tokens_of(task: TaskConfig) -> int:
+    """Return how many tokens a sample of a task has.
+
+    Raises:
+        ConfigError: Its samples are no rows of tokens.
+    """
+    if not isinstance(task, OverTokens):
+        raise ConfigError(
+            f"{type(task).__name__} has no tokens_per_sample: expected a number of samples instead of tokens"
+        )
+    return task.tokens_per_sample
+
+
 def _with_rate(task: TaskT, rate: float) -> TaskT:
     if not dataclasses.is_dataclass(task) or "lr" not in {field.name for field in dataclasses.fields(task)}:
         raise ConfigError(f"{type(task).__name__} has no field lr that an arm could set")
@@ -192,8 +241,8 @@ class RunConfig(Job[TaskT]):
     """Times that local workers go on from the last checkpoint after damage that cannot be repaired, or that came too
     often, without those it is laid to; 0 for none."""
     faults: tuple[Fault, ...] = ()
-    """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3; see
-    docs/guards.md."""
+    """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
+    with rank=all; see docs/guards.md."""
     resume: bool = False
     """Continue the run in --run-dir, or begin it there; from its last good checkpoint. `stretto resume` repeats the
     other options too."""
@@ -228,7 +277,7 @@ class DiagnoseConfig(Job[TaskT]):
     """ddp, zero1, dpu, wp, acco, local, diloco, paft-sync or paft-dyn; what the steps communicate, and whether it is
     hidden."""
     batches: int = 32
-    """Micro-batches to measure each time; the loader alone, the step alone, both."""
+    """Micro-batches to measure each time, rounded up to whole updates; the loader alone, the step alone, both."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
@@ -251,6 +300,9 @@ class CompareConfig(Job[TaskT]):
     """Folder for compare.json; it is written anew after every run."""
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """Learning rates by arm or strategy; as acco=2e-3,wp=1e-3. Others take the recipe's."""
+    faults: tuple[Fault, ...] = ()
+    """Damage done on purpose in every run: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
+    with rank=all; see docs/guards.md."""
     evaluate_every: int | None = 10
     """Updates between evaluations of the held-out loss, with the clock stopped; None for those before and after
     a run alone."""

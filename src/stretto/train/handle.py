@@ -1,7 +1,9 @@
 """What the training loop holds: `DataParallel` or a stock method with the same interface, as a run says."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar
 
@@ -11,6 +13,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from stretto.engine import Options
 from stretto.engine.round import Weighed
 from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
@@ -22,7 +25,9 @@ from stretto.peers import make_peer
 from stretto.recipes import OverFiles
 from stretto.records import Incident, Update
 from stretto.train.arms import parse_arm
+from stretto.train.budget import Budget, budget_of
 from stretto.train.configuration import RunConfig, TaskT
+from stretto.train.rates import strategy_of
 
 Batch = TypeVar("Batch")
 
@@ -63,6 +68,8 @@ class Handle(Protocol):
 
     def stop(self) -> None: ...
 
+    def end(self) -> None: ...
+
     def finish(self) -> list[Update]: ...
 
     def __enter__(self) -> Self: ...
@@ -78,8 +85,17 @@ def open_handle(
     optimizer: Optimizer,
     scheduler: Any = None,
     group: ProcessGroup | None = None,
+    budget: Budget | None = None,
 ) -> Handle:
     """Wrap a model as the run says; all ranks of `group`, or of the default group, must call.
+
+    Args:
+        run: What says so.
+        model: What is trained.
+        optimizer: Over its parameters.
+        scheduler: Turned at every committed update.
+        group: Of all ranks; None is torch's default group.
+        budget: Along which rates of averages change that name no steps.
 
     Raises:
         ConfigError: Settings contradict each other, or do not fit the model or the optimizer.
@@ -93,19 +109,27 @@ def open_handle(
             run.micro_batches,
             clip_norm=run.clip_norm,
             scheduler=scheduler,
+            noise=_seeded(run).noise,
             **arm.options,
         )
     micro_batches = run.micro_batches if run.clock is None else run.clock
     return DataParallel(
         model,
         optimizer,
-        arm.plan(),
+        arm.plan(partial(strategy_of, run=run, budget=budget)),
         micro_batches=micro_batches,
         scheduler=scheduler,
         group=group,
-        guards=parse_guards(run.guards),
-        options=run.options,
+        guards=parse_guards(run.guards, run.seed),
+        options=_seeded(run),
     )
+
+
+def _seeded(run: RunConfig[TaskT]) -> Options:
+    """Return the options of a run, whose noise is drawn from the run's seed unless it has one."""
+    if run.noise is None or run.noise.seed is not None:
+        return run.options
+    return dataclasses.replace(run.options, noise=dataclasses.replace(run.noise, seed=run.seed))
 
 
 def check_run(run: RunConfig[TaskT], world_size: int) -> None:
@@ -117,15 +141,20 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     Raises:
         ConfigError: They do.
     """
-    if outside := sorted({fault.rank for fault in run.faults if not fault.rank < world_size}):
-        raise ConfigError(
-            f"faults name rank {', '.join(map(str, outside))}; the run has ranks 0 to {world_size - 1}"
-        )
+    _check_ranks(run, world_size)
     if run.ranks_per_node is not None:
         check_nodes(world_size, run.ranks_per_node)
     if isinstance(run.task, OverFiles):
         run.task.check()
     arm = parse_arm(run.strategy)
+    if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
+        what = "faults strike" if run.faults else "noise hits averages of"
+        raise ConfigError(f"{arm.name}: {what} our own strategies only; leave out the one or the other")
+    if run.slow and not arm.is_ours:
+        raise ConfigError(
+            f"slow with strategy={arm.text!r}: a stock method tells nobody of its micro-batches: expected strategies "
+            "of the library"
+        )
     if arm.phases and run.faults:
         raise ConfigError(
             f"{arm.text}: faults strike the parts of one strategy; rehearse them under each by itself"
@@ -135,13 +164,25 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
             f"clock={run.clock.minimum},{run.clock.maximum} with strategies that take turns: write it where it counts, "
             f"as acco:clock={run.clock.minimum},{run.clock.maximum}@100"
         )
-    if run.echo != "none" and any("clock" in phase.settings for _, phase in arm.phases):
-        raise ConfigError(
-            f"{arm.text}: an echo plans over fixed micro-batches; leave out the clock, or the echo"
-        )
     if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])
-        open_handle(run, model, torch.optim.SGD(model.parameters(), lr=0.0), group=SoloGroup()).finish()
+        alone = dataclasses.replace(run, noise=None)  # which may be on ranks that only the real group has
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        budget = budget_of(run, world_size)
+        open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
+
+
+def _check_ranks(run: RunConfig[TaskT], world_size: int) -> None:
+    """Raise ConfigError where faults, noise or slowness are of ranks that the run does not have."""
+    named = {fault.rank for fault in run.faults if fault.rank != "all"}
+    if outside := sorted(rank for rank in named if not rank < world_size):
+        raise ConfigError(
+            f"faults name rank {', '.join(map(str, outside))}; the run has ranks 0 to {world_size - 1}"
+        )
+    if run.noise is not None:
+        run.noise.check(world_size)
+    if outside := sorted(rank for rank in run.slow if not 0 <= rank < world_size):
+        raise ConfigError(f"slow names rank {outside[0]}; the run has ranks 0 to {world_size - 1}")
 
 
 class Rehearsal:
@@ -153,7 +194,7 @@ class Rehearsal:
     """
 
     def __init__(self, run: RunConfig[TaskT], rank: int) -> None:
-        self._injector = Injector(FaultPlan(run.faults), rank)
+        self._injector = Injector(FaultPlan(run.faults).drawn_from(run.seed), rank)
         self._is_on = bool(run.faults)
 
     def wrap(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -21,6 +21,7 @@ import torch
 from stretto.observe import Observer
 from stretto.recipes import Task
 from stretto.records import Update
+from stretto.train.budget import Budget
 from stretto.train.handle import Handle
 from stretto.train.outcome import Evaluation, Totals
 from stretto.train.state import Saves
@@ -144,8 +145,8 @@ class Pace:
 class LoopPlan:
     """When the loop evaluates, saves and ends."""
 
-    updates: int | None
-    """Committed updates, those before a resume included, at which the loop ends; None for no limit."""
+    budget: Budget | None
+    """Updates or samples, those before a resume included, at which the loop ends; None for no limit."""
     seconds: float | None
     """Training time after which rank 0 asks all ranks to stop; None for no limit."""
     to_loss: float | None
@@ -194,7 +195,9 @@ class Loop:
     def run(self) -> None:
         """Train to the end of the plan, and commit what is left."""
         loss_function = partial(self.task.loss, self.handle.model)
-        for batch in self.handle.feed(self.task.loader, self.plan.updates, on_update=self._committed):
+        budget = self.plan.budget
+        last = None if budget is None else budget.last_update(self.handle.steps)
+        for batch in self.handle.feed(self.task.loader, last, on_update=self._committed):
             self.handle.micro_batch(loss_function, batch)
         for update in self.handle.finish():
             self._count(update)
@@ -223,7 +226,8 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint; all ranks must call, right after an update or at the end."""
         with self.stopwatch.held():
-            self._saves.write(self.stopwatch.seconds)
+            budget = self.plan.budget
+            self._saves.write(self.stopwatch.seconds, None if budget is None else budget.samples)
 
     def _committed(self, update: Update) -> None:
         """Do everything that happens between an update and the next micro-batch."""
@@ -234,12 +238,16 @@ class Loop:
             self.evaluate()
         if _is_due(update.step, self.plan.checkpoint_every):
             self.save()
+        if self.plan.budget is not None and self.plan.budget.is_spent:
+            self.handle.end()
         # Rank 0's clock and losses alone decide; the others hear of it at the next round.
         if self.handle.rank == 0 and self._has_enough():
             self.handle.stop()
 
     def _count(self, update: Update) -> None:
         self.totals.add(update)
+        if self.plan.budget is not None:
+            self.plan.budget.count(update)
         with self.stopwatch.held():
             for observer in self._observers:
                 observer.updated(update, self.stopwatch.seconds)
@@ -247,7 +255,7 @@ class Loop:
     def _has_enough(self) -> bool:
         if self.plan.seconds is not None and self.stopwatch.seconds >= self.plan.seconds:
             return True
-        left = math.inf if self.plan.updates is None else self.plan.updates - self.handle.steps
+        left = math.inf if self.plan.budget is None else self.plan.budget.left
         if self.pace is not None and left >= Pace.UPDATES:
             self.pace.arrived(self.stopwatch.seconds)
             if self.pace.change is not None:

@@ -48,6 +48,8 @@ class Outcome:
     """Committed updates, with those before the checkpoint that the run went on from."""
     samples: int
     """Samples behind the updates made here, over all ranks."""
+    fresh_samples: int
+    """Those at their first use."""
     training_seconds: float
     """Training time, without evaluations and checkpoints."""
     cpu_seconds: float
@@ -103,6 +105,7 @@ class Totals:
         self.baseline_bytes = baseline_bytes
         self.evaluations: list[Evaluation] = []
         self.samples = 0
+        self.fresh_samples = 0
         self.sent_bytes = 0
         self.exposed_seconds = 0.0
         self.lane_seconds = 0.0
@@ -115,6 +118,7 @@ class Totals:
     def add(self, update: Update) -> None:
         """Count an update."""
         self.samples += update.samples
+        self.fresh_samples += update.fresh_samples
         self.sent_bytes += update.sent_bytes
         self.exposed_seconds += update.exposed_seconds
         self.lane_seconds += update.lane_seconds

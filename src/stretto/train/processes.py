@@ -116,34 +116,51 @@ def supervised(*preload: str) -> Iterator[Workers]:
 def map_on_workers(
     function: Callable[[Given], Found], jobs: Sequence[Given], num_workers: int, *preload: str
 ) -> Iterator[Found]:
-    """Yield `function(job)` of every job in their order, from processes that take one job after the other.
+    """Yield `function(job)` of every job in their order; arguments and errors are those of `results_on_workers`."""
+    results: dict[int, Found] = {}
+    following = 0
+    for index, result in filter(None, results_on_workers(function, jobs, num_workers, *preload)):
+        results[index] = result
+        while following in results:
+            yield results.pop(following)
+            following += 1
+
+
+def results_on_workers(
+    function: Callable[[Given], Found],
+    jobs: Sequence[Given],
+    num_workers: int,
+    *preload: str,
+    patience: float | None = None,
+) -> Iterator[tuple[int, Found] | None]:
+    """Yield the number of every job and `function(job)`, as they come; processes take one job after the other.
 
     Args:
         function: Importable; jobs and results are picklable.
         jobs: What it is called with.
         num_workers: How many processes.
         preload: Modules that are imported once for all of them.
+        patience: Seconds without a result after which None is yielded; None waits.
 
     Raises:
         WorkerFailed: A process ended, or `function` raised; the others have ended too.
     """
-    results: dict[int, Found] = {}
     waiting = iter(enumerate(jobs))
     with supervised(*preload) as workers:
         started = [workers.start(_serve, function) for _ in range(min(num_workers, len(jobs)))]
         busy = {worker.pipe: worker for worker in started if _hand_over(worker, waiting)}
-        for number in range(len(jobs)):
-            while number not in results:
-                ready = wait(list(busy))
-                for worker in [worker for pipe, worker in busy.items() if pipe in ready]:
-                    del busy[worker.pipe]
-                    index, result, trouble = worker.receive()
-                    if trouble is not None:
-                        raise WorkerFailed(f"job {index} of {len(jobs)}: {trouble}")
-                    results[index] = result
-                    if _hand_over(worker, waiting):
-                        busy[worker.pipe] = worker
-            yield results.pop(number)
+        while busy:
+            ready = wait(list(busy), timeout=patience)
+            if not ready:
+                yield None
+            for worker in [worker for pipe, worker in busy.items() if pipe in ready]:
+                del busy[worker.pipe]
+                index, result, trouble = worker.receive()
+                if trouble is not None:
+                    raise WorkerFailed(f"job {index} of {len(jobs)}: {trouble}")
+                if _hand_over(worker, waiting):
+                    busy[worker.pipe] = worker
+                yield index, result
 
 
 def _hand_over(worker: Worker, waiting: Iterator[tuple[int, Any]]) -> bool:

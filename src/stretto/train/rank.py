@@ -31,10 +31,12 @@ from stretto.observe import (
 from stretto.recipes import Task
 from stretto.terminal import printable
 from stretto.train.arms import parse_arm
+from stretto.train.budget import Budget, budget_of
 from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.handle import Handle, Rehearsal, open_handle
 from stretto.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
 from stretto.train.outcome import Outcome, Totals, peak_resident_bytes
+from stretto.train.slow_rank import Wait, slow_down
 from stretto.train.state import Saves, TrainState, loader_of
 from stretto.train.workers import RankInfo, choose_device, joined_group
 
@@ -55,6 +57,8 @@ class RankContext:
     """The clock of the training time, in seconds."""
     epoch: float = dataclasses.field(default_factory=lambda: time.time() - time.perf_counter())
     """Seconds from 1970 to the zero of that clock; 0 for a virtual one."""
+    wait: Wait = time.sleep
+    """Lets as many seconds of that clock pass."""
 
     @property
     def whole(self) -> Any:
@@ -90,21 +94,27 @@ def train_at(
 ) -> Outcome:
     """Train on a rank that has joined the others, and show it as `progress`; the rest is as for `train_rank`."""
     if progress is not None:
-        progress.doing("workers have started: reading the data and building the model")
-    task = run.task.build(context.rank, context.world_size, run.seed, run.planned_updates)
+        progress.doing(f"workers have started on {context.device}: reading the data and building the model")
+    budget = budget_of(run, context.world_size)
+    length = None if budget is None else budget.length
+    task = run.task.build(context.rank, context.world_size, run.seed, length)
     task.model.to(context.device)
     if progress is not None:
         size = sum(parameter.numel() for parameter in task.model.parameters())
         progress.doing(f"data and model are ready: {size:,} parameters")
-    task = dataclasses.replace(task, loader=loader_of(run, task.loader, context.rank, context.group))
+    loader = loader_of(run, task.loader, context.rank, context.group, budget)
+    task = dataclasses.replace(task, loader=loader)
     totals = Totals(warmup_updates, baseline_bytes=peak_resident_bytes())
     rehearsal = Rehearsal(run, context.rank)
-    with open_handle(
-        run, task.model, task.optimizer, task.scheduler, rehearsal.wrap(context.group)
-    ) as handle:
+    scheduler = task.scheduler if budget is None else budget.paces(task.scheduler)
+    group = rehearsal.wrap(context.group)
+    with open_handle(run, task.model, task.optimizer, scheduler, group, budget) as handle:
         rehearsal.begin(handle)
+        slow_down(handle, run.slow, context.device, context.now, context.wait)
         _seed(run.seed, context.rank)
         start = TrainState.restore(run, task, handle)
+        if budget is not None:
+            budget.go_on(start.step or 0, start.samples)
         if progress is not None:
             if start.step:
                 progress.doing(f"going on after update {start.step}")
@@ -117,7 +127,7 @@ def train_at(
         for observer, incident in itertools.product(observers, start.incidents):
             observer.noticed(incident)
         try:
-            outcome = _train(run, task, handle, start, totals, stopwatch, observers)
+            outcome = _train(run, task, handle, budget, totals, stopwatch, observers)
             if run.replan is not None:
                 outcome = dataclasses.replace(outcome, pace=_of_first(outcome.pace, context))
         finally:
@@ -142,7 +152,7 @@ def _train(
     run: RunConfig[TaskT],
     task: Task,
     handle: Handle,
-    start: TrainState,
+    budget: Budget | None,
     totals: Totals,
     stopwatch: Stopwatch,
     observers: Sequence[Observer],
@@ -151,7 +161,7 @@ def _train(
     loop = Loop(
         task,
         handle,
-        _plan(run),
+        _plan(run, budget),
         observers=observers,
         saves=Saves(run, task, handle, totals),
         stopwatch=stopwatch,
@@ -198,6 +208,7 @@ def _outcome(
     return Outcome(
         updates=handle.steps,
         samples=totals.samples,
+        fresh_samples=totals.fresh_samples,
         training_seconds=training_seconds,
         cpu_seconds=cpu_seconds,
         samples_per_second=totals.samples_per_second,
@@ -218,9 +229,9 @@ def _outcome(
     )
 
 
-def _plan(run: RunConfig[TaskT]) -> LoopPlan:
+def _plan(run: RunConfig[TaskT], budget: Budget | None) -> LoopPlan:
     return LoopPlan(
-        updates=run.planned_updates,
+        budget=budget,
         seconds=run.planned_seconds,
         to_loss=run.to_loss,
         evaluate_every=run.evaluate_every,
@@ -240,6 +251,8 @@ def title_of(run: RunConfig[TaskT], world_size: int) -> str:
             title += f", {what} {chosen}"
     if run.link != "none":
         title += f", link {run.link}"
+    if run.slow:
+        title += ", slow " + ",".join(f"{rank}={factor:g}" for rank, factor in run.slow.items())
     if run.echo != "none":
         title += f", echo {run.echo}"
     if run.run_dir:

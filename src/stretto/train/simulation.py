@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,6 +23,8 @@ from stretto.virtual import Compute, Results, VirtualCluster, VirtualGroup, pars
 
 TRACE = "trace.jsonl"
 """What every rank did and when; the other files are those of any run."""
+DEFAULT_UPDATES = 20
+"""Length of a run whose end nobody chose; a virtual one costs more time than it tells."""
 _NANOSECONDS_PER_MILLISECOND = 1e6
 
 
@@ -49,13 +52,15 @@ class SimulateConfig(Training[TaskT]):
     seed: int = 0
     """Decides initial parameters and all draws; and whose turn it is among ranks that are ready at the same instant.
     Not negative."""
-    updates: int = 20
-    """Committed updates after which the run ends."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where the models of all ranks live; auto takes a CUDA device where there is one. Times are virtual on all."""
+    updates: int | None = None
+    """Committed updates after which the run ends; 20 if nothing else ends it."""
     slow_loader: str = "none"
     """MS[,jitter=CV]: virtual milliseconds that a rank waits for each micro-batch, read ahead in the background."""
     faults: tuple[Fault, ...] = ()
-    """Damage done on purpose: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3; see
-    docs/guards.md."""
+    """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
+    with rank=all; see docs/guards.md."""
     evaluate_every: int | None = None
     """Updates between evaluations of the held-out loss, beside those before and after the run."""
     run_dir: str | None = None
@@ -89,16 +94,21 @@ class SimulateConfig(Training[TaskT]):
             raise ConfigError("trace needs a folder to write to: set run_dir")
         self.cluster()  # refuses a network and costs that cannot be
 
+    @property
+    def planned_updates(self) -> int | None:
+        """Committed updates after which the run ends, or None where samples end it."""
+        return DEFAULT_UPDATES if self.updates is None and self.planned_samples is None else self.updates
+
     def as_run(self) -> RunConfig[TaskT]:
         """Return the same as a run of real workers, which is what the training loop takes."""
         run = RunConfig(
-            **part_of(self, Training),
+            **{**part_of(self, Training), "updates": self.planned_updates},
             strategy=self.strategy,
             faults=self.faults,
             run_dir=self.run_dir,
             trace=self.trace,
             workers=self.ranks,
-            device="cpu",
+            device=self.device,
             checkpoint_every=None,
             tensorboard=False,
         )
@@ -129,7 +139,7 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
     check_run(run, cluster.world_size)
     prepare_run_folder(run)
     torch.set_num_threads(run.threads)
-
+    device = _device(simulation.device)
     title = f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}"
     header = Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds, is_virtual=True)
     progress = Progress(header) if shows_progress else None
@@ -138,7 +148,7 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
         context = RankContext(
             rank=rank,
             world_size=cluster.world_size,
-            device=torch.device("cpu"),
+            device=device,
             group=group,
             now=lambda: group.now_ns / 1e9,
             epoch=0.0,
@@ -149,3 +159,11 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
     if run.run_dir is not None:
         replace_file(Path(run.run_dir, TRACE), results.trace.write)
     return results
+
+
+def _device(name: str) -> torch.device:
+    """Return where all ranks' models live."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError("device 'cuda': PyTorch finds no CUDA device here")
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")

@@ -16,6 +16,7 @@ from stretto.parallel import DataParallel
 from stretto.recipes import ResumableLoader, Task, reshard
 from stretto.recipes.task import Batch
 from stretto.records import Incident
+from stretto.train.budget import Budget
 from stretto.train.configuration import RunConfig, TaskT, Training
 from stretto.train.handle import Handle
 from stretto.train.outcome import Evaluation, Totals
@@ -29,6 +30,7 @@ def loader_of(
     loader: ResumableLoader[Batch],
     rank: int,
     group: dist.ProcessGroup | None = None,
+    budget: Budget | None = None,
 ) -> ResumableLoader[Batch]:
     """Return the task's loader, slowed down and echoed where the run says so.
 
@@ -40,10 +42,13 @@ def loader_of(
         loader: The task's.
         rank: This rank.
         group: The group of all ranks; on a virtual one a slow loader takes virtual time.
+        budget: Along which an echo changes whose schedule names no steps.
     """
     if run.echo == "none" and run.slow_loader == "none":
         return loader
-    return EchoLoader(slowed(run, loader, rank, group), _plan(run), options=EchoOptions(seed=run.seed))
+    return EchoLoader(
+        slowed(run, loader, rank, group), _plan(run, budget), options=EchoOptions(seed=run.seed)
+    )
 
 
 def slowed(
@@ -72,11 +77,11 @@ def reshard_loader(states: Sequence[dict[str, Any]], rank: int, world_size: int)
         return reshard(states, rank, world_size)
     after = reshard([state["after"] for state in states], rank, world_size)
     position = {**states[0]["position"], "in_epoch": False}
-    return {**states[0], "position": position, "uses": [], "before": after, "after": after, "batches": None}
+    return {**states[0], "position": position, "held": [], "before": after, "after": after, "batches": None}
 
 
-def _plan(run: RunConfig[TaskT]) -> Plan:
-    return Even(1) if run.echo == "none" else parse_plan(run.echo, run.planned_steps)
+def _plan(run: RunConfig[TaskT], budget: Budget | None) -> Plan:
+    return Even(1) if run.echo == "none" else parse_plan(run.echo, None if budget is None else budget.updates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +92,8 @@ class TrainState:
     """Committed updates of the checkpoint; None for a new run."""
     training_seconds: float = 0.0
     """Training time so far."""
+    samples: int | None = None
+    """Fresh samples so far, where the run has a budget of them."""
     evaluations: tuple[Evaluation, ...] = ()
     """All evaluations, with the one before the first update."""
     incidents: tuple[Incident, ...] = ()
@@ -159,7 +166,7 @@ class Saves(Generic[TaskT]):
         self._run, self._task, self._parallel, self._totals = run, task, parallel, totals
         self._stops = HeldStops()
 
-    def write(self, training_seconds: float) -> None:
+    def write(self, training_seconds: float, samples: int | None) -> None:
         """Write a checkpoint; all ranks must call, right after an update or at the end."""
         if self._run.async_save:
             checkpoint.wait(_savable(self._parallel))
@@ -167,7 +174,10 @@ class Saves(Generic[TaskT]):
             self._stops.hold(True)
         evaluations = tuple(self._totals.evaluations)
         now = TrainState(
-            step=self._parallel.steps, training_seconds=training_seconds, evaluations=evaluations
+            step=self._parallel.steps,
+            training_seconds=training_seconds,
+            samples=samples,
+            evaluations=evaluations,
         )
         now.save(self._run, self._task, self._parallel)
         self.check()

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from stretto.errors import (
     CommunicationError,
+    ConfigError,
     CorruptionError,
     OutputClosed,
     PeerSilent,
@@ -85,7 +86,12 @@ def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_secon
 
     Raises:
         CommunicationError: The store or a rank does not answer in time.
+        ConfigError: The link has limits, and the devices are not processors.
     """
+    if device.type != "cpu" and not link.is_free:
+        raise ConfigError(
+            f"--link slows Gloo, but this job is on {device}, over NCCL: leave it out, or --device cpu"
+        )
     timeout = timedelta(seconds=timeout_seconds)
     register_throttled(link, address=_LOOPBACK if _is_loopback(info.host) else None)
     try:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stretto.errors import DiskError
 from stretto.observe import append_json_line, read_json_lines
 
 
@@ -11,11 +12,10 @@ class Book:
     """The file `runs.jsonl` of a folder.
 
     Args:
-        folder: Made where there is none.
+        folder: Made where there is none, when the first run is added.
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "runs.jsonl"
         self.runs = read_json_lines(self._path)
 
@@ -24,6 +24,14 @@ class Book:
         return next((run for run in self.runs if wanted.items() <= run.items()), None)
 
     def add(self, run: dict[str, Any]) -> None:
-        """Append a run; it is in the file at once."""
-        self.runs.append(run)
+        """Append a run; it is in the file at once.
+
+        Raises:
+            DiskError: It cannot be written.
+        """
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DiskError(f"{self._path.parent} cannot be made: {error.strerror}") from error
         append_json_line(self._path, run)
+        self.runs.append(run)

@@ -5,62 +5,29 @@ Note [The end of the data]
     before the batch of that number is handed out. If nothing comes, the rank says so with its last batch, so that no
     round is needed for the news, and what the loader does at its end has been done. If a batch comes, the length was
     wrong, and the loader is as one without a length: exhausted when it is asked and has nothing. So a length is a hint
-    and the iterator is the truth. A rank
-    without data goes on in here: it hands over what it has accumulated, then empty rounds, until all have agreed. Then
-    all land what is left, so that every update has ended and the model shows committed parameters. Where the number of
-    updates is given, nothing is accumulated behind the last one: its rounds are landed at once.
+    and the iterator is the truth.
 
-Note [A pass in a checkpoint]
-    A loader's state says where its iterator stands, and that may be behind the end although the loop has not left the
-    pass: in the last batch, in an update that lands after it, or while other ranks have more data. A checkpoint with a
-    loader says where the pass is, too, and the first one behind `load` is the rest of it, which may be empty.
+    A rank without data goes on in here: it hands over what it has accumulated, then empty rounds, until all have
+    agreed. Then all land what is left, so that every update has ended and the model shows committed parameters. Where
+    the number of updates is given, nothing is accumulated behind the last one: its rounds are landed at once.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-from torch import Tensor
-from torch.utils._pytree import tree_map
-
-from stretto.echo.buffer import copied
 from stretto.echo.loader import EchoLoader
-from stretto.echo.state import state_of
+from stretto.echo.state import left
 from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
 from stretto.engine.report import Vote
 from stretto.errors import ConfigError, StepWithoutBackward
+from stretto.feed.passes import NOTHING, Pass, Until, length_of, own_tensors, state_before
+from stretto.feed.samples import num_samples
+from stretto.feed.updates import JobUpdates
 from stretto.fields import is_count
 from stretto.records import Update
 
 Batch = TypeVar("Batch")
-Until = Literal["any", "all"]
-_NOTHING = object()
-"""What an exhausted loader gives."""
-
-
-@dataclasses.dataclass(slots=True)
-class Pass:
-    """One pass of this rank over a loader."""
-
-    loader: Iterable[Any]
-    batches: Iterator[Any]
-    length: int | None
-    """How many batches the loader says that it has."""
-    until: Until
-    position: int = 0
-    """Batches handed out since its beginning."""
-    num_fed: int = 0
-    """Those of them that no checkpoint lies behind."""
-    is_exhausted: bool = False
-    """Whether the loader was asked and had nothing."""
-    ahead: tuple[Any, int] | None = None
-    """A batch that came where the loader was asked once more, and which use of it that is."""
-    state: Any = None
-    """The loader's state before that; None for a loader without one."""
-    has_ended: bool = False
-    """Whether all ranks have agreed on its end because of the data, and only land what is left."""
 
 
 class Feed:
@@ -107,7 +74,6 @@ class Feed:
         with self._compute.lifetime.running():
             self._begin(updates, until)
             self._on_update, self.has_begun = on_update, True
-            self.input.begin(loader)
             current = self._pass = self._begin_pass(loader, until)
         self._is_feeding = True
         try:
@@ -127,7 +93,7 @@ class Feed:
             if self._is_over(current.until):
                 return
             batch = self._next(current)
-            if batch is _NOTHING:
+            if batch is NOTHING:
                 with self._compute.lifetime.running():
                     self._pass_rounds(current)
                 return
@@ -142,12 +108,12 @@ class Feed:
             yield batch
 
     def _next(self, current: Pass) -> Any:
-        """Return the next batch of a pass, or `_NOTHING`."""
+        """Return the next batch of a pass, or `NOTHING`."""
         ahead, current.ahead = current.ahead, None
         if ahead is None:
-            ahead = self.input.take(current.batches, _NOTHING)
+            ahead = self.input.take(current.batches, NOTHING)
         batch, use = ahead
-        if batch is _NOTHING:
+        if batch is NOTHING:
             current.is_exhausted = True
         else:
             self.input.begin_batch(use)
@@ -162,12 +128,14 @@ class Feed:
         with compute.lifetime.running():
             compute.take_off_if_ready()  # the round before: it does not hold this last batch
         last = self._last_update
-        if last is not None and compute.updates_in_sight(one_more=True) >= last:
+        if last is not None and compute.updates_in_sight + compute.ends_with_next >= last:
             return batch  # the end is known, and a batch that came now would be lost
-        batch = _own(batch)
-        current.state = _state_before(current.loader)
-        ahead = self.input.take(current.batches, _NOTHING)
-        if ahead[0] is not _NOTHING:
+        batch = own_tensors(batch)
+        current.state = state_before(current.loader)
+        self._updates.is_ahead = True
+        ahead = self.input.take(current.batches, NOTHING)
+        self._updates.is_ahead = False
+        if ahead[0] is not NOTHING:
             current.ahead = ahead
             return batch
         current.is_exhausted = True
@@ -178,17 +146,21 @@ class Feed:
     def _begin_pass(self, loader: Iterable[Any], until: Until) -> Pass:
         """Begin a pass, or go on with the one that a checkpoint was saved in the end of."""
         restored, self._restored = self._restored, None
+        self._updates = JobUpdates(self._job, self.next_phase is None)
+        batches = self.input.begin(loader, self._updates)
         if restored is None:
-            last, batches = self._pass, iter(loader)
+            last = self._pass
             ahead = last.ahead if last is not None and last.batches is batches else None
-            return Pass(loader, batches, _length_of(loader), until, ahead=ahead)
+            return Pass(loader, batches, length_of(loader), until, ahead=ahead)
         is_exhausted, votes = bool(restored["is_exhausted"]), [Vote(vote) for vote in restored["votes"]]
-        length = _length_of(loader)
-        batches = iter(()) if is_exhausted else iter(loader)
+        length = length_of(loader)
+        if is_exhausted:
+            batches = iter(())
         if votes:  # all ranks have left this pass; the loader's next iterator begins another
             self._compute.votes, batches = votes, iter(())
             if isinstance(loader, EchoLoader):
-                loader.close()
+                loader.load_state_dict(left(loader.state_dict()))
+                iter(loader.loader)  # one with a state begins where it was loaded once
         position = int(restored["position"])
         return Pass(
             loader, batches, length, until, position, is_exhausted=is_exhausted, has_ended=bool(votes)
@@ -216,6 +188,10 @@ class Feed:
     def go_on(self, state: Mapping[str, Any] | None) -> None:
         """Let the next pass be the rest of the one in which `pass_state()` was saved."""
         self._restored = state
+
+    def end(self) -> None:
+        """Go no further than the updates that are committed; all ranks come here behind the same one."""
+        self._last_update = self._compute.steps
 
     def drain(self) -> None:
         """Land everything, and have replicas averaged; all ranks must call."""
@@ -358,7 +334,7 @@ class Feed:
 
     def _land_in_sight(self, last: int | None) -> None:
         """Land rather than accumulate once the update `last` is in sight: what came behind would be lost."""
-        while last is not None and self._compute.steps < last <= self._compute.updates_in_sight():
+        while last is not None and self._compute.steps < last <= self._compute.updates_in_sight:
             self._keep(self._compute.fly())
 
     def _keep(self, update: Update | None) -> None:
@@ -370,54 +346,3 @@ class Feed:
 
 def _decisive(votes: Sequence[Vote], until: Until) -> Vote:
     return max(votes) if until == "any" else min(votes)
-
-
-def _length_of(loader: Iterable[Any]) -> int | None:
-    """Return how many batches a loader says that it has; None if it does not know."""
-    try:
-        return len(loader)  # type: ignore[arg-type]  # whether it has one is the question
-    except Exception:  # a loader may raise anything that says so
-        return None
-
-
-def _state_before(loader: Any) -> Any:
-    """Return a copy of the loader's state, for a checkpoint that may be saved; None if it has none."""
-    try:
-        return state_of(loader)
-    except Exception:  # whoever saves this loader's state is told
-        return None
-
-
-def _own(batch: Any) -> Any:
-    """Return a batch whose tensors and arrays have memory of their own; what else it holds is the loader's."""
-
-    def own(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return copied(leaf)
-        return leaf.copy() if type(leaf) is np.ndarray else leaf
-
-    return tree_map(own, batch)
-
-
-def num_samples(batch: object) -> int:
-    """Return the length of the first tensor or array found in a batch, or 1: a record, for which no job may end."""
-    try:
-        return next(_lengths(batch), 1)
-    except Exception:  # a batch may be any object, with any attributes
-        return 1
-
-
-def _lengths(batch: object) -> Iterator[int]:
-    """Yield the length of every tensor and array in the containers of a batch; 1 for one without dimensions."""
-    if isinstance(batch, Tensor):
-        yield int(batch.size(0)) if batch.dim() else 1  # a nested one has no shape
-    elif isinstance(batch, Mapping):  # before it is asked for attributes, which may be its keys
-        yield from _lengths(list(batch.values()))
-    elif isinstance(batch, (list, tuple)):
-        for part in batch:
-            yield from _lengths(part)
-    elif isinstance(shape := getattr(batch, "shape", None), tuple):
-        if not shape or isinstance(shape[0], int):
-            yield shape[0] if shape else 1
-    elif dataclasses.is_dataclass(batch):
-        yield from _lengths([getattr(batch, field.name) for field in dataclasses.fields(batch)])

@@ -1,0 +1,86 @@
+"""How a job waits for collectives: never with a timeout where that would end the group; and that it keeps none."""
+
+import gc
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import stretto as st
+from stretto.strategies import STRATEGIES
+from tests.errors.tiny import tiny_model
+from tests.groups.nccl_like import ASKED, LATE, NcclLikeGroup
+from tests.processes import run_ranks
+
+MICRO_BATCHES = 12
+LONG = timedelta(seconds=60)
+WIRES = ("fp32", "bf16", "int8")
+
+
+def trained(rank: int, strategy: st.Strategy, group: dist.ProcessGroup | None, **options: Any) -> Tensor:
+    """Train; on the emulated group the last rank enters its third round only when another has waited for it."""
+    model = tiny_model()
+    guards = options.pop("guards", ())
+    parallel = st.DataParallel(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        strategy,
+        micro_batches=2,
+        group=group,
+        guards=guards,
+        options=st.Options(bucket_bytes=64, **options),
+    )
+    generator = torch.Generator().manual_seed(rank)
+    store = dist.group.WORLD.get_group_store()
+    for index in range(MICRO_BATCHES):
+        if group is not None and index == 4 and rank == 1:
+            store.set(LATE, "")
+            store.wait([ASKED], LONG)
+        parallel.backward(model(torch.randn(2, 4, generator=generator)).square().mean())
+    parallel.finish()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def trained_twice(rank: int, strategy: st.Strategy, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    plain = trained(rank, strategy, None, **options)
+    return plain, trained(rank, strategy, NcclLikeGroup(), **options)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_late_rank_is_waited_for_without_a_timeout_where_that_would_abort_the_group(name: str) -> None:
+    number = list(STRATEGIES).index(name)
+    options: dict[str, Any] = {"wire": WIRES[number % len(WIRES)], "verified": number % 2 == 0}
+    for plain, emulated in run_ranks(2, trained_twice, STRATEGIES[name](), options):
+        torch.testing.assert_close(emulated, plain, rtol=0, atol=0)
+
+
+def test_guards_wait_for_a_late_rank_without_a_timeout() -> None:
+    for plain, emulated in run_ranks(2, trained_twice, st.ZeRO1(), {"guards": "standard", "verified": True}):
+        torch.testing.assert_close(emulated, plain, rtol=0, atol=0)
+
+
+def growth_by_wrapping(rank: int) -> float:
+    """Return by how many times the model's bytes a process grows when it wraps it."""
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = resident_bytes()
+    st.DataParallel(model, optimizer, st.ZeRO1())
+    return (resident_bytes() - before) / (4 * LAYERS * WIDTH**2)
+
+
+WIDTH, LAYERS = 2048, 4
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_no_copy_of_the_model_is_left_once_a_job_has_begun() -> None:
+    # Gradients, half of the masters, and room for what torch needs itself. What the start has sent would be one more.
+    assert max(run_ranks(2, growth_by_wrapping)) < 2

@@ -1,0 +1,69 @@
+"""A group whose works behave as those of NCCL do, where they differ from Gloo's; Gloo performs the collectives.
+
+Source: `WorkNCCL::wait` and `checkTimeout` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp. A wait with a timeout
+that finds the collective incomplete at the end of it raises, keeps the error in the work and aborts the communicator.
+The timeout counts from the moment at which the collective was enqueued, which may be long ago: here it always is.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from stretto.groups.collectives import Call
+from stretto.groups.private import private_group
+from stretto.groups.wrapped import WrappedGroup
+
+LATE = "a rank is late"
+"""Key of the default group's store: set by a rank that will enter its next collective only when `ASKED` is set."""
+ASKED = "asked whether it is complete"
+"""Set by a rank that has found a collective incomplete since then."""
+
+
+class NcclLikeWork(dist.Work):
+    """One collective under way."""
+
+    def __init__(self, work: dist.Work, group: "NcclLikeGroup") -> None:
+        super().__init__()
+        self._work = work
+        self._group = group
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, in an error or not."""
+        is_over = self._group.is_aborted or self._work.is_completed()
+        store = dist.group.WORLD.get_group_store()
+        if not is_over and store.check([LATE]):
+            store.set(ASKED, "")
+        return is_over
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Order streams behind the collective; with a timeout, wait for it and abort the group where it is late."""
+        if timeout and not self.is_completed():
+            self._group.is_aborted = True
+            self._group.inner.abort()
+        if self._group.is_aborted:
+            raise RuntimeError("Watchdog caught collective operation timeout")
+        return bool(self._work.wait())
+
+    def result(self) -> Any:
+        """The tensors that it has written."""
+        return self._work.result()
+
+
+class NcclLikeGroup(WrappedGroup):
+    """The default group, as far as its works go on NCCL."""
+
+    def __init__(self) -> None:
+        super().__init__(private_group(dist.group.WORLD), None, "nccl-like")
+        self.is_aborted = False
+        self.may_wait_again = False
+
+    def perform(self, call: Call) -> dist.Work:
+        """Start a collective; an aborted group starts none."""
+        if self.is_aborted:
+            raise RuntimeError("NCCL communicator was aborted")
+        return NcclLikeWork(super().perform(call), self)
+
+    def private(self) -> "NcclLikeGroup":
+        """Return another group of the same ranks."""
+        return NcclLikeGroup()
