@@ -146,9 +146,9 @@ def test_any_schedule_is_turned_exactly_once_or_the_first_update_says_that_it_wa
 
         def make(optimizer: torch.optim.Optimizer) -> Any:
             made = [kind(optimizer) for kind in kinds]  # noqa: B023  # called at once
-            for _ in range(depth):  # noqa: B023
+            for _ in range(depth):  # noqa: B023  # called at once
                 made[-1] = Wrapped(made[-1], 1)
-            made[-1] = Wrapped(made[-1], turns) if turns > 1 else made[-1]  # noqa: B023
+            made[-1] = Wrapped(made[-1], turns) if turns > 1 else made[-1]  # noqa: B023  # called at once
             return made if len(made) > 1 else made[0]
 
         parallel, _ = job(make)

@@ -48,8 +48,7 @@ class ComputeLane:
         allow_unused: bool,
         accumulate: Accumulate = Accumulation,
     ) -> None:
-        self.model = model
-        self.statistics = model.statistics
+        self.model, self.statistics = model, model.statistics
         self.vote = Vote.GO_ON
         self.votes: list[Vote] = []  # of each rank, in the last round that landed
         self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
@@ -58,7 +57,7 @@ class ComputeLane:
         self.num_counted = 0  # micro-batches of this rank, of any weight, since the job began or was loaded
         self.land_phase: Callable[[], None] | None = None  # lands what a checkpoint has left of one
         self.lifetime = Lifetime(failures, leave=self._leave)
-        self._schedule = Schedule(scheduler)
+        self._schedule = None if scheduler is None else Schedule(scheduler)
         self._in_flight: Pending[Landing] | None = None
         self._opening: Pending[None] | None = None  # the work that an update does ahead of its gradients
         self._hyperparameters: Hyperparameters = []
@@ -75,11 +74,9 @@ class ComputeLane:
         """Work with this communication lane from now on, and accumulate in `buffer`; nothing is under way."""
         self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
         self.layout, self.overlaps, self.quota = buffer.layout, comm.strategy.overlaps, quota
-        self.accumulation = accumulate(self.model.parameters, buffer)
-        """The round that accumulates."""
+        self.accumulation = accumulate(self.model.parameters, buffer)  # of the round that accumulates
         self._ready: Round | None = None  # the round that takes off next, once its quota is met
-        self._accumulating_round = 0
-        """In its update; it is one ahead of the round in flight."""
+        self._accumulating_round = 0  # in its update; it is one ahead of the round in flight
         self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self.accumulation.attach()
         self.replica.models_show(self.model.parameters)
@@ -221,7 +218,7 @@ class ComputeLane:
             self._ready = Round(
                 self.accumulation.buffer,
                 self.accumulation.contribution,
-                *self.statistics.carried(),
+                *(self.statistics.carried() if self.statistics.names else ([], b"", [], [], [])),
                 self.vote,
                 [],
                 incidents=self._incidents,
@@ -264,8 +261,7 @@ class ComputeLane:
         if landing.commit is not None and not self._accounts.use_is_known:
             self._accounts.check_used(landing.commit, self.layout, self.where)
         if self.steps > before:
-            self.model.stepped()
-            self._schedule.turn(self.steps - before, self.where)
+            self.model.stepped(self._schedule, self.steps - before, self.where)
         if landing.commit is None:
             return None
         for listener in self.model.listeners:
@@ -354,7 +350,8 @@ class ComputeLane:
         self._accumulating_round = 0
         self._accounts.begin_again(steps, self.runtime.now())
         self.model.begin_again()
-        self._schedule.forget()
+        if self._schedule is not None:
+            self._schedule.forget()
         self.num_counted = 0
         self.steps = self.comm.progress.step = steps
         self.comm.progress.round_index = round_index

@@ -23,7 +23,7 @@ from stretto.engine.round import Listener, Shown
 from stretto.engine.statistics import Buffer, Statistics
 from stretto.errors import EstimateShown, OptimizerStepped, OutOfTurn, ParametersTouched, UsageError
 from stretto.flat import Layout, original_name
-from stretto.optimizer import members_of
+from stretto.optimizer import Schedule, members_of
 
 _version = operator.attrgetter("_version")
 
@@ -308,10 +308,12 @@ class UserModel:
         """Load what `model.state_dict()` returned before `torch.compile` wrapped any part of the model."""
         self.model.load_state_dict({self._keys.get(name, name): value for name, value in state.items()})
 
-    def stepped(self) -> None:
-        """Let schedulers know that the optimizer has been stepped: they warn otherwise."""
+    def stepped(self, schedule: Schedule | None, times: int, where: str) -> None:
+        """Let schedulers know that the optimizer has been stepped, or they warn; turn the job's so many times."""
         for one in (self.optimizer, *self._members):
             one._opt_called = True  # type: ignore[attr-defined]  # PyTorch's own mark
+        if schedule is not None:
+            schedule.turn(times, where)
 
     # Nobody else writes
 

@@ -283,7 +283,7 @@ class Accounts:
 
     def close(self, commit: Commit, step: int, now: float) -> Update:
         """Return the record of the `step`-th update, from its `commit`, and begin to count for the next."""
-        reports = [r.report for r in commit.reductions if r.alone or not r.skipped]
+        reports = tuple(r.report for r in commit.reductions if r.alone or not r.skipped)
         rounds = tuple(report.micro_batches for report in reports)
         loss_weight = sum(report.loss_weight for report in reports)
         update = Update(

@@ -75,7 +75,7 @@ class Schedule:
     """A scheduler as a job turns it: once per committed update, and by nobody else.
 
     Args:
-        scheduler: With `step()`; None leaves it to the caller.
+        scheduler: With `step()`.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -92,8 +92,6 @@ class Schedule:
         Raises:
             UsageError: It has been turned by hand too, turns several times at once, or its schedule has ended.
         """
-        if self._scheduler is None:
-            return
         before = _positions(self._scheduler)
         if self._turned_to not in (None, before):
             raise UsageError(
