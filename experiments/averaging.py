@@ -8,7 +8,8 @@ Two ranks. All arms take the same fresh batches. All but `unechoed` use them aga
 loads a fresh batch with probability p, or else takes the last one again.
 
     ddp         gradients are summed at every step
-    accumulate  `ddp` with 1 / p uses per update
+    accumulate  `ddp` with 1 / p micro-batches per update; in the results of 2026-11-21 the uses of a batch could fall
+                into one update, which an echo no longer does
     interval    replicas step alone and are averaged at every (1 / p)-th step
     coin        the same, but averaged by a coin of probability p, so as often as a fresh batch comes: Algorithm 2
     coin+state  the same, and the optimizer's moments are averaged too

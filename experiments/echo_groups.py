@@ -20,26 +20,16 @@ from paired_comparison import arguments, perform
 from tuned_arms import Experiment, Setting
 
 from stretto import DDP, Even
-from stretto.recipes import DigitsResNet, StdlibGPT
+from stretto.recipes import DigitsResNet
 
 USES = 4
 MICRO_BATCHES = 4
 ARMS = ("one", "four", "one fresh", "four fresh")
 
 SETTINGS = {
-    "digits-large": Setting(
+    "digits": Setting(
         config=lambda lr: DigitsResNet(width=8, batch=16, lr=lr),
         batch=16, loads=96, uses=USES, step_seconds=0.005, rates=(0.02, 0.04, 0.08), arms=ARMS,
-        tuning_seeds=(100, 101),
-    ),
-    "digits-small": Setting(
-        config=lambda lr: DigitsResNet(width=8, batch=4, lr=lr),
-        batch=4, loads=384, uses=USES, step_seconds=0.003, rates=(0.005, 0.01, 0.02), arms=ARMS,
-        tuning_seeds=(100, 101),
-    ),
-    "language": Setting(
-        config=lambda lr: StdlibGPT(layers=2, width=64, heads=4, context=64, batch=8, lr=lr),
-        batch=8, loads=64, uses=USES, step_seconds=0.010, rates=(0.002, 0.004, 0.008), arms=ARMS,
         tuning_seeds=(100, 101),
     ),
 }  # fmt: skip

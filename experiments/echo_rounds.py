@@ -2,14 +2,14 @@
 
     nice python experiments/echo_rounds.py --out benchmarks/results/DATE-echo-groups
 
-An update of ACCO has two rounds: A at the estimate, B at the committed parameters. Both orders read the same batches and
-use each twice, with two micro-batches in a round:
+An update of ACCO has two rounds: A at the estimate, B at the committed parameters. Both orders read the same batches
+and use each twice, with two micro-batches in a round:
 
     round    A takes fresh batches, B takes those of A again
     update   A and B take fresh batches, A and B of the next update take them again
 
-Two ranks of a virtual cluster; a GPT on the bytes of Python's standard library. Every rate runs with every seed. The rate
-of an order is the best of the first two seeds, which are not compared.
+Two ranks of a virtual cluster; a GPT on the bytes of Python's standard library. Every rate runs with every seed. The
+rate of an order is the best of the first two seeds, which are not compared.
 """
 
 import argparse

@@ -254,7 +254,7 @@ class JobUpdates:
         self._versions: list[int] = []
         self._fingerprint = 0
 
-    def begins(self) -> bool:
+    def begins(self, slot: int) -> bool:
         """Return whether the next batch is the first of an update; a batch that was not counted has begun none."""
         if not self._compute.begins_update or self._compute.num_counted == self._begun_at:
             return False

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.engine import Clock, Job, Options
-from stretto.engine.accumulation import check_loss
+from stretto.engine.accumulation import check_loss, check_weight
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS
 from stretto.engine.report import Vote
 from stretto.engine.round import Weighed, weighed
@@ -107,9 +107,8 @@ class DataParallel:
         self._work_with(phases[0])
         if group is None and isinstance(model, nn.Module):
             join_launched_group(next(model.parameters(), torch.empty(0)).device)
-        self._group = private_group(
-            group, ranks, timeout_seconds=self.options.timeout_seconds + BACKEND_MARGIN_SECONDS
-        )
+        seconds = self.options.timeout_seconds + BACKEND_MARGIN_SECONDS
+        self._group = private_group(group, ranks, timeout_seconds=seconds)
         self.late_incidents: tuple[Incident, ...] = ()
         """What guards and the verified exchange found behind the last update; known once `finish` has returned."""
         self.job: Job = start(phases, self._group)
@@ -201,15 +200,15 @@ class DataParallel:
     ) -> Update | None:
         """Run the forward and backward pass of one micro-batch, as `backward(loss_function(batch))` does.
 
-        Guards can run it again, which `backward` does not let them: until the round has ended they hold on to the
-        batch.
+        Guards can run it again, which `backward` does not let them: until the round ends they hold on to the batch.
 
         Args:
             loss_function: Returns the loss, or (loss, weight, samples) where only the forward pass tells these. What it
                 returns depends on the batch, the model and random draws alone, and the batch stays as it is.
             batch: What it is given.
-            weight: See `backward`.
-            samples: See `backward`; None takes the batch's length.
+            weight, samples: See `backward`; where `samples` is None it is the batch's length.
+
+        Returns and errors are those of `backward`.
         """
         with self._compute.lifetime.running():
             if self._phases:
@@ -233,18 +232,29 @@ class DataParallel:
         Args and errors are as for `backward`; without a `loss` the records hold nan.
         """
         with self._compute.lifetime.running():
-            weight = self._checked_weight(weight)
+            weight = check_weight(weight, self._compute.where)
             self._compute.accumulation.set_apart()  # a take-off makes every other .grad a view
             self._compute.take_off_if_ready()
             self._compute.check_untouched()
             self._compute.accumulation.collect()
             return self._count(weight, loss, samples)
 
+    def accumulate(self, loss: Tensor) -> None:
+        """Run a backward pass for `end_micro_batch` to count; `loss` is multiplied by the micro-batch's weight."""
+        with self._compute.lifetime.running():
+            check_loss(loss, self._compute.where)
+            self._compute.backward(loss, 1.0)
+
+    def end_micro_batch(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
+        """Count what was accumulated; where nothing was, a gradient of zero. Else as `count_micro_batch`."""
+        with self._compute.lifetime.running():
+            return self._feed.arrived(self._compute.count(weight, loss, samples, samples, lacks=True))
+
     def commit(self) -> list[Update]:
         """Commit what was counted, however little, and land everything; return the updates nobody was told of yet.
 
-        For loops without `feed`. Does nothing if no update is under way, or after `finish`. A strategy that overlaps
-        then starts with nothing in flight, as at first. All ranks must call, after the same micro-batch.
+        For loops without `feed`. Does nothing if no update is under way, or after `finish`. Under a strategy that
+        overlaps nothing is in flight then, as at first. All ranks must call, after the same micro-batch.
 
         Raises:
             OutOfTurn: A round is in flight under a `Clock`.
@@ -303,10 +313,9 @@ class DataParallel:
     def state_dict(self) -> State:
         """Return parameters, buffers, optimizer state and counts for `torch.distributed.checkpoint.save`.
 
-        Portable: any world size, any strategy and plain PyTorch can read it; `stretto.engine.state` lists the
-        names. What only a bit-identical continuation needs is left to `stretto.checkpoint.save`: gradients
-        accumulated ahead, a shown prediction, random states. All ranks must call, between updates; the state
-        refers to the job's own tensors, so save it before training goes on.
+        Portable: any world size, any strategy and plain PyTorch can read it; `stretto.engine.state` lists the names.
+        What only a bit-identical continuation needs is left to `stretto.checkpoint.save`. All ranks must call, between
+        updates; the state refers to the job's own tensors, so save it before training goes on.
 
         Raises:
             OutOfTurn: An update is under way.
@@ -380,7 +389,7 @@ class DataParallel:
 
     def _backward(self, loss: Tensor, weight: float, samples: int | None) -> Update | None:
         check_loss(loss, self._compute.where)
-        weight = self._checked_weight(weight)
+        weight = check_weight(weight, self._compute.where)
         self._compute.backward(loss, weight)
         return self._count(weight, loss.reshape(()), samples)
 
@@ -389,10 +398,3 @@ class DataParallel:
         fresh = self._feed.input.note(loss, weight, samples) if self._feed.has_begun else samples
         update = self._compute.count(weight, loss, samples, fresh)
         return self._feed.arrived(update) if self._feed.has_begun or self._phases else update
-
-    def _checked_weight(self, weight: float) -> float:
-        if not (weight == 0 or 1e-30 <= weight <= 1e30):  # so that float32 holds gradients and their sums
-            raise ConfigError(
-                f"{self._compute.where}: weight {weight}: expected 0, or a number from 1e-30 to 1e30"
-            )
-        return float(weight)

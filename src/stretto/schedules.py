@@ -1,7 +1,7 @@
 """Schedules: numbers that change over a run.
 
 A schedule is a plain number, which never changes, or any function of an index. What the index counts is said where
-the schedule is used: an echo plan counts the batches that this rank has handed out, `LocalSGD` counts rounds.
+the schedule is used: an echo plan counts the updates that this rank has begun, `LocalSGD` counts rounds.
 
 Three functions are given here. With `u = min(1, index / steps)`:
 

@@ -22,6 +22,7 @@ from stretto.engine.job import Job
 from stretto.engine.model import UserModel, is_in_a_job
 from stretto.engine.noisy import NoisyRank
 from stretto.engine.options import Clock, Options, Quota, check_formats, plan_quota
+from stretto.engine.own_preview import OwnPreviews
 from stretto.engine.replica import Replica
 from stretto.engine.report import settings_text
 from stretto.engine.round import Progress
@@ -272,6 +273,8 @@ def lane_of(
 
 def _kind_of_replica(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Callable[..., Replica]:
     if not ledger.local:
+        if ledger.own_previews:
+            return functools.partial(OwnPreviews, keeps_own=ledger.keeps_own)
         return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.averages else Replica
     worker = worker_of(ledger, exchange, inside)
     if ledger.fragments:

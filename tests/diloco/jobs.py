@@ -148,7 +148,8 @@ class Naive:
                 mean = self.mean(fragment)
                 changed = mean - self.anchor
                 velocity = self.strategy.outer_momentum * self.velocity + changed
-                moved = self.strategy.outer_lr * (velocity * self.strategy.outer_momentum + changed)
+                ahead = velocity * self.strategy.outer_momentum + changed
+                moved = self.strategy.outer_lr * (ahead if self.strategy.nesterov else velocity)
                 self.velocity = torch.where(here, velocity, self.velocity)
                 self.anchor = torch.where(here, (moved - changed) + mean, self.anchor)
                 self.since[fragment] = 0

@@ -20,6 +20,8 @@ STRATEGIES = [
     DiLoCo(interval=2, fragments=2, outer_lr=1.3, outer_momentum=0.6),
     DiLoCo(interval=5, delay=3, keep_progress=True),
     DiLoCo(interval=6, fragments=2, delay=2, mix=0.25, keep_progress=True),
+    DiLoCo(interval=3, outer_momentum=0.6, nesterov=False),
+    DiLoCo(interval=4, fragments=2, mix=0.75),
 ]
 
 

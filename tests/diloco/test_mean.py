@@ -49,7 +49,7 @@ def drawn(seed: int) -> st.DiLoCo:
     fragments = draws.choice((1, 2))
     interval = draws.randint(fragments, 6)
     delay = draws.randrange(interval // fragments)
-    mix = draws.choice((0.0, 0.5)) if delay else 0.0
+    mix = draws.choice((0.0, 0.5))
     keeps = bool(delay) and draws.random() < 0.5
     return st.DiLoCo(interval, fragments=fragments, delay=delay, mix=mix, keep_progress=keeps)
 

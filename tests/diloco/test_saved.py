@@ -178,7 +178,11 @@ def test_other_ranks_begin_with_the_mean_and_a_new_velocity(tmp_path: Path) -> N
         assert not any(part.any() for part in velocity)
 
 
-@pytest.mark.parametrize("strategy", [STRATEGY, SPLIT, st.DiLoCo(interval=3)], ids=repr)
+@pytest.mark.parametrize(
+    "strategy",
+    [STRATEGY, SPLIT, st.DiLoCo(interval=3), st.DiLoCo(interval=3, mix=0.5, nesterov=False)],
+    ids=repr,
+)
 def test_standard_guards_change_nothing_and_report_nothing(strategy: st.DiLoCo) -> None:
     bare, guarded = on_cluster(strategy, ranks=3), on_cluster(strategy, ranks=3, guards="standard")
     for expected, found in zip(bare, guarded, strict=True):

@@ -36,8 +36,8 @@ def test_ranks_with_plans_and_lengths_of_their_own_end_together(strategy: str, u
     results = cluster.run(lambda rank, group: feed(rank, group, strategy, until))
     (steps, uses, weights), (other_steps, other_uses, other_weights) = results.values
     assert (steps, weights) == (other_steps, other_weights)
-    # 5 batches in updates of two, the first four of them 2.5 times each: 11 uses. The other rank has more, and sees them
-    # all only where all must end.
+    # 5 batches in updates of two, the first four of them 2.5 times each: 11 uses. The other rank has more, and sees
+    # them all only where all must end.
     assert len(uses) == 11
     assert other_uses.count(1) == 13 if until == "all" else len(other_uses) <= 13
     assert uses != other_uses

@@ -1,8 +1,10 @@
 """No gradient is computed twice: a batch meets the same parameters once, whatever the plan, strategy and job."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,7 @@ from stretto import Auto, Bernoulli, DataParallel, EchoLoader, EchoOptions, Even
 from stretto.checksums import digest
 from stretto.echo import Cosine, Linear, Plan
 from stretto.engine import Clock
-from stretto.errors import ConfigError
-from stretto.strategies import ACCO, DPU, STRATEGIES, ZeRO1
+from stretto.strategies import ACCO, DDP, STRATEGIES, Strategy
 from stretto.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
 
 CASES = 120
@@ -108,7 +109,9 @@ Seen = list[tuple[int, int]]
 """For every micro-batch of a rank: the digest of the parameters, and the batch."""
 
 
-def train(case: Case, rank: int, group: VirtualGroup, folder: Path, resume: bool) -> tuple[Seen, int, bool]:
+def train(
+    case: Case, folder: Path, rank: int, group: VirtualGroup, *, resume: bool
+) -> tuple[Seen, int, bool]:
     """Return what a rank has computed, up to the checkpoint or from there on, how many uses were echoes, and whether
     fresh batches were left at the checkpoint."""
     torch.manual_seed(0)
@@ -161,13 +164,81 @@ def test_no_batch_meets_the_same_parameters_twice(block: int, tmp_path: Path) ->
         cluster = VirtualCluster(
             case.ranks, parse_network("1gbit,5ms"), Compute(micro_batch_ns=STEP_NS), seed=seed
         )
-        results = cluster.run(lambda rank, group: train(case, rank, group, folder, False)).values
+        results = cluster.run(partial(train, case, folder, resume=False)).values
         seen = [list(found) for found, _, _ in results]
         if all(has_more for _, _, has_more in results):
-            again = cluster.run(lambda rank, group: train(case, rank, group, folder, True)).values
+            again = cluster.run(partial(train, case, folder, resume=True)).values
             for rank in range(case.ranks):
                 seen[rank] += again[rank][0]
         for rank in range(case.ranks):
             assert doubles(seen[rank]) == [], (case, case.plan, case.micro_batches, rank)
         echoes += sum(count for _, count, _ in results)
     assert echoes > 100  # the law would hold without an echo too
+
+
+def trained(
+    strategy: Strategy, plan: Plan, micro_batches: int | Clock
+) -> tuple[list[int], Tensor, EchoLoader[Any]]:
+    """Train one virtual rank on eight batches; return the batches used, the weights, and the loader."""
+
+    def program(rank: int, group: VirtualGroup) -> tuple[list[int], Tensor, EchoLoader[Any]]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = EchoLoader(VirtualStore(Passes(8), group, iter(float, 1)), plan)
+        parallel = DataParallel(model, optimizer, strategy, micro_batches=micro_batches, group=group)
+        used = []
+        for batch in parallel.feed(loader):
+            used.append(int(batch) - 1001)
+            parallel.backward((model(torch.tensor([[1.0, float(batch % 7)]])) - batch % 3).square().mean())
+        parallel.finish()
+        return used, model.weight.detach().clone(), loader
+
+    return (
+        VirtualCluster(1, parse_network("1gbit,25ms"), Compute(micro_batch_ns=STEP_NS)).run(program).values[0]
+    )
+
+
+@pytest.mark.parametrize("strategy", [DDP(), ACCO()], ids=lambda one: one.name)
+def test_an_update_uses_the_batches_of_the_one_before_in_their_order(strategy: Strategy) -> None:
+    used, echoed, _ = trained(strategy, Even(2), 4)
+    assert used == [0, 1, 2, 3] * 2 + [4, 5, 6, 7] * 2
+    assert not torch.equal(echoed, trained(strategy, Even(1), 2)[1])  # what uses within an update amounted to
+
+
+class Sized:
+    """Updates of given sizes, at parameters that a test names."""
+
+    micro_batches, is_fixed = 1, False
+
+    def __init__(self, sizes: list[int], parameters: list[int]) -> None:
+        self._parameters = [one for size, one in zip(sizes, parameters, strict=True) for _ in range(size)]
+        self._begins = [slot == 0 for size in sizes for slot in range(size)]
+
+    def begins(self, slot: int) -> bool:
+        return self._begins.pop(0)
+
+    def parameters(self) -> int:
+        return self._parameters.pop(0)
+
+
+def test_updates_of_unequal_length_take_fresh_batches_beside_held_ones_or_leave_some_out() -> None:
+    loader = EchoLoader(range(99), Even(4))
+    used = list(itertools.islice(loader.over(Sized([4, 2, 3, 5, 1], [0, 1, 2, 3, 4])), 15))
+    assert used == [*(0, 1, 2, 3), *(0, 1), *(0, 1, 4), *(0, 1, 4, 5, 6), 7]
+    assert (loader.updates, loader.mixed_updates) == (5, 2)
+    with pytest.raises(TypeError, match="not known beforehand"):
+        len(loader)
+
+
+def test_where_nothing_has_changed_fresh_batches_are_taken_and_the_plan_goes_on_from_there() -> None:
+    loader = EchoLoader(range(99), Even(2))
+    used = list(itertools.islice(loader.over(Sized([2] * 6, [7, 7, 8, 8, 7, 9])), 12))
+    # 2 and 3 have met 7 and 8 by the fourth update; by the fifth, 4 and 5 have not met 7.
+    assert used == [*(0, 1), *(2, 3), *(2, 3), *(4, 5), *(4, 5), *(6, 7)]
+
+
+def test_an_epoch_of_agreed_length_ends_sooner_where_no_held_batch_could_change_anything() -> None:
+    options = EchoOptions(steps_per_epoch=9)
+    loader = EchoLoader(range(4), Even(2), options=options)
+    assert list(loader.over(Sized([2] * 5, [0, 1, 2, 3, 3]))) == [0, 1, 0, 1, 2, 3, 2, 3]

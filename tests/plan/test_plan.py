@@ -133,8 +133,6 @@ def test_a_setting_of_an_arm_is_priced_or_refused() -> None:
         for arm, given in ((f"zero1:bucket_bytes={whole // 2}", whole // 8), ("zero1", whole // 2))
     )
     assert of_arm == of_job > seconds("zero1")
-    with pytest.raises(ConfigError, match="has no price for clock"):
-        seconds("acco:clock=1,4")
     with pytest.raises(ConfigError, match="nodes have ranks_per_node=1: expected that, or"):
         seconds("acco:ranks_per_node=2")
     with pytest.raises(ConfigError, match="a worker that is a node: expected ranks_per_node=1"):
@@ -204,7 +202,7 @@ def test_the_choice_is_priced_at_other_counts_and_with_echoes_where_the_loader_i
 
 def test_a_strategy_of_two_rounds_is_priced_from_two_micro_batches_on(ranking: Ranking) -> None:
     (acco,) = (one for one in ranking.prices if one.arm == "acco")
-    chosen = Ranking(ranking.machine, (acco,), BUCKET_BYTES)
+    chosen = Ranking(ranking.machine, (acco,), BUCKET_BYTES, ranking.micro_batches)
     assert [one.micro_batches for one in chosen.by_count()] == [2, 4, 8, 16]
 
 

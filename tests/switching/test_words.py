@@ -91,7 +91,6 @@ def test_a_run_refuses_what_needs_one_strategy() -> None:
     for settings, line in (
         ({"faults": (Fault(site="masters", rank=0),)}, "faults strike the parts of one strategy"),
         ({"clock": st.Clock()}, "write it where it counts"),
-        ({"echo": "even:uses=2"}, "leave out the clock, or the echo"),
     ):
         with pytest.raises(ConfigError, match=line):
             check_run(tiny_run(strategy=word, **settings), 2)

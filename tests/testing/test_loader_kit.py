@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.echo import EchoLoader, Even
+from stretto.echo import EchoLoader, EchoOptions, Even
 from stretto.errors import ConformanceFailed
 from stretto.recipes.batches import MicroBatches, reshard
 from stretto.recipes.blocks import Packed, Streams
@@ -112,6 +112,14 @@ class TestEchoLoader(TestMicroBatches):
 
     def make_loader(self, rank: int, world_size: int) -> EchoLoader[Any]:
         return EchoLoader(super().make_loader(rank, world_size), Even(2))
+
+
+class TestEchoLoaderOfUpdates(TestEchoLoader):
+    update = 2
+
+    def make_loader(self, rank: int, world_size: int) -> EchoLoader[Any]:
+        options = EchoOptions(micro_batches=2)
+        return EchoLoader(TestMicroBatches.make_loader(self, rank, world_size), Even(2), options=options)
 
 
 class ForgetsItsPosition(MicroBatches[Any]):

@@ -60,6 +60,7 @@ def test_fixed_counts_end_as_the_corresponding_updates_do_to_the_bit(case: int, 
     by_updates = ran(tmp_path / "updates", updates=updates, **shared)
     # The budget need not divide: the last update is the first at or beyond it.
     by_samples = ran(tmp_path / "samples", samples=updates * each - draw.randrange(each), **shared)
+    assert len(by_updates[1]) == updates
     assert by_samples[1] == by_updates[1]
     assert by_samples[2] == by_updates[2]
     assert by_samples[0][0].fresh_samples == sum(record["fresh_samples"] for record in by_samples[1])

@@ -72,14 +72,14 @@ def test_another_seed_draws_otherwise_and_the_same_one_alike(what: str, tmp_path
 @pytest.mark.parametrize("name", [name for name, kind in STRATEGIES.items() if "seed" in field_types(kind)])
 def test_a_strategy_draws_from_the_seed_of_its_run_or_from_its_own(name: str) -> None:
     run = RunConfig(task=Tiny(), seed=5)
-    assert strategy_of(parse_arm(name), run, None).seed == 5  # type: ignore[attr-defined]  # it has one
-    assert strategy_of(parse_arm(f"{name}:seed=3"), run, None).seed == 3  # type: ignore[attr-defined]
+    drawing: list[Any] = [strategy_of(parse_arm(text), run, None) for text in (name, f"{name}:seed=3")]
+    assert [one.seed for one in drawing] == [5, 3]
 
 
 @pytest.mark.parametrize("name", [name for name, kind in GUARDS.items() if "seed" in field_types(kind)])
 def test_a_guard_draws_from_the_seed_of_its_run_or_from_its_own(name: str) -> None:
-    assert [guard.seed for guard in parse_guards((name,), 5)] == [5]  # type: ignore[union-attr]
-    assert [guard.seed for guard in parse_guards((f"{name}:seed=3",), 5)] == [3]  # type: ignore[union-attr]
+    drawing: Any = parse_guards((name, f"{name}:seed=3"), 5)
+    assert [one.seed for one in drawing] == [5, 3]
 
 
 def test_a_fault_draws_from_the_seed_of_its_run_or_from_its_own() -> None:
@@ -90,5 +90,5 @@ def test_a_fault_draws_from_the_seed_of_its_run_or_from_its_own() -> None:
 def test_repeats_of_a_comparison_do_not_share_one_coin() -> None:
     arm = parse_arm("local:rate=0.5:plan=bernoulli")
     comparison = CompareConfig(task=Tiny(), strategies=(arm.text,), seed=4)
-    coins = [strategy_of(arm, _run_of(arm, comparison, repeat), None) for repeat in range(3)]
-    assert [coin.seed for coin in coins] == [4, 5, 6]  # type: ignore[attr-defined]
+    coins: list[Any] = [strategy_of(arm, _run_of(arm, comparison, repeat), None) for repeat in range(3)]
+    assert [coin.seed for coin in coins] == [4, 5, 6]

@@ -272,7 +272,7 @@ class FragmentedReplica(LocalReplica):
             self._weights[launch.fragment] = 0
             if has_left := (total := in_rank_order(weights)) > 0:
                 self._left_with[launch.fragment], self._differ[launch.fragment] = weights, True
-                fragment.travel(float(weights[exchange.rank]) / total, launch.learning_rate, launch.momentum)
+                fragment.travel(float(weights[exchange.rank]) / total, launch)
         return _Trip(
             fragment=launch.fragment,
             has_left=has_left,

@@ -15,7 +15,9 @@ Note [The outer step]
     With η = 1 and μ = 0 both are `stretto.averaging.mean`, to the bit, but for what packed wires lose: they pack the
     ranks' changes as they pack gradients, with error feedback, and the owner's change likewise.
 
-This is `torch.optim.SGD(nesterov=True)` with the gradient -d.
+    Without Nesterov's look ahead, u stands in the place of d + μ u.
+
+This is `torch.optim.SGD` with the gradient -d.
 """
 
 from collections.abc import Sequence
@@ -27,6 +29,7 @@ from torch import Tensor
 from stretto.exchange import Exchange, PackedWire, Wire
 from stretto.flat import Bucket, FlatSet, Layout
 from stretto.optimizer import ShardedOptimizer
+from stretto.strategies.contract import Launch
 
 
 class Fragment:
@@ -93,13 +96,12 @@ class Fragment:
             if self._is_narrow(index):
                 view.sub_(self.anchor_by_bucket[index])
 
-    def travel(self, share: float, learning_rate: float, momentum: float) -> None:
+    def travel(self, share: float, step: Launch) -> None:
         """Take the outer step with what was loaded; all ranks must call, in the same order.
 
         Args:
             share: This rank's part of the weight.
-            learning_rate: Of the step.
-            momentum: Of the step.
+            step: Its learning rate and momentum.
         """
         feedback = self.exchange.feedback
         flats = [flat.mul_(share) if share else flat.zero_() for flat in self._carried]
@@ -112,7 +114,13 @@ class Fragment:
             feedback.settle()
         carried = self._views(self._carried)
         for index, total in enumerate(sums):
-            self._own(carried[index]).copy_(self._outer_step(index, total, learning_rate, momentum))
+            is_narrow = self._is_narrow(index)
+            changed = total if is_narrow else total - self._own(self.anchor_by_bucket[index])
+            velocity = self.velocity[index].mul_(step.momentum).add_(changed)
+            moved = (velocity * step.momentum).add_(changed) if step.nesterov else velocity.clone()
+            moved.mul_(step.learning_rate)
+            # Its change, or its new values.
+            self._own(carried[index]).copy_(moved if is_narrow else moved.sub_(changed).add_(total))
         self._gather(carried)
 
     def land(self, mix: float) -> None:
@@ -166,14 +174,6 @@ class Fragment:
                 anchor.add_(arrived)
             else:
                 anchor.copy_(arrived)
-
-    def _outer_step(self, index: int, total: Tensor, learning_rate: float, momentum: float) -> Tensor:
-        """Return what this rank's slice of a bucket gathers: its change, or its new values."""
-        is_narrow = self._is_narrow(index)
-        changed = total if is_narrow else total - self._own(self.anchor_by_bucket[index])
-        velocity = self.velocity[index].mul_(momentum).add_(changed)
-        step = (velocity * momentum).add_(changed).mul_(learning_rate)
-        return step if is_narrow else step.sub_(changed).add_(total)
 
     def _is_narrow(self, index: int) -> bool:
         """Return whether a bucket travels in fewer bits than its masters have, there or back."""

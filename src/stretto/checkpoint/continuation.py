@@ -3,7 +3,7 @@
     carry.<name>         the carry: sums of the gradients that were accumulated for the next round, reduced now
     job.round_report     its weights, losses and counts by rank
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
-    rank.<rank>          random states, buffers as this rank has them, and counts
+    rank.<rank>          random states, buffers as this rank has them, and counts; a prediction of its own
     owed.<rank>          rounding errors that this rank has yet to send, where the wire packs gradients or has done so
     replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ; the name also says
                          which ranks hold the same one, where workers are nodes
@@ -70,7 +70,7 @@ class Continuation:
         if reduction is not None:
             state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
             state["job"]["round_report"] = pack(self._describe(reduction), "the round report")
-        if compute.model.shown == "estimate":
+        if compute.model.shown == "estimate" and not self._job.replica.shows_own:
             state["shown"] = {
                 slot.name: self._state.spread(slot, parameter)
                 for slot, parameter in zip(slots, self._job.model.parameters, strict=True)
@@ -83,6 +83,9 @@ class Continuation:
             "random": random_states(self._device),
             "buffers": self._buffers(state["model"]),
         }
+        if self._job.compute.model.shown == "estimate" and self._job.replica.shows_own:
+            parameters = zip(self._state.slots, self._job.model.parameters, strict=True)
+            mine["shown"] = {slot.name: parameter.detach().clone() for slot, parameter in parameters}
         replicas = self._job.replica.state_dict()
         replica = replicas.pop("replica", None)
         rank = str(self._rank)
@@ -161,6 +164,9 @@ class Continuation:
             self._job.replica.load_state_dict(replicas)
         if "carry" in state:
             compute.close_round().reduction = self._reduction(state)
+            if mine is not None and "shown" in mine:
+                own = [mine["shown"][slot.name].to(self._device) for slot in self._state.slots]
+                compute.model.show(own, "estimate")
         if "shown" in state:
             shown = [(state["shown"][slot.name].content(), slot.shape) for slot in self._state.slots]
             compute.model.show([content.view(shape).to(self._device) for content, shape in shown], "estimate")

@@ -1,5 +1,6 @@
 """The strategy that is chosen for a run: what was chosen before, what a plan says now, and whether it may change."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,5 +73,6 @@ def rankings(
     """Measure a job on all ranks, and rank what it could use, as `stretto.plan.plan` does."""
     with named_as_options(job), named_as_options(job.task, TASK):
         arm = parse_arm("zero1")
-        check_run(job.fitted_to(arm).run_of(arm), ranks.world_size)
+        here = dataclasses.replace(job, slow={})  # ranks of the plan, perhaps more than there are here
+        check_run(here.fitted_to(arm).run_of(arm), ranks.world_size)
     return plan(job, ranks, log, most_nats=most_nats)

@@ -15,7 +15,7 @@ from stretto.echo import Diagnosis
 from stretto.exchange import WIRES
 from stretto.flat import ALIGNMENT
 from stretto.groups import Link
-from stretto.plan import Ranking, evidence_of
+from stretto.plan import UNEQUAL, Machine, Price, Ranking, evidence_of
 from stretto.recipes import TaskConfig
 from stretto.train.arms import parse_arm
 from stretto.train.configuration import RunConfig
@@ -139,9 +139,9 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
     last = rankings[-1]
     machine, choice = last.machine, last.choice
     print(
-        f"\nmicro-batch {1000 * machine.micro_batch_seconds:.1f} ms, optimizer {1000 * machine.step_seconds:.1f} ms, "
+        f"\nmicro-batch {_micro_batches_of(machine)} ms, optimizer {1000 * machine.step_seconds:.1f} ms, "
         f"loader {1000 * machine.load_seconds:.1f} ms,\nlink {_rate(machine.link)}, {machine.parameters:,} parameters, "
-        f"{machine.ranks} ranks,\n{choice.micro_batches} micro-batches per rank and update"
+        f"{machine.ranks} ranks,\n{last.micro_batches} micro-batches per rank and update"
     )
     if machine.ranks_per_node > 1:
         text = (
@@ -152,12 +152,15 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
     print(f"\n{'':32}{'s/update':>9}{'waits':>6}{'MB sent':>8}{'MB held':>8}")
     for one in last.prices:
         print(
-            f"{_row_of(one.arm, machine.ranks_per_node):32}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
+            f"{_row_of(one, last):32}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
             f"{one.sent_bytes / 1e6:8,.1f}{one.memory_bytes / 1e6:8,.0f}  {last.why_not(one)}"
         )
+    if any(_has_clock(one.arm) for one in last.prices):
+        print("(xN) by the clock, with N times as large a batch in the mean")
     counts = last.by_count()
     gains = [choice.seconds_per_micro_batch / one.seconds_per_micro_batch for one in counts]
-    print("\nthe choice with other numbers of micro-batches, which learn otherwise:")
+    others = "fixed" if _has_clock(choice.arm) else "other"
+    print(f"\nthe choice with {others} numbers of micro-batches, which learn otherwise:")
     print(f"{'':32}" + "".join(f"{one.micro_batches:>8}" for one in counts))
     print(f"{'  times as fast per sample':32}" + "".join(f"{gain:8.2f}" for gain in gains))
     if (echoed := last.echoed()) is not None:
@@ -169,10 +172,27 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
         print(textwrap.fill(text, COLUMNS, subsequent_indent="  "))
 
 
-def _row_of(arm: str, ranks_per_node: int) -> str:
+def _row_of(one: Price, ranking: Ranking) -> str:
     """Return what a table calls an arm; on nodes that of one level says so, and others leave out what they share."""
-    name, by_node, _ = arm.replace(":wire=", " ").partition(":ranks_per_node=")
-    return name if by_node or ranks_per_node == 1 else f"{name}, one level"
+    name, by_node, _ = one.arm.replace(":wire=", " ").partition(":ranks_per_node=")
+    growth = f" (x{ranking.growth(one):.1f})" if _has_clock(one.arm) else ""
+    return (
+        f"{name}{growth}" if by_node or ranking.machine.ranks_per_node == 1 else f"{name}{growth}, one level"
+    )
+
+
+def _has_clock(arm: str) -> bool:
+    return "clock" in parse_arm(arm).settings
+
+
+def _micro_batches_of(machine: Machine) -> str:
+    """Return the milliseconds of a micro-batch, from the fastest to the slowest rank."""
+    fastest, slowest = (
+        1000 * machine.micro_batch_seconds * factor
+        for factor in (min(machine.slowness, default=1.0), machine.slowest)
+    )
+    is_alike = machine.slowest < UNEQUAL * min(machine.slowness, default=1.0)
+    return f"{slowest:.1f}" if is_alike else f"{fastest:.1f} to {slowest:.1f}"
 
 
 def recommendation(ranking: Ranking) -> str:
@@ -183,16 +203,28 @@ def recommendation(ranking: Ranking) -> str:
     options = f"--strategy {arm.name}" + ("" if wire == "fp32" else f" --wire {wire}")
     if (each := arm.settings.get("ranks_per_node")) is not None:
         options += f" --ranks-per-node {each}"
+    if (clock := arm.settings.get("clock")) is not None:
+        options += f" --clock {shown(clock)}"
     gain = base.seconds_per_micro_batch / choice.seconds_per_micro_batch
     evidence = evidence_of(choice.arm)
     loss = f"{evidence.nats:+.3f} nats in {evidence.source}" if evidence.source else "exact"
     if wire == "bf16":
         loss += ", but for the rounding of bf16"
+    if clock is not None:
+        loss += ", with fixed counts"
     base_wire = parse_arm(base.arm).wire
     default = f"{base.arm.replace(f':wire={base_wire}', '')} on {base_wire}"
-    faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast as {default}"
+    per_sample = " per sample" if clock is not None else ""
+    faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast{per_sample} as {default}"
     seconds = f"{choice.seconds:.4f} s per update"
     text = f"{ranking.machine.ranks} ranks: use {options}: {seconds}, {faster}; {loss}"
+    if (fixed := ranking.as_large()) is not None:
+        text += (
+            f". The batch grows: {choice.micro_batches:.1f} micro-batches per rank and update instead of "
+            f"{ranking.micro_batches}, so {ranking.growth(choice):.1f} times fewer updates for as many samples. With "
+            f"{fixed.micro_batches} for every rank the fastest, {fixed.arm}, is "
+            f"{base.seconds_per_micro_batch / fixed.seconds_per_micro_batch:.2f} times as fast"
+        )
     return textwrap.fill(text, COLUMNS, subsequent_indent="  ")
 
 

@@ -1,8 +1,9 @@
 """Data echoing: batches are used again while the next ones are being read.
 
-To read it in one sitting: `plans` (which batch is used), `buffer` (held batches), `reader` (reading ahead), `state`
-(options, saved states), `updates` (what batches are taken for), `loader` (all five together). Then `draws` (random draws that race), `measured` (is an echo
-worth it), `statistics` (what an update reports of its input) and `dataset` (echo of samples, inside workers).
+To read it in one sitting: `plans` (which batches are used), `buffer` (held batches), `reader` (reading ahead), `state`
+(options, saved states), `updates` (what batches are taken for), `loader` (all five together). Then `draws` (random
+draws that race), `measured` (is an echo worth it), `statistics` (what an update reports of its input) and `dataset`
+(echo of samples, inside workers).
 """
 
 from stretto.echo.dataset import EchoDataset

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -49,8 +49,7 @@ class EchoLoader(Generic[Batch]):
     Every rank wraps its own loader. Attributes that this class does not have are those of the loader.
 
     A new iterator begins a new pass over the loader, and ends the pass before it. The first one after
-    `load_state_dict` goes on in the middle. What was read ahead of a pass that is left is dropped; the next pass waits
-    for a read that is under way.
+    `load_state_dict` goes on in the middle. What was read ahead of a pass that is left is dropped.
 
     Attributes:
         loader: The bare loader.
@@ -168,15 +167,13 @@ class EchoLoader(Generic[Batch]):
                 "EchoOptions(steps_per_epoch=...)"
             )
         position, selector = self._position, self.plan.selector(self.options.seed)
-        selector.load_state_dict(
-            self._selector_at_epoch if position.in_epoch else self._selector.state_dict()
-        )
-        loader: Any = self.loader
-        update = position.epoch_updates if position.in_epoch else position.updates
+        begun, loader = position.in_epoch, cast(Any, self.loader)
+        selector.load_state_dict(self._selector_at_epoch if begun else self._selector.state_dict())
+        update = position.epoch_updates if begun else position.updates
         return epoch_length(selector, len(loader), update, self._micro_batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.over(CountedUpdates(self._position, self.options.micro_batches or 1))
+        return self.over(CountedUpdates(self.options.micro_batches or 1))
 
     def over(self, updates: Updates) -> Iterator[Batch]:
         """Return an iterator over a pass whose batches go to `updates`; `feed` calls this.
@@ -249,7 +246,7 @@ class EchoLoader(Generic[Batch]):
         if self._loaded_state is not None:
             loaded: dict[str, Any] = rebuilt(self._loaded_state, copied)
             return loaded
-        held = self._buffer.held
+        held, stores = self._buffer.held, self.options.resume == "store"
         has_begun = self._position.in_epoch or self._position.step > 0
         after = self._state_after if has_begun else state_of(self.loader)
         return {
@@ -263,9 +260,7 @@ class EchoLoader(Generic[Batch]):
             "before": held[0].state_before if held else after,
             "after": after,
             "changes": [change_of(one) for one in held],
-            "batches": rebuilt([one.batch for one in held], copied)
-            if self.options.resume == "store"
-            else None,
+            "batches": rebuilt([one.batch for one in held], copied) if stores else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -298,9 +293,8 @@ class EchoLoader(Generic[Batch]):
                 batch, state_after = fetched.batch, fetched.state
             else:
                 batch, state_after = resumption.batches[index], self._state_after
-            held = self._hold(
-                batch, state_after, number=first + index, **{**fields, "used_at": tuple(fields["used_at"])}
-            )
+            fields = {**fields, "number": first + index, "used_at": tuple(fields["used_at"])}
+            held = self._hold(batch, state_after, len(resumption.held), **fields)
             if resumption.batches is not None:
                 held.change = resumption.changes[index]
 
@@ -321,16 +315,16 @@ class EchoLoader(Generic[Batch]):
             if self._selector.is_measuring and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             use_seconds, load_seconds = reader.now() - handed_out, math.nan
-            if position.slot == 0 or updates.begins():
+            if updates.begins(position.slot) or position.slot == 0:
                 position.begin_update()
-            parameters = updates.parameters()
+            parameters = updates.parameters() if self.plan.echoes or limit is not None else None
             usable = [one for one in buffer.held if one.can_be_used(position.update, parameters)]
             selected = self._select(usable, reader)
             if selected is None:
                 fetched = self._fetch(reader)
                 if not fetched.has_ended:
                     load_seconds = fetched.seconds
-                    selected = self._hold(fetched.batch, fetched.state, number=position.fresh)
+                    selected = self._hold(fetched.batch, fetched.state, self._room(), number=position.fresh)
                 elif limit is not None and usable:
                     selected = least_used(usable)
                 else:
@@ -371,11 +365,19 @@ class EchoLoader(Generic[Batch]):
             return self._draws.take(reader)
         return reader.take()
 
-    def _hold(self, batch: Any, state_after: Any, **fields: Any) -> HeldBatch:
+    def _room(self) -> int:
+        """Return how many batches to hold, a fresh one included."""
+        position, held = self._position, self._buffer.held
+        size = self.plan.pool - 1 + max(position.slot + 1, position.slots_before)
+        if position.repeats:  # what an echoed update has used, however far back, the next one may use again
+            in_use = [index for index, one in enumerate(held) if one.update >= position.update - 1]
+            size = max(size, len(held) - min(in_use, default=len(held)) + 1)
+        return size
+
+    def _hold(self, batch: Any, state_after: Any, size: int, **fields: Any) -> HeldBatch:
         """Put a batch into the buffer. Containers and arrays that `place` gives may be its own."""
         placed = batch if self._place is None else rebuilt(self._place(batch), lambda tensor: tensor)
         state_before, self._state_after = self._state_after, state_after
-        size = self.plan.pool - 1 + max(self._position.slot + 1, self._position.slots_before)
         return self._buffer.add(placed, size, state_before=state_before, **fields)
 
     def _use(self, held: HeldBatch, parameters: int | None, load_seconds: float, use_seconds: float) -> Batch:

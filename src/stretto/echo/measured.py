@@ -4,10 +4,10 @@
     C + A   the step on one batch: computing, and communication that it waits for
     e*      L / (C + A), the uses per fresh batch that are free
 
-All three are means over whole updates, so that e* is also the time in which the batches of an update are loaded over
-that of the update. With e* uses, the loader and the step are equally fast. An echo multiplies the steps per second by at most e*, and the
-progress by less, because another use of a batch is worth less than a fresh batch. More uses than e* throw away fresh
-batches that the loader could deliver. Where e* is 1 or less there is nothing to gain.
+All three are means over whole updates, so that e* is also the time in which the batches of an update are loaded, over
+that of the update. With e* uses, the loader and the step are equally fast. An echo multiplies the updates per second by
+at most e*, and the progress by less, because another use of a batch is worth less than a fresh batch. More uses than e*
+throw away fresh batches that the loader could deliver. Where e* is 1 or less there is nothing to gain.
 """
 
 import itertools
@@ -195,7 +195,7 @@ class Diagnosis:
         if self.is_input_bound:
             return (
                 f"input-bound: {facts}; {first}; then echo with {self.plan}: {self.free_uses:.2f} uses are free, and "
-                f"steps per second grow at most {min(self.free_uses, USES_MAX):.1f} times, progress by less"
+                f"updates per second grow at most {min(self.free_uses, USES_MAX):.1f} times, progress by less"
             )
         if self.waits:
             gain = self.period_seconds / max(self.step_seconds, self.load_seconds)
@@ -221,8 +221,9 @@ def diagnose(
     Args:
         loader: The training loader. It must begin again after its end. Of an `EchoLoader` the bare loader is measured.
         step: Trains on one batch and returns the update if there was one, as `parallel.micro_batch` does.
-        batches: Number of batches in each of the three measurements; at least twice what the loader's workers keep
-            ready, because otherwise their stock is measured.
+        batches: Number of batches in each of the three measurements: those of whole updates, because the last one of an
+            update waits for communication; at least twice what the loader's workers keep ready, because otherwise their
+            stock is measured.
         skip: Number of batches at the beginning of each measurement that are not counted.
         now: Returns the time in seconds, on the clock to measure by.
 

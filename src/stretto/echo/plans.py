@@ -43,6 +43,11 @@ class Plan(ABC):
         return 1
 
     @property
+    def echoes(self) -> bool:
+        """Whether any batch is ever used again, but to fill an epoch of fixed length."""
+        return True
+
+    @property
     def decides_by_update(self) -> bool:
         """Whether one decision holds for all batches of an update; otherwise every batch has its own."""
         return True
@@ -170,8 +175,8 @@ class Even(Plan):
     """Use the batches of every update in `uses` updates. With 2.5, two and three uses take turns.
 
     Update t earns `1 / uses(t)` of a load, which is fresh batches for one update. They are loaded when more has been
-    earned than spent. With constant `uses`, n loads make floor(n * uses) updates. Uses that could change nothing are not
-    made, and fresh batches take their places; there are fewer updates then.
+    earned than spent. With constant `uses`, n loads make floor(n * uses) updates. Uses that could change nothing are
+    not made, and fresh batches take their places; there are fewer updates then.
     """
 
     uses: Schedule = 2.0
@@ -181,6 +186,11 @@ class Even(Plan):
         check_fields(self)
         if not callable(self.uses):
             _earned(self.uses, 0)
+
+    @property
+    def echoes(self) -> bool:
+        """Whether there is more than one use."""
+        return self.uses != 1
 
     def selector(self, seed: int) -> Selector:
         """Return a new selector; it draws nothing."""
@@ -278,15 +288,15 @@ def _probability(p: Schedule, update: int) -> float:
 class Ready(Plan):
     """Use a fresh batch if one is ready, otherwise the least used of those held that this update has not used.
 
-    A fast loader is never echoed, and a slow or irregular one makes nobody wait until `max_uses` is reached, or until an
-    update has used all held batches. Decisions depend on time. The batches of an update may be fresh in part.
+    A fast loader is never echoed, and a slow or irregular one makes nobody wait until `max_uses` is reached, or until
+    an update has used all held batches. Decisions depend on time. The batches of an update may be fresh in part.
     """
 
     pool: int = 12
-    """Number of batches to hold, and one more for every further micro-batch of an update; the cost in memory. One batch would be used unevenly over an irregular
-    loader: often in a long pause, once outside. In a very long pause, uses of batches that have left the pool are
-    lost: over loaders 2.5 times as slow as a step, eight ranks waited 3 % of the time with 8 and hardly ever with
-    12."""
+    """Number of batches to hold, and one more for every further micro-batch of an update; the cost in memory. One batch
+    would be used unevenly over an irregular loader: often in a long pause, once outside. In a very long pause, uses of
+    batches that have left the pool are lost: over loaders 2.5 times as slow as a step, eight ranks waited 3 % of the
+    time with 8 and hardly ever with 12."""
     max_uses: int = 4
     """Uses of a batch at most. When all in the pool have had them, the device waits after all. Up to four passes over
     the same data are about as good as fresh data; many more are not."""

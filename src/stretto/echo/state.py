@@ -38,9 +38,9 @@ class EchoOptions:
     ahead: int = 2
     """Number of fresh batches to read in the background while others are used, and one more for every further
     micro-batch of an update. With 1 the loader stands still as soon as these are ready: `Even(2.5)` over a loader 2.5
-    times as slow as a step would wait at every second update. With 0 batches are read on the caller's thread, as the bare loader does. Choose it for loaders without workers that
-    draw random numbers, which a warning names: they share the process's generators with the model, and a thread would
-    change the order of the draws from run to run."""
+    times as slow as a step would wait at every second update. With 0 batches are read on the caller's thread, as the
+    bare loader does. Choose it for loaders without workers that draw random numbers, which a warning names: they share
+    the process's generators with the model, and a thread would change the order of the draws from run to run."""
     copy: Copy = "containers"
     """What is new at every use. "containers" shares the tensors: it costs microseconds, and a loop may take keys out of
     its batch. "tensors" is for loops that write into their tensors. What is not a tensor is new in either case."""

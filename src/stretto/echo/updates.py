@@ -7,8 +7,6 @@ an update has (`EchoOptions(micro_batches=...)`), and every update is taken to c
 from dataclasses import dataclass
 from typing import Protocol
 
-from stretto.echo.state import Position
-
 
 class Updates(Protocol):
     """The updates that the batches of one pass go to, on this rank."""
@@ -23,8 +21,12 @@ class Updates(Protocol):
         """Whether every update of the pass has that number."""
         ...
 
-    def begins(self) -> bool:
-        """Return whether the next batch is the first of an update."""
+    def begins(self, slot: int) -> bool:
+        """Return whether the next batch is the first of an update; asked once before each.
+
+        Args:
+            slot: Batches that were handed out since the last one began.
+        """
         ...
 
     def parameters(self) -> int | None:
@@ -36,15 +38,13 @@ class Updates(Protocol):
 class CountedUpdates:
     """Updates of a loop without `feed`: each has the same number of batches."""
 
-    position: Position
-    """Of the loader."""
     micro_batches: int
     """Of an update."""
     is_fixed: bool = True
 
-    def begins(self) -> bool:
+    def begins(self, slot: int) -> bool:
         """Return whether the update before has all its batches."""
-        return self.position.slot >= self.micro_batches
+        return slot >= self.micro_batches
 
     def parameters(self) -> int | None:
         """Return None: the loop does not say."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stretto.engine.departure import Departure
 from stretto.engine.report import Totals
-from stretto.errors import GradientsTouched, LossNotScalar, UsageError
+from stretto.errors import ConfigError, GradientsTouched, LossNotScalar, UsageError
 from stretto.flat import Layout
 
 _version = operator.attrgetter("_version")
@@ -229,6 +229,17 @@ class Accumulation:
 
 Accumulate: TypeAlias = Callable[[Sequence[nn.Parameter], GradientBuffer], Accumulation]
 """Makes an accumulation of its kind."""
+
+
+def check_weight(weight: float, where: str) -> float:
+    """Return the weight of a micro-batch, if float32 holds gradients and their sums with it.
+
+    Raises:
+        ConfigError: It is too small or too large.
+    """
+    if not (weight == 0 or 1e-30 <= weight <= 1e30):
+        raise ConfigError(f"{where}: weight {weight}: expected 0, or a number from 1e-30 to 1e30")
+    return float(weight)
 
 
 def check_loss(loss: object, where: str) -> None:

@@ -69,7 +69,13 @@ class CommLane:
         progress.lane_seconds += self.runtime.now() - started
         commit = self._commit() if flight.at_boundary else None
         return Landing(
-            round.buffer, flight.snapshot, flight.shown, flight.reduction, flight.at_boundary, commit
+            round.buffer,
+            flight.snapshot,
+            flight.shown,
+            flight.reduction,
+            flight.at_boundary,
+            commit,
+            flight.at_landing,
         )
 
     def open(self) -> None:

@@ -56,13 +56,11 @@ class ComputeLane:
         self.model = model
         self.statistics = model.statistics
         self.vote = Vote.GO_ON
-        self.votes: list[Vote] = []
-        """Each rank's vote in the last round that landed."""
+        self.votes: list[Vote] = []  # of each rank, in the last round that landed
         self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
         self.at_boundary = True  # whether the last round that landed ended an update
         self.steps = 0
-        self.num_counted = 0
-        """Micro-batches of this rank so far, of any weight."""
+        self.num_counted = 0  # micro-batches of this rank so far, of any weight
         self.land_phase: Callable[[], None] | None = None  # lands what a checkpoint has left of one
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._scheduler = scheduler
@@ -86,7 +84,7 @@ class ComputeLane:
         """The round that accumulates."""
         self._ready: Round | None = None  # the round that takes off next, once its quota is met
         self._accumulating_round = 0
-        """Position of the accumulating round in its update; it is one ahead of the round in flight."""
+        """In its update; it is one ahead of the round in flight."""
         self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self.accumulation.attach()
         self.replica.models_show(self.model.parameters)
@@ -126,12 +124,8 @@ class ComputeLane:
     @property
     def is_clear(self) -> bool:
         """Whether the last update has ended and this rank has counted no micro-batch since."""
-        return (
-            self.at_boundary
-            and self._in_flight is None
-            and self._ready is None
-            and self.accumulation.contribution.count == 0
-        )
+        is_all_landed = self._in_flight is None and self._ready is None
+        return self.at_boundary and is_all_landed and self.accumulation.contribution.count == 0
 
     # Micro-batches
 
@@ -164,12 +158,14 @@ class ComputeLane:
         self.accumulation.check_untouched(self.where)
         self.model.check_unwritten(self.where)
 
-    def count(self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int) -> Update | None:
-        """Count one micro-batch whose gradients have arrived; close and land rounds if its quota is met."""
+    def count(
+        self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
+    ) -> Update | None:
+        """Count one micro-batch whose gradients have arrived, unless it may lack any; close and land full rounds."""
         if self.model.is_settled:
             self.model.train_on(self.where)
         self.take_off_if_ready()
-        if weight > 0 and not self.accumulation.has_arrived:
+        if weight > 0 and not (self.accumulation.has_arrived or lacks):
             raise StepWithoutBackward(
                 f"{self.where}: no gradient has arrived since the last micro-batch was counted: run its backward pass "
                 "first, or count it with weight=0 to contribute nothing"
@@ -186,6 +182,15 @@ class ComputeLane:
             return None
         update = self.end_round()
         return update if self.overlaps else self.fly()
+
+    def drop(self) -> bool:
+        """Drop what has been counted for the next update; return False, and drop nothing, if some is handed over."""
+        if self._accumulating_round or self._ready is not None:
+            return False
+        self.accumulation.restart()
+        for listener in self.model.listeners:
+            listener.round_closed()
+        return True
 
     def fly(self) -> Update | None:
         """Hand over the ready round, if there is one, and land what is in flight."""
@@ -251,7 +256,7 @@ class ComputeLane:
             raise OutOfTurn(f"{self.where}: landing without take-off")
         for listener in self.model.listeners:
             listener.landing_begins()
-        self.model.show(landing.buffer.views, landing.shown)
+        self.model.show(landing.buffer.views, landing.complete(self.accumulation))
         if self.statistics.names:
             self.statistics.install(landing)
         if self.overlaps:
@@ -353,12 +358,7 @@ class ComputeLane:
         return ready.reduction
 
     def begin_again(self, steps: int, round_index: int) -> None:
-        """Go on from the state that a checkpoint has put into model and optimizer; drop what was accumulated.
-
-        Args:
-            steps: Committed updates before the checkpoint.
-            round_index: Rounds before the checkpoint.
-        """
+        """Go on after so many updates and rounds, whose state is in place; drop what was accumulated."""
         self._ready = None
         self.accumulation.begin(self.accumulation.buffer).attach()
         self._accumulating_round = 0

@@ -19,7 +19,7 @@ from stretto.engine.agreement import agree
 from stretto.engine.departure import Departure
 from stretto.engine.options import Options
 from stretto.engine.report import RoundReport, settings_text
-from stretto.engine.round import Progress, Reduction, Round, Shown
+from stretto.engine.round import AtLanding, Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
 from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import NonFinite
@@ -45,6 +45,7 @@ class Flight:
     one whose averages have come only now."""
     shown: Shown = "committed"
     at_boundary: bool = False
+    at_landing: AtLanding | None = None
 
 
 Performer: TypeAlias = Callable[[Any, Flight | None], Any]
@@ -71,6 +72,8 @@ class Replica:
     """Whether ranks step without asking the others, and may be at different rounds."""
     may_differ = False
     """Whether ranks may hold different masters, as under strategies that average."""
+    shows_own = False
+    """Whether every rank's model shows an estimate of its own."""
     keeps_states_equal = True
     """Whether the optimizer's state is the same on all ranks that hold the same masters."""
 

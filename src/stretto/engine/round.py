@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from stretto.engine.accumulation import Contribution, GradientBuffer
+from stretto.engine.accumulation import Accumulation, Contribution, GradientBuffer
 from stretto.engine.departure import Departure
 from stretto.engine.report import RankReport, RoundReport, Vote, settings_text
 from stretto.errors import UnusedParameters
@@ -26,6 +26,8 @@ from stretto.strategies.contract import Divergence
 
 Shown = Literal["committed", "estimate"]
 """Which parameters the model holds."""
+AtLanding = Callable[[list[Tensor], Accumulation], Shown]
+"""Writes values to show into flat tensors that hold others, by what has accumulated; returns what they are then."""
 
 
 Weighed = tuple[Tensor, float, int]
@@ -228,6 +230,12 @@ class Landing:
     """Whether this round ended an update."""
     commit: Commit | None
     """The committed update, if this round ended one; None too where an update had no weight and did not step."""
+    at_landing: AtLanding | None
+    """Changes the values by what has accumulated meanwhile."""
+
+    def complete(self, accumulation: Accumulation) -> Shown:
+        """Return what the values are, once `accumulation` has had its part in them."""
+        return self.shown if self.at_landing is None else self.at_landing(self.buffer.flats, accumulation)
 
 
 class Accounts:
@@ -257,7 +265,8 @@ class Accounts:
         Raises:
             UnusedParameters: A parameter received no gradient on any rank.
         """
-        if not commit.reductions[-1].met:
+        is_empty = not any(any(r.report.used) for r in commit.reductions)  # all micro-batches were left out
+        if is_empty or not commit.reductions[-1].met:
             return
         self.use_is_known = True
         used = [any(flags) for flags in zip(*(r.report.used for r in commit.reductions), strict=True)]

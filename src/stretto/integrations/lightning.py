@@ -2,12 +2,18 @@
 
 Note [What stays Lightning's]
     Its loop, data, callbacks, logs and files; and ranks, devices and precision, as its DDP strategy has them. The
-    backward pass of a batch runs through the job, which reduces, clips, steps and turns the schedule when an
-    accumulation is full. When Lightning steps the optimizer, all that has been done or is under way.
+    backward pass of a batch runs through the job. A micro-batch counts where Lightning leaves its closure, so also one
+    whose `training_step` returned None. With the last one Lightning steps: the job reduces, clips, steps and turns the
+    schedule, or all that is under way.
 
 Note [Where everything lands]
     A strategy that overlaps commits an update after Lightning has counted it. Before a validation or a checkpoint that
     follows a whole accumulation, and after an accumulation that is shorter than the others, everything lands first.
+    An accumulation that Lightning leaves before its step is dropped, as Lightning zeroes its gradients.
+
+Note [Before other callbacks]
+    A strategy hears of the end and of exceptions after all callbacks. But a callback may put an average into the model
+    at the end, or save a file after an exception. So the job ends in a callback that stands before the others.
 
 Note [Two parts of a checkpoint]
     Lightning's own file has no state of the optimizer, of which every rank has a share. That is in a folder beside it.
@@ -18,8 +24,8 @@ import functools
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,17 +37,24 @@ from stretto.engine import Options
 from stretto.errors import CheckpointError, ConfigError, MissingExtra, UsageError
 from stretto.feed import num_samples
 from stretto.guards import Guard
+from stretto.integrations.accumulation import TrainerAccumulation
 from stretto.integrations.zero_grad import arm, disarm
 from stretto.parallel import DataParallel
 from stretto.strategies import Strategy
 
 try:
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+    from lightning.pytorch import callbacks as known
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities import GradClipAlgorithmType
     from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    from stretto.integrations.lightning_settings import (
+        callbacks_of,
+        check_arguments,
+        check_callbacks,
+        check_settings,
+    )
 except ImportError as error:
     raise MissingExtra("lightning", "lightning", "StrettoStrategy") from error
 
@@ -76,17 +89,20 @@ class StrettoStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        check_arguments(kwargs)
         self.parallel: DataParallel | None = None
         """The job of the running or last `fit`."""
+        self._overlaps = strategy is not None and strategy.overlaps
         self._start_job = functools.partial(DataParallel, strategy=strategy, wire=wire, guards=guards)
         self._options = Options() if options is None else options
         self._micro_batches = 1
         """Of a whole accumulation."""
-        self._num_counted = 0
-        """Micro-batches of the present accumulation."""
+        self._accumulation: TrainerAccumulation | None = None
         self._num_samples = 1
-        self._is_last = False
-        """Whether the accumulation ends with the batch at hand."""
+        self._lands_each = False
+        """Whether every update lands with its step, because a callback averages them."""
+        self._exception: BaseException | None = None
+        """That callbacks are being told of."""
         self._validation = ExitStack()
         """Shows the committed parameters for as long as a validation lasts."""
         self._loaded_from = Path()
@@ -98,12 +114,14 @@ class StrettoStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
-        _check_settings(trainer, self._options)
+        check_settings(trainer, self._options)
         super().setup(trainer)
         optimizer, *others = self.optimizers
         if others:
             raise ConfigError(f"StrettoStrategy: expected one optimizer, found {1 + len(others)}")
-        self._micro_batches, self._num_counted = trainer.accumulate_grad_batches, 0
+        schedules = [config.scheduler for config in self.lr_scheduler_configs]
+        check_callbacks(trainer, schedules, overlaps=self._overlaps)
+        self._micro_batches = trainer.accumulate_grad_batches
         self.parallel = self._start_job(
             self._module,
             optimizer,
@@ -111,6 +129,11 @@ class StrettoStrategy(DDPStrategy):
             scheduler=self._take_schedule(),
             options=dataclasses.replace(self._options, clip_norm=trainer.gradient_clip_val or None),
         )
+        self._accumulation = TrainerAccumulation(self.parallel)
+        callbacks = callbacks_of(trainer)
+        self._lands_each = any(isinstance(one, known.WeightAveraging) for one in callbacks)
+        if not any(isinstance(one, _EndsJobFirst) for one in callbacks):
+            callbacks.insert(0, _EndsJobFirst())
         disarm([self._module, optimizer])
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]  # DDP returns its wrapper
@@ -121,8 +144,8 @@ class StrettoStrategy(DDPStrategy):
         """Do nothing: there is no wrapper to hook."""
 
     def _take_schedule(self) -> Any:
-        """Return a schedule that counts updates, for the job to turn, and keep Lightning from turning it."""
-        if is_overridden("lr_scheduler_step", self._module):
+        """Return a schedule that is to turn where updates land, for the job, and keep Lightning from turning it."""
+        if not self._overlaps or is_overridden("lr_scheduler_step", self._module):
             return None
         for config in self.lr_scheduler_configs:
             if config.interval == "step" and config.frequency == 1 and not config.reduce_on_plateau:
@@ -130,21 +153,61 @@ class StrettoStrategy(DDPStrategy):
                 return config.scheduler
         return None
 
-    def on_train_end(self) -> None:
-        """End the job; the model shows committed parameters."""
+    def end_job(self) -> None:
+        """End the job, before other callbacks hear of the end; the model shows committed parameters."""
+        self._present.drop()
         self._job.finish()
 
+    def drop_accumulation(self) -> None:
+        """Drop an accumulation that ends before its step; all ranks call."""
+        self._present.drop()
+
+    def interrupt_job(self, exception: BaseException) -> None:
+        """End the job before other callbacks hear of `exception`, and tell the other ranks."""
+        self._validation.close()
+        self._exception = exception
+        if self._accumulation is not None:
+            self._accumulation.end_job(exception)
+
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks."""
+        """Go back to normal, once all callbacks have heard of the exception."""
+        self._exception = None
         super().on_exception(exception)
-        if self.parallel is not None:
-            self.parallel.fail(exception)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether other ranks may be elsewhere, because an exception has ended the job here."""
+        is_parted = self._exception is not None and self.parallel is not None
+        return is_parted and not self._job.job.compute.lifetime.has_finished
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks, unless an exception has parted them."""
+        if self._exception is None:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object, or this rank's own if an exception has parted them."""
+        return obj if self._exception is not None else super().broadcast(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return what all or any ranks have decided, or this rank's own if an exception has parted them."""
+        return decision if self._exception is not None else super().reduce_boolean_decision(decision, all)
 
     def teardown(self) -> None:
         """Give back what the job has borrowed."""
         self._validation.close()
         arm([self._module, *self.optimizers])
         super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of copies the job, and Lightning's optimizers, whose copies change the class of the originals."""
+        return {**vars(self), "parallel": None, "_accumulation": None, "_lightning_optimizers": []}
+
+    @property
+    def _present(self) -> TrainerAccumulation:
+        if self._accumulation is None:
+            raise UsageError("StrettoStrategy: expected a call inside fit(), found no job")
+        return self._accumulation
 
     @property
     def _job(self) -> DataParallel:
@@ -162,6 +225,11 @@ class StrettoStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step as a forward pass of the module, before which a round takes off."""
+        if self._present.has_open_micro_batch:
+            raise UsageError(
+                f"{type(self._module).__name__}.optimizer_step ran the closure of the batch before and did not step: "
+                "expected optimizer.step(closure=closure) each time; set accumulate_grad_batches to step less often"
+            )
         self._num_samples = num_samples(args[0])
         with self.precision_plugin.train_step_context():
             return self._forward_redirection(self._module, self._module, "training_step", *args, **kwargs)
@@ -174,23 +242,33 @@ class StrettoStrategy(DDPStrategy):
                 last micro-batch therefore has the weight of those that are missing.
         """
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        weight = self._micro_batches - self._num_counted if self._is_last else 1
-        loss = closure_loss * (self._micro_batches / weight)
-        self._job.backward(loss, weight=weight, samples=self._num_samples)
-        self._num_counted += 1
+        self._present.backward(closure_loss)
         return self.precision_plugin.post_backward(closure_loss, self._module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Count a micro-batch that is not the last of its accumulation; Lightning runs it in the block."""
+        yield
+        self._present.end_micro_batch(self._micro_batches, self._num_samples, is_last=False)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *_: Any, **__: Any) -> Any:
         """Run the last micro-batch of an accumulation, with which the job steps."""
-        self._is_last = True
-        try:
-            result = closure()
-        finally:
-            self._is_last = False
-        if self._num_counted < self._micro_batches:
+        result = closure()
+        is_short = self._present.num_counted < self._micro_batches - 1
+        self._present.end_micro_batch(self._micro_batches, self._num_samples, is_last=True)
+        if is_short or self._lands_each:
             self._job.commit()
-        self._num_counted = 0
         return result
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Drop an accumulation that has not come to its step, as where the loader gave None for the last batch."""
+        if self._module.trainer.accumulate_grad_batches != self._micro_batches:
+            raise UsageError(
+                f"accumulate_grad_batches: expected {self._micro_batches} as at the start of fit, found "
+                f"{self._module.trainer.accumulate_grad_batches}: a job has one length of accumulations"
+            )
+        if batch_idx % self._micro_batches == 0:
+            self._present.drop()
 
     # Validation and files
 
@@ -205,12 +283,12 @@ class StrettoStrategy(DDPStrategy):
         self._validation.close()
 
     def _land(self) -> None:
-        if self._num_counted == 0:
+        if self._present.num_counted == 0:
             self._job.commit()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the committed parameters and the buffers; all ranks must call."""
-        if self.parallel is None:
+        if self.parallel is None or self._is_alone:
             return super().lightning_module_state_dict()
         self._land()
         with self.parallel.settled():  # behind which the tensors may show something else
@@ -227,12 +305,20 @@ class StrettoStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         """Write Lightning's file, and beside it what the job needs to go on; all ranks must call."""
+        if self._is_alone:
+            _log.warning(
+                "%s is not written: after %s ranks are apart", filepath, type(self._exception).__name__
+            )
+            return
         if self.parallel is not None and "optimizer_states" in checkpoint:
-            checkpoints.save(self.parallel, _folder_of(filepath), keep=1)
+            with self._present.without_it():
+                checkpoints.save(self.parallel, _folder_of(filepath), keep=1)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove both."""
+        """Remove both, unless what was to take their place could not be written."""
+        if self._is_alone:
+            return
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(_folder_of(filepath), ignore_errors=True)
@@ -263,32 +349,26 @@ def _folder_of(filepath: str | Path) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
-def _check_settings(trainer: Trainer, options: Options) -> None:
-    """Raise if a setting of the Trainer or a hook of the model cannot work here.
+class _EndsJobFirst(known.Callback):
+    """Ends the job before the other callbacks; see Note [Before other callbacks]."""
 
-    Raises:
-        ConfigError: Names it.
-    """
-    module = trainer.lightning_module
-    clips_values = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # its connector sets them
-    varies = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
-    refused = {
-        "manual optimization": (
-            not module.automatic_optimization,
-            "write the loop with DataParallel instead",
-        ),
-        f"precision={trainer.precision!r}": (
-            "16" in trainer.precision.replace("bf16", ""),
-            "use 'bf16-mixed'",
-        ),
-        "gradient_clip_algorithm='value'": (clips_values, "use 'norm'"),
-        "GradientAccumulationScheduler": (varies, "set accumulate_grad_batches"),
-        "Options(clip_norm=...)": (options.clip_norm is not None, "set gradient_clip_val"),
-    }
-    for hook in ("backward", "configure_gradient_clipping", "on_before_optimizer_step"):
-        is_there = is_overridden(hook, module)
-        refused[f"{type(module).__name__}.{hook}"] = (is_there, "gradients are the job's; leave the hook out")
-    for setting, (is_set, remedy) in refused.items():
-        if is_set:
-            raise ConfigError(f"StrettoStrategy does not work with {setting}: {remedy}")
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Drop what the epoch has left of an accumulation."""
+        _strategy_of(trainer).drop_accumulation()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End it."""
+        _strategy_of(trainer).end_job()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End it because of `exception`."""
+        _strategy_of(trainer).interrupt_job(exception)
+
+
+def _strategy_of(trainer: Trainer) -> StrettoStrategy:
+    strategy = trainer.strategy
+    if not isinstance(strategy, StrettoStrategy):
+        raise UsageError(
+            f"StrettoStrategy: expected to be the Trainer's strategy, found {type(strategy).__name__}"
+        )
+    return strategy

@@ -1,15 +1,16 @@
 """`StrettoTrainer`: the Trainer of Hugging Face transformers, on a job of this library.
 
 Note [What stays the Trainer's]
-    Its loop, losses, data, callbacks, logs and files. Two of its parts meet the job. The accelerator runs the backward
-    pass of each micro-batch, here through the job, which reduces, clips, steps and turns the schedule when an
-    accumulation is full. The optimizer is a face: the Trainer steps it at the end of an accumulation, when all that has
-    been done or is under way.
+    Its loop, losses, data, callbacks, logs and files. Two of its parts meet the job. The accelerator runs backward
+    passes, here through the job, which counts a micro-batch after the Trainer's `training_step`, and reduces, clips,
+    steps and turns the schedule when an accumulation is full. The optimizer is a face: the Trainer steps it at the end
+    of an accumulation, when all that has been done or is under way.
 
 Note [Where everything lands]
     A strategy that overlaps commits an update after the Trainer has counted it. Where the Trainer evaluates or saves,
     and after an accumulation that is shorter than the others, everything lands first. So what is evaluated and saved
-    has `global_step` updates, and a run that goes on from there goes on to the bit.
+    has `global_step` updates, and a run that goes on from there goes on to the bit. An accumulation that a callback
+    ends inside is dropped, for the Trainer does not count it.
 """
 
 import dataclasses
@@ -25,9 +26,11 @@ from torch import Tensor, nn
 
 from stretto import checkpoint
 from stretto.engine import Options
-from stretto.errors import CheckpointError, ConfigError, MissingExtra, UsageError
+from stretto.errors import CheckpointError, MissingExtra, UsageError
 from stretto.feed import num_samples
 from stretto.guards import Guard
+from stretto.integrations.accumulation import TrainerAccumulation
+from stretto.integrations.refused import overrides, reads_optimizer_state, refuse
 from stretto.integrations.zero_grad import arm, disarm
 from stretto.parallel import DataParallel
 from stretto.records import Update
@@ -36,9 +39,14 @@ from stretto.strategies import Strategy
 try:
     import transformers
     from accelerate.optimizer import AcceleratedOptimizer
+    from transformers import TrainerCallback, trainer_jit_checkpoint
+
+    from stretto.integrations.just_in_time import JITCheckpointCallback
 except ImportError as error:
     raise MissingExtra("transformers", "recipes", "StrettoTrainer") from error
 
+_OWN_STEPS = ("lomo", "layerwise", "schedule_free")
+"""In names of optimizers that step in the backward pass, or show other parameters than they train."""
 FOLDER = "stretto"
 """Inside each `checkpoint-N` of the Trainer, what the job needs to go on."""
 _log = logging.getLogger("stretto")
@@ -80,8 +88,14 @@ class StrettoTrainer(transformers.Trainer):
         """What landed last: under a strategy that overlaps, often the update before `global_step`."""
         self._start_job = functools.partial(DataParallel, strategy=strategy, wire=wire, guards=guards)
         self._options = Options(allow_unused=True) if options is None else options
-        self._num_samples = 1
+        self._accumulation: TrainerAccumulation | None = None
         super().__init__(*args, **kwargs)
+        self.callback_handler.callbacks = [
+            JITCheckpointCallback(one)
+            if isinstance(one, trainer_jit_checkpoint.JITCheckpointCallback)
+            else one
+            for one in self.callback_handler.callbacks
+        ]
 
     # The job
 
@@ -121,6 +135,7 @@ class StrettoTrainer(transformers.Trainer):
                 "train() was called before: the state of the optimizer ended with that job; go on with "
                 "resume_from_checkpoint, or make a new StrettoTrainer"
             )
+        self._check_callbacks()
         has_metric = isinstance(
             self.lr_scheduler, (torch.optim.lr_scheduler.ReduceLROnPlateau, transformers.GreedyLR)
         )
@@ -132,6 +147,7 @@ class StrettoTrainer(transformers.Trainer):
             scheduler=None if has_metric else self.lr_scheduler,  # the Trainer turns one that needs a metric
             options=dataclasses.replace(self._options, clip_norm=self.args.max_grad_norm or None),
         )
+        self._accumulation = TrainerAccumulation(self.parallel)
         disarm([model])
         if resume_from_checkpoint is not None:
             restored = checkpoint.load(self.parallel, _folder_in(resume_from_checkpoint))
@@ -145,20 +161,26 @@ class StrettoTrainer(transformers.Trainer):
         try:
             return super()._inner_training_loop(*args, **kwargs)
         except BaseException as error:
-            if self.parallel is not None:
-                self.parallel.fail(error)
+            if self._accumulation is not None:
+                self._accumulation.end_job(error)
             raise
         finally:
             arm([self.model_wrapped])
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]  # as above
-        self._commit()  # a callback may have ended the epoch inside an accumulation
+        self._land()
 
     def _finalize_training(self, *args: Any) -> Any:
         for update in self._job.finish():
             self.last_update = update
         return super()._finalize_training(*args)  # type: ignore[no-untyped-call]  # as above
+
+    @property
+    def _present(self) -> TrainerAccumulation:
+        if self._accumulation is None:
+            raise UsageError("StrettoTrainer: expected a call inside train(), found no job")
+        return self._accumulation
 
     @property
     def _job(self) -> DataParallel:
@@ -175,14 +197,6 @@ class StrettoTrainer(transformers.Trainer):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         return ([], None) if len(batches) < num_batches else (batches, num_items)
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Run one micro-batch, as the Trainer does."""
-        self._num_samples = num_samples(inputs)
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return loss
-
     def _backward(self, loss: Tensor, **_: Any) -> None:
         """Stand for `Accelerator.backward`.
 
@@ -190,11 +204,17 @@ class StrettoTrainer(transformers.Trainer):
             loss: This micro-batch's share of the rank's loss, which is their sum: by micro-batches or by tokens. The
                 mean over ranks is what the Trainer trains on.
         """
+        self._present.backward(loss)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count the micro-batch, whatever `training_step` did: the Trainer calls this right after it."""
         count = self.current_gradient_accumulation_steps
-        update = self._job.backward(loss * count, samples=self._num_samples)
+        is_last = self.accelerator.sync_gradients
+        update = self._present.end_micro_batch(count, num_samples(inputs), is_last=is_last)
         self.last_update = update or self.last_update
-        if self.accelerator.sync_gradients and count < self.args.gradient_accumulation_steps:
+        if is_last and count < self.args.gradient_accumulation_steps:
             self._commit()
+        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]  # as above
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Leave it to the job, which clips before it steps."""
@@ -211,6 +231,13 @@ class StrettoTrainer(transformers.Trainer):
 
     # Evaluation and files
 
+    def _land(self) -> None:
+        """Land everything, once an accumulation that a callback has ended is dropped."""
+        if self.control.should_epoch_stop or self.control.should_training_stop:
+            for update in self._present.drop():
+                self.last_update = update
+        self._commit()
+
     def _commit(self) -> None:
         for update in self._job.commit():
             self.last_update = update
@@ -220,13 +247,19 @@ class StrettoTrainer(transformers.Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_evaluate or self.control.should_save:
-            self._commit()
+            self._land()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict with the committed parameters; all ranks must call."""
         with self._settled():
             return super().evaluation_loop(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save what has landed; callbacks may come here by themselves, and all ranks must."""
+        if not self._job.job.compute.lifetime.has_finished:
+            self._land()
+        super()._save_checkpoint(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Save the committed parameters, which `from_pretrained` reads; all ranks must call."""
@@ -253,6 +286,7 @@ class StrettoTrainer(transformers.Trainer):
             ConfigError: Names it.
         """
         args = self.args
+        optimizer = transformers.training_args.OptimizerNames(args.optim).value
         refused = {
             "fp16": (args.mixed_precision == "fp16", "use bf16=True, which scales no loss"),
             "deepspeed": (args.deepspeed_plugin is not None, "it exchanges on its own; leave it out"),
@@ -264,11 +298,29 @@ class StrettoTrainer(transformers.Trainer):
                 args.save_on_each_node,
                 "checkpoints lie on a file system that all ranks share",
             ),
+            f"optim={optimizer!r}": (
+                any(word in optimizer for word in _OWN_STEPS),
+                "it steps by itself, or swaps parameters; take another optimizer",
+            ),
             "Options(clip_norm=...)": (self._options.clip_norm is not None, "set max_grad_norm"),
         }
-        for setting, (is_set, remedy) in refused.items():
-            if is_set:
-                raise ConfigError(f"StrettoTrainer does not work with {setting}: {remedy}")
+        refuse("StrettoTrainer", refused)
+
+    def _check_callbacks(self) -> None:
+        """Raise if a callback or the schedule cannot work here.
+
+        Raises:
+            ConfigError: Names it.
+        """
+        remedy = "gradients are the job's; look at last_update.gradient_norm in on_step_end"
+        refused = {
+            f"{type(callback).__name__}.{hook}": (overrides(callback, TrainerCallback, hook), remedy)
+            for callback in self.callback_handler.callbacks
+            if not isinstance(callback, JITCheckpointCallback)
+            for hook in ("on_pre_optimizer_step", "on_optimizer_step")
+        }
+        refused[type(self.lr_scheduler).__name__] = reads_optimizer_state(self.lr_scheduler)
+        refuse("StrettoTrainer", refused)
 
 
 class _Face(AcceleratedOptimizer):  # type: ignore[misc]  # it has no types

@@ -129,6 +129,7 @@ def _about(config: dict[str, Any], strategy: str, path: Path) -> dict[str, str]:
     faults = [
         f"{one.get('site')} on rank {one.get('rank')}" for one in map(mapping, items(config.get("faults")))
     ]
+    slow = [f"rank {rank} by {factor}" for rank, factor in mapping(config.get("slow")).items()]
     return {
         **({"command": " ".join(words)} if command else {}),
         "model and data": describe_task(config.get("task")),
@@ -139,6 +140,7 @@ def _about(config: dict[str, Any], strategy: str, path: Path) -> dict[str, str]:
         "micro-batches": _per_update(config),
         "echo": str(config.get("echo", "unknown")),
         "guards": ", ".join(map(str, items(config.get("guards")))) or "none",
+        **({"slow on purpose": ", ".join(slow)} if slow else {}),
         **({"damage on purpose": "; ".join(faults)} if faults else {}),
         **({"noise on purpose": describe_noise(mapping(config["noise"]))} if config.get("noise") else {}),
         "seed": str(config.get("seed", "unknown")),

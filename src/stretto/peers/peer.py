@@ -302,7 +302,7 @@ class PeerUpdates:
         self._peer = peer
         self.micro_batches = peer.micro_batches
 
-    def begins(self) -> bool:
+    def begins(self, slot: int) -> bool:
         """Return whether the next batch is the first of an update."""
         return self._peer.begins_update
 

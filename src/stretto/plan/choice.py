@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.engine import Options
+from stretto.engine import Clock, Options
 from stretto.groups import join_launched_group, launched_per_node
 from stretto.plan.measure import Machine, Ranks, measure_task
 from stretto.plan.ranking import SMALL, Ranking, rank_by_time
@@ -26,6 +26,8 @@ class Choice:
 
     arm: Arm
     """As the command line takes it, with its wire."""
+    micro_batches: int | Clock
+    """For `DataParallel`: per rank and update, or by the clock where ranks are not equally fast and gain by it."""
     ranking: Ranking | None
     """The prices of all that could have been chosen, and what was measured; None where a rank is alone."""
 
@@ -51,7 +53,7 @@ def choose(
     loss_function: Callable[[nn.Module, Any], Tensor],
     loader: Iterable[Any],
     *,
-    micro_batches: int = 1,
+    micro_batches: int | Clock = 1,
     batches: int = 8,
     bucket_bytes: int | None = None,
 ) -> Choice:
@@ -66,7 +68,8 @@ def choose(
         optimizer: Over its trainable parameters.
         loss_function: Returns the scalar loss of a model on a batch; it is called with the copy.
         loader: This rank's batches, `batches + 2` of which are taken; from the beginning again where it ends sooner.
-        micro_batches: Per rank and update.
+        micro_batches: Per rank and update; or a clock, by which strategies that overlap accumulate. Others then have
+            its minimum.
         batches: Micro-batches to time.
         bucket_bytes: That of the job's `Options`; None is the default.
 
@@ -74,23 +77,26 @@ def choose(
         ConfigError: The loader ends too soon.
         CommunicationError: The ranks did not find each other, or another one has failed.
     """
+    fixed = micro_batches if isinstance(micro_batches, int) else micro_batches.minimum
     device = next(model.parameters(), torch.empty(0)).device
     join_launched_group(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Choice(parse_arm("zero1"), None)
+        return Choice(parse_arm("zero1"), fixed, None)
     ranks = Ranks(device, Options().timeout_seconds)
     with ranks.together():
         machine = _measured(ranks, model, optimizer, loss_function, loader, batches)
         ranking = rank_by_time(
             machine,
-            micro_batches=micro_batches,
+            micro_batches=fixed,
+            clock="auto" if isinstance(micro_batches, int) else micro_batches,
             bucket_bytes=Options().bucket_bytes if bucket_bytes is None else bucket_bytes,
             most_nats=SMALL,
         )
         # Prices of other processors might differ in a last bit, so rank 0's choice is everybody's.
         arms = sorted(one.arm for one in ranking.prices)
         chosen = ranks.gather([arms.index(ranking.choice.arm)])[0]
-    return Choice(parse_arm(arms[int(chosen)]), ranking)
+    arm = parse_arm(arms[int(chosen)])
+    return Choice(arm, arm.settings.get("clock", fixed), ranking)
 
 
 def _measured(

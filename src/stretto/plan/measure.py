@@ -12,10 +12,10 @@ import socket
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -78,11 +78,27 @@ class Machine:
     """Consecutive ranks that share the link of their node."""
     inside: Link = dataclasses.field(default_factory=Link)
     """Of every rank to those of its node, in each direction, with all ranks sending."""
+    slowness: tuple[float, ...] = ()
+    """Factor on these times, but for the loader's, by rank; empty where all ranks are as fast."""
 
     @property
     def micro_batch_seconds(self) -> float:
         """Forward and backward pass of one micro-batch."""
         return self.forward_seconds + self.backward_seconds
+
+    @property
+    def slowest(self) -> float:
+        """Factor on the times of the slowest rank."""
+        return max(self.slowness, default=1.0)
+
+    def with_ranks(self, ranks: int, slow: Mapping[int, float]) -> Self:
+        """Return the machine with as many ranks, some of them slower than they were measured.
+
+        Ranks that were not measured are as slow as the slowest one.
+        """
+        measured = self.slowness if len(self.slowness) == ranks else (self.slowest,) * ranks
+        factors = [factor * slow.get(rank, 1.0) for rank, factor in enumerate(measured)]
+        return dataclasses.replace(self, ranks=ranks, slowness=tuple(factors) if max(factors) != 1 else ())
 
 
 class Ranks:
@@ -131,7 +147,7 @@ class Ranks:
 
 
 def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
-    """Measure on all ranks, and return the slowest one's times; every rank calls this with equal settings.
+    """Measure on all ranks, and return what they took; every rank calls this with equal settings.
 
     Args:
         info: Which rank this is.
@@ -154,7 +170,7 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
 
 
 def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int) -> Machine:
-    """Measure a task, and return the slowest rank's times; changes the task's model. All ranks must call.
+    """Measure a task on all ranks, and return what they took; changes the task's model. All ranks must call.
 
     Args:
         ranks: Which have the model on their device.
@@ -191,7 +207,7 @@ def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int) ->
         ranks_per_node=each,
         inside=inside,
     )
-    return _slowest(ranks, own)
+    return _of_all(ranks, own)
 
 
 def _agreed_ranks_per_node(ranks: Ranks, own: int) -> int:
@@ -210,19 +226,24 @@ def _own_cores(ranks: Ranks) -> float:
     return share_of_cores(own, [row.nonzero().flatten().tolist() for row in same_host])
 
 
-def _slowest(ranks: Ranks, own: Machine) -> Machine:
-    """Return the longest of all ranks' times: ranks wait for each other, and shall plan alike."""
+def _of_all(ranks: Ranks, own: Machine) -> Machine:
+    """Return the machine of all ranks, which shall plan alike: the fastest rank's micro-batches, and its slowness.
+
+    Of all other times the longest counts, by the speed of the rank that it was measured on; and the slowest link.
+    """
+    times = ranks.gather([own.forward_seconds, own.backward_seconds, own.jitter])
+    taken = times[:, :2].sum(1)
+    forward, backward, _ = times[taken.argmin()].tolist()
+    slowness = tuple((taken / taken.min()).tolist())
+    factor = slowness[ranks.group.rank()]
     links = [
         number
         for link in (own.link, own.inside)
         for number in (1 / (link.bits_per_second or math.inf), link.latency_seconds)
     ]
-    times = [own.forward_seconds, own.backward_seconds, own.load_seconds, own.step_seconds]
-    times += [*own.exchange_seconds.values(), *links, -own.cores]
-    of_all = ranks.gather([own.jitter, *times])
-    jitter = of_all[:, 0].mean().item()  # few draws: their mean is nearer to the truth than their maximum
-    slowest = of_all[:, 1:].amax(0).tolist()
-    forward, backward, load, step, *exchanges = slowest[:-5]
+    work = [seconds / factor for seconds in (own.step_seconds, *own.exchange_seconds.values())]
+    slowest = ranks.gather([own.load_seconds, *work, *links, -own.cores]).amax(0).tolist()
+    load, step, *exchanges = slowest[:-5]
     per_bit, latency, per_bit_inside, latency_inside, cores = slowest[-5:]
     return dataclasses.replace(
         own,
@@ -236,7 +257,8 @@ def _slowest(ranks: Ranks, own: Machine) -> Machine:
             bits_per_second=1 / per_bit_inside if per_bit_inside else None, latency_seconds=latency_inside
         ),
         cores=-cores,
-        jitter=jitter,
+        jitter=times[:, 2].mean().item(),  # few draws: their mean is nearer to the truth than their maximum
+        slowness=slowness if max(slowness) > 1 else (),
     )
 
 

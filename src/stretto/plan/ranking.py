@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
 
-from stretto.engine.options import Options
+from stretto.engine.options import Clock, Options
 from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
 from stretto.fields import check_at_least
@@ -57,6 +59,11 @@ ALIKE = 0.02
 """Share of the time below which two prices count as the same."""
 RARE = ("local:rate=0.1", "local:rate=0.02", "diloco:interval=10:delay=1", "diloco:interval=50:delay=2")
 """Strategies that send now and then; a long delay learns worse than waiting for a slow link (docs/diloco.md)."""
+UNEQUAL = 1.5
+"""How many times as slow as the fastest rank the slowest has to be, for a clock to be looked at that nobody asked for:
+time on a shared machine is uncertain by about as much."""
+MOST_GROWTH = 4
+"""Times the micro-batches of an update that such a clock lets a rank make in a round at most."""
 COUNTS = (1, 2, 4, 8, 16)
 """Micro-batches per rank and update at which the choice is priced too."""
 _BASE = "zero1"
@@ -99,24 +106,32 @@ class PlanConfig(Job[TaskT]):
         Raises:
             ConfigError: Ranks do not fill their nodes, or nobody knows the link between these.
         """
-        return [self._machine(measured, ranks) for ranks in self.ranks or (measured.ranks,)]
+        return [
+            self._machine(measured, ranks).with_ranks(ranks, self._slow(ranks))
+            for ranks in self.ranks or (measured.ranks,)
+        ]
+
+    def _slow(self, ranks: int) -> Mapping[int, float]:
+        if outside := sorted(rank for rank in self.slow if not 0 <= rank < ranks):
+            raise ConfigError(f"slow names rank {outside[0]}; the plan is for ranks 0 to {ranks - 1}")
+        return self.slow
 
     def _machine(self, measured: Machine, ranks: int) -> Machine:
         link = measured.link if self.network is None else parse_network(self.network).link
         each = self.ranks_per_node or measured.ranks_per_node
         if each == 1:
-            return dataclasses.replace(measured, ranks=ranks, link=link)
+            return dataclasses.replace(measured, link=link)
         has_nodes = measured.ranks_per_node > 1
         inside = measured.inside if has_nodes else measured.link
         if ranks <= each:
-            return dataclasses.replace(measured, ranks=ranks, ranks_per_node=1, link=inside)
+            return dataclasses.replace(measured, ranks_per_node=1, link=inside)
         check_nodes(ranks, each)
         if not has_nodes and self.network is None:
             raise ConfigError(
                 f"plan for {ranks} ranks with ranks_per_node={each}: the link between nodes was not measured: expected "
                 "ranks on several nodes, or a network"
             )
-        return dataclasses.replace(measured, ranks=ranks, ranks_per_node=each, link=link, inside=inside)
+        return dataclasses.replace(measured, ranks_per_node=each, link=link, inside=inside)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,6 +142,8 @@ class Ranking:
     prices: tuple[Price, ...]
     bucket_bytes: int
     """Of the job."""
+    micro_batches: int
+    """Of the job, per rank and update; by the clock there are others."""
 
     @property
     def choice(self) -> Price:
@@ -145,18 +162,35 @@ class Ranking:
 
     def by_count(self) -> list[Price]:
         """Price the choice at `COUNTS` micro-batches; what a larger batch does to the loss is not in it."""
-        choice = parse_arm(self.choice.arm)
-        return [self._choice_on(self.machine, count) for count in COUNTS if _fits(choice, count)]
+        arm = without_clock(self.choice.arm)
+        return [self._priced(arm, self.machine, count) for count in COUNTS if _fits(parse_arm(arm), count)]
+
+    def growth(self, one: Price) -> float:
+        """Return how many times as large as the job's batch that of an arm is."""
+        return one.micro_batches / self.micro_batches
+
+    def as_large(self) -> Price | None:
+        """Return the fastest price at fixed counts of about the choice's batch; None where it has fixed counts itself.
+
+        Looked at are the choice without its clock, and what would be chosen if there were none.
+        """
+        choice = self.choice
+        if choice.arm == without_clock(choice.arm):
+            return None
+        fixed = [one for one in self.prices if one.arm == without_clock(one.arm)]
+        arms = [without_clock(choice.arm), dataclasses.replace(self, prices=tuple(fixed)).choice.arm]
+        prices = [self._priced(arm, self.machine, round(choice.micro_batches)) for arm in arms]
+        return min(prices, key=lambda one: one.seconds_per_micro_batch)
 
     def echoed(self) -> Price | None:
         """Price the choice where batches are used again while the next one is read; None where the loader keeps up."""
         if self.machine.load_seconds <= (1 + ALIKE) * self.machine.micro_batch_seconds:
             return None
-        return self._choice_on(dataclasses.replace(self.machine, load_seconds=0.0), self.choice.micro_batches)
+        without_loading = dataclasses.replace(self.machine, load_seconds=0.0)
+        return self._priced(without_clock(self.choice.arm), without_loading, self.micro_batches)
 
-    def _choice_on(self, machine: Machine, count: int) -> Price:
-        choice = parse_arm(self.choice.arm)
-        return price(choice, machine, micro_batches=count, bucket_bytes=self.bucket_bytes)
+    def _priced(self, arm: str, machine: Machine, count: int) -> Price:
+        return price(parse_arm(arm), machine, micro_batches=count, bucket_bytes=self.bucket_bytes)
 
     def why_not(self, other: Price) -> str:
         """Return why an arm is not the choice, in a word or two."""
@@ -179,6 +213,7 @@ def rank_by_time(
     most_nats: float = math.inf,
     ranks_per_node: int | None = None,
     wire: str | None = None,
+    clock: Clock | Literal["auto"] | None = "auto",
 ) -> Ranking:
     """Return the ranking of strategies and wires on a machine, by the time to a number of samples.
 
@@ -190,6 +225,8 @@ def rank_by_time(
             is infinite.
         ranks_per_node: That of the job's options; None looks at one level too where the machine has nodes.
         wire: The only one to look at; None looks at all.
+        clock: By which strategies that overlap accumulate; None lets all have fixed counts. "auto" looks at fixed
+            counts and, where ranks are not equally fast, at a clock too.
     """
     frequent = [arm for arm in EVIDENCE if arm not in ("local", "diloco")]
     texts = [
@@ -199,6 +236,13 @@ def rank_by_time(
         for one in (wires if wire is None else (wire,))
     ]
     by_node = "" if machine.ranks_per_node == 1 else f":ranks_per_node={machine.ranks_per_node}"
+    if clock == "auto":
+        is_unequal = machine.slowest >= UNEQUAL * min(machine.slowness, default=1.0)
+        has_gain = is_unequal and machine.ranks_per_node == 1  # on nodes all ranks are priced alike
+        clocks = [None, Clock(maximum=MOST_GROWTH * micro_batches)] if has_gain else [None]
+    else:
+        clocks = [clock]
+    texts = [one for text in texts for one in _by_clocks(text, clocks)]
     arms = [
         arm
         for text in texts
@@ -207,21 +251,37 @@ def rank_by_time(
     prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in arms]
     if by_node and ranks_per_node is None:
         # What the second level is worth: there are few links on which another arm would win without it.
-        chosen = _ranked(machine, prices, bucket_bytes).choice.arm.removesuffix(by_node)
+        chosen = _ranked(machine, prices, bucket_bytes, micro_batches).choice.arm.removesuffix(by_node)
         for text in dict.fromkeys((_on_wire(_BASE, wire or "fp32"), chosen)):
             prices.append(
                 price(parse_arm(text), machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes)
             )
-    return _ranked(machine, prices, bucket_bytes)
+    return _ranked(machine, prices, bucket_bytes, micro_batches)
+
+
+def _by_clocks(text: str, clocks: Sequence[Clock | None]) -> list[str]:
+    """Return an arm by each of the clocks, if it overlaps; None are fixed counts."""
+    if not parse_arm(text).overlaps:
+        return [text]
+    name, colon, settings = text.partition(":")
+    return [
+        text if one is None else f"{name}:clock={one.minimum},{one.maximum}{colon}{settings}"
+        for one in clocks
+    ]
+
+
+def without_clock(arm: str) -> str:
+    """Return an arm with fixed counts."""
+    return re.sub(r":clock=\d+,\d+", "", arm)
 
 
 def _on_wire(arm: str, wire: str) -> str:
     return arm if wire == "fp32" else f"{arm}:wire={wire}"
 
 
-def _ranked(machine: Machine, prices: list[Price], bucket_bytes: int) -> Ranking:
+def _ranked(machine: Machine, prices: list[Price], bucket_bytes: int, micro_batches: int) -> Ranking:
     by_time = sorted(prices, key=lambda one: one.seconds_per_micro_batch)
-    return Ranking(machine, tuple(by_time), bucket_bytes)
+    return Ranking(machine, tuple(by_time), bucket_bytes, micro_batches)
 
 
 def plan(
@@ -249,6 +309,7 @@ def plan(
             most_nats=most_nats,
             ranks_per_node=job.ranks_per_node,
             wire=None if job.wire == Options().wire else job.wire,
+            clock=job.clock or ("auto" if job.echo == "none" else None),  # an echo plans over fixed counts
         )
         for machine in job.machines(measured)
     ]

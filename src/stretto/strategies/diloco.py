@@ -15,7 +15,7 @@ class DiLoCo(Strategy):
 
         θ_r ← Opt_r(θ_r, g(θ_r; B_r) / w_r)                      every update, on every rank alone
         d   = Σ_q ω_q (θ_q - a) / Σ_q ω_q                        p leaves: what the ranks have changed
-        u   ← μ u + d,   a ← a + η (d + μ u)                     the outer step, with Nesterov's momentum
+        u   ← μ u + d,   a ← a + η (d + μ u)                     the outer step; without `nesterov` a ← a + η u
         θ_r ← α θ_r + (1 - α) a                                  p lands, `delay` updates after it left
         θ_r ← α θ_r + (1 - α) (a + θ_r - θ_r')                   the same with `keep_progress`; θ_r' is what left
 
@@ -23,7 +23,10 @@ class DiLoCo(Strategy):
     spread over the interval. -d is the outer gradient of the papers. With `worker="node"` gradient and weight in the
     first line are those of all ranks of r's node, so that they hold the same θ_r.
 
-    With one fragment, `outer_lr` 1 and no momentum, delay or mix this is `LocalSGD(rate=1 / interval)`.
+    With one fragment, `outer_lr` 1 and no momentum, delay or mix this is `LocalSGD(rate=1 / interval)`. Without
+    `nesterov` and delay it is SlowMo (Wang et al., "SlowMo", 1910.00643) with α = `outer_lr` and β = `outer_momentum`,
+    while the inner rate stays: there u is divided by that rate, here not. With a mix, without momentum and delay, it is
+    elastic averaging (Zhang et al., 1412.6651) in rounds, whose pull 1 - α is to the centre after it has moved.
 
     Staleness: 0; replicas drift apart. What a rank has changed while a fragment is under way is lost but for α of it,
     unless progress is kept.
@@ -45,13 +48,15 @@ class DiLoCo(Strategy):
     outer_lr: float = 0.7
     """Learning rate of the outer step."""
     outer_momentum: float = 0.9
-    """Nesterov momentum of the outer step, from 0 to below 1; short runs take about 0.6."""
+    """Momentum of the outer step, from 0 to below 1; short runs take about 0.6."""
+    nesterov: bool = True
+    """Look ahead along the new velocity, as the papers do; off is the heavy ball of SlowMo."""
     delay: int = 0
     """Updates between a fragment's departure and its landing, which hide its transfer; 0 waits. One fragment is under
     way at a time, so it is below interval / fragments. Long ones cost loss; take more fragments instead."""
     mix: float = 0.0
-    """What stays of a rank's own values at a landing, from 0 to below 1; only with a delay. Streaming DiLoCo takes
-    0.5."""
+    """What stays of a rank's own values at a landing, from 0 to below 1. Streaming DiLoCo takes 0.5 with a delay;
+    without one replicas are pulled towards the anchor, and stay apart."""
     keep_progress: bool = False
     """Add to the anchor what a rank has changed since the fragment left; only with a delay. With `outer_lr=1,
     outer_momentum=0` this is an average that hides; a delay above about half of the interval costs much."""
@@ -84,10 +89,9 @@ class DiLoCo(Strategy):
             raise ConfigError(f"DiLoCo(outer_momentum={self.outer_momentum}): expected from 0 to below 1")
         if not 0 <= self.mix < 1:
             raise ConfigError(f"DiLoCo(mix={self.mix}): expected from 0 to below 1")
-        if (self.mix or self.keep_progress) and not self.delay:
+        if self.keep_progress and not self.delay:
             raise ConfigError(
-                f"DiLoCo(mix={self.mix}, keep_progress={self.keep_progress}, delay=0): without a delay there are no "
-                "steps to keep a part of; expected a delay, or neither of them"
+                "DiLoCo(keep_progress=True, delay=0): without a delay nothing has changed since; expected a delay"
             )
 
     def update(self) -> Script:
@@ -114,6 +118,7 @@ class DiLoCo(Strategy):
             self.fragments,
             self.outer_lr,
             self.outer_momentum,
+            self.nesterov,
             keeps_progress=self.keep_progress,
             is_due=departures[fragment] == position,
         )

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import random
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, ClassVar
 
@@ -36,7 +36,10 @@ class LoaderConformance(Conformance):
     goes_on: ClassVar[bool] = True
     """Whether a second iterator goes on where the first stopped; otherwise it begins a new pass."""
     uses: ClassVar[int] = 1
-    """How often every micro-batch is handed out in a row, by a loader that echoes."""
+    """How often micro-batches are handed out, by a loader that echoes."""
+    update: ClassVar[int] = 1
+    """Micro-batches after which such a loader begins again with the first of them: those of an update. What there is at
+    the end of an epoch and fills no update is handed out once."""
     shuffles: ClassVar[bool] = True
     """Whether every epoch has an order of its own."""
     reshards: ClassVar[bool] = False
@@ -57,7 +60,8 @@ class LoaderConformance(Conformance):
     def test_resumed_at_every_position_it_goes_on_as_if_uninterrupted(self) -> None:
         """Saved after every micro-batch of more than an epoch, loaded by a new loader."""
         for rank, world_size in self._seats():
-            length = self.uses * (self.per_epoch // world_size) + (3 if self.endless else 0)
+            own = self.per_epoch // world_size
+            length = self.uses * own - (self.uses - 1) * (own % self.update) + (3 if self.endless else 0)
             whole = self._take(self.make_loader(rank, world_size), length + 3)
             running = self.make_loader(rank, world_size)
             batches = iter(running)
@@ -208,10 +212,16 @@ class LoaderConformance(Conformance):
     def _epoch(self, world_size: int, number: int = 0) -> list[list[Hashable]]:
         """Return the samples of every micro-batch of an epoch, in the order in which ranks take them in turn."""
         shares = [self.make_loader(rank, world_size) for rank in range(world_size)]
-        loaders = [islice(share, 0, None, self.uses) for share in shares]
+        loaders = [self._first_uses(share) for share in shares]
         turns = (next(loaders[turn % world_size], None) for turn in range(self.per_epoch * (number + 1)))
         batches = list(turns)[self.per_epoch * number :]
         return [list(self.samples_of(batch)) for batch in batches if batch is not None]
+
+    def _first_uses(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the micro-batches that are handed out for the first time."""
+        for position, batch in enumerate(loader):
+            if position // self.update % self.uses == 0:
+                yield batch
 
     def _same(self, what: str, expected: Sequence[Hashable], found: Sequence[Hashable]) -> None:
         if len(expected) != len(found):

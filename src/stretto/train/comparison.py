@@ -1,6 +1,7 @@
 """Two measurements: strategies side by side on the same link, and whether a run waits for its data."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
 from stretto.train.handle import check_run, open_handle
 from stretto.train.launch import Ranks, train
 from stretto.train.outcome import Outcome, describe_environment
+from stretto.train.slow_rank import slow_down
 from stretto.train.state import slowed
 from stretto.train.workers import RankInfo, choose_device, joined_group
 
@@ -114,10 +116,13 @@ def diagnose_rank(info: RankInfo, job: DiagnoseConfig[TaskT]) -> Diagnosis:
         task = run.task.build(info.rank, info.world_size, run.seed, run.planned_updates)
         task.model.to(device)
         with open_handle(run, task.model, task.optimizer) as handle:
+            slow_down(handle, run.slow, device)
 
             def step(batch: Batch) -> Update | None:
                 return handle.micro_batch(partial(task.loss, handle.model), batch)
 
-            found = diagnose(slowed(run, task.loader, info.rank), step, batches=job.batches)
+            # Whole updates, because the last micro-batch of one waits for communication.
+            whole = math.ceil(job.batches / run.micro_batches) * run.micro_batches
+            found = diagnose(slowed(run, task.loader, info.rank), step, batches=whole)
             handle.finish()
     return found

@@ -64,9 +64,9 @@ class Training(Options, Generic[TaskT]):
     """Watch values: standard, or replica, rest, audit; several with commas between them, settings after colons, as
     rest,audit:rate=0.01. standard is all that fits the strategy, and `verified`. See docs/guards.md."""
     echo: str = "none"
-    """Use batches again: even, bernoulli, ready or auto; while the next ones are on their way. Settings follow after
-    colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See docs/echo.md, and `stretto diagnose`
-    first."""
+    """Train updates on held batches while the next ones are on their way: even, bernoulli, ready or auto. Settings
+    follow after colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See docs/echo.md, and
+    `stretto diagnose` first."""
     slow_loader: str = "none"
     """Make loading slow: MS[,decode][,jitter=CV] per micro-batch, waiting, or with decode keeping a core busy."""
     evaluate_every: int | None = 100
@@ -123,9 +123,18 @@ class Job(Training[TaskT]):
     it, the run gives up after 600 s of training."""
     link: str = "none"
     """Slow link to train over, as 1gbit or 50mbit,2ms; throttles Gloo, no root needed."""
+    slow: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Ranks that are made slow: with 3=2.5,7=1.2 rank 3 takes 2.5 times as long for a micro-batch. It waits for the
+    rest of that time and does not compute; factors of at least 1."""
 
     def __post_init__(self) -> None:
         Training.__post_init__(self)
+        if too_fast := [
+            f"{rank}={factor:g}" for rank, factor in self.slow.items() if not 1 <= factor < math.inf
+        ]:
+            raise ConfigError(
+                f"slow={too_fast[0]}: a rank can only be made slower: expected a factor of at least 1"
+            )
         check_at_least(self, workers=1, threads=1)
         if self.seconds is not None and not self.seconds > 0:
             raise ConfigError(f"seconds must be positive, found {self.seconds}")
@@ -268,7 +277,7 @@ class DiagnoseConfig(Job[TaskT]):
     """ddp, zero1, dpu, wp, acco, local, diloco, paft-sync or paft-dyn; what the steps communicate, and whether it is
     hidden."""
     batches: int = 32
-    """Micro-batches to measure each time; the loader alone, the step alone, both."""
+    """Micro-batches to measure each time, rounded up to whole updates; the loader alone, the step alone, both."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)

@@ -82,7 +82,7 @@ class DemoConfig(Job[TaskConfig]):
     wire: str = "int4"
     """Second remedy of a slow link, a packed wire; without it fp32."""
     echo: str = "even:uses=2"
-    """Remedy of a slow loader; batches are used again."""
+    """Remedy of a slow loader; updates use the batches of the one before again."""
     guards: tuple[str, ...] = ("standard",)
     """Remedy of faults."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"

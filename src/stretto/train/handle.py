@@ -141,13 +141,7 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     Raises:
         ConfigError: They do.
     """
-    named = {fault.rank for fault in run.faults if fault.rank != "all"}
-    if outside := sorted(rank for rank in named if not rank < world_size):
-        raise ConfigError(
-            f"faults name rank {', '.join(map(str, outside))}; the run has ranks 0 to {world_size - 1}"
-        )
-    if run.noise is not None:
-        run.noise.check(world_size)
+    _check_ranks(run, world_size)
     if run.ranks_per_node is not None:
         check_nodes(world_size, run.ranks_per_node)
     if isinstance(run.task, OverFiles):
@@ -156,6 +150,11 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
         what = "faults strike" if run.faults else "noise hits averages of"
         raise ConfigError(f"{arm.name}: {what} our own strategies only; leave out the one or the other")
+    if run.slow and not arm.is_ours:
+        raise ConfigError(
+            f"slow with strategy={arm.text!r}: a stock method tells nobody of its micro-batches: expected strategies "
+            "of the library"
+        )
     if arm.phases and run.faults:
         raise ConfigError(
             f"{arm.text}: faults strike the parts of one strategy; rehearse them under each by itself"
@@ -171,6 +170,19 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         budget = budget_of(run, world_size)
         open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
+
+
+def _check_ranks(run: RunConfig[TaskT], world_size: int) -> None:
+    """Raise ConfigError where faults, noise or slowness are of ranks that the run does not have."""
+    named = {fault.rank for fault in run.faults if fault.rank != "all"}
+    if outside := sorted(rank for rank in named if not rank < world_size):
+        raise ConfigError(
+            f"faults name rank {', '.join(map(str, outside))}; the run has ranks 0 to {world_size - 1}"
+        )
+    if run.noise is not None:
+        run.noise.check(world_size)
+    if outside := sorted(rank for rank in run.slow if not 0 <= rank < world_size):
+        raise ConfigError(f"slow names rank {outside[0]}; the run has ranks 0 to {world_size - 1}")
 
 
 class Rehearsal:

@@ -36,6 +36,7 @@ from stretto.train.configuration import RunConfig, TaskT
 from stretto.train.handle import Handle, Rehearsal, open_handle
 from stretto.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
 from stretto.train.outcome import Outcome, Totals, peak_resident_bytes
+from stretto.train.slow_rank import Wait, slow_down
 from stretto.train.state import Saves, TrainState, loader_of
 from stretto.train.workers import RankInfo, choose_device, joined_group
 
@@ -56,6 +57,8 @@ class RankContext:
     """The clock of the training time, in seconds."""
     epoch: float = dataclasses.field(default_factory=lambda: time.time() - time.perf_counter())
     """Seconds from 1970 to the zero of that clock; 0 for a virtual one."""
+    wait: Wait = time.sleep
+    """Lets as many seconds of that clock pass."""
 
     @property
     def whole(self) -> Any:
@@ -107,6 +110,7 @@ def train_at(
     group = rehearsal.wrap(context.group)
     with open_handle(run, task.model, task.optimizer, scheduler, group, budget) as handle:
         rehearsal.begin(handle)
+        slow_down(handle, run.slow, context.device, context.now, context.wait)
         _seed(run.seed, context.rank)
         start = TrainState.restore(run, task, handle)
         if budget is not None:
@@ -247,6 +251,8 @@ def title_of(run: RunConfig[TaskT], world_size: int) -> str:
             title += f", {what} {chosen}"
     if run.link != "none":
         title += f", link {run.link}"
+    if run.slow:
+        title += ", slow " + ",".join(f"{rank}={factor:g}" for rank, factor in run.slow.items())
     if run.echo != "none":
         title += f", echo {run.echo}"
     if run.run_dir:

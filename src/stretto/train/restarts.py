@@ -61,6 +61,11 @@ def _without(left_out: Collection[int], run: RunConfig[TaskT], remaining: Ranks)
         ranks_per_node=ranks_per_node(run.ranks_per_node, before, left_out),
         faults=FaultPlan(run.faults).going_on(left_out).faults,
         noise=None if run.noise is None else run.noise.going_on(left_out),
+        slow={
+            rank - sum(other < rank for other in left_out): factor
+            for rank, factor in run.slow.items()
+            if rank not in left_out
+        },
         resume=True,
         restarts=run.restarts - 1,
         replan=None,  # who measures and chooses does not know which ranks are left

@@ -1,0 +1,104 @@
+"""Ranks that look ahead with gradients of their own: each shows another estimate, and all hold the same masters.
+
+Note [When the estimate is made]
+    Round t-1 is reduced beside the gradients g_t, and brings θ_t. The next gradients are to be taken near θ_{t+1},
+    which g_t decides, and whose reduction begins only now. What a rank has of it already is its own part. So the
+    estimate is made at the landing, on the compute lane, which waits for it; nothing is sent. A rank needs the state of
+    the whole optimizer for this, hence a replicated one.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.engine.accumulation import Accumulation
+from stretto.engine.replica import Flight, Performer, Replica
+from stretto.engine.round import Reduction, Round, Shown
+from stretto.optimizer import ReducedGradient
+from stretto.strategies.contract import PreviewOwn
+
+
+class OwnPreviews(Replica):
+    """One rank's replica, whose model shows an estimate of this rank's own.
+
+    Args are those of `Replica`, and:
+        keeps_own: Whether to remember this rank's part of a sum, for estimates that replace it.
+    """
+
+    shows_own = True
+
+    def __init__(self, *args: Any, keeps_own: bool, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._keeps_own = keeps_own
+        self._used = b""
+        self._own: list[Tensor] = []
+        """This rank's part of the last sum, by bucket; from a preview on what others have added to it."""
+        self._own_weight = 0.0
+
+    @property
+    def performers(self) -> Mapping[type, Performer]:
+        """Performers by effect."""
+        return {**super().performers, PreviewOwn: self._preview_own}
+
+    def reduce(self, round: Round) -> Reduction:
+        """Exchange the gradients of `round`, and remember this rank's part of them."""
+        own = self._contents(round.buffer.flats, copies=True) if self._keeps_own else []
+        reduction = super().reduce(round)
+        self._own, self._own_weight = own, round.contribution.totals.weight
+        if reduction.skipped:
+            self._own_weight = 0.0
+            for part in own:
+                part.zero_()
+        return reduction
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the sum that a checkpoint carries."""
+        return {"own": self._own, "own weight": self._own_weight} if self._own else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` has returned, if the state holds it."""
+        if "own" in state:
+            device = self.sharded.masters[0].device
+            self._own = [part.to(device) for part in state["own"]]
+            self._own_weight = state["own weight"]
+
+    def _preview_own(self, effect: PreviewOwn, flight: Flight | None) -> None:
+        """Let the landing show an estimate; what it needs of this round's sum is kept before a step divides it."""
+        if flight is None or not isinstance(effect.gradient, ReducedGradient):
+            raise TypeError(f"a strategy asked for {effect!r} without this round's gradient")
+        gradient = effect.gradient
+        self._used = gradient.used
+        if self._keeps_own:
+            self._own_weight = gradient.weight - self._own_weight
+            for part, total in zip(self._own, gradient.sums, strict=True):
+                torch.sub(total, part, out=part)
+        flight.at_landing = self._show
+
+    def _show(self, flats: list[Tensor], accumulation: Accumulation) -> Shown:
+        """Write the estimate into `flats`, which hold the committed parameters, if this rank has anything to add."""
+        own = accumulation.contribution.totals.weight
+        weight = own + (self._own_weight if self._keeps_own else 0.0)
+        sums = self._contents(accumulation.buffer.flats, copies=self._keeps_own)
+        if self._keeps_own:
+            for total, others in zip(sums, self._own, strict=True):
+                total.add_(others)
+        norm_squared = ReducedGradient(sums, 0.0, 0.0, b"").measure()
+        if not (own > 0 and weight > 0 and math.isfinite(norm_squared)):
+            return "committed"
+        gradient = ReducedGradient(sums, weight, norm_squared, self._used)
+        clip = self._clip_factor(math.sqrt(norm_squared) / weight)
+        self.sharded.preview(gradient, self.progress.hyperparameters, clip, flats)
+        self.runtime.charge("preview", self.sharded.numel)
+        return "estimate"
+
+    def _contents(self, flats: list[Tensor], *, copies: bool) -> list[Tensor]:
+        """Return this rank's gradients by bucket, as wide as masters; the buffer itself where no copy is needed."""
+        buckets = self.sharded.layout.buckets
+        contents = [flats[bucket.set_index][bucket.start : bucket.stop] for bucket in buckets]
+        return [
+            content.to(master.dtype, copy=copies)
+            for content, master in zip(contents, self.sharded.masters, strict=True)
+        ]

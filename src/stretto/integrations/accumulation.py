@@ -1,0 +1,102 @@
+"""An accumulation of another trainer on a job, counted where that trainer ends its micro-batches.
+
+Note [Who ends a micro-batch]
+    A trainer's micro-batch may have one backward pass, several, or none (a sample that is left out). So backward passes
+    only accumulate, and the hook that the trainer calls after each micro-batch counts it, on all ranks alike.
+
+Note [Weights]
+    A trainer divides a micro-batch's loss by their number, and its gradients are sums. The weights of an accumulation
+    add up to one for each rank, whatever was left out, so that `.grad` and the mean over ranks are the trainer's own.
+"""
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
+
+from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.errors import StrettoError
+from stretto.parallel import DataParallel
+from stretto.records import Update
+
+_log = logging.getLogger("stretto")
+
+
+class TrainerAccumulation:
+    """The micro-batches of a trainer's present accumulation.
+
+    Args:
+        parallel: The job; an accumulation that is not cut short has its number of micro-batches.
+    """
+
+    def __init__(self, parallel: DataParallel) -> None:
+        self.parallel = parallel
+        self.num_counted = 0
+        """Micro-batches of the present accumulation."""
+        self._weight = 0.0
+        """Of them together; a whole accumulation has 1."""
+        self._share: Tensor | None = None
+        """Of the accumulation's loss, brought by the present micro-batch."""
+
+    def backward(self, share: Tensor) -> None:
+        """Run a backward pass of the present micro-batch.
+
+        Args:
+            share: What it adds to the rank's loss, which is the sum over the accumulation.
+        """
+        self.parallel.accumulate(share)
+        brought = share.detach().reshape(())
+        self._share = brought if self._share is None else self._share + brought
+
+    @property
+    def has_open_micro_batch(self) -> bool:
+        """Whether a micro-batch has brought a gradient and has not ended."""
+        return self._share is not None
+
+    def end_micro_batch(self, length: int, samples: int, *, is_last: bool) -> Update | None:
+        """Count the present micro-batch; return the update that landed, if one did.
+
+        Args:
+            length: Micro-batches by which the trainer divides.
+            samples: Of this one.
+            is_last: Whether the accumulation ends with it, so that it has the weight of all that are missing.
+        """
+        weight = 1.0 - self._weight if is_last else 1.0 / length
+        loss = None if self._share is None else self._share / weight
+        update = self.parallel.end_micro_batch(weight, loss, samples if self._share is not None else 0)
+        self.num_counted, self._weight, self._share = self.num_counted + 1, self._weight + weight, None
+        if is_last:
+            self.num_counted, self._weight = 0, 0.0
+        return update
+
+    def drop(self) -> list[Update]:
+        """Drop what has been counted: the trainer has ended the accumulation without a step; all ranks call.
+
+        What is under way already cannot be dropped (the first half of an update of `acco`): it becomes an update.
+        """
+        compute = self.parallel.job.compute
+        is_empty = not (self.num_counted or self.has_open_micro_batch)
+        self.num_counted, self._weight, self._share = 0, 0.0, None
+        if is_empty or compute.lifetime.has_finished:
+            return []
+        with compute.lifetime.running():
+            is_dropped = compute.drop()
+        return [] if is_dropped else self.parallel.commit()
+
+    def end_job(self, error: BaseException) -> None:
+        """End the job after an exception: one rank alone keeps its last update for files, several tell each other."""
+        if self.parallel.world_size == 1:
+            try:
+                self.drop()
+                self.parallel.finish()
+            except StrettoError as ended:  # by this very error, or one before it
+                _log.debug("the job had ended: %s", ended)
+        if not self.parallel.job.compute.lifetime.has_finished:
+            self.parallel.fail(error)
+
+    def without_it(self) -> AbstractContextManager[None]:
+        """Return a context in which the job knows nothing of the present accumulation, so that it can be saved."""
+        compute = self.parallel.job.compute
+        if not self.num_counted:
+            return nullcontext()
+        return compute.aside(Accumulation(compute.model.parameters, GradientBuffer(compute.layout)))

@@ -1,0 +1,32 @@
+"""What an integration refuses before its job starts, each in one line that says what to do."""
+
+from collections.abc import Mapping
+
+from stretto.errors import ConfigError
+
+
+def refuse(who: str, settings: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise if a setting cannot work.
+
+    Args:
+        who: The integration.
+        settings: By name, whether it is set, and the remedy.
+
+    Raises:
+        ConfigError: Names the first that is set.
+    """
+    for setting, (is_set, remedy) in settings.items():
+        if is_set:
+            raise ConfigError(f"{who} does not work with {setting}: {remedy}")
+
+
+def overrides(instance: object, base: type, hook: str) -> bool:
+    """Return whether `instance` has a hook of its own, from its class or put on it, in the place of `base`'s."""
+    return getattr(getattr(instance, hook), "__func__", None) is not getattr(base, hook)
+
+
+def reads_optimizer_state(scheduler: object) -> tuple[bool, str]:
+    """Return whether a schedule asks its optimizer for a state, which is empty during a job, and the remedy."""
+    names = {kind.__name__ for kind in type(scheduler).__mro__}
+    remedy = "the state of the optimizer is the job's; set a rate: Adafactor(lr=1e-3, relative_step=False)"
+    return "AdafactorSchedule" in names, remedy

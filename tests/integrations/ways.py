@@ -1,0 +1,99 @@
+"""Trainers of transformers that a test derives, trains and asks for a checkpoint at a signal."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.integrations.regression import Regression, distance, samples, values
+
+KINDS = ("stock", "ours")
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": samples(7)}
+# SGD: a step is the rate times the gradient. A gradient is a mean of a few numbers, rounded in another order, and there
+# are at most ten steps: rate 0.05 × 10 steps × 8 roundings × 2**-24 × gradients up to 10.
+TOLERANCE = 2.4e-6
+
+
+def make(kind: str, name: str, *, base: Callable[[Any], Any] = lambda cls: cls, **settings: Any) -> Any:
+    """Return a Trainer of this kind, or the one that `base` derives from its class.
+
+    Settings are arguments of the Trainer, or of its `TrainingArguments`.
+    """
+    import transformers
+
+    from stretto.integrations.transformers import StrettoTrainer
+
+    names = transformers.TrainingArguments.__dataclass_fields__
+    arguments = {
+        "output_dir": f"{name}-{kind}",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.05,
+        "optim": "sgd",
+        "max_grad_norm": 0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        **{name: value for name, value in settings.items() if name in names},
+    }
+    rest = {name: value for name, value in settings.items() if name not in names}
+    if "model_init" not in rest:
+        rest.setdefault("model", Regression())
+    rest.setdefault("train_dataset", samples())
+    kinds: dict[str, Any] = {"stock": transformers.Trainer, "ours": StrettoTrainer}
+    return base(kinds[kind])(args=transformers.TrainingArguments(**arguments), **rest)
+
+
+def leaving_out(chosen: set[int], twice: set[int]) -> Callable[[Any], Any]:
+    """Return what derives a Trainer that leaves these micro-batches out, and takes those in two backward passes."""
+
+    def derive(base: Any) -> Any:
+        class Leaves(base):
+            num_seen = 0
+
+            def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+                self.num_seen += 1
+                if self.num_seen in chosen:
+                    return torch.zeros(())
+                if self.num_seen in twice:
+                    self.accelerator.backward(sum(p.square().sum() for p in model.parameters()) / 64)
+                return super().training_step(model, inputs, num_items_in_batch)
+
+        return Leaves
+
+    return derive
+
+
+def asked(rank: int, name: str, strategy: Any, at: int, *, inside: bool) -> tuple[Any, ...]:
+    """Ask rank 1 (or the only one) for a checkpoint, inside step `at` or after it; return what going on comes to."""
+    import transformers
+
+    class Ask(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if not inside and state.global_step == at:
+                request()
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if inside and state.global_step == at - 1:
+                request()
+
+    def request() -> None:
+        if rank == int(torch.distributed.is_initialized()):
+            names = {type(one).__name__: one for one in trainer.callback_handler.callbacks}
+            names["JITCheckpointCallback"].jit_manager.is_checkpoint_requested = True
+
+    settings = {"strategy": strategy, "enable_jit_checkpoint": True}
+    whole = make("ours", f"{name}-whole", **settings)
+    whole.train()
+    trainer = make("ours", name, callbacks=[Ask()], **settings)
+    trainer.train()
+    folders = sorted(path.name for path in Path(f"{name}-ours").glob("checkpoint-*"))
+    inside_them = [path.name for path in Path(f"{name}-ours", folders[-1], "stretto").glob("0*")]
+    resumed = make("ours", name, **settings)
+    resumed.train(resume_from_checkpoint=f"{name}-ours/{folders[-1]}")
+    return folders, inside_them, resumed.parallel.steps, distance(values(resumed.model), values(whole.model))

@@ -1,0 +1,217 @@
+"""Ranks that are not equally fast, and clocks: a plan says what a simulation takes, and how much the batch grows."""
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.cli import main
+from stretto.cli.screens import recommendation
+from stretto.engine import Clock
+from stretto.errors import ConfigError
+from stretto.groups import Link
+from stretto.plan import Machine, PlanConfig, Ranking, price, rank_by_time
+from stretto.plan.measure import WIRES
+from stretto.plan.twin import Twin
+from stretto.recipes import DigitsResNet, MicroBatches, Task
+from stretto.train.arms import parse_arm
+from stretto.train.simulation import SimulateConfig, simulate
+from tests.plan.machine import BUCKET_BYTES, MACHINE
+from tests.train.tiny import Plane, quadrant_loss
+
+SAMPLES = 8
+"""Of a micro-batch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Wide:
+    """A task without buffers, large enough that what is said about a round weighs little beside its gradients."""
+
+    width: int = 20_000
+    """Hidden values."""
+
+    @property
+    def parameters(self) -> int:
+        return 7 * self.width + 4
+
+    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
+        """See `TaskConfig.build`."""
+        model = nn.Sequential(nn.Linear(2, self.width), nn.Tanh(), nn.Linear(self.width, 4))
+        return Task(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+            scheduler=None,
+            loader=MicroBatches(Plane(512, seed=0), SAMPLES, rank=rank, world_size=world_size, seed=seed),
+            loss=quadrant_loss,
+            evaluate=lambda model: 0.0,
+        )
+
+
+def machine_of(
+    ranks: int, micro_batch_ms: float, link: Link, slow: dict[int, float], parameters: int
+) -> Machine:
+    """What would be measured where a simulation takes place: steps and packing take no time there."""
+    return Machine(
+        ranks=ranks,
+        parameters=parameters,
+        forward_seconds=micro_batch_ms / 3000,
+        backward_seconds=2 * micro_batch_ms / 3000,
+        load_seconds=0.0,
+        step_seconds=0.0,
+        exchange_seconds=dict.fromkeys(WIRES, 0.0),
+        link=link,
+        cores=8,
+    ).with_ranks(ranks, slow)
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_a_price_is_within_a_tenth_of_what_a_simulation_takes_over_random_ranks_links_and_clocks(
+    seed: int,
+) -> None:
+    """A tenth: ranks within a twentieth are one class, a class is as fast as its mean, and updates by the clock are
+    whole micro-batches, of which 12 updates are counted."""
+    draws, task = random.Random(seed), Wide()
+    ranks = draws.choice([2, 3, 4, 6, 8])
+    slow = {rank: draws.uniform(1, 5) for rank in draws.sample(range(ranks), draws.randint(1, ranks))}
+    micro_batch_ms, micro_batches = draws.uniform(1, 30), draws.choice([2, 4])
+    microseconds, mbit = round(10 ** draws.uniform(1, 3)), 10 ** draws.uniform(0.3, 3)
+    least = draws.choice([1, 1, 2])
+    clock = f":clock={least},{least + draws.choice([2, 8, 16])}"
+    arm = draws.choice(
+        ["zero1", "ddp", "acco", "wp", "dpu", *(f"{one}{clock}" for one in ("acco", "acco", "wp", "dpu"))]
+    )
+    arm += draws.choice(["", ":wire=bf16", ":wire=int4"])
+    bucket_bytes = draws.choice([1, 4, 8]) * task.parameters // 2
+    found = simulate(
+        SimulateConfig(
+            task=task,
+            ranks=ranks,
+            slow=slow,
+            micro_batch_ms=micro_batch_ms,
+            micro_batches=micro_batches,
+            network=f"{mbit}mbit,{microseconds}us",
+            strategy=arm,
+            bucket_bytes=bucket_bytes,
+            updates=20,
+        )
+    ).values[0]
+    link = Link(bits_per_second=mbit * 1e6, latency_seconds=microseconds / 1e6)
+    machine = machine_of(ranks, micro_batch_ms, link, slow, task.parameters)
+    priced = price(parse_arm(arm), machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes)
+    assert found.samples_per_second is not None
+    assert ranks * SAMPLES / priced.seconds_per_micro_batch == pytest.approx(
+        found.samples_per_second, rel=0.1
+    )
+    # The first updates are shorter, while nothing is under way yet, and the last one has what was left.
+    assert priced.micro_batches == pytest.approx(found.samples / SAMPLES / ranks / found.updates, rel=0.15)
+
+
+def test_fixed_counts_are_as_slow_as_the_slowest_rank_however_many_are_fast() -> None:
+    alone = dataclasses.replace(MACHINE, link=Link())
+    draws = random.Random(0)
+    for ranks in (2, 5, 64, 500):
+        factors = {rank: draws.uniform(1, 4) for rank in range(ranks)}
+        found, expected = (
+            price(parse_arm("zero1"), machine, micro_batches=4, bucket_bytes=BUCKET_BYTES).seconds
+            for machine in (
+                alone.with_ranks(ranks, factors),
+                alone.with_ranks(ranks, dict.fromkeys(range(ranks), max(factors.values()))),
+            )
+        )
+        assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_twin_stands_for_all_ranks_and_for_all_that_they_compute_by_the_clock() -> None:
+    draws = random.Random(0)
+    for _ in range(200):
+        ranks = draws.randint(1, 100)
+        spread = draws.choice([1.0, 1.04, 1.5, 6.0])
+        factors = {rank: draws.uniform(1, spread) for rank in range(ranks)}
+        twin = Twin.of(MACHINE.with_ranks(ranks, factors), BUCKET_BYTES, by_node=False)
+        assert twin.ranks == len(twin.slowness) <= 5
+        assert sum(twin.stands_for) == pytest.approx(ranks)
+        assert max(twin.slowness) == max(factors.values())
+        rate = sum(map(lambda slow, count: count / slow, twin.slowness, twin.stands_for))
+        assert rate == pytest.approx(sum(1 / factor for factor in factors.values()), rel=0.05)
+
+
+def heterogeneous(wire: str, **others: Any) -> Ranking:
+    """Four ranks, the last three times as slow, on 10 Mbit/s: an exchange of this model takes ten micro-batches."""
+    machine = machine_of(4, 10, Link(bits_per_second=1e7), {3: 3.0}, 21_000)
+    return rank_by_time(machine, micro_batches=4, bucket_bytes=2**22, wire=wire, **others)
+
+
+def test_where_one_rank_is_three_times_as_slow_acco_by_the_clock_is_recommended_and_its_batch_told() -> None:
+    ranking = heterogeneous("fp32")
+    choice = ranking.choice
+    assert choice.arm == "acco:clock=1,16"
+    by_the_clock = ranking.base.seconds_per_micro_batch / choice.seconds_per_micro_batch
+    fixed = ranking.as_large()
+    assert fixed is not None
+    as_large = ranking.base.seconds_per_micro_batch / fixed.seconds_per_micro_batch
+    assert by_the_clock > as_large > 1
+    text = " ".join(recommendation(ranking).split())
+    assert "use --strategy acco --clock 1,16:" in text
+    assert f"{by_the_clock:.2f} times as fast per sample as zero1 on fp32" in text
+    assert f"so {choice.micro_batches / 4:.1f} times fewer updates for as many samples" in text
+    assert f"With {round(choice.micro_batches)} for every rank the fastest" in text
+    assert [one.micro_batches for one in ranking.by_count()] == [2, 4, 8, 16]
+
+
+def test_a_clock_is_looked_at_where_ranks_are_unequal_or_the_job_has_one() -> None:
+    def clocks(ranking: Ranking) -> set[Any]:
+        return {
+            parse_arm(one.arm).settings.get("clock") for one in ranking.prices if parse_arm(one.arm).overlaps
+        }
+
+    own = Clock(minimum=2, maximum=9)
+    assert clocks(heterogeneous("int4")) == {None, Clock(minimum=1, maximum=16)}
+    assert clocks(heterogeneous("int4", clock=None)) == {None}
+    assert clocks(heterogeneous("int4", clock=own)) == {own}
+    even = MACHINE.with_ranks(4, {3: 1.4})
+    assert clocks(rank_by_time(even, micro_batches=4, bucket_bytes=BUCKET_BYTES, wire="int4")) == {None}
+
+
+def test_what_overlaps_takes_its_time_from_computing_by_the_clock_too() -> None:
+    """On a core of its own a rank computes while its lane is not at work, so both together never rest."""
+    for cores, busy in ((8, 0.0), (1, 1.0)):
+        machine = dataclasses.replace(MACHINE, cores=cores, link=Link(bits_per_second=3e7))
+        found = price(parse_arm("dpu:clock=1,64"), machine, micro_batches=4, bucket_bytes=BUCKET_BYTES)
+        lane = 0.01 + 0.02 / 2
+        computing = found.micro_batches * machine.micro_batch_seconds + busy * lane
+        assert found.seconds - found.exposed_seconds == pytest.approx(computing, rel=0.02)
+
+
+def test_the_loader_is_as_slow_for_a_fast_rank_as_for_a_slow_one() -> None:
+    machine = dataclasses.replace(MACHINE, link=Link(), load_seconds=4 * MACHINE.micro_batch_seconds)
+    found = [
+        price(
+            parse_arm("zero1"), machine.with_ranks(2, slow), micro_batches=4, bucket_bytes=BUCKET_BYTES
+        ).seconds
+        for slow in ({}, {1: 3.0})
+    ]
+    assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
+def test_slow_ranks_are_those_of_the_plan_and_ranks_that_were_not_measured_are_as_slow_as_the_slowest() -> (
+    None
+):
+    measured = dataclasses.replace(MACHINE, slowness=(1.0, 1.2))
+    here = PlanConfig(task=DigitsResNet(), slow={1: 2.0}).machines(measured)
+    assert [one.slowness for one in here] == [(1.0, 2.4)]
+    there = PlanConfig(task=DigitsResNet(), ranks=(3,), slow={2: 2.0}).machines(measured)
+    assert [one.slowness for one in there] == [(1.2, 1.2, 2.4)]
+    with pytest.raises(ConfigError, match="slow names rank 3; the plan is for ranks 0 to 2"):
+        PlanConfig(task=DigitsResNet(), ranks=(3,), slow={3: 2.0}).machines(measured)
+
+
+def test_the_command_takes_slow_ranks_that_are_not_here(capfd: pytest.CaptureFixture[str]) -> None:
+    words = "plan digits-resnet --batches 2 --ranks 4 --slow 3=4 --network 10mbit --wire bf16 --clock 1,6"
+    assert main(words.split()) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[2].startswith("4 ranks: use --strategy acco --wire bf16 --clock 1,6:")
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("acco:clock=1,6 bf16 (x") for line in lines)
