@@ -105,8 +105,6 @@ class Record:
     """By row and column of the table."""
     effects: tuple[Effect, ...] = ()
     """What decides the verdict."""
-    minutes: float = 0.0
-    """Of one core, for all its runs; 0 where there are none."""
     seeds: int = 5
     """Seeds of every cell, where no other number is asked for."""
     scale: str = ""
