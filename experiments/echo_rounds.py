@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from intervals import difference
 
 from stretto import ACCO, DataParallel
 from stretto.observe import replace_json
 from stretto.recipes import StdlibGPT
+from stretto.reproduce import difference
 from stretto.virtual import VirtualCluster, VirtualGroup
 
 RANKS, MICRO_BATCHES, LOADS, USES = 2, 4, 64, 2

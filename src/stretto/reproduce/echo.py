@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stretto.reproduce.measures import ACCURACY, LOSS, SENT, loads_to, loss_at
-from stretto.reproduce.record import MORE_SEEDS, Cell, Effect, Measure, Paper, Reading, Record
+from stretto.reproduce.record import MORE_SEEDS, Cell, Effect, Measure, Paper, Reading, Record, above
 from stretto.reproduce.verdict import Limits
 
 ECHO = Paper(
@@ -276,7 +276,7 @@ ECHO_RECORDS = (
         effects=tuple(
             Effect(
                 says=f"nats that p = 1/2 ends below p = 1, rate {rate}",
-                of=lambda of, rate=rate: of(row(1), f"rate {rate}") - of(row(2), f"rate {rate}"),  # type: ignore[misc]
+                of=above(row(1), row(2), f"rate {rate}"),
                 limits=Limits(least=0),
                 digits=3,
             )
@@ -312,7 +312,7 @@ ECHO_RECORDS = (
         effects=tuple(
             Effect(
                 says=f"nats that {arm} ends below p = 1 at equal loads",
-                of=lambda of, arm=arm: of("p = 1", "loss") - of(arm, "loss"),  # type: ignore[misc]
+                of=above("p = 1", arm, "loss"),
                 limits=Limits(least=0),
                 digits=3,
             )
