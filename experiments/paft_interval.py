@@ -6,7 +6,7 @@ average. "before" is the rule that the library had up to commit 9b81026, on draw
 
 grid       d × σ² × ‖g‖ × ranks (64 ranks with ‖g‖ = 1), and "before" and the paper's estimate beside it
 anywhere   all of these drawn log-uniformly, also between the points of the grid
-real       10.8 million parameters on four virtual ranks, with noise on every rank's reduced gradients
+real       10.8 million parameters on four virtual ranks, with noise on every rank's mean gradient
 
 Ranks' own gradients have the squared norm M·‖g‖² (they are mostly their own, the worse case) in grid and anywhere.
 Each setting is a line of runs.jsonl; one that is there is not made again. interval.json has the summary.
@@ -31,7 +31,7 @@ from torch import nn
 
 import stretto as st
 from stretto.averaging.probe import Conclusion, spread_of, whole
-from stretto.faults import Fault, FaultPlan, Injector, strike_memory
+from stretto.engine.round import Reduction, Round
 from stretto.observe import replace_json
 from stretto.reproduce import Book
 from stretto.strategies.contract import Divergence
@@ -48,8 +48,8 @@ NUMELS = tuple(10**power for power in range(3, 10))
 VARIANCES = tuple(10.0**power for power in range(-6, 0))
 NORMS = (0.1, 1.0, 10.0)
 RANKS = (2, 4, 16, 64)
-REAL = ((1e-1, 4, 36), (1e-2, 10, 11), (1e-3, 4, 8))
-"""Variance, updates up to the first average, and updates of the real runs."""
+REAL = ((1e-1, 36), (1e-2, 36), (1e-3, 8))
+"""Variance and updates of the real runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,18 +211,11 @@ def draw(one: Setting, draws: int) -> dict[str, Any]:
 # The real run
 
 
-def real(variance: float, first: int, updates: int) -> dict[str, Any]:
+def real(variance: float, updates: int) -> dict[str, Any]:
     """Train 10.8 million parameters on four virtual ranks, and return what is chosen and what it was to be."""
     ranks, started = 4, time.process_time()
-    faults = FaultPlan(
-        tuple(
-            Fault(
-                site="reduced gradient", rank=rank, lasts="sticky", extent="all", pattern="noise",
-                variance=variance * ranks**2, seed=rank,
-            )
-            for rank in range(ranks)
-        )
-    )  # fmt: skip
+    norms: list[float] = []
+    """Of the mean gradient as it is summed, before the noise."""
 
     def program(rank: int, group: dist.ProcessGroup) -> list[st.Update]:
         torch.manual_seed(0)
@@ -230,12 +223,21 @@ def real(variance: float, first: int, updates: int) -> dict[str, Any]:
             nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 2560), nn.ReLU(), nn.Linear(2560, 10)
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        # One bucket, because a fault strikes one tensor.
-        options = st.Options(bucket_bytes=2**28)
+        options = st.Options(noise=st.Noise(variance))
         parallel = st.DataParallel(
-            model, optimizer, st.PAFTDyn(first=first), micro_batches=1, group=group, options=options
+            model, optimizer, st.PAFTDyn(first=4), micro_batches=1, group=group, options=options
         )
-        strike_memory(parallel, Injector(faults, rank))
+        replica = parallel.job.replica
+        reduce = replica.reduce
+
+        def noting(round: Round) -> Reduction:
+            reduction = reduce(round)
+            if rank == 0:
+                report = reduction.report
+                norms.append(math.sqrt(report.norm_squared(replicated=True)) / report.weight)
+            return reduction
+
+        replica.reduce = noting  # type: ignore[method-assign]  # the norm is noisy later
         data = torch.Generator().manual_seed(1 + rank)
         directions = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
         seen = []
@@ -252,15 +254,14 @@ def real(variance: float, first: int, updates: int) -> dict[str, Any]:
     averages, begin = [], 0
     for end, update in enumerate(seen, start=1):
         if update.noise is not None:
-            # The faults strike behind the norm, which is that of the gradient without noise.
-            norm = math.sqrt(statistics.mean(one.gradient_norm**2 for one in seen[begin:end]))
+            norm = math.sqrt(statistics.mean(one**2 for one in norms[begin:end]))
             averages.append({
                 "update": end, "gradient_norm": norm, "noise": update.noise, "divergence": update.divergence,
                 "wanted": norm / math.sqrt(variance), "interval": update.interval,
             })  # fmt: skip
             begin = end
     return {
-        "part": "real", "variance": variance, "numel": numel, "ranks": ranks, "first": first, "updates": updates,
+        "part": "real", "variance": variance, "numel": numel, "ranks": ranks, "updates": updates,
         "averages": averages, "cpu_seconds": time.process_time() - started,
     }  # fmt: skip
 
@@ -304,9 +305,9 @@ def main() -> None:
     for one in settings() if "drawn" in options.parts else ():
         if book.find(dataclasses.asdict(one)) is None:
             book.add(draw(one, options.draws))
-    for variance, first, updates in REAL if "real" in options.parts else ():
+    for variance, updates in REAL if "real" in options.parts else ():
         if book.find({"part": "real", "variance": variance}) is None:
-            book.add(real(variance, first, updates))
+            book.add(real(variance, updates))
             print(book.runs[-1], flush=True)
     if options.parts != "real,drawn":
         return

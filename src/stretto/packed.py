@@ -1,8 +1,8 @@
 """Values as bytes, and back without running anything that the bytes bring.
 
-Pickle lets bytes call any function. What is read here may hold numbers, text, bytes, lists, dictionaries, tensors and
-NumPy arrays, and named tuples of the program's own modules. Other classes are refused when they are written, unless the
-program has named them to PyTorch with `torch.serialization.add_safe_globals`.
+Pickle lets bytes call any function. What is read here may hold numbers, text, bytes and streams of them, lists,
+dictionaries, tensors and NumPy arrays, and named tuples of the program's own modules. Other classes are refused when
+they are written, unless the program has named them to PyTorch with `torch.serialization.add_safe_globals`.
 
 Note [Named tuples]
     A named tuple travels as a dictionary of its class's name and its values. Where it is read, the class is looked up
@@ -28,6 +28,8 @@ _ARRAYS: list[Any] = [
     np._core.multiarray.scalar,  # type: ignore[attr-defined]  # and a number
     *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDSU"},
 ]
+_BYTES = "stretto: bytes"
+"""Key of the dictionary that stands for empty bytes and for a stream of bytes, which PyTorch would have to call."""
 _NAMED_TUPLE = "stretto: named tuple"
 """Key of the dictionary that stands for a named tuple; see Note [Named tuples]."""
 _ALWAYS_READABLE = (bytes, str, float, bool, type(None))
@@ -48,7 +50,7 @@ def pack(value: Any, what: str) -> bytes:
     """
     stream = io.BytesIO()
     try:
-        torch.save(_without_named_tuples(value), stream)
+        torch.save(_plain(value), stream)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UnsafeValue(f"{what} cannot be written ({error}): {_EXPECTED}") from error
     packed = stream.getvalue()
@@ -70,7 +72,7 @@ def unpack(packed: bytes, what: str, place: str | Callable[[Any, str], Any] = "c
     """
     try:
         with torch.serialization.safe_globals(_ARRAYS):
-            return _with_named_tuples(torch.load(io.BytesIO(packed), map_location=place, weights_only=True))
+            return _as_it_was(torch.load(io.BytesIO(packed), map_location=place, weights_only=True))
     except Exception as error:  # damaged bytes can raise anything
         raise UnsafeValue(
             f"{what} is refused ({_reason(error)}): {_EXPECTED}; other classes have to be named with "
@@ -78,28 +80,34 @@ def unpack(packed: bytes, what: str, place: str | Callable[[Any, str], Any] = "c
         ) from error
 
 
-def _without_named_tuples(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    if type(value) is io.BytesIO or (type(value) is bytes and not value):
+        content = value.getvalue() if isinstance(value, io.BytesIO) else value
+        return {_BYTES: type(value).__name__, "content": content or None}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        values = [_without_named_tuples(one) for one in value]
+        values = [_plain(one) for one in value]
         return {_NAMED_TUPLE: [type(value).__module__, type(value).__qualname__], "values": values}
     if type(value) is dict:
-        return {key: _without_named_tuples(one) for key, one in value.items()}
+        return {key: _plain(one) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_without_named_tuples, value))
+        return type(value)(map(_plain, value))
     return value
 
 
-def _with_named_tuples(value: Any) -> Any:
+def _as_it_was(value: Any) -> Any:
+    if type(value) is dict and _BYTES in value:
+        content = value["content"] or b""
+        return io.BytesIO(content) if value[_BYTES] == "BytesIO" else content
     if type(value) is dict and _NAMED_TUPLE in value:
         kind = _named_tuple(*value[_NAMED_TUPLE])
-        values = [_with_named_tuples(one) for one in value["values"]]
+        values = [_as_it_was(one) for one in value["values"]]
         if len(values) != len(kind._fields):  # type: ignore[attr-defined]  # a named tuple has it
             raise ValueError(f"{len(values)} values for {kind.__qualname__}")
         return tuple.__new__(kind, values)
     if type(value) is dict:
-        return {key: _with_named_tuples(one) for key, one in value.items()}
+        return {key: _as_it_was(one) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_with_named_tuples, value))
+        return type(value)(map(_as_it_was, value))
     return value
 
 

@@ -112,10 +112,10 @@ class DataParallel:
         self.late_incidents: tuple[Incident, ...] = ()
         """What guards and the verified exchange found behind the last update; known once `finish` has returned."""
         self.job: Job = start(phases, self._group)
-        """The job's parts, for checkpoints, faults and tests."""
+        self.feeding = Feed(self.job)
+        """The job's parts, and where this rank stands in its data: for checkpoints, faults and tests."""
         self._compute = self.job.compute
-        self._feed = Feed(self.job)
-        self._phases = Phases(phases, self.job, self._feed, self._work_with) if len(phases) > 1 else None
+        self._phases = Phases(phases, self.job, self.feeding, self._work_with) if len(phases) > 1 else None
 
     def _work_with(self, parts: Parts) -> None:
         self.strategy, self.guards, self.options = parts.strategy, parts.guards, parts.options
@@ -155,8 +155,8 @@ class DataParallel:
         goes on.
 
         Args:
-            loader: This rank's batches. One with a length ends there; one without costs a round more, for only
-                rounds tell the other ranks.
+            loader: This rank's batches. One with a length is asked once more before its last, a copy, is handed out: at
+                the end no round is needed then to tell other ranks. A wrong length does no harm.
             updates: End when so many updates have been committed since the job began (`steps`), and commit none
                 behind; None goes on to the end of the data.
             until: End when any rank's data have ended, or when all ranks' have.
@@ -170,7 +170,7 @@ class DataParallel:
             GradientsTouched: At the second batch, if the loop called `loss.backward()` and counted nothing.
             Finished: The job has ended.
         """
-        return self._feed.batches(loader, updates, until, on_update)
+        return self.feeding.batches(loader, updates, until, on_update)
 
     def backward(self, loss: Tensor, weight: float = 1.0, samples: int | None = None) -> Update | None:
         """Run one micro-batch's backward pass and count it.
@@ -212,7 +212,7 @@ class DataParallel:
         """
         with self._compute.lifetime.running():
             if self._phases:
-                self._feed.land_phase()
+                self.feeding.land_phase()
             self._compute.before_micro_batch()
             for listener in self._compute.model.listeners:
                 listener.micro_batch_begins(loss_function, batch)
@@ -248,7 +248,7 @@ class DataParallel:
     def end_micro_batch(self, weight: float, loss: Tensor | None, samples: int) -> Update | None:
         """Count what was accumulated; where nothing was, a gradient of zero. Else as `count_micro_batch`."""
         with self._compute.lifetime.running():
-            return self._feed.arrived(self._compute.count(weight, loss, samples, samples, lacks=True))
+            return self.feeding.arrived(self._compute.count(weight, loss, samples, samples, lacks=True))
 
     def commit(self) -> list[Update]:
         """Commit what was counted, however little, and land everything; return the updates nobody was told of yet.
@@ -262,7 +262,7 @@ class DataParallel:
         if self._compute.lifetime.has_finished:
             return []
         with self._compute.lifetime.running():
-            return self._feed.commit()
+            return self.feeding.commit()
 
     def discard(self) -> None:
         """Drop gradients of backward passes that were not this job's.
@@ -351,7 +351,7 @@ class DataParallel:
 
     def end(self) -> None:
         """End `feed` behind the last update, and commit what is under way; all ranks must call, in `on_update`."""
-        self._feed.end()
+        self.feeding.end()
 
     def finish(self) -> list[Update]:
         """Commit what is left, and end the job with the committed parameters shown; all ranks must call.
@@ -365,12 +365,12 @@ class DataParallel:
         with self._compute.lifetime.running():
             if not self._compute.num_counted:  # a loop that calls loss.backward() has trained nothing
                 self._compute.accumulation.check_own(self._compute.where)
-            self._feed.drain()
+            self.feeding.drain()
             self._compute.show_committed()
             listeners = self._compute.model.listeners
             self.late_incidents = tuple(incident for one in listeners for incident in one.ended())
             self._compute.lifetime.finish()
-        return self._feed.take_landed()
+        return self.feeding.take_landed()
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one ends because of `error`, and end the job here."""
@@ -394,7 +394,7 @@ class DataParallel:
         return self._count(weight, loss.reshape(()), samples)
 
     def _count(self, weight: float, loss: Tensor | None, samples: int | None) -> Update | None:
-        samples = self._feed.num_samples if samples is None else samples
-        fresh = self._feed.input.note(loss, weight, samples) if self._feed.has_begun else samples
+        samples = self.feeding.num_samples if samples is None else samples
+        fresh = self.feeding.input.note(loss, weight, samples) if self.feeding.has_begun else samples
         update = self._compute.count(weight, loss, samples, fresh)
-        return self._feed.arrived(update) if self._feed.has_begun or self._phases else update
+        return self.feeding.arrived(update) if self.feeding.has_begun or self._phases else update

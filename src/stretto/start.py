@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,10 +19,11 @@ from stretto.engine.comm_lane import CommLane, Weave
 from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.failures import FailureDetector
 from stretto.engine.hidden import HiddenAccumulation
+from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
-from stretto.engine.model import UserModel, is_in_a_job
+from stretto.engine.model import UserModel
 from stretto.engine.noisy import NoisyRank
-from stretto.engine.options import Clock, Options, Quota, check_formats, plan_quota
+from stretto.engine.options import BufferChoices, Clock, Options, Quota, check_formats, plan_quota
 from stretto.engine.own_preview import OwnPreviews
 from stretto.engine.replica import Replica
 from stretto.engine.report import settings_text
@@ -47,10 +49,9 @@ from stretto.guards.replay import GuardedRounds
 from stretto.guards.strikes import Strikes, describe_seat
 from stretto.guards.weave import guarded
 from stretto.optimizer import (
-    SeveralSchedulers,
     ShardedOptimizer,
     StateKinds,
-    members_of,
+    check_scheduler,
     name_of,
     read_hyperparameters,
     whole_groups,
@@ -99,12 +100,17 @@ class Parts:
                     f"model: expected the model itself, found a {kind.__name__}, which averages, copies or shards it "
                     "on its own; hand over the bare model (its .module)"
                 )
-        if any(map(is_in_a_job, self.model.parameters())):
+        marks = {mark for mark in map(mark_on, self.model.parameters()) if mark is not None}
+        if any(mark.is_held for mark in marks):
+            gc.collect()  # a job that was dropped may be held by nothing but a cycle
+        if any(mark.is_held for mark in marks):
             raise ConfigError(
                 "model: expected parameters of no other job, found some of a DataParallel that has not ended; call its "
                 "finish() first, or its fail(error) to give it up"
             )
-        _check_scheduler(self.scheduler, self.optimizer)
+        for mark in marks:
+            mark.give_up()
+        check_scheduler(self.scheduler, self.optimizer)
         for guard in self.guards:
             if not isinstance(guard, Guard):
                 is_kind = isinstance(guard, type) and issubclass(guard, Guard)
@@ -177,7 +183,9 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
     if any(ledger.local or ledger.averages for ledger in ledgers[1:]):
         StateKinds(sharded).check_averages()  # now, and not when its turn comes
     lane = lane_of(parts, exchange, inside, sharded, progress)
-    model = UserModel(parts.model, parameters, parts.optimizer, layout)
+    model = UserModel(
+        parts.model, parameters, parts.optimizer, layout, BufferChoices.read(parts.options.buffers)
+    )
     compute = ComputeLane(
         model,
         lane.comm,
@@ -319,31 +327,6 @@ def _accumulation(parts: Parts, ledger: Ledger, replica: Replica, quota: Quota) 
     return functools.partial(
         HiddenAccumulation, model=parts.model, replica=replica, micro_batches=quota.minima[0]
     )
-
-
-def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    if scheduler is None:
-        return
-    if isinstance(scheduler, SeveralSchedulers):
-        for member in scheduler.members:
-            _check_scheduler(member, optimizer)
-        return
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "scheduler: a ReduceLROnPlateau needs a metric at every step, which the library does not have; leave "
-            "scheduler out, and call its step(metric) in on_update, with a metric that is the same on all ranks, such "
-            "as update.loss"
-        )
-    if isinstance(scheduler, torch.optim.Optimizer) or not callable(getattr(scheduler, "step", None)):
-        raise ConfigError(
-            f"scheduler: expected one of torch.optim.lr_scheduler, or anything with step(), found {scheduler!r}"
-        )
-    of_another = getattr(scheduler, "optimizer", optimizer)
-    if not any(of_another is one for one in (optimizer, *members_of(optimizer))):
-        raise ConfigError(
-            f"scheduler: expected one of the optimizer that is handed over, found one of another "
-            f"{type(of_another).__name__}: its learning rates would have no effect"
-        )
 
 
 def _strikes(options: Options, exchange: Exchange) -> Strikes:

@@ -20,6 +20,16 @@ def test_claims_that_do_not_hold_are_shown() -> None:
     assert all(f"[{one.record.id}](#" in text for one in FOUND)
 
 
+def test_a_record_whose_runs_are_its_own_shows_its_own_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for one in FOUND:
+        if not one.record.unchecked:
+            section = text.partition(f"#### {one.record.id}\n")[2].partition("\n####")[0]
+            told = section.partition("Its table is that of [")[2].partition("]")[0]
+            other = RECORDS[told] if told else one.record
+            assert (other.setting, other.cells) == (one.record.setting, one.record.cells)
+
+
 def test_every_run_of_a_record_that_is_judged_is_in_the_raw_data() -> None:
     known = {(run["words"], run["seed"]) for run in Book(RUNS).runs}
     wanted = {

@@ -2,17 +2,21 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 import stretto
-from stretto import DPU, PAFTSync, WeightPrediction, ZeRO1
+from stretto import DPU, PAFTSync, WeightPrediction, ZeRO1, checkpoint
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.virtual import VirtualCluster
 
@@ -176,3 +180,124 @@ def test_ranks_end_a_feed_at_the_same_update_whatever_the_lengths_of_their_data(
         assert (shortest if until == "any" else longest) <= steps <= longest, case
         assert other[:2] == (steps, turned) == (steps, steps), case
         assert torch.equal(other[2], shown), case
+
+
+class Says(Unsized):
+    """A loader that says a length."""
+
+    def __init__(self, batches: list[Tensor], length: int) -> None:
+        super().__init__(batches)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Endless(Says):
+    """A loader that says the length of a pass, and never ends."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.cycle(self.batches)
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+def test_an_endless_loader_is_fed_until_the_updates_are_there_whatever_it_says(strategy: Strategy) -> None:
+    def program(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallel = stretto.DataParallel(model, optimizer, strategy, micro_batches=2, group=group)
+        seen = 0
+        for batch in parallel.feed(Endless([torch.ones(1, 3)] * 5, (3, 8)[rank]), updates=6):
+            seen += 1
+            parallel.backward(model(batch).sum())
+        parallel.finish()
+        return seen, parallel.steps
+
+    assert VirtualCluster(2).run(program).values == ((12, 6), (12, 6))
+
+
+def test_no_batch_is_asked_for_that_no_update_holds() -> None:
+    for strategy, length in itertools.product((kind() for kind in STRATEGIES.values()), range(1, 9)):
+        model = nn.Linear(3, 2)
+        parallel = stretto.DataParallel(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, micro_batches=2
+        )
+        source = iter([torch.ones(1, 3)] * 20)
+        for batch in parallel.feed(Own(source, length), updates=3):
+            parallel.backward(model(batch).sum())
+        for batch in parallel.feed(Own(source, length), updates=5):
+            parallel.backward(model(batch).sum())
+        parallel.finish()
+        assert len(list(source)) == 10, (strategy, length)
+
+
+class Own:
+    """A loader whose iterator goes on where another one stopped."""
+
+    def __init__(self, source: Iterator[Tensor], length: int) -> None:
+        self.source, self.length = source, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.source
+
+
+def test_a_batch_asked_for_ahead_is_the_first_of_the_next_pass_over_the_same_iterator() -> None:
+    model = nn.Linear(3, 2)
+    parallel = stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    source = iter([torch.full((1, 3), float(number)) for number in range(8)])
+    seen = []
+    for stop in (3, 8):
+        for batch in parallel.feed(Own(source, 3)):
+            seen.append(float(batch[0, 0]))
+            parallel.backward(model(batch).sum())
+            if len(seen) == stop:
+                break
+    parallel.finish()
+    assert seen == list(range(8))
+
+
+class Numbers(Dataset[float]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> float:
+        return float(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_an_echo_dataset_gives_every_sample_behind_any_number_of_workers(num_workers: int) -> None:
+    loader = DataLoader(stretto.EchoDataset(Numbers(), 2), batch_size=8, num_workers=num_workers)
+    model = nn.Linear(1, 1)
+    parallel = stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's, of a length that is wrong
+        for batch in parallel.feed(loader):
+            seen += batch.tolist()
+            parallel.backward(model(batch.float()[:, None]).mean())
+    parallel.finish()
+    assert sorted(seen) == sorted([*range(10)] * 2)
+
+
+def test_a_job_that_has_never_had_a_batch_is_told_and_one_from_a_checkpoint_passes_by(tmp_path: Path) -> None:
+    def job() -> stretto.DataParallel:
+        model = nn.Linear(3, 2)
+        return stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(stretto.errors.ConfigError, match="no batch"):
+        list(job().feed([]))
+    parallel = job()
+    for batch in parallel.feed([torch.ones(1, 3)] * 2):
+        parallel.backward(parallel.model(batch).sum())
+    checkpoint.save(parallel, tmp_path)
+    parallel.finish()
+    parallel = job()
+    checkpoint.load(parallel, tmp_path)
+    assert list(parallel.feed([])) == []
+    for batch in parallel.feed([torch.ones(1, 3)]):
+        parallel.backward(parallel.model(batch).sum())
+    with pytest.raises(stretto.errors.ConfigError, match="no batch"):
+        list(parallel.feed([]))

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -116,3 +118,26 @@ def test_ranks_that_do_not_exist_are_named() -> None:
     assert "ranks [2] do not exist; the job has ranks 0 to 1" in unknown
     assert "name a rank twice" in twice
     assert "ranks [-1] do not exist" in negative
+
+
+def whole_and_part(rank: int) -> list[float]:
+    draws, whole, results = random.Random(3), [], []
+    for _ in range(24):
+        kind = draws.choice(["whole", "release", "part", "part"])
+        if kind == "whole":
+            whole.append(private_group(timeout_seconds=20))
+        elif kind == "release" and whole:
+            release(whole.pop(draws.randrange(len(whole))))
+        elif kind == "part" and rank != 1:
+            group = private_group(ranks=[0, 2], timeout_seconds=20)
+            tensor = torch.full((4,), float(rank))
+            group.allreduce([tensor]).wait()
+            results.append(tensor.mean().item())
+    return results
+
+
+def test_groups_over_parts_and_over_all_ranks_follow_each_other_in_any_order() -> None:
+    first, other, last = run_ranks(3, whole_and_part)
+    assert first == last == [2.0] * len(first)
+    assert len(first) > 5
+    assert other == []

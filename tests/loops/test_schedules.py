@@ -1,14 +1,19 @@
 """Schedulers of every kind turn as in a plain loop, and what cannot be is told."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+import transformers
+from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 import stretto
+from stretto import checkpoint
 from stretto.errors import ConfigError, UsageError
 from tests.loops.habits import MICRO_BATCHES, OVERLAPPING, batches, mean_square, network, same, sgd
 
@@ -77,9 +82,9 @@ def test_a_loaded_schedule_goes_on_where_it_was_saved() -> None:
     scheduler = schedulers.StepLR(optimizer, 1)
     parallel = stretto.DataParallel(model, optimizer, scheduler=scheduler)
     parallel.backward(mean_square(model, batches()[0]))
-    stretto.checkpoint.save(parallel, "checkpoints")
+    checkpoint.save(parallel, "checkpoints")
     parallel.backward(mean_square(model, batches()[1]))
-    stretto.checkpoint.load(parallel, "checkpoints")
+    checkpoint.load(parallel, "checkpoints")
     parallel.backward(mean_square(model, batches()[1]))
     parallel.finish()
     assert scheduler.last_epoch == parallel.steps == 2
@@ -99,3 +104,87 @@ def test_a_plateau_is_turned_in_on_update() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(
         0.1 * 0.1**4
     )  # by such a threshold, no loss is better
+
+
+class Wrapped:
+    """A schedule around another one, which it turns several times at each step, as Accelerate's does."""
+
+    def __init__(self, scheduler: Any, turns: int) -> None:
+        self.scheduler, self.turns = scheduler, turns
+
+    def step(self, *args: Any) -> None:
+        for _ in range(self.turns):
+            self.scheduler.step(*args)
+
+
+class Asking:
+    """A schedule that has to be told something."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, epoch: int, *, metric: float, scale: float = 1.0) -> None:
+        raise AssertionError("nobody can call this")
+
+
+def job(scheduler_of: Callable[[torch.optim.Optimizer], Any]) -> tuple[stretto.DataParallel, Any]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = scheduler_of(optimizer)
+    return stretto.DataParallel(model, optimizer, scheduler=scheduler), scheduler
+
+
+def advance(parallel: stretto.DataParallel) -> None:
+    parallel.backward(parallel.model(torch.ones(1, 2)).sum())
+
+
+def test_any_schedule_is_turned_exactly_once_or_the_first_update_says_that_it_was_not() -> None:
+    draws = random.Random(0)
+    for _ in range(100):
+        kinds = [draws.choice(list(KINDS.values())) for _ in range(draws.randint(1, 3))]
+        turns, depth = draws.choice([1, 1, 2, 3]), draws.randrange(3)
+
+        def make(optimizer: torch.optim.Optimizer) -> Any:
+            made = [kind(optimizer) for kind in kinds]  # noqa: B023  # called at once
+            for _ in range(depth):  # noqa: B023  # called at once
+                made[-1] = Wrapped(made[-1], 1)
+            made[-1] = Wrapped(made[-1], turns) if turns > 1 else made[-1]  # noqa: B023  # called at once
+            return made if len(made) > 1 else made[0]
+
+        parallel, _ = job(make)
+        if turns == 1:
+            advance(parallel)
+            advance(parallel)
+            parallel.finish()
+        else:
+            with pytest.raises(UsageError, match=rf"1 step\(\) of the scheduler moved it from 0 to {turns}"):
+                advance(parallel)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Asking, r"step\(\) of a Asking needs epoch, metric, .*call its step\(epoch, metric\) in on_update"),
+        (lambda optimizer: [schedulers.StepLR(optimizer, 1), Asking(optimizer)], "needs epoch, metric"),
+        (transformers.optimization.GreedyLR, "needs metrics"),
+        (
+            lambda optimizer: accelerate.scheduler.AcceleratedScheduler(
+                schedulers.StepLR(optimizer, 1), optimizer
+            ),
+            r"hand over the scheduler in it, its attribute \.scheduler",
+        ),
+        (
+            transformers.optimization.AdafactorSchedule,
+            "leave scheduler out: Adafactor finds its rates by itself",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_be_turned_is_refused_with_what_to_do(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        job(make)
+
+
+def test_a_schedule_that_hides_what_it_needs_is_told_at_its_first_turn() -> None:
+    parallel, _ = job(lambda optimizer: Wrapped(Asking(optimizer), 1))
+    with pytest.raises(UsageError, match=r"scheduler\.step\(\) raised TypeError .*turn it in on_update"):
+        advance(parallel)

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import math
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import distributed as dist
 import stretto as st
 from stretto.averaging.probe import Conclusion
 from stretto.errors import ConfigError
-from stretto.faults import Fault, FaultPlan, Injector, strike_memory
+from stretto.faults import Fault, FaultyGroup, Injector
 from stretto.records import Update
 from stretto.strategies.contract import Divergence
 from stretto.virtual import VirtualCluster
@@ -116,21 +116,15 @@ def records(
     case: Case, strategy: st.Strategy, updates: int, rank: int, group: dist.ProcessGroup
 ) -> list[Update]:
     """Train on one rank."""
-    # A fault damages the sum of `ranks` contributions of this weight.
-    deviation = case.norm / case.wanted * case.ranks * case.weight
-    fault = Fault(
-        site="reduced gradient", rank=rank, lasts="sticky", extent="all", pattern="noise",
-        variance=deviation**2, seed=100 * case.seed + rank,
-    )  # fmt: skip
     slope = gradients(case)[rank]
     cut = case.numel // 3
     model = nn.ParameterList([nn.Parameter(torch.zeros(cut)), nn.Parameter(torch.zeros(case.numel - cut))])
     groups = [{"params": [model[0]]}, {"params": [model[1]], "lr": 3 * RATE}]
-    options = st.Options(bucket_bytes=2**26, clip_norm=case.clip, wire=case.wire)
+    noise = st.Noise((case.norm / case.wanted) ** 2, seed=case.seed)
+    options = st.Options(clip_norm=case.clip, wire=case.wire, noise=noise)
     parallel = st.DataParallel(
         model, OPTIMIZERS[case.optimizer](groups), strategy, micro_batches=1, group=group, options=options
     )
-    strike_memory(parallel, Injector(FaultPlan((fault,)), rank))
     found = []
     for _ in range(updates):
         loss = (model[0] * slope[:cut]).sum() + (model[1] * slope[cut:]).sum()
@@ -187,13 +181,13 @@ def test_the_deviation_of_the_noise_is_in_the_records(interval: int, probe: int,
 
 
 def test_the_divergence_in_the_records_is_the_distance_from_the_mean() -> None:
-    """With a probe of all coordinates it is what the replicas show; one of 200 of 403 draws it to 1/√(2·drawn)."""
+    """With a probe of all coordinates it is what the replicas show; one of 50 of 403 draws it to 1/√(2·drawn)."""
     apart = train(st.DDP(), ranks=4, faults=noise(4, 1e-2), make=sgd)
     replicas = torch.stack([flat(seen.shown[4]) for seen in apart]).double()
     expected = float((replicas - replicas.mean(0)).norm(dim=1).mean())
-    whole, part = (recorded(strategy=st.PAFTDyn(first=4, probe=probe))[0] for probe in (4096, 200))
+    whole, part = (recorded(strategy=st.PAFTDyn(first=4, probe=probe))[0] for probe in (4096, 50))
     assert whole.divergence == pytest.approx(expected, rel=1e-5)
-    drawn = 200 / (1 + 199 / NUMEL)
+    drawn = 50 / (1 + 49 / NUMEL)
     assert part.divergence == pytest.approx(expected, rel=5 / math.sqrt(2 * drawn))
 
 
@@ -206,11 +200,25 @@ def test_there_is_nothing_to_record_without_an_average_or_a_probe() -> None:
         assert all(update.noise is update.divergence is None for update in train(other)[0].updates)
 
 
-def test_noise_that_comes_with_the_gradients_is_not_taken_for_signal() -> None:
-    """What arrives is damaged, before anybody has measured it: its norm holds d·σ², thirty times ‖g‖².
+class NoisyLink:
+    """Hits what a rank gathers as it arrives, before anybody has measured it; stands where an `Injector` does."""
 
-    The first average comes before any replica has moved by more than 1e-6 of its values.
-    """
+    def __init__(self, rank: int, variance: float) -> None:
+        self._generator = torch.Generator().manual_seed(rank)
+        self._deviation = math.sqrt(variance)
+
+    def is_interested(self, site: str) -> bool:
+        return site == "gathered values"
+
+    def offer(self, site: str, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.add_(torch.randn(tensor.shape, generator=self._generator), alpha=self._deviation)
+
+
+def test_noise_that_comes_with_the_gradients_is_not_taken_for_signal() -> None:
+    """It is there before a norm is taken, so that the norm holds d·σ², thirty times ‖g‖²; and in the clip's."""
+    case = dataclasses.replace(drawn(0), numel=3000, ranks=4, wanted=math.sqrt(3000 / 30), norm=1.0)
+    case = dataclasses.replace(case, alike=False, overlap=False, wire="fp32", clip=None, weight=1.0)
     signals = []
 
     @dataclasses.dataclass(frozen=True)
@@ -218,19 +226,19 @@ def test_noise_that_comes_with_the_gradients_is_not_taken_for_signal() -> None:
         def interval_after(self, divergence: Divergence) -> int:
             if not divergence.are_equal:
                 signals.append(divergence.signal)
-            return st.PAFTDyn.interval_after(self, divergence)
+            return 16
 
-    def slow(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=1e-8)
+    def linked(group: dist.ProcessGroup) -> dist.ProcessGroup:
+        variance = (case.norm / case.wanted * case.ranks) ** 2  # of the sum
+        return FaultyGroup(group, cast(Injector, NoisyLink(group.rank(), variance)))
 
-    quiet = train(st.DDP(), ranks=4, make=slow, updates=16)[0].updates
-    expected = sum(update.gradient_norm**2 for update in quiet) / 16
-    variance = 30 * expected / NUMEL
-    faults = [dataclasses.replace(fault, site="gathered values") for fault in noise(4, variance)]
-    found = train(Noting(first=16), ranks=4, faults=faults, make=slow, updates=16)
-    assert found[0].updates[0].gradient_norm ** 2 > 20 * expected
+    cluster = VirtualCluster(case.ranks, faults=linked)
+    quiet = dataclasses.replace(case, wanted=math.inf)
+    found = cluster.run(functools.partial(records, quiet, Noting(first=16), 16)).values[0]
+    assert found[0].gradient_norm ** 2 > 20 * case.norm**2
     # Five deviations of the signal: σ·√Σ‖g_r‖² / M in an update, and the g_r have at most √M times the norm of g.
-    assert signals[0] == pytest.approx(expected, abs=5 * math.sqrt(variance * expected / 16))
+    assert signals[0] == pytest.approx(case.norm**2, abs=5 * case.norm**2 / case.wanted / 4)
+    assert found[-1].noise == pytest.approx(case.norm / case.wanted, rel=5 / math.sqrt(2 * 3 * 3000))
 
 
 @pytest.mark.parametrize("estimate", ["corrected", "paper"])

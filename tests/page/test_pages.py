@@ -48,12 +48,11 @@ def test_curves_are_the_records_on_every_axis(folders: Path) -> None:
 
 
 def test_averages_that_look_for_noise_have_a_chart(folders: Path, tmp_path: Path) -> None:
-    faults = "reduced-gradient:rank=0:lasts=sticky:extent=all:pattern=noise:variance=0.01"
     words = [
         "--strategy",
         "paft-dyn:first=2:maximum=2",
-        "--faults",
-        faults,
+        "--noise",
+        "1e-2",
         "--updates",
         "6",
         "--no-tensorboard",

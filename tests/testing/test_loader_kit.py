@@ -114,6 +114,100 @@ class TestEchoLoader(TestMicroBatches):
         return EchoLoader(super().make_loader(rank, world_size), Even(2))
 
 
+class Passes:
+    """A loader that begins a new pass with every iterator, and counts passes at their ends."""
+
+    lies = 0
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.epoch, self.done, self.goes_on = rank, world_size, 0, 0, False
+
+    def __len__(self) -> int:
+        return len(range(self.rank, 7, self.world_size)) + self.lies
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.done, self.goes_on = self.done if self.goes_on else 0, False
+        order = np.random.default_rng(self.epoch).permutation(7)[self.rank :: self.world_size].tolist()
+        while self.done < len(order):
+            self.done += 1
+            yield torch.full((2, 2), order[self.done - 1])
+        self.end()
+
+    def end(self) -> None:
+        self.epoch, self.done = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.done, self.goes_on = state["epoch"], state["done"], True
+
+
+class TestPasses(LoaderConformance):
+    per_epoch = 7
+    endless = goes_on = False
+    kind: type[Passes] = Passes
+
+    def make_loader(self, rank: int, world_size: int) -> Any:
+        return self.kind(rank, world_size)
+
+    def samples_of(self, batch: Any) -> list[int]:
+        return [int(batch[0, 0])]
+
+
+class TestEchoedPasses(TestPasses):
+    uses = 2
+
+    def make_loader(self, rank: int, world_size: int) -> Any:
+        return EchoLoader(self.kind(rank, world_size), Even(2))
+
+
+class CountsEndsNowhere(Passes):
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict({**state, "epoch": 0})
+
+
+class LiesAboutItsLength(Passes):
+    lies = 1
+
+
+class ComesBack(Passes):
+    def __iter__(self) -> Any:
+        return ComingBack(super().__iter__(), self)
+
+
+class ComingBack:
+    """An iterator that begins anew when it is asked behind its end."""
+
+    def __init__(self, batches: Iterator[Tensor], loader: Passes) -> None:
+        self.batches, self.loader = batches, loader
+
+    def __iter__(self) -> "ComingBack":
+        return self
+
+    def __next__(self) -> Tensor:
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self.batches = Passes.__iter__(self.loader)
+            raise
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (CountsEndsNowhere, "rank 0 of 1, a pass behind the end: expected as micro-batch 0"),
+        (LiesAboutItsLength, "micro-batches of a loader whose len() is 8: expected 8, found 7"),
+        (ComesBack, "ends found by asking three times behind 7 micro-batches: expected 3, found 0"),
+    ],
+)
+def test_a_loader_whose_end_is_none_fails_the_check_of_ends(kind: type[Passes], message: str) -> None:
+    kit = TestPasses()
+    kit.kind = kind
+    with pytest.raises(ConformanceFailed, match=re.escape(message)):
+        kit.test_a_pass_ends_once_and_its_end_is_a_place_to_go_on_from()
+
+
 class TestEchoLoaderOfUpdates(TestEchoLoader):
     update = 2
 

@@ -81,7 +81,7 @@ def test_a_rank_waits_for_its_factor_less_one_times_what_a_micro_batch_took() ->
         instants, waited = iter([began, began + took]), list[float]()
         rank = SlowRank(factor, torch.device("cpu"), instants.__next__, waited.append)
         rank.micro_batch_begins(lambda batch: torch.zeros(()), None)
-        rank.micro_batch_counted(1.0, 8)
+        rank.micro_batch_counted(1.0, 8, 8)
         assert waited == [pytest.approx((factor - 1) * took, abs=1e-9)]
 
 

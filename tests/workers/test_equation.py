@@ -16,6 +16,8 @@ from tests.exactness.matrix import CLIP_NORM
 from tests.processes import run_ranks
 from tests.workers.jobs import STRATEGIES, of_ranks, run, with_nodes
 
+NORM_ROUNDING = 1e-12
+"""Some 3,000 squares, added in float64 from other buckets: processors add what lies together in their own order."""
 VARIED = Case(lengths=(31,), tokens=True, batch_norm=True)
 WIRES = ("fp32", "int4")
 
@@ -59,7 +61,7 @@ def test_a_lone_node_trains_synchronously_to_the_bit(world_size: int, strategy: 
         assert len(ours.shown) == len(theirs.shown)
         assert all(map(same, ours.shown, theirs.shown))
         norms = [[update.gradient_norm for update in one.updates] for one in (ours, theirs)]
-        assert norms[0] == norms[1]
+        assert norms[0] == pytest.approx(norms[1], rel=NORM_ROUNDING, abs=0)
 
 
 @pytest.mark.parametrize("strategy", PLAIN, ids=repr)

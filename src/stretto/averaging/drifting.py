@@ -30,7 +30,7 @@ from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.report import Vote
 from stretto.engine.round import Reduction, Round
-from stretto.engine.statistics import Statistics
+from stretto.engine.statistics import Buffer, Statistics
 from stretto.errors import NonFinite, StateCorrupt
 from stretto.exchange import Exchange
 from stretto.optimizer import ReducedGradient, ShardedOptimizer, piece_states
@@ -103,7 +103,7 @@ class DriftingReplica(Replica):
             self._probe.sent(flats, sums, contribution.totals.weight)
         return sums, is_torn
 
-    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Tensor]:
+    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
         """Fill `flats` with the mean of all replicas, which stay as they are."""
         conditions = self._compare(state=False)
         if _alike(conditions):

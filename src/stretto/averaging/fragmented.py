@@ -30,7 +30,7 @@ from stretto.engine.replica import Flight, Performer, flight_of
 from stretto.engine.report import RankReport, RoundReport, in_rank_order
 from stretto.engine.round import Reduction, Round
 from stretto.engine.runtime import Pending, choose_runtime
-from stretto.engine.statistics import average_statistics, changed_since, moved
+from stretto.engine.statistics import Buffer, at, average_statistics, changed_since, moved
 from stretto.exchange import Exchange
 from stretto.optimizer import ShardedOptimizer
 from stretto.strategies.contract import Land, Launch, Look, Moment
@@ -49,9 +49,9 @@ class _Trip:
     """The round in which it left."""
     report: RoundReport
     """Of all rounds from the departure before to this one."""
-    snapshot: list[Tensor]
+    snapshot: list[Buffer]
     """The model's buffers on this rank when it left, with what had landed in that round."""
-    averages: dict[int, Tensor]
+    averages: dict[int, Buffer]
     """Their averages over ranks, by index."""
 
 
@@ -151,7 +151,7 @@ class FragmentedReplica(LocalReplica):
         self._is_apart = True
         return super().reduce(round)
 
-    def gather_committed(self, flats: list[Tensor], statistics: Any) -> list[Tensor]:
+    def gather_committed(self, flats: list[Tensor], statistics: Any) -> list[Buffer]:
         """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
         self._arrive()
         means = super().gather_committed(flats, statistics)
@@ -258,13 +258,13 @@ class FragmentedReplica(LocalReplica):
     # On the lane beside
 
     def _travel(
-        self, launch: Launch, own: RankReport, round: Round, buffers: list[Tensor], *, is_due: bool
+        self, launch: Launch, own: RankReport, round: Round, buffers: list[Buffer], *, is_due: bool
     ) -> _Trip:
         fragment = self.fragments[launch.fragment]
         exchange = fragment.exchange
         report, due = self._gather(exchange, own, is_due=is_due)
         self._check_settings(report, round)
-        averages = average_statistics(exchange, buffers, report.changed, report.micro_batches)
+        averages = average_statistics(exchange, buffers, report.changed, report.micro_batches, round.first)
         has_left = False
         if any(due):
             self._weights += report.records["weight"]
@@ -380,17 +380,17 @@ class FragmentedReplica(LocalReplica):
             **{
                 **saved,
                 "report": RoundReport.unpack(saved["report"], slots, buffers),
-                "snapshot": [value.to(device) for value in saved["snapshot"]],
-                "averages": {index: value.to(device) for index, value in saved["averages"].items()},
+                "snapshot": [at(value, device) for value in saved["snapshot"]],
+                "averages": {index: at(value, device) for index, value in saved["averages"].items()},
             }
         )
 
 
-def _buffers(flight: Flight) -> tuple[list[Tensor], bytes]:
+def _buffers(flight: Flight) -> tuple[list[Buffer], bytes]:
     """Return the model's buffers with what has landed in this round, and one byte each: changed since ranks agreed?"""
     round, averages = flight.round, flight.reduction.statistics
-    landed = moved(round.statistics, flight.snapshot, averages)
-    buffers = [landed.get(index, value) for index, value in enumerate(round.statistics)]
+    landed = moved(round.statistics, flight.snapshot, averages, round.first)
+    buffers: list[Buffer] = [landed.get(index, value) for index, value in enumerate(round.statistics)]
     agreed = [averages.get(index, value) for index, value in enumerate(round.agreed)]
     return buffers, changed_since(agreed, buffers)
 

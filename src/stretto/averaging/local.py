@@ -17,7 +17,7 @@ from stretto.averaging.worker import WITHOUT_DATA, Worker, WorkersRound
 from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.report import RankReport, RoundReport, Totals, empty_report
 from stretto.engine.round import Reduction, Round
-from stretto.engine.statistics import Statistics, average_statistics
+from stretto.engine.statistics import Buffer, Statistics, average_statistics
 from stretto.errors import RanksDisagree, ReplicaNonFinite
 from stretto.exchange import Exchange
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
@@ -113,14 +113,14 @@ class LocalReplica(Replica):
         self._since.rounds += 1
         return Reduction(gradient, report, {}, skipped, alone=True, met=False)
 
-    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Tensor]:
+    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
         """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
         if not self.has_drifted:
             return super().gather_committed(flats, statistics)
         own, changed = statistics.snapshot()
         report = self._look_around(changed)
         self._mean.show(self._share(report), flats)
-        means = average_statistics(self.exchange, own, report.changed, report.micro_batches)
+        means = average_statistics(self.exchange, own, report.changed, report.micro_batches, statistics.first)
         return [means.get(index, value) for index, value in enumerate(statistics.agreed)]
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
@@ -175,7 +175,7 @@ class LocalReplica(Replica):
         report = self._meet(self._own_report(flight.round))
         self._check_settings(report, flight.round)
         flight.reduction.statistics = average_statistics(
-            self.exchange, flight.round.statistics, report.changed, report.micro_batches
+            self.exchange, flight.round.statistics, report.changed, report.micro_batches, flight.round.first
         )
         share = report.share(self.exchange.rank)
         states_are_equal = self._states_are_equal if share is None else effect.state

@@ -9,6 +9,7 @@
                          which ranks hold the same one, where workers are nodes
     scheduler            state of the scheduler that the library turns
     loader.<rank>        state of this rank's loader
+    pass.<rank>          where its pass over the loader is, if it was saved in one
     extra                whatever the user gave
 
 The carry and the prediction can be used by any number of ranks, but not by another strategy. Rounding errors are dealt
@@ -20,16 +21,17 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
+from stretto.checkpoint.pieces import Whole
 from stretto.engine.accumulation import GradientBuffer
-from stretto.engine.job import Job
 from stretto.engine.report import RankReport, RoundReport, Totals, Vote
 from stretto.engine.round import Reduction
-from stretto.engine.state import JobState, State
+from stretto.engine.state import JobState, State, is_extra
+from stretto.engine.statistics import at, is_same
 from stretto.flat import original_name
 from stretto.packed import pack, unpack
+from stretto.parallel import DataParallel
 from stretto.randomness import random_states, restore_random_states
 
 _TOTALS = tuple(field.name for field in dataclasses.fields(Totals))
@@ -50,9 +52,9 @@ class Loader(Protocol):
 class Continuation:
     """Returns all of a job's state that the next process needs, and loads it there."""
 
-    def __init__(self, job: Job, scheduler: Any) -> None:
-        self._job = job
-        self._scheduler = scheduler
+    def __init__(self, parallel: DataParallel) -> None:
+        job = self._job = parallel.job
+        self._feeding, self._scheduler = parallel.feeding, parallel.scheduler
         self._state = JobState(job)
         self._rank = job.exchange.rank
         self._world_size = job.exchange.world_size
@@ -66,6 +68,8 @@ class Continuation:
         compute = self._job.compute
         reduction = compute.reduce_ahead() if compute.has_round_ready else None
         state = self._state.write()
+        for part in ("model", "optimizer"):
+            state[part] = {name: _as_one(name, value) for name, value in state[part].items()}
         slots = self._state.slots
         if reduction is not None:
             state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
@@ -97,7 +101,9 @@ class Continuation:
             packed = pack({"replica": replica, "agreed": agreed}, f"the replica of rank {rank}")
             own["replica"] = {self._job.replica.name: packed}
         if loader is not None:
-            own["loader"] = {str(self._rank): pack(loader.state_dict(), "the loader's state")}
+            own["loader"] = {rank: pack(self._feeding.state_of(loader), "the loader's state")}
+            if (state_of_pass := self._feeding.pass_state()) is not None:
+                own["pass"] = {rank: pack(state_of_pass, "the pass under way")}
         if self._rank == 0:
             own["extra"] = pack(extra, "extra")
             if self._scheduler is not None:
@@ -124,6 +130,8 @@ class Continuation:
             state["shown"] = {slot.name: self._state.spread(slot, None) for slot in slots}
         if world_size == self._world_size:
             state["rank"] = {str(self._rank): b""}
+            if f"pass.{self._rank}" in stored:
+                state["pass"] = {str(self._rank): b""}
         owing = [rank for rank in range(self._rank, world_size, self._world_size) if f"owed.{rank}" in stored]
         if owing:
             state["owed"] = {str(rank): b"" for rank in owing}
@@ -141,8 +149,13 @@ class Continuation:
             state["scheduler"] = b""
         return state
 
-    def load(self, state: State) -> None:
-        """Replace the job's state by `state`, which was read from a checkpoint."""
+    def load(self, state: State, *, goes_on: bool) -> None:
+        """Replace the job's state by `state`, which was read from a checkpoint.
+
+        Args:
+            state: What was read.
+            goes_on: Whether this rank's loader has been told its position.
+        """
         self._state.load(state)
         compute = self._job.compute
         mine = unpack(state["rank"][str(self._rank)], "the rank's state") if "rank" in state else None
@@ -158,7 +171,7 @@ class Continuation:
             values = GradientBuffer(self._job.layout)
             self._job.sharded.publish(values.flats)
             compute.model.show(values.views, "committed")
-            compute.statistics.agreed = [value.to(self._device) for value in replica["agreed"]]
+            compute.statistics.agreed = [at(value, self._device) for value in replica["agreed"]]
             compute.statistics.go_on_from_live()
         elif replicas:
             self._job.replica.load_state_dict(replicas)
@@ -174,6 +187,8 @@ class Continuation:
             self._scheduler.load_state_dict(unpack(state["scheduler"], "the scheduler's state"))
         if mine is not None:
             restore_random_states(mine["random"], self._device)
+        rest = state.get("pass", {}).get(str(self._rank)) if goes_on else None
+        self._feeding.go_on(None if rest is None else unpack(rest, "the pass under way"))
         compute.began_again()
 
     def _describe(self, reduction: Reduction) -> dict[str, Any]:
@@ -203,7 +218,7 @@ class Continuation:
             for members in self._deal(described["records"])
         ]
         means = described["statistics"].items()
-        statistics = {buffers.index(name): mean.to(self._device) for name, mean in means}
+        statistics = {buffers.index(name): at(mean, self._device) for name, mean in means}
         report = RoundReport.unpack(records, len(names), len(buffers))
         return self._job.replica.reduction(sums, report, statistics, skipped=described["skipped"])
 
@@ -220,8 +235,13 @@ class Continuation:
         return {
             name: buffer.detach().clone()
             for name, buffer in _named_buffers(self._job.model.model).items()
-            if name in saved and not (name in agreed and torch.equal(buffer, agreed[name]))
+            if name in saved and not (name in agreed and is_same(buffer, agreed[name]))
         }
+
+
+def _as_one(name: str, value: Any) -> Any:
+    """Return the value of an entry that may be anything, in any job that loads it, as one object."""
+    return Whole(value) if is_extra(name) or name.startswith("param_groups.") else value
 
 
 def _named_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from stretto.checkpoint import files as folder
 from stretto.checkpoint.background import wait
 from stretto.checkpoint.continuation import Continuation, Loader
-from stretto.checkpoint.manifest import METADATA, Manifest, TensorKind
+from stretto.checkpoint.manifest import METADATA, Manifest
 from stretto.checkpoint.pieces import LoadPlanner, Reader
 from stretto.checkpoint.ranks import Ranks
 from stretto.checkpoint.save import file_digest
@@ -78,7 +77,7 @@ def load(
     try:
         with parallel.job.compute.lifetime.running():
             parallel.enter_phase(manifest.step)
-            continuation = Continuation(parallel.job, parallel.scheduler)
+            continuation = Continuation(parallel)
             same = manifest.strategy == parallel.strategy.name
             state = continuation.blank(
                 reading.names,
@@ -93,10 +92,11 @@ def load(
         parallel.enter_phase(parallel.steps)
         raise
     positions = tuple(unpack(packed, "the loader's state") for packed in state.get("loader", {}).values())
-    if loader is not None and positions and manifest.world_size == parallel.world_size:
+    goes_on = loader is not None and bool(positions) and manifest.world_size == parallel.world_size
+    if loader is not None and goes_on:
         ranks.agree("restoring the loader", lambda: loader.load_state_dict(positions[ranks.rank]))
     with parallel.job.compute.lifetime.running():
-        continuation.load(state)
+        continuation.load(state, goes_on=goes_on)
     return Restored(
         step=parallel.steps,
         extra=unpack(state["extra"], "extra"),
@@ -132,16 +132,9 @@ class _Reading:
 
     def check(self, state: State, optimizer: str) -> None:
         """Plan to read into `state`, and make sure that all of it fits and is whole."""
-        model = {
-            name: TensorKind(tuple(value.shape), value.dtype)
-            for name, value in state["model"].items()
-            if isinstance(value, Tensor)
-        }
-        self._manifest.check_model(model, optimizer)
-        self._planner.set_up_planner(state, self._reader.metadata)
-        self._plan = self._planner.finish_plan(
-            self._reader.prepare_local_plan(self._planner.create_local_plan())
-        )
+        self._manifest.check_optimizer(optimizer)
+        plan = self._planner.plan(state, self._reader.metadata)
+        self._plan = self._planner.finish_plan(self._reader.prepare_local_plan(plan))
         self._reader.verify(self._plan)
 
     def read(self) -> None:

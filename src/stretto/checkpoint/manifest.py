@@ -95,8 +95,8 @@ class TensorKind:
         return f"{self.dtype} of shape {self.shape}"
 
 
-Model = Mapping[str, TensorKind]
-"""The tensors of `model.state_dict()`, by name."""
+Model = Mapping[str, TensorKind | None]
+"""What tensors the entries of `model.state_dict()` are, by name; None for one that is no tensor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,16 +119,6 @@ class Manifest:
     """Every entry by name, with what tensor it is; None for one that is no tensor."""
     stored: tuple[Stored, ...]
     """Every piece of every entry."""
-
-    @property
-    def model(self) -> Model:
-        """The tensors of the saved model."""
-        prefix = "model."
-        return {
-            name.removeprefix(prefix): kind
-            for name, kind in self.entries.items()
-            if name.startswith(prefix) and kind is not None
-        }
 
     def write(self, folder: Path) -> None:
         """Write the file, down to the disk."""
@@ -210,32 +200,43 @@ class Manifest:
                     "back to an older checkpoint"
                 )
 
-    def check_model(self, model: Model, optimizer: str) -> None:
-        """Raise unless the checkpoint is of this model and this kind of optimizer.
+    def check_optimizer(self, optimizer: str) -> None:
+        """Raise unless the checkpoint holds the state of this kind of optimizer.
 
         Raises:
-            ForeignCheckpoint: Says what differs.
+            ForeignCheckpoint: Names both.
         """
-        saved = self.model
-        found = [
-            *(f"{name!r} is missing in the checkpoint" for name in model.keys() - saved.keys()),
-            *(f"{name!r} is not in the model" for name in saved.keys() - model.keys()),
-            *(
-                f"{name!r} is {saved[name]} in the checkpoint, {model[name]} in the model"
-                for name in model.keys() & saved.keys()
-                if saved[name] != model[name]
-            ),
-        ]
-        if found:
-            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-            raise ForeignCheckpoint(
-                f"the checkpoint is of another model: {'; '.join(sorted(found)[:5])}{more}"
-            )
         if optimizer != self.optimizer:
             raise ForeignCheckpoint(
                 f"the checkpoint holds the state of {self.optimizer}, expected {optimizer}: build the optimizer that "
                 "was saved, or read the model alone with torch.distributed.checkpoint"
             )
+
+
+def models(entries: Model) -> Model:
+    """Return those of a checkpoint's entries that are the model's, by their names there."""
+    prefix = "model."
+    return {name.removeprefix(prefix): kind for name, kind in entries.items() if name.startswith(prefix)}
+
+
+def check_model(saved: Model, model: Model) -> None:
+    """Raise unless a saved model has the entries of this one.
+
+    Raises:
+        ForeignCheckpoint: Says what differs.
+    """
+    found = [
+        *(f"{name!r} is missing in the checkpoint" for name in model.keys() - saved.keys()),
+        *(f"{name!r} is not in the model" for name in saved.keys() - model.keys()),
+        *(
+            f"{name!r} is {saved[name] or 'no tensor'} in the checkpoint, {model[name] or 'no tensor'} in the model"
+            for name in model.keys() & saved.keys()
+            if saved[name] != model[name]
+        ),
+    ]
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise ForeignCheckpoint(f"the checkpoint is of another model: {'; '.join(sorted(found)[:5])}{more}")
 
 
 def text(value: object) -> str:

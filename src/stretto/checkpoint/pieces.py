@@ -6,6 +6,7 @@ Note [From the job to the file]
     value that changes on its way (a copy, the serialisation, the disk's cache) is found while the job still has it.
 """
 
+import dataclasses
 import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,12 +28,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from stretto.checkpoint.manifest import Extent, Manifest, Stored, TensorKind
+from stretto.checkpoint.manifest import Extent, Manifest, Model, Stored, TensorKind, check_model, models
 from stretto.checksums import digest, hexadecimal
+from stretto.engine.state import State
 from stretto.errors import CheckpointError, TornCheckpoint
 from stretto.packed import pack, unpack
 
 _Value = Tensor | io.BytesIO
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Whole:
+    """An entry that is written as one object, whatever it holds, so that any job can read it."""
+
+    value: Any
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -67,20 +76,34 @@ class SavePlanner(DefaultSavePlanner):
             return object
         name = write_item.index.fqn
         if name not in self._packed:
-            self._packed[name] = pack(object, repr(name))
+            self._packed[name] = pack(object.value if isinstance(object, Whole) else object, repr(name))
         return io.BytesIO(self._packed[name])
 
 
 class LoadPlanner(DefaultLoadPlanner):
     """Plans as PyTorch's does, and reads nothing by pickle."""
 
+    def plan(self, state: State, metadata: Metadata) -> LoadPlan:
+        """Return what has to be read for `state`.
+
+        Raises:
+            ForeignCheckpoint: The model of the checkpoint is another one.
+            ValueError: An entry is missing, or of another kind.
+        """
+        check_model(models(entry_kinds(metadata)), kinds_of(state["model"]))
+        self.set_up_planner(state, metadata)
+        return self.create_local_plan()
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an entry that is no tensor into the state; all of its content must be readable, before any is used."""
         name = read_item.dest_index.fqn
         found = unpack(value.getvalue(), repr(name))
-        if isinstance(found, bytes):
-            unpack(found, repr(name))
         *path, last = self.mappings[name]
+        if isinstance(found, bytes) and (*path, last)[0] not in (
+            "model",
+            "optimizer",
+        ):  # there bytes are the user's
+            unpack(found, repr(name))
         entries: Any = self.original_state_dict
         for part in path:
             entries = entries[part]
@@ -170,6 +193,14 @@ class Reader(FileSystemReader):
                     f"{Path(self.path) / extent.file} have the xxh3 digest {found}, expected {piece.digest}; "
                     "go back to an older checkpoint"
                 )
+
+
+def kinds_of(model: State) -> Model:
+    """Return what tensors the entries of a model are."""
+    return {
+        name: TensorKind(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+        for name, value in model.items()
+    }
 
 
 def _contents(folder: Path, extents: Iterable[Extent]) -> Iterator[tuple[Extent, bytes]]:

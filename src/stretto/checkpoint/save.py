@@ -12,7 +12,7 @@ from stretto.checkpoint import files as folder
 from stretto.checkpoint.background import BackgroundSave, Step, wait
 from stretto.checkpoint.continuation import Continuation, Loader
 from stretto.checkpoint.manifest import METADATA, Manifest, Stored
-from stretto.checkpoint.pieces import SavePlanner, Writer, entry_kinds
+from stretto.checkpoint.pieces import LoadPlanner, SavePlanner, Writer, entry_kinds
 from stretto.checkpoint.plans import plan_as_json, plan_from_json
 from stretto.checkpoint.ranks import Ranks
 from stretto.disk import writing_to
@@ -53,14 +53,15 @@ def save(
 
     Raises:
         OutOfTurn: An update is under way.
-        CheckpointError: Some rank cannot write, or could not in the background; the job can go on.
+        CheckpointError: Some rank cannot write, or could not in the background, or this job could not load what it
+            saves, which is tried at its first checkpoint; the job can go on.
         CommunicationError: A rank died, raised or fell silent.
     """
     if keep < 1:
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is being written")
     wait(parallel)
     with parallel.between_updates("a checkpoint"):
-        continuation = Continuation(parallel.job, parallel.scheduler)
+        continuation = Continuation(parallel)
         state = continuation.write()
     ranks = Ranks(parallel)
     home = Path(directory)
@@ -76,6 +77,9 @@ def save(
     try:
         plans = ranks.gather("planning a checkpoint", writing.plan)
         ranks.agree("dividing a checkpoint", lambda: writing.divide(plans, copies=in_background))
+        if not parallel.job.num_checkpoints:
+            _expect_to_load(parallel, continuation, ranks, writing.metadata)
+        parallel.job.num_checkpoints += 1
         # Once more, now that digests are taken: a value that changes from here on differs from its digest.
         with parallel.between_updates("a checkpoint"):
             for listener in parallel.job.model.listeners:
@@ -91,6 +95,19 @@ def save(
         writing.abandon()
         raise
     return home / name
+
+
+def _expect_to_load(
+    parallel: DataParallel, continuation: Continuation, ranks: Ranks, metadata: Metadata
+) -> None:
+    """Plan to load what is about to be written into this job: nobody should learn after days that it cannot be."""
+    with parallel.between_updates("a checkpoint"):
+        blank = continuation.blank(
+            entry_kinds(metadata).keys(), parallel.world_size, same_strategy=True, same_layout=True
+        )
+    ranks.agree(
+        "planning to load the checkpoint that is being saved", lambda: LoadPlanner().plan(blank, metadata)
+    )
 
 
 class _Writing:
@@ -125,7 +142,7 @@ class _Writing:
 
     def divide(self, plans: list[Any], *, copies: bool) -> None:
         """Choose this rank's share of what all ranks would write, the same on each; and copy it, if asked to."""
-        shares, self._metadata = self._planner.create_global_plan([plan_from_json(plan) for plan in plans])
+        shares, self.metadata = self._planner.create_global_plan([plan_from_json(plan) for plan in plans])
         share: SavePlan = self._writer.prepare_global_plan(shares)[self._rank]
         self._share = self._planner.finish_plan(share)
         if copies:
@@ -149,8 +166,8 @@ class _Writing:
             return
         stored = tuple(Stored.from_json(piece) for pieces in by_rank for piece in pieces)
         with writing_to(self._path):
-            self._writer.describe(self._metadata, stored)
-            _manifest(self._parallel, self._step, self._path, self._metadata, stored).write(self._path)
+            self._writer.describe(self.metadata, stored)
+            _manifest(self._parallel, self._step, self._path, self.metadata, stored).write(self._path)
             folder.commit(self._final.parent, self._final.name)
             folder.prune(self._final.parent, self._keep)
 

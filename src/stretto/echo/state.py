@@ -183,6 +183,12 @@ def restore_loader(loader: Any, state: dict[str, Any], resume: Resume) -> Resump
     return Resumption(skip=skip, held=held, batches=batches, changes=changes, state=None)
 
 
+def left(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a loader that has left the pass in which `state` was saved."""
+    position = {**state["position"], "in_epoch": False}
+    return {**state, "position": position, "held": [], "changes": [], "before": state["after"], "batches": []}
+
+
 def state_of(loader: Any) -> Any:
     """Return a copy of the loader's state, which the loader may go on to change; None if it has none."""
     return copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None

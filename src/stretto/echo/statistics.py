@@ -30,6 +30,7 @@ class InputStatistics:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._echo: EchoLoader[Any] | None = None
+        self._use = 0  # of the batch in hand
         self._uses: list[int] = []
         self._mixed_before = 0
         self._wait_seconds = 0.0
@@ -41,8 +42,8 @@ class InputStatistics:
         self._mixed_before = 0 if self._echo is None else self._echo.mixed_updates
         return iter(loader) if self._echo is None else self._echo.over(updates)
 
-    def take(self, batches: Iterator[Any], nothing: object) -> Any:
-        """Return the next of `batches`, or `nothing` after the last one."""
+    def take(self, batches: Iterator[Any], nothing: object) -> tuple[Any, int]:
+        """Return the next of `batches`, or `nothing` after the last one, and which use of it that is."""
         waited = 0.0 if self._echo is None else self._echo.wait_seconds
         started = self._now()
         batch = next(batches, nothing)
@@ -50,16 +51,19 @@ class InputStatistics:
         self._wait_seconds += (
             self._now() - started if self._echo is None else self._echo.wait_seconds - waited
         )
-        if batch is not nothing:
-            self._uses.append(1 if self._echo is None else self._echo.use_index)
-        return batch
+        return batch, 1 if self._echo is None else self._echo.use_index
+
+    def begin_batch(self, use: int) -> None:
+        """Count a batch that is handed out now; `use` is what `take` said of it."""
+        self._use = use
+        self._uses.append(use)
 
     def note(self, loss: Tensor | None, weight: float, samples: int) -> int:
-        """Return how many of the samples of the batch taken last are at their first use: all or none.
+        """Return how many of the samples of the batch in hand are at their first use: all or none.
 
         Keep its loss too, if an `EchoLoader` gave it for the first time; its value is read at the update.
         """
-        is_fresh = self._echo is None or self._echo.is_fresh
+        is_fresh = self._echo is None or self._use == 1
         if self._echo is not None and is_fresh and loss is not None and weight > 0:
             self._first_losses.append((loss.detach(), weight))
         return samples if is_fresh else 0

@@ -144,7 +144,28 @@ class Accumulation:
                 (loss if is_narrow or weight == 1.0 else loss * weight).backward()
             finally:
                 self._is_own_backward = False
+            before = self._versions
             self.remember()
+            if 0 in self.contribution.used or not self.has_arrived:
+                self._note_written(before)
+
+    def _note_written(self, before: list[int]) -> None:
+        """Count gradients that an autograd function has added to `.grad` itself, so that no hook has seen them.
+
+        Raises:
+            GradientsTouched: Gradients take their weight as they arrive, which these have not.
+        """
+        used = self.contribution.used
+        for index, (old, new) in enumerate(zip(before, self._versions, strict=True)):
+            if old == new:
+                continue
+            if self._factor != 1.0 and not used[index]:
+                raise GradientsTouched(
+                    f"{self.buffer.layout.slots[index].name!r}: an autograd function has added to its gradient "
+                    f"itself, without the weight {self._factor} that a loss or model of 16 bits is given later: use "
+                    "weight=1.0, or return the gradient from the function"
+                )
+            used[index], self.has_arrived = 1, True
 
     def count(self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int) -> None:
         """Count a micro-batch whose gradient has been added."""

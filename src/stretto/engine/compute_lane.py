@@ -1,12 +1,7 @@
 """The compute lane: the user's thread, from the first micro-batch of a round to its landing.
 
-Note [Landing and take-off]
-    A landing happens at a micro-batch boundary, when the quota is met and the communication lane is done. The new
-    values are installed. If an update was committed, the scheduler is turned and the update is returned. Nothing is
-    under way then, so the user may look at the model, evaluate and save. A take-off happens at the next training
-    forward or backward pass: the accumulated gradients go to the communication lane, and the other buffer, zeroed,
-    takes their place. Hyperparameters are read at an update's first take-off and hold for all its rounds, so that an
-    estimate and the update it anticipates use the same ones. Parameters change only at landings.
+docs/architecture.md says what happens at a landing and at a take-off. Hyperparameters are read at an update's first
+take-off and hold for all its rounds. Parameters change at landings only.
 """
 
 import functools
@@ -25,7 +20,7 @@ from stretto.engine.report import Vote
 from stretto.engine.round import Accounts, Landing, Reduction, Round
 from stretto.engine.runtime import Arrived, Pending
 from stretto.errors import OutOfTurn, StepWithoutBackward
-from stretto.optimizer import Hyperparameters, read_hyperparameters
+from stretto.optimizer import Hyperparameters, Schedule, read_hyperparameters
 from stretto.records import Incident, Update
 
 
@@ -53,17 +48,16 @@ class ComputeLane:
         allow_unused: bool,
         accumulate: Accumulate = Accumulation,
     ) -> None:
-        self.model = model
-        self.statistics = model.statistics
+        self.model, self.statistics = model, model.statistics
         self.vote = Vote.GO_ON
         self.votes: list[Vote] = []  # of each rank, in the last round that landed
         self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
         self.at_boundary = True  # whether the last round that landed ended an update
         self.steps = 0
-        self.num_counted = 0  # micro-batches of this rank so far, of any weight
+        self.num_counted = 0  # micro-batches of this rank, of any weight, since the job began or was loaded
         self.land_phase: Callable[[], None] | None = None  # lands what a checkpoint has left of one
         self.lifetime = Lifetime(failures, leave=self._leave)
-        self._scheduler = scheduler
+        self._schedule = None if scheduler is None else Schedule(scheduler)
         self._in_flight: Pending[Landing] | None = None
         self._opening: Pending[None] | None = None  # the work that an update does ahead of its gradients
         self._hyperparameters: Hyperparameters = []
@@ -80,11 +74,9 @@ class ComputeLane:
         """Work with this communication lane from now on, and accumulate in `buffer`; nothing is under way."""
         self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
         self.layout, self.overlaps, self.quota = buffer.layout, comm.strategy.overlaps, quota
-        self.accumulation = accumulate(self.model.parameters, buffer)
-        """The round that accumulates."""
+        self.accumulation = accumulate(self.model.parameters, buffer)  # of the round that accumulates
         self._ready: Round | None = None  # the round that takes off next, once its quota is met
-        self._accumulating_round = 0
-        """In its update; it is one ahead of the round in flight."""
+        self._accumulating_round = 0  # in its update; it is one ahead of the round in flight
         self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self.accumulation.attach()
         self.replica.models_show(self.model.parameters)
@@ -114,12 +106,17 @@ class ComputeLane:
         return self._in_flight is None and self._opening is None
 
     @property
+    def ends_with_next(self) -> bool:
+        """Whether the next micro-batch is sure to be an update's last; asked where no round is ready."""
+        place, count = self._accumulating_round, self.accumulation.contribution.count + 1
+        return place + 1 == len(self.quota.maxima) and count >= self.quota.maxima[place]
+
+    @property
     def updates_in_sight(self) -> int:
         """Number of committed updates after every closed round has landed, if all of them step."""
-        last = len(self.quota.minima) - 1
-        ends_update = [self._ready is not None and self._accumulating_round == last]
-        ends_update += [self._in_flight is not None and self._accumulating_round == 0]
-        return self.steps + sum(ends_update)
+        place, last = self._accumulating_round, len(self.quota.minima) - 1
+        in_flight = self._in_flight is not None and place == 0
+        return self.steps + in_flight + (self._ready is not None and place == last)
 
     @property
     def is_clear(self) -> bool:
@@ -149,12 +146,7 @@ class ComputeLane:
         self.accumulation.backward(loss, weight)
 
     def check_untouched(self) -> None:
-        """Raise if somebody else has written to gradients or parameters since the last micro-batch.
-
-        Raises:
-            GradientsTouched: Names the parameter, or says what may have done it.
-            ParametersTouched: Names the parameter.
-        """
+        """Raise `GradientsTouched` or `ParametersTouched` if anybody has written them since the last micro-batch."""
         self.accumulation.check_untouched(self.where)
         self.model.check_unwritten(self.where)
 
@@ -226,9 +218,7 @@ class ComputeLane:
             self._ready = Round(
                 self.accumulation.buffer,
                 self.accumulation.contribution,
-                *(self.statistics.snapshot() if self.statistics.names else ([], b"")),
-                self.statistics.agreed,
-                self.statistics.sound,
+                *(self.statistics.carried() if self.statistics.names else ([], b"", [], [], [])),
                 self.vote,
                 [],
                 incidents=self._incidents,
@@ -270,7 +260,8 @@ class ComputeLane:
         before, self.steps = self.steps, self.comm.progress.step
         if landing.commit is not None and not self._accounts.use_is_known:
             self._accounts.check_used(landing.commit, self.layout, self.where)
-        self.model.turn(self._scheduler, self.steps - before, self.where)
+        if self.steps > before:
+            self.model.stepped(self._schedule, self.steps - before, self.where)
         if landing.commit is None:
             return None
         for listener in self.model.listeners:
@@ -278,7 +269,7 @@ class ComputeLane:
         return self._accounts.close(landing.commit, self.steps, self.runtime.now())
 
     def wait_for_lane(self) -> Landing | None:
-        """Wait until the round in flight can land; return what it will bring, or None if none is in flight."""
+        """Wait until the round in flight can land; return what it will bring, or None without one."""
         if self._in_flight is None:
             return None
         if not isinstance(self._in_flight, Arrived):
@@ -296,11 +287,7 @@ class ComputeLane:
             )
 
     def check_between_updates(self, what: str) -> None:
-        """Raise in the middle of an update, or if a micro-batch was counted since the last update ended.
-
-        Raises:
-            OutOfTurn: Contributions would be lost.
-        """
+        """Raise `OutOfTurn` in the middle of an update, whose contributions `what` would lose."""
         self._finish_opening()
         accumulation = self.accumulation
         started = accumulation.has_arrived or (self._ready is None and accumulation.contribution.count > 0)
@@ -320,7 +307,9 @@ class ComputeLane:
         try:
             yield
         finally:
-            self.model.show_again()
+            is_shown_anyway = self.model.show_again()
+        if is_shown_anyway:
+            self.model.accept_writes(lambda: self.replica.differs(self.model.parameters), self.where)
 
     def show_committed(self) -> None:
         """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike."""
@@ -345,10 +334,7 @@ class ComputeLane:
             self._opening = Arrived(self._opening.result())
 
     def reduce_ahead(self) -> Reduction:
-        """Exchange now the gradients of the round that takes off next; all ranks must call.
-
-        A checkpoint saves the result, and the running job goes on with the same result, so that saving changes nothing.
-        """
+        """Exchange now the gradients of the round that takes off next, for a checkpoint and for it; all must call."""
         ready = self.close_round()
         if ready.reduction is None:
             ready.hyperparameters = read_hyperparameters(self.model.optimizer)
@@ -364,6 +350,9 @@ class ComputeLane:
         self._accumulating_round = 0
         self._accounts.begin_again(steps, self.runtime.now())
         self.model.begin_again()
+        if self._schedule is not None:
+            self._schedule.forget()
+        self.num_counted = 0
         self.steps = self.comm.progress.step = steps
         self.comm.progress.round_index = round_index
         self.replica.begin_again()

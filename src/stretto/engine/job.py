@@ -30,3 +30,5 @@ class Job:
     """This rank's; it knows how equal the ranks' replicas are, and what they agree on."""
     compute: ComputeLane
     comm: CommLane
+    num_checkpoints: int = 0
+    """Saved so far; the first one is checked for whether this job could load it."""

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from stretto.engine.holding import Mark, adding_node
+from stretto.engine.options import BufferChoices
 from stretto.engine.round import Listener, Shown
-from stretto.engine.statistics import Statistics
+from stretto.engine.statistics import Buffer, Statistics
 from stretto.errors import EstimateShown, OptimizerStepped, OutOfTurn, ParametersTouched, UsageError
 from stretto.flat import Layout, original_name
-from stretto.optimizer import members_of
+from stretto.optimizer import Schedule, members_of
 
 _version = operator.attrgetter("_version")
 
@@ -59,24 +60,6 @@ class _Hook:
         return _no_hook, ()
 
 
-def is_in_a_job(parameter: nn.Parameter) -> bool:
-    """Return whether a job that has not ended trains `parameter`."""
-    trains = parameter.requires_grad and not is_lazy(parameter)
-    return trains and _JOB in _adding_node(parameter).metadata
-
-
-_JOB = "stretto job"
-"""Key in the metadata of autograd's nodes that a job has hooks on."""
-
-
-def _adding_node(parameter: nn.Parameter) -> Any:
-    """Return autograd's node that adds gradients to `parameter`.
-
-    Hooks on it are not copied with the parameter, and see those gradients alone that are about to be added.
-    """
-    return torch.autograd.graph.get_gradient_edge(parameter).node
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
     """What the model shows, or is to show again."""
@@ -84,20 +67,21 @@ class Held:
     shown: Shown
     parameters: list[Tensor] | None
     """One per parameter; None to leave the parameters as they are."""
-    statistics: list[Tensor]
+    statistics: list[Buffer]
 
 
 class UserModel:
     """A model, its trainable parameters and its optimizer.
 
-    Parameters may change at landings only. A version counter shows every other write, except writes through
-    `.data`. Identity and address show replaced and rebound parameters.
+    Parameters may change at landings only. A version counter shows every other write, but those through `.data`.
+    Identity and address show replaced and rebound parameters.
 
     Args:
         model: The user's model.
         parameters: The parameters that train, in the layout's order.
         optimizer: The user's optimizer: read, never stepped.
         layout: Names the parameters.
+        choices: What becomes of which buffers.
     """
 
     def __init__(
@@ -106,26 +90,28 @@ class UserModel:
         parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         layout: Layout,
+        choices: BufferChoices,
     ) -> None:
         self.model = model
         self.parameters = parameters
         self.optimizer = optimizer
         self._members = members_of(optimizer)
         self.names = [slot.name for slot in layout.slots]
-        self.statistics = Statistics(model)
+        self.statistics = Statistics(model, choices)
         self.shown: Shown = "committed"
         self.listeners: list[Listener] = []
         """Receive the installed values and the other events of the compute lane."""
+        self.mark = Mark()
+        """Says who holds the job."""
         self._before: Held | None = None
         """Inside `settled`, what the model showed before; otherwise None."""
         self._ids = {id(parameter) for parameter in parameters}
         self._groups = [member.param_groups for member in self._members]
         self._num_groups = sum(map(len, self._groups))
         self._handles: list[Any] = []
-        self._nodes = [_adding_node(parameter) for parameter in parameters]
+        self._nodes = [adding_node(parameter) for parameter in parameters]
         """Kept: a node and its hooks end with the last reference."""
         self._keys = {original_name(key): key for key in model.state_dict()}
-        self._turned_to: int | None = None
         self._settled_until_training = False
         self.remember()
 
@@ -149,7 +135,7 @@ class UserModel:
 
         for index, node in enumerate(self._nodes):
             self._handles.append(node.register_prehook(functools.partial(before_gradient, index)))
-            node.metadata[_JOB] = True
+            self.mark.put(node)
         self._hook_model(before_forward, where)
         self._hook_optimizer(where)
 
@@ -175,8 +161,11 @@ class UserModel:
             if id(module) in modules:
                 refuse_estimate()
 
-        self._handles.append(self.model.register_forward_pre_hook(_Hook(training_forward)))
-        for module in self.model.modules():
+        # A scripted module takes no hooks: its backward pass brings a take-off, and its own state_dict() is not seen.
+        hooked = [module for module in self.model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        if self.model in hooked:
+            self._handles.append(self.model.register_forward_pre_hook(_Hook(training_forward)))
+        for module in hooked:
             self._handles.append(module.register_state_dict_pre_hook(_Hook(state_dict, refuse_estimate)))
 
     def _hook_optimizer(self, where: Callable[[], str]) -> None:
@@ -204,7 +193,7 @@ class UserModel:
             handle.remove()
         self._handles.clear()
         for node in self._nodes:
-            node.metadata.pop(_JOB, None)
+            self.mark.remove(node)
         for parameter in self.parameters:
             parameter.grad = None
             if parameter.grad_dtype != parameter.dtype:  # once set, it stays when the model changes its dtype
@@ -231,7 +220,7 @@ class UserModel:
         """Whether the model shows the committed parameters for the duration of `settled`."""
         return self._before is not None
 
-    def settle(self, values: Sequence[Tensor] | None, statistics: Sequence[Tensor]) -> None:
+    def settle(self, values: Sequence[Tensor] | None, statistics: Sequence[Buffer]) -> None:
         """Show committed values, and keep what was shown.
 
         Args:
@@ -241,11 +230,31 @@ class UserModel:
         committed = Held("committed", None if values is None else list(values), list(statistics))
         self._before = self._swap(committed)
 
-    def show_again(self) -> None:
-        """Restore what was shown before `settle`."""
-        if self._before is not None:
-            self._swap(self._before)
-            self._before = None
+    def show_again(self) -> bool:
+        """Restore what was shown before `settle`; return whether these are parameters that were never replaced."""
+        before, self._before = self._before, None
+        if before is not None:
+            self._swap(before)
+        return before is not None and before.parameters is None
+
+    def accept_writes(self, differing: Callable[[], str | None], where: str) -> None:
+        """Accept writes to parameters that were shown all along and hold again what they held.
+
+        Args:
+            differing: Returns the name of a parameter that does not, or None.
+            where: Rank and step, for messages.
+
+        Raises:
+            ParametersTouched: One does not.
+        """
+        if list(map(_version, self.parameters)) == self._versions:
+            return
+        if (name := differing()) is not None:
+            raise ParametersTouched(
+                f"{where}: parameter {name!r} was written inside settled() and holds another value at the end of the "
+                "block: put back what was there, or load weights through a checkpoint"
+            )
+        self.remember()
 
     def until_training(self) -> None:
         """Let the next micro-batch restore what was shown before `settle`."""
@@ -293,40 +302,18 @@ class UserModel:
         self.shown = held.shown
         return Held(shown, parameters, self.statistics.exchange_live(held.statistics))
 
-    # Loading, and the schedule
+    # Loading, and schedulers
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `model.state_dict()` returned before `torch.compile` wrapped any part of the model."""
         self.model.load_state_dict({self._keys.get(name, name): value for name, value in state.items()})
-        self._turned_to = None
 
-    def turn(self, scheduler: Any, times: int, where: str) -> None:
-        """Turn a scheduler once for every update; None leaves it to the caller.
-
-        Raises:
-            UsageError: It has been turned by hand too, or its schedule has ended.
-        """
-        if times:
-            for one in (self.optimizer, *self._members):
-                one._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
-        if scheduler is None:
-            return
-        position = getattr(scheduler, "last_epoch", None)
-        if self._turned_to not in (None, position):
-            raise UsageError(
-                f"{where}: the scheduler stands at {position}, and the library has turned it to {self._turned_to}: "
-                "expected nobody else to call scheduler.step(); remove the call, or leave scheduler out of DataParallel"
-            )
-        for _ in range(times):
-            try:
-                scheduler.step()
-            except ValueError as error:
-                raise UsageError(
-                    f"{where}: scheduler.step() raised {str(error)!r}: expected a schedule for every update of the "
-                    "run, which are, per epoch, a rank's batches by micro_batches, rounded up; make it longer, or end "
-                    "with feed(loader, updates=N)"
-                ) from error
-        self._turned_to = getattr(scheduler, "last_epoch", None)
+    def stepped(self, schedule: Schedule | None, times: int, where: str) -> None:
+        """Let schedulers know that the optimizer has been stepped, or they warn; turn the job's so many times."""
+        for one in (self.optimizer, *self._members):
+            one._opt_called = True  # type: ignore[attr-defined]  # PyTorch's own mark
+        if schedule is not None:
+            schedule.turn(times, where)
 
     # Nobody else writes
 

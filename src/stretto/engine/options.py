@@ -1,6 +1,7 @@
 """The options of a job, and the quota of micro-batches in each of its rounds."""
 
 import dataclasses
+import fnmatch
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,6 +11,50 @@ from stretto.fields import check_fields, did_you_mean, is_count
 from stretto.noise import Noise
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BufferChoices:
+    """What becomes of which floating-point buffers; see `Options.buffers`."""
+
+    by_pattern: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def read(cls, text: str) -> "BufferChoices":
+        """Read "pattern=choice, ...".
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        pairs = [pair.strip().rpartition("=") for pair in text.split(",") if pair.strip()]
+        for pattern, _, choice in pairs:
+            if not pattern or choice not in _CHOICES:
+                raise ConfigError(
+                    f"Options(buffers={text!r}): expected pattern=choice, ..., with a choice of {', '.join(_CHOICES)}, "
+                    f"found {pattern or choice!r}{did_you_mean(choice, _CHOICES)}"
+                )
+        return cls(tuple((pattern.strip(), choice) for pattern, _, choice in pairs))
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise unless every pattern fits a buffer: one that fits none is misspelt.
+
+        Raises:
+            ConfigError: Names the first that does not.
+        """
+        for pattern, choice in self.by_pattern:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(
+                    f"Options(buffers='{pattern}={choice}'): this fits no floating-point buffer of the model, which "
+                    f"has {', '.join(names) or 'none'}"
+                )
+
+    def of(self, name: str) -> str:
+        """Return the choice for the buffer of this name."""
+        fitting = (choice for pattern, choice in self.by_pattern if fnmatch.fnmatchcase(name, pattern))
+        return next(fitting, "mean")
+
+
+_CHOICES = ("mean", "rank0", "alone")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +108,11 @@ class Options:
     """Let gradients leave during the last backward pass of an update, bucket by bucket, under `ddp`, `zero1`,
     `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; docs/architecture.md says when
     it does not apply."""
+    buffers: str = ""
+    """What becomes of floating-point buffers of the model at every exchange, by name: "pattern=choice, ...", of which
+    the first pattern that fits counts, as in "*.codes=rank0, cache=alone". mean: the mean over ranks, right for running
+    statistics, and what all others have. rank0: what rank 0 has, as in `DistributedDataParallel`. alone: each rank
+    keeps its own."""
     noise: Noise | None = None
     """Let every rank's mean gradient arrive with Gaussian noise: its variance, as 1e-2. Settings follow after commas:
     1e-4,every=500:0.1 has bursts; rank=1 hits one rank; mean=0.01 is a bias; averages=1e-4 hits averages of weights.
@@ -92,6 +142,7 @@ class Options:
             raise ConfigError(
                 f"Options(timeout_seconds={self.timeout_seconds}): expected a positive, finite number of seconds"
             )
+        BufferChoices.read(self.buffers)
         self._check_exchange()
 
     def _check_exchange(self) -> None:

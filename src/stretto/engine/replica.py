@@ -21,7 +21,7 @@ from stretto.engine.options import Options
 from stretto.engine.report import RoundReport, settings_text
 from stretto.engine.round import AtLanding, Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
-from stretto.engine.statistics import Statistics, average_statistics
+from stretto.engine.statistics import Buffer, Statistics, average_statistics
 from stretto.errors import NonFinite
 from stretto.exchange import Exchange, PlainWire, Publication
 from stretto.exchange.transfer import Prepare, Transfers
@@ -40,7 +40,7 @@ class Flight:
 
     round: Round
     reduction: Reduction
-    snapshot: list[Tensor]
+    snapshot: list[Buffer]
     """The model's buffers that the averages of `reduction` were taken of on this rank: of this round, or of an earlier
     one whose averages have come only now."""
     shown: Shown = "committed"
@@ -169,10 +169,10 @@ class Replica:
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
         if not skipped:
             self.exchange.settle()
-        statistics = {}
+        statistics: dict[int, Buffer] = {}
         if any(report.changed) and not skipped:
             statistics = average_statistics(
-                self.exchange, round.statistics, report.changed, report.micro_batches
+                self.exchange, round.statistics, report.changed, report.micro_batches, round.first
             )
         return self.reduction(sums, report, statistics, skipped=skipped)
 
@@ -220,7 +220,7 @@ class Replica:
         )
 
     def reduction(
-        self, sums: list[Tensor], report: RoundReport, statistics: dict[int, Tensor], *, skipped: bool
+        self, sums: list[Tensor], report: RoundReport, statistics: dict[int, Buffer], *, skipped: bool
     ) -> Reduction:
         """Return the result of an exchange, or of one that a checkpoint has saved; it takes over `sums`."""
         norm_squared = report.norm_squared(replicated=self.replicated)
@@ -285,7 +285,7 @@ class Replica:
             )
         return found is not None
 
-    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Tensor]:
+    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
         """Fill `flats`, one tensor per flat set, with the committed parameters; all ranks must call, at rest.
 
         Where replicas differ, the committed parameters are their mean, and the replicas stay as they are.
@@ -318,6 +318,17 @@ class Replica:
         if self.replicated:
             return storage == master
         return isinstance(wire, PlainWire) and wire.of(storage).dtype == master
+
+    def differs(self, parameters: Sequence[Tensor]) -> str | None:
+        """Return the name of a parameter that does not hold this rank's masters, where models show them; or None."""
+        for piece in self.sharded.pieces:
+            parameter = parameters[piece.slot.index]
+            if not self.shows_masters(parameter.dtype):
+                continue
+            own = parameter.detach().reshape(-1)[piece.offset : piece.offset + piece.numel]
+            if not torch.equal(own, self.sharded.values(self.sharded.masters, piece).reshape(-1)):
+                return piece.slot.name
+        return None
 
     def models_show(self, values: Sequence[Tensor]) -> None:
         """Publish from now on to models that show `values`, one per parameter, equal on all ranks."""

@@ -76,7 +76,7 @@ class RankReport:
     used: bytes
     """One byte per parameter slot: used by a micro-batch of this rank?"""
     changed: bytes
-    """One byte per floating-point buffer: changed on this rank since ranks last agreed on it?"""
+    """One byte per floating-point buffer: how it differs on this rank from what ranks last agreed on."""
     round_index: int = 0
     """The round in which this rank averages; unused where all ranks take part in every round."""
     step: int = 0
@@ -152,8 +152,8 @@ class RoundReport:
         """Σ w over the micro-batches that gave a loss."""
         self.used = records["used"].any(axis=0).tobytes()
         """One byte per parameter slot: used by any rank?"""
-        self.changed: list[bool] = np.any(records["changed"], axis=0).tolist()
-        """Per buffer: changed on any rank?"""
+        self.changed: list[int] = np.bitwise_or.reduce(records["changed"], axis=0).tolist()
+        """Per buffer: the bits of its change on any rank."""
         self.votes = list(map(_VOTES.__getitem__, records["vote"].tolist()))
         """What each rank wants, by rank."""
         self.stepped = bool(records["stepped"].any())

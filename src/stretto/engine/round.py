@@ -87,14 +87,16 @@ class Round:
     buffer: GradientBuffer
     """Holds the gradients to send, then the values that come back."""
     contribution: Contribution
-    statistics: list[Tensor]
-    """Snapshot of the model's floating-point buffers, taken with the gradient."""
+    statistics: list[Tensor | None]
+    """Snapshot of the model's floating-point buffers, taken with the gradient; None for one that is gone."""
     changed: bytes
-    """One byte per entry of `statistics`: changed on this rank since ranks last agreed on it?"""
-    agreed: list[Tensor]
+    """One byte per entry of `statistics`: how it differs on this rank from what ranks last agreed on."""
+    agreed: list[Tensor | None]
     """The values of these buffers that ranks last agreed on; nobody may write them."""
-    sound: list[Tensor]
+    sound: list[Tensor | None]
     """The values of these buffers behind the last round that counted; see `Statistics.sound`."""
+    first: Sequence[int]
+    """Those of which all ranks take rank 0's."""
     vote: Vote
     hyperparameters: Hyperparameters
     reduction: "Reduction | None" = None
@@ -115,7 +117,9 @@ class Round:
         """Whether no buffer has got an infinity or a NaN since the last round that counted; some begin with one."""
         pairs = zip(self.statistics, self.sound, self.changed, strict=True)
         return not any(
-            changed and bool((~value.isfinite() & sound.isfinite()).any()) for value, sound, changed in pairs
+            changed and bool((~value.isfinite() & sound.isfinite()).any())
+            for value, sound, changed in pairs
+            if value is not None and sound is not None and value.shape == sound.shape
         )
 
     def report(self, *, finite: bool, norm_squared: float, torn: bool = False) -> RankReport:
@@ -148,8 +152,8 @@ class Reduction:
 
     gradient: ReducedGradient
     report: RoundReport
-    statistics: dict[int, Tensor]
-    """Averages over ranks of the buffers that changed on any rank, by index."""
+    statistics: dict[int, Tensor | None]
+    """Averages over ranks of the buffers that changed on any rank, by index; None for what ranks cannot average."""
     skipped: bool
     """Whether the round is left out of the update because a loss or gradient was not finite."""
     alone: bool = False
@@ -222,7 +226,7 @@ class Landing:
 
     buffer: GradientBuffer
     """Holds the values to install."""
-    statistics: list[Tensor]
+    statistics: list[Tensor | None]
     """The snapshot of the model's buffers that the averages belong to."""
     shown: Shown
     reduction: Reduction
@@ -279,7 +283,7 @@ class Accounts:
 
     def close(self, commit: Commit, step: int, now: float) -> Update:
         """Return the record of the `step`-th update, from its `commit`, and begin to count for the next."""
-        reports = [r.report for r in commit.reductions if r.alone or not r.skipped]
+        reports = tuple(r.report for r in commit.reductions if r.alone or not r.skipped)
         rounds = tuple(report.micro_batches for report in reports)
         loss_weight = sum(report.loss_weight for report in reports)
         update = Update(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from stretto.engine.job import Job
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
@@ -95,7 +96,7 @@ class JobState:
             ForeignCheckpoint: The optimizer's state is of another kind.
         """
         model = {name: _whole(value) for name, value in state["model"].items()}
-        missing = [name for name, value in model.items() if value is None]
+        missing = [name for name, value in model.items() if value is None and not is_extra(name)]
         if missing:
             raise TornCheckpoint(f"{self.job.compute.where}: the checkpoint has no values for {missing}")
         states = {piece: self._piece_state(piece, state["optimizer"]) for piece in self.job.sharded.pieces}
@@ -110,7 +111,7 @@ class JobState:
             if original_name(name) in versions:  # equal on all ranks, whoever has written it before
                 versions[original_name(name)] = parameter._version
         for group, names in zip(self.job.model.optimizer.param_groups, self._group_names(), strict=True):
-            group.update(_under(state["optimizer"], f"param_groups.{names[0]}."))
+            _set(group, _under(state["optimizer"], f"param_groups.{names[0]}."))
         self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
         self.job.exchange.owe([])  # what is owed belongs to the course that ends here
 
@@ -142,8 +143,8 @@ class JobState:
             for key, value in user.model.state_dict(keep_vars=True).items():
                 name = original_name(key)
                 slot = slots.get(id(value))
-                if not isinstance(value, Tensor):
-                    entries[name] = value
+                if is_extra(name) or not isinstance(value, Tensor):
+                    entries[name] = None if blank else value
                 elif slot is None:
                     fixed = isinstance(value, nn.Parameter)
                     kept = value if fixed or blank else value.clone()  # later writes change these buffers
@@ -224,6 +225,21 @@ class JobState:
 
     def _master_dtype(self, slot: Slot) -> torch.dtype:
         return torch.promote_types(self.job.sharded.layout.sets[slot.set_index].dtype, torch.float32)
+
+
+def is_extra(name: str) -> bool:
+    """Return whether an entry of `model.state_dict()` comes from a module's `get_extra_state`: it may be anything."""
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Set a group's settings; tensors stay the same objects, which several groups may share, on their device."""
+    for key, value in settings.items():
+        held = group.get(key)
+        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
+            held.detach().copy_(value)
+        else:
+            group[key] = value
 
 
 def _under(entries: Mapping[str, Any], prefix: str) -> State:

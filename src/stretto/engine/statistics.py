@@ -9,115 +9,252 @@ Note [Statistics]
     so that what the compute lane added meanwhile is kept. For a synchronous strategy, `live` is the snapshot, and all
     ranks are equal at every update. For an overlapping strategy, the ranks agree on `average`, which evaluation and
     checkpoints see; `live` also holds what came after the snapshot.
+
+Note [Buffers of another kind]
+    Modules may put a tensor of another shape or dtype in a buffer's place, or None. A rank whose buffer is not of the
+    kind that ranks agreed on says so in its report, and then all compare kinds. If they are equal, ranks agree on the
+    new kind from here on. If not, nobody can average, and nothing is agreed: every rank keeps its own. Ranks compare
+    again in every later round.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.options import BufferChoices
 from stretto.engine.round import Landing
 from stretto.exchange import Exchange
 from stretto.flat import original_name
 
+Buffer = Tensor | None
+"""A buffer's value. None where there is none, or where ranks do not agree on one."""
+VALUE, KIND = 1, 2
+"""Bits of a report: a buffer has another value than ranks agreed on; it is of another kind."""
+
 
 class Statistics:
-    """The floating-point buffers of one model: their live values and the values that ranks last agreed on."""
+    """The floating-point buffers of one model: their live values and the values that ranks last agreed on.
 
-    def __init__(self, model: nn.Module) -> None:
-        named = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    Args:
+        model: The user's model.
+        choices: What becomes of which buffers.
+
+    Raises:
+        ConfigError: A choice is for no buffer.
+    """
+
+    def __init__(self, model: nn.Module, choices: BufferChoices) -> None:
+        floating = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        choices.check([original_name(name) for name in floating])
+        named = {
+            name: buffer for name, buffer in floating.items() if choices.of(original_name(name)) != "alone"
+        }
         self._owners = [_owner_of(model, name) for name in named]
         self.names = [original_name(name) for name in named]
-        self.agreed = [buffer.detach().clone() for buffer in named.values()]
-        """Values that are equal on all ranks; they change at landings only."""
+        self.first = [index for index, name in enumerate(self.names) if choices.of(name) == "rank0"]
+        """Those of which all ranks take rank 0's."""
+        self.agreed: list[Buffer] = [buffer.detach().clone() for buffer in named.values()]
+        """Values that are equal on all ranks; they change at landings only. None where ranks do not agree."""
         self.sound = self.agreed
         """What a round that is left out goes back to: what ranks agreed on, or where they step alone, what this one had
         behind its last round that counted. Nobody may write them."""
+        self._told: set[int] = set()
+        """Those that a warning has named."""
 
     @property
-    def live(self) -> list[Tensor]:
-        """The buffers as the model holds them now; modules may have replaced them."""
-        return [getattr(module, attribute).detach() for module, attribute in self._owners]
+    def live(self) -> list[Buffer]:
+        """The buffers as the model holds them now; modules may have replaced or removed them."""
+        found = [getattr(module, attribute, None) for module, attribute in self._owners]
+        return [value.detach() if isinstance(value, Tensor) else None for value in found]
 
-    def snapshot(self) -> tuple[list[Tensor], bytes]:
-        """Return copies of the live buffers, and one byte each: 1 if it differs from what ranks last agreed on."""
-        copies = [buffer.clone() for buffer in self.live]
+    def snapshot(self) -> tuple[list[Buffer], bytes]:
+        """Return copies of the live buffers, and one byte each: how it differs from what is agreed."""
+        copies = copies_of(self.live)
         return copies, changed_since(self.agreed, copies)
+
+    def carried(self) -> tuple[list[Buffer], bytes, list[Buffer], list[Buffer], list[int]]:
+        """Return what a round carries of them: the snapshot, its changes, what is agreed, what is sound, rank 0's."""
+        return *self.snapshot(), self.agreed, self.sound, self.first
 
     def install(self, landing: Landing) -> None:
         """Install the averages that a round brought back for its snapshot.
 
         A round that was left out may have written NaN here: what was there before is restored first.
         """
-        live, averages = self.live, landing.reduction.statistics
+        averages = landing.reduction.statistics
         if landing.reduction.skipped:
-            for buffer, value in zip(live, self.sound, strict=True):
-                buffer.copy_(value)
-        for index, value in moved(live, landing.statistics, averages).items():
-            self.agreed[index] = averages[index]
-            live[index].copy_(value)
+            self._put(dict(enumerate(self.sound)))
+        self._put(moved(self.live, landing.statistics, averages, self.first))
+        for index, average in averages.items():
+            if average is None and landing.statistics[index] is not None and index not in self._told:
+                self._told.add(index)
+                warnings.warn(
+                    _told(self.names[index], landing.statistics[index]), RuntimeWarning, stacklevel=2
+                )
+            self.agreed[index] = average
         if landing.reduction.alone:
             self.go_on_from_live()
 
     def go_on_from_live(self) -> None:
         """Take the live values, which may be this rank's own, for those that a round which is left out goes back to."""
-        self.sound = [buffer.clone() for buffer in self.live]
+        self.sound = copies_of(self.live)
 
-    def agreed_after(self, landing: Landing | None) -> list[Tensor]:
+    def agreed_after(self, landing: Landing | None) -> list[Buffer]:
         """Return what ranks will agree on once `landing`, if there is one, is installed."""
         brought = {} if landing is None else landing.reduction.statistics
         return [brought.get(index, value) for index, value in enumerate(self.agreed)]
 
     def agree(self) -> None:
         """Declare the live values, equal on all ranks, to be what all ranks agree on."""
-        self.agreed = self.sound = [buffer.clone() for buffer in self.live]
+        self.agreed = self.sound = copies_of(self.live)
 
-    def exchange_live(self, values: list[Tensor]) -> list[Tensor]:
-        """Put `values` into the model and return copies of what was there."""
-        live = self.live
-        held = [buffer.clone() for buffer in live]
-        for buffer, value in zip(live, values, strict=True):
-            buffer.copy_(value)
+    def exchange_live(self, values: Sequence[Buffer]) -> list[Buffer]:
+        """Put `values` into the model and return copies of what was there; None leaves a buffer as it is."""
+        held = [
+            None if value is None else buffer
+            for buffer, value in zip(copies_of(self.live), values, strict=True)
+        ]
+        self._put(dict(enumerate(values)))
         return held
+
+    def _put(self, values: Mapping[int, Buffer]) -> None:
+        """Write values into the model's buffers; one of another kind is replaced."""
+        live = self.live
+        for index, value in values.items():
+            held = live[index]
+            if value is None or held is None:  # what a module has removed stays away
+                continue
+            if _are_alike(held, value):
+                held.copy_(value)
+            else:
+                module, attribute = self._owners[index]
+                setattr(module, attribute, value.clone())
+
+
+def _told(name: str, own: Buffer) -> str:
+    return (
+        f"buffer {name!r} is {kind_of(own)} on this rank and of another shape or dtype on others: it cannot be "
+        "averaged, and every rank keeps its own for as long as that is so; if it is meant to be each rank's own, say "
+        f"so with Options(buffers='{name}=alone')"
+    )
+
+
+def kind_of(buffer: Buffer) -> str:
+    """Return shape and dtype as text."""
+    return "missing" if buffer is None else f"{buffer.dtype} of shape {tuple(buffer.shape)}"
+
+
+def _are_alike(left: Buffer, right: Buffer) -> bool:
+    if left is None or right is None:
+        return left is right
+    return left.shape == right.shape and left.dtype == right.dtype
+
+
+def copies_of(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Return copies of what there is."""
+    return [None if buffer is None else buffer.clone() for buffer in buffers]
+
+
+def at(buffer: Buffer, device: torch.device) -> Buffer:
+    """Return the buffer on `device`, if there is one."""
+    return None if buffer is None else buffer.to(device)
+
+
+def is_same(left: Buffer, right: Buffer) -> bool:
+    """Return whether both are of one kind and equal, or both missing."""
+    return _are_alike(left, right) and (left is None or right is None or torch.equal(left, right))
 
 
 def moved(
-    live: Sequence[Tensor], snapshot: Sequence[Tensor], averages: Mapping[int, Tensor]
+    live: Sequence[Buffer],
+    snapshot: Sequence[Buffer],
+    averages: Mapping[int, Buffer],
+    first: Collection[int],
 ) -> dict[int, Tensor]:
-    """Return, by index, what live values become where averages of their snapshot are installed."""
-    return {
-        index: average
-        if torch.equal(live[index], snapshot[index])
-        else live[index] + (average - snapshot[index])
-        for index, average in averages.items()
-    }
+    """Return, by index, what live values become where averages of their snapshot are installed.
+
+    What has got another kind since the snapshot stays. `first` are those that rank 0 hands out: they are not moved.
+    """
+    become: dict[int, Tensor] = {}
+    for index, average in averages.items():
+        now, before = live[index], snapshot[index]
+        if average is None or now is None or before is None or not _are_alike(now, before):
+            continue
+        if torch.equal(now, before) or not _are_alike(average, now):
+            become[index] = average
+        elif index in first:  # rank 0 itself keeps what it has got since
+            become[index] = now if torch.equal(average, before) else average
+        else:
+            become[index] = now + (average - before)
+    return become
 
 
-def changed_since(agreed: Sequence[Tensor], values: Sequence[Tensor]) -> bytes:
-    """Return one byte per buffer: 1 if its value differs from what ranks last agreed on."""
-    return bytes(not torch.equal(a, b) for a, b in zip(agreed, values, strict=True))
+def changed_since(agreed: Sequence[Buffer], values: Sequence[Buffer]) -> bytes:
+    """Return one byte per buffer: 0 if it is what ranks last agreed on, `VALUE` or `KIND` if not."""
+    return bytes(map(_change, agreed, values))
+
+
+def _change(agreed: Buffer, value: Buffer) -> int:
+    if is_same(agreed, value):
+        return 0
+    return VALUE if _are_alike(agreed, value) else KIND
 
 
 def average_statistics(
-    exchange: Exchange, own: Sequence[Tensor], changed: Sequence[bool], counts: Sequence[int]
-) -> dict[int, Tensor]:
+    exchange: Exchange,
+    own: Sequence[Buffer],
+    changed: Sequence[int],
+    counts: Sequence[int],
+    first: Collection[int],
+) -> dict[int, Buffer]:
     """Return, by index, the averages of the buffers that changed on any rank; all ranks must call.
+
+    None stands for a buffer that ranks hold in different kinds, or that none of them has.
 
     Args:
         exchange: Connects the ranks.
         own: This rank's buffers.
-        changed: Whether each buffer changed; the same on all ranks.
+        changed: The bits of each buffer on any rank; the same on all ranks.
         counts: The ranks' weights in the average.
+        first: Those of which rank 0's is taken in the place of the mean.
     """
-    indices = [index for index, flag in enumerate(changed) if flag]
+    indices = [index for index, bits in enumerate(changed) if bits]
     if not indices or sum(counts) == 0:
         return {}
-    dtype = functools.reduce(torch.promote_types, (own[index].dtype for index in indices), torch.float32)
-    flat = torch.cat([own[index].flatten().to(dtype) for index in indices])
+    unknown = [index for index in indices if changed[index] & KIND]
+    apart = _kept_apart(exchange, own, unknown) if unknown else set()
+    parts = {index: buffer for index in indices if index not in apart and (buffer := own[index]) is not None}
+    outcome: dict[int, Buffer] = dict.fromkeys(apart)
+    if parts:
+        outcome |= _averages(exchange, parts, first, counts)
+    return outcome
+
+
+def _kept_apart(exchange: Exchange, own: Sequence[Buffer], indices: Sequence[int]) -> set[int]:
+    """Return which of these buffers ranks cannot average, the same on all ranks."""
+    kinds = "\n".join(kind_of(own[index]) for index in indices)
+    by_rank = [record.decode().split("\n") for record in exchange.gather_records(kinds.encode())]
+    alike = (set(found) for found in zip(*by_rank, strict=True))
+    return {
+        index
+        for index, found in zip(indices, alike, strict=True)
+        if len(found) > 1 or (buffer := own[index]) is None or not buffer.is_floating_point()
+    }
+
+
+def _averages(
+    exchange: Exchange, own: Mapping[int, Tensor], first: Collection[int], counts: Sequence[int]
+) -> dict[int, Buffer]:
+    """Return the mean of every buffer, which has the same kind on all ranks, or of those in `first` what rank 0 has."""
+    dtype = functools.reduce(torch.promote_types, (buffer.dtype for buffer in own.values()), torch.float32)
+    flat = torch.cat([buffer.flatten().to(dtype) for buffer in own.values()])
     whole = torch.empty(len(counts) * flat.numel(), dtype=flat.dtype, device=flat.device)
     exchange.gather_values(flat, whole, "average of the model's buffers")
-    rows = [(count, row) for count, row in zip(counts, whole.view(len(counts), -1), strict=True) if count]
+    every = whole.view(len(counts), -1)
+    rows = [(count, row) for count, row in zip(counts, every, strict=True) if count]
     mean, low, high = torch.zeros_like(flat), rows[0][1].clone(), rows[0][1].clone()
     for count, row in rows:
         mean.add_(row, alpha=count / sum(counts))
@@ -125,13 +262,15 @@ def average_statistics(
         torch.maximum(high, row, out=high)
     # Rounding must not bring the mean of equal values away from them.
     mean.clamp_(low, high)
-    parts = torch.split(mean, [own[index].numel() for index in indices])
+    lengths = [buffer.numel() for buffer in own.values()]
+    means, firsts = torch.split(mean, lengths), torch.split(every[0], lengths)
     return {
-        index: part.view_as(own[index]).to(own[index].dtype)
-        for index, part in zip(indices, parts, strict=True)
+        index: (taken if index in first else part).view_as(buffer).to(buffer.dtype)
+        for (index, buffer), part, taken in zip(own.items(), means, firsts, strict=True)
     }
 
 
 def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
+    owners = path.split(".") if path else []
+    return functools.reduce(getattr, owners, model), attribute  # scripted modules have no get_submodule

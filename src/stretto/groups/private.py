@@ -75,12 +75,13 @@ def part_of(
 def release(group: dist.ProcessGroup) -> None:
     """Destroy a private group over the whole job; every rank calls it.
 
-    A group over a part of the job stays until the process ends: torch would give its name to the next one, whose
-    ranks would then find the addresses of the old one in the store. Groups unknown to torch have nothing to release.
+    A group over a part of the job stays until the process ends, and from the first one on so do all others. Torch names
+    one over a part after the number of groups that there are: with fewer than before it would give a name again, whose
+    ranks find the addresses of the old group in the store. Groups unknown to torch have nothing to release.
     """
     group = _innermost(group)
     ranks = _registered_ranks(group)
-    if ranks is not None and len(ranks) == dist.get_world_size():
+    if ranks is not None and len(ranks) == dist.get_world_size() and not _parts:
         dist.destroy_process_group(group)
 
 
@@ -94,6 +95,10 @@ _MOST_RETIRED = 8
 """Groups of ended jobs that are kept. On two ranks each of them holds five descriptors and three threads."""
 _retired: list[dist.ProcessGroup] = []
 """Of this process, like torch's own table of groups."""
+
+
+_parts: list[dist.ProcessGroup] = []
+"""Groups over a part of the job, of this process."""
 
 
 def retire(group: dist.ProcessGroup) -> None:
@@ -156,11 +161,12 @@ def _over(ranks: Sequence[int] | None, backend: str | None, timeout_seconds: flo
             backend=backend,
             use_local_synchronization=part,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # a name comes again where others have destroyed groups
         raise CommunicationError(
             f"rank {rank}: no group over ranks {list(ranks or range(world_size))} ({str(error).splitlines()[0]}): one "
             "of them has died or did not ask for it, or they have made different numbers of groups before"
         ) from error
+    _parts.extend([group] * part)
     return group
 
 

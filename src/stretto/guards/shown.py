@@ -11,11 +11,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from stretto.checksums import Checksum, digest, hexadecimal
 from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.agreement import untrained
-from stretto.errors import StateCorrupt
+from stretto.errors import ParametersTouched, StateCorrupt
 from stretto.guards.contract import RoundWatch
 from stretto.guards.replay import GuardedRounds
 from stretto.records import Incident
 
+_NO_ACCIDENT = 3
+"""How often the same constant is damaged, in every round or in every other one, until it cannot be chance."""
 Mark = tuple[int, int]
 """Address and version counter of a tensor: another one means that the job, or the user, has written it."""
 
@@ -76,6 +78,9 @@ class ShownValues(RoundWatch):
         self._written: set[str] = set()
         """Names of buffers that are not watched; see Note [Buffers that are written]."""
         self._is_first_round = True
+        self._num_rounds = 0
+        self._struck: dict[str, tuple[int, int]] = {}
+        """How often a constant was found damaged with one sound round at most in between, and when last, by name."""
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -125,7 +130,8 @@ class ShownValues(RoundWatch):
         Raises:
             StateCorrupt: One cannot be mended.
         """
-        incidents = []
+        incidents: list[Incident] = []
+        self._num_rounds += 1
         frozen = {name for name, _ in self._model.model.named_parameters()}
         for name, tensor in untrained(self._model.model):
             if name in self._written:
@@ -137,11 +143,20 @@ class ShownValues(RoundWatch):
                 self._written.add(name)
                 continue
             site = "frozen parameters" if name in frozen else "buffers"
+            if self._strike(name) == _NO_ACCIDENT:
+                raise ParametersTouched(
+                    f"{self._rounds.job.compute.where}: {site}, {name!r}, had other values {_NO_ACCIDENT} times within "
+                    "a few rounds, and nobody has written it in a way that shows: memory does not fail so. Something "
+                    "writes it through .data or .numpy() (a target network, an average): write it without .data, as in "
+                    "`with torch.no_grad(): target.mul_(0.9).add_(online, alpha=0.1)`; if nothing does, look at this "
+                    "machine with `stretto doctor`"
+                )
             if not constant.checksum.repairs(tensor):
                 raise StateCorrupt(
                     f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond mending: expected digest "
                     f"{hexadecimal(constant.checksum.digest)}, found {hexadecimal(found)}, and nobody has written "
-                    "it; go on from the last checkpoint",
+                    "it in a way that shows (a write through .data does not: leave it out); go on from the last "
+                    "checkpoint",
                     ranks=[self._rounds.job.exchange.rank],
                 )
             self._constants[name] = _Constant(mark_of(tensor), constant.checksum)
@@ -149,6 +164,16 @@ class ShownValues(RoundWatch):
             incidents.append(self._incident(site, name, "mended", constant.checksum.digest, found))
         self._is_first_round = False
         return incidents
+
+    def _strike(self, name: str) -> int:
+        """Count damage of a constant; return how often it was found without a break.
+
+        A round that is left out may commit no update, and then nothing is written behind it.
+        """
+        count, last = self._struck.get(name, (0, 0))
+        count = count + 1 if self._num_rounds - last <= 2 else 1
+        self._struck[name] = count, self._num_rounds
+        return count
 
     def _incident(self, site: str, part: str, action: str, expected: int, found: int) -> Incident:
         return Incident(

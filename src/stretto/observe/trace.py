@@ -131,7 +131,7 @@ class Trace(Observer):
         compute = parallel.job.compute
         compute.model.listeners.append(_MicroBatches(self, self._now, parallel.job))
         self._time_calls(compute, "wait_for_lane", "compute", "exposed")
-        self._time_calls(parallel._feed.input, "take", "compute", "data")
+        self._time_calls(parallel.feeding.input, "take", "compute", "data")
         self.follow_strategy(parallel.job)
 
     def follow_strategy(self, job: Job) -> None:

@@ -7,6 +7,7 @@ from stretto.optimizer.segments import Piece, Segment
 from stretto.optimizer.several import SeveralSchedulers, as_one, members_of, name_of
 from stretto.optimizer.sharded import MASTER, ReducedGradient, ShardedOptimizer
 from stretto.optimizer.state import PieceState, StateKinds, adopt_states, average_states, piece_states
+from stretto.optimizer.turning import Schedule, check_scheduler
 
 __all__ = [
     "MASTER",
@@ -14,6 +15,7 @@ __all__ = [
     "Piece",
     "PieceState",
     "ReducedGradient",
+    "Schedule",
     "Segment",
     "SeveralSchedulers",
     "ShardedOptimizer",
@@ -21,6 +23,7 @@ __all__ = [
     "adopt_states",
     "as_one",
     "average_states",
+    "check_scheduler",
     "hand_over",
     "learning_rate",
     "members_of",

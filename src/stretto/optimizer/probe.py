@@ -57,6 +57,13 @@ def _whole_groups_of_one(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Raise unless it is an optimizer, and one that has not stepped."""
     held = wrapped_optimizer(optimizer)
+    if held is not None and _num_parameters(getattr(optimizer, held)) < _num_parameters(optimizer):
+        inner = type(getattr(optimizer, held)).__name__
+        raise UnsupportedOptimizer(
+            f"optimizer: found a {type(optimizer).__name__}, which steps this rank's share of the parameters with its "
+            f"own {inner}: expected the {inner} over all of them, as in {inner}(model.parameters(), ...); the strategy "
+            "ZeRO1() shards it"
+        )
     if held is not None or not isinstance(optimizer, torch.optim.Optimizer):
         found = f"found a {type(optimizer).__name__}"
         meant = f" around another optimizer; hand over its .{held}, without what the wrapper adds"
@@ -69,6 +76,10 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
             "optimizer: expected one that has not stepped yet, found state that the library's private optimizer "
             "would not have; make it anew and wrap it before training, or go on from a checkpoint"
         )
+
+
+def _num_parameters(optimizer: object) -> int:
+    return sum(len(group["params"]) for group in getattr(optimizer, "param_groups", ()))
 
 
 def _check_calls(optimizer: torch.optim.Optimizer, name: str) -> None:

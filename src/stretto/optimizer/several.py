@@ -70,11 +70,6 @@ class SeveralSchedulers:
     def __init__(self, members: Sequence[Any]) -> None:
         self.members = tuple(members)
 
-    @property
-    def last_epoch(self) -> tuple[Any, ...]:
-        """Where each member stands; None for one that does not say."""
-        return tuple(getattr(member, "last_epoch", None) for member in self.members)
-
     def step(self) -> None:
         """Turn every member."""
         for member in self.members:

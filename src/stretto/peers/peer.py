@@ -159,9 +159,10 @@ class Peer:
         batches, nothing = self._input.begin(loader, PeerUpdates(self)), object()
         batch: Any = nothing
         while not self._ended and (updates is None or self.steps < updates):
-            following: Any = nothing if self._tally.exhausted else self._input.take(batches, nothing)
+            following, use = (nothing, 0) if self._tally.exhausted else self._input.take(batches, nothing)
             if following is not nothing:
                 batch = following
+                self._input.begin_batch(use)
             elif batch is nothing:
                 raise ConfigError(
                     f"rank {self.rank}: the loader has no batch; expected at least one per rank"

@@ -15,6 +15,8 @@ from stretto.errors import ConformanceFailed
 from stretto.packed import pack, unpack
 from stretto.testing.conformance import Conformance, expect
 
+_END = object()
+
 
 class LoaderConformance(Conformance):
     """Checks a loader of micro-batches whose position can be saved: `__iter__`, `state_dict`, `load_state_dict`.
@@ -74,6 +76,24 @@ class LoaderConformance(Conformance):
                     self._take(resumed, 3),
                 )
                 next(batches, None)
+
+    def test_a_pass_ends_once_and_its_end_is_a_place_to_go_on_from(self) -> None:
+        """Asked behind its last micro-batch it ends, and asked again too; a new pass begins at its state there."""
+        if self.endless:
+            return
+        for rank, world_size in self._seats():
+            loader, name = self.make_loader(rank, world_size), f"rank {rank} of {world_size}"
+            batches = iter(loader)
+            given = len(self._take(batches, self.uses * self.per_epoch + 1))
+            ends = sum(next(batches, _END) is _END for _ in range(3))
+            expect(f"{name}, ends found by asking three times behind {given} micro-batches", 3, ends)
+            if (length := _length_of(loader)) is not None:
+                expect(f"{name}, micro-batches of a loader whose len() is {length}", length, given)
+            resumed = self.make_loader(rank, world_size)
+            resumed.load_state_dict(copy.deepcopy(loader.state_dict()))
+            self._same(
+                f"{name}, a pass behind the end", self._take(loader, given), self._take(resumed, given)
+            )
 
     def test_loading_replaces_whatever_was_there(self) -> None:
         """A loader that has gone on by itself returns to what it is told."""
@@ -231,6 +251,13 @@ class LoaderConformance(Conformance):
                 raise ConformanceFailed(
                     f"{what}: expected as micro-batch {number} {_shortened(left)}, found {_shortened(right)}"
                 )
+
+
+def _length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def content_of(batch: Any) -> Hashable:

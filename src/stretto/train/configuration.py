@@ -64,9 +64,9 @@ class Training(Options, Generic[TaskT]):
     """Watch values: standard, or replica, rest, audit; several with commas between them, settings after colons, as
     rest,audit:rate=0.01. standard is all that fits the strategy, and `verified`. See docs/guards.md."""
     echo: str = "none"
-    """Train updates on held batches while the next ones are on their way: even, bernoulli, ready or auto. Settings
-    follow after colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See docs/echo.md, and
-    `stretto diagnose` first."""
+    """Use batches again: even, bernoulli, ready or auto; in other updates, while the next ones are on their way.
+    Settings follow after colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See docs/echo.md,
+    and `stretto diagnose` first."""
     slow_loader: str = "none"
     """Make loading slow: MS[,decode][,jitter=CV] per micro-batch, waiting, or with decode keeping a core busy."""
     evaluate_every: int | None = 100

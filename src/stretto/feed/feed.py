@@ -1,28 +1,33 @@
 """Feeds batches to the user's loop, each once, and brings all ranks to the same end.
 
 Note [The end of the data]
-    Ranks learn from the round reports that one of them has no more data. A loader with a length says so with its last
-    batch, so that no round is needed for the news; another one is exhausted only when it is asked once more. A rank
-    without data goes on in here: it hands over what it has accumulated, then empty rounds, until all have agreed. Then
-    all land what is left, so that every update has ended and the model shows committed parameters. Where the number of
-    updates is given, nothing is accumulated behind the last one: its rounds are landed at once.
+    Ranks learn from the round reports that one of them has no more data. A loader with a length is asked once more
+    before the batch of that number is handed out. If nothing comes, the rank says so with its last batch, so that no
+    round is needed for the news, and what the loader does at its end has been done. If a batch comes, the length was
+    wrong, and the loader is as one without a length: exhausted when it is asked and has nothing. So a length is a hint
+    and the iterator is the truth.
+
+    A rank without data goes on in here: it hands over what it has accumulated, then empty rounds, until all have
+    agreed. Then all land what is left, so that every update has ended and the model shows committed parameters. Where
+    the number of updates is given, nothing is accumulated behind the last one: its rounds are landed at once.
 """
 
-import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
-from stretto.checksums import digest
+from stretto.echo.loader import EchoLoader
+from stretto.echo.state import left
 from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
 from stretto.engine.report import Vote
 from stretto.errors import ConfigError, StepWithoutBackward
+from stretto.feed.passes import NOTHING, Pass, Until, length_of, own_tensors, state_before
+from stretto.feed.samples import num_samples
+from stretto.feed.updates import JobUpdates
 from stretto.fields import is_count
 from stretto.records import Update
 
 Batch = TypeVar("Batch")
-Until = Literal["any", "all"]
 
 
 class Feed:
@@ -40,6 +45,7 @@ class Feed:
         """Of the batch that was handed out last."""
         self._job = job
         self._compute = job.compute
+        job.model.mark.hold(self, job.compute.lifetime.fail)
         self._on_update: Callable[[Update], None] | None = None
         self.next_phase: int | None = None
         """The update behind which another strategy takes over; None where none does."""
@@ -51,6 +57,11 @@ class Feed:
         """Updates that nobody has been told of."""
         self._is_stopped = False
         """Whether some rank has asked all to end for good."""
+        self._pass: Pass | None = None
+        """The one under way, or the last one."""
+        self._is_feeding = False
+        self._restored: Mapping[str, Any] | None = None
+        """What a checkpoint says of the pass it was saved in, until the next pass begins."""
 
     def batches(
         self,
@@ -63,34 +74,120 @@ class Feed:
         with self._compute.lifetime.running():
             self._begin(updates, until)
             self._on_update, self.has_begun = on_update, True
-            batches = self.input.begin(loader, JobUpdates(self._job, self.next_phase is None))
-            length = _length_of(loader)
-        nothing = object()
-        num_fed = 0
+            current = self._pass = self._begin_pass(loader, until)
+        self._is_feeding = True
+        try:
+            yield from self._hand_out(current)
+            with self._compute.lifetime.running():
+                self._end(current)
+        finally:
+            self._is_feeding = False
+        self._on_update = None
+
+    def _hand_out(self, current: Pass) -> Iterator[Any]:
+        """Yield the batches of a pass until all ranks agree on its end."""
         while True:
             with self._compute.lifetime.running():
                 self._land_in_sight(self._last_update)
                 self.land_phase()  # a checkpoint may have brought its round
-            if self._is_over(until):
-                break
-            batch: Any = self.input.take(batches, nothing)
-            if batch is nothing:
+            if self._is_over(current.until):
+                return
+            batch = self._next(current)
+            if batch is NOTHING:
                 with self._compute.lifetime.running():
-                    self._pass_rounds(until, num_fed)
-                break
-            if num_fed and not self._compute.num_counted:
+                    self._pass_rounds(current)
+                return
+            if current.num_fed and not self._compute.num_counted:
                 with self._compute.lifetime.running():  # a loop that calls loss.backward() trains nothing
                     self._compute.accumulation.check_own(self._compute.where)
-            num_fed += 1
-            if num_fed == length:
-                with self._compute.lifetime.running():
-                    self._compute.take_off_if_ready()  # the round before: it does not hold this last batch
-                    self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
+            current.num_fed += 1
+            current.position += 1
+            if current.position == current.length:
+                batch = self._look_ahead(current, batch)
             self.num_samples = num_samples(batch)
             yield batch
-        with self._compute.lifetime.running():
-            self._end()
-        self._on_update = None
+
+    def _next(self, current: Pass) -> Any:
+        """Return the next batch of a pass, or `NOTHING`."""
+        ahead, current.ahead = current.ahead, None
+        if ahead is None:
+            ahead = self.input.take(current.batches, NOTHING)
+        batch, use = ahead
+        if batch is NOTHING:
+            current.is_exhausted = True
+        else:
+            self.input.begin_batch(use)
+        return batch
+
+    def _look_ahead(self, current: Pass, batch: Any) -> Any:
+        """Ask the loader once more while `batch`, the last by its length, is in hand; return that batch.
+
+        It is returned as a copy: whoever is asked again may write into its memory, or give it back.
+        """
+        compute = self._compute
+        with compute.lifetime.running():
+            compute.take_off_if_ready()  # the round before: it does not hold this last batch
+        last = self._last_update
+        if last is not None and compute.updates_in_sight + compute.ends_with_next >= last:
+            return batch  # the end is known, and a batch that came now would be lost
+        batch = own_tensors(batch)
+        current.state = state_before(current.loader)
+        self._updates.is_ahead = True
+        ahead = self.input.take(current.batches, NOTHING)
+        self._updates.is_ahead = False
+        if ahead[0] is not NOTHING:
+            current.ahead = ahead
+            return batch
+        current.is_exhausted = True
+        with compute.lifetime.running():
+            compute.vote = max(compute.vote, Vote.EXHAUSTED)
+        return batch
+
+    def _begin_pass(self, loader: Iterable[Any], until: Until) -> Pass:
+        """Begin a pass, or go on with the one that a checkpoint was saved in the end of."""
+        restored, self._restored = self._restored, None
+        self._updates = JobUpdates(self._job, self.next_phase is None)
+        batches = self.input.begin(loader, self._updates)
+        if restored is None:
+            last = self._pass
+            ahead = last.ahead if last is not None and last.batches is batches else None
+            return Pass(loader, batches, length_of(loader), until, ahead=ahead)
+        is_exhausted, votes = bool(restored["is_exhausted"]), [Vote(vote) for vote in restored["votes"]]
+        length = length_of(loader)
+        if is_exhausted:
+            batches = iter(())
+        if votes:  # all ranks have left this pass; the loader's next iterator begins another
+            self._compute.votes, batches = votes, iter(())
+            if isinstance(loader, EchoLoader):
+                loader.load_state_dict(left(loader.state_dict()))
+                iter(loader.loader)  # one with a state begins where it was loaded once
+        position = int(restored["position"])
+        return Pass(
+            loader, batches, length, until, position, is_exhausted=is_exhausted, has_ended=bool(votes)
+        )
+
+    def state_of(self, loader: Any) -> Any:
+        """Return the state of a loader, for a checkpoint: that behind the batch that was handed out last."""
+        current = self._pass
+        if current is not None and current.loader is loader and current.ahead and current.state is not None:
+            return current.state
+        return loader.state_dict()
+
+    def pass_state(self) -> dict[str, Any] | None:
+        """Return where the pass under way is, for a checkpoint with the loader's state; None where there is none."""
+        current = self._pass
+        if current is None or not self._is_feeding:
+            return None
+        has_ended = current.has_ended or self._is_end_of_data(current)
+        return {
+            "position": current.position,
+            "is_exhausted": current.is_exhausted,
+            "votes": [int(vote) for vote in self._compute.votes] if has_ended else [],
+        }
+
+    def go_on(self, state: Mapping[str, Any] | None) -> None:
+        """Let the next pass be the rest of the one in which `pass_state()` was saved."""
+        self._restored = state
 
     def end(self) -> None:
         """Go no further than the updates that are committed; all ranks come here behind the same one."""
@@ -159,10 +256,12 @@ class Feed:
         self._is_stopped |= max(votes, default=Vote.GO_ON) == Vote.STOP
         self._compute.votes = [Vote.STOP if self._is_stopped else Vote.GO_ON for _ in votes]
 
-    def _end(self) -> None:
+    def _end(self, current: Pass) -> None:
         """Land what is left on any rank, and show the committed parameters; all ranks come here at the same round."""
         compute = self._compute
-        self._is_stopped |= max(compute.votes, default=Vote.GO_ON) >= Vote.STOP
+        if not current.has_ended:  # or these are votes about what was left behind the end of the data
+            self._is_stopped |= max(compute.votes, default=Vote.GO_ON) >= Vote.STOP
+        current.has_ended |= self._is_end_of_data(current)
         own, compute.vote = compute.vote, Vote.DRAIN
         while not self._is_drained():
             self._pass_round()
@@ -179,8 +278,11 @@ class Feed:
         votes = self._compute.votes
         if self._has_enough() or not votes:
             return self._has_enough()
-        decisive = max(votes) if until == "any" else min(votes)
-        return max(votes) >= Vote.STOP or decisive >= Vote.EXHAUSTED
+        return max(votes) >= Vote.STOP or _decisive(votes, until) >= Vote.EXHAUSTED
+
+    def _is_end_of_data(self, current: Pass) -> bool:
+        votes = self._compute.votes
+        return bool(votes) and max(votes) < Vote.STOP and _decisive(votes, current.until) == Vote.EXHAUSTED
 
     def _is_drained(self) -> bool:
         """Return whether every update has ended and nobody has anything left to contribute; the same on all ranks."""
@@ -191,19 +293,23 @@ class Feed:
         has_enough = self._has_enough() and (replica.is_united or not replica.steps_alone)
         return (agreed or has_enough) and self._compute.is_clear
 
-    def _pass_rounds(self, until: Until, num_fed: int) -> None:
+    def _pass_rounds(self, current: Pass) -> None:
         """Take part in rounds without data until the agreed end."""
-        if not num_fed:
+        num_fed, num_counted = current.num_fed, self._compute.num_counted
+        goes_on = (
+            self._compute.steps > 0 and not num_counted
+        )  # from a checkpoint, which may be of a pass's end
+        if not num_fed and not goes_on:
             raise ConfigError(
                 f"{self._compute.where}: the loader has no batch; expected at least one per rank"
             )
-        if not self._compute.num_counted:
+        if num_fed and not num_counted:
             raise StepWithoutBackward(
                 f"{self._compute.where}: {num_fed} batches, and not one micro-batch: expected parallel.backward(loss) "
                 "for each batch, in the place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
             )
         self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
-        while not self._is_over(until):
+        while not self._is_over(current.until):
             self._pass_round()
 
     def _pass_round(self) -> None:
@@ -238,62 +344,5 @@ class Feed:
             self._landed += [] if self._on_update is not None else [update]
 
 
-class JobUpdates:
-    """Tells an `EchoLoader` which update its next batch goes to, and at which parameters its gradient will be taken.
-
-    Args:
-        job: Of this rank.
-        has_one_strategy: Whether all updates to come have the same number of micro-batches, unless a clock decides it.
-    """
-
-    def __init__(self, job: Job, has_one_strategy: bool) -> None:
-        self._compute = job.compute
-        self.micro_batches = sum(job.compute.quota.minima)
-        self.is_fixed = has_one_strategy and job.compute.quota.is_fixed and job.compute.begins_update
-        self._begun_at = -1  # micro-batches before the newest update
-        self._versions: list[int] = []
-        self._fingerprint = 0
-
-    def begins(self, slot: int) -> bool:
-        """Return whether the next batch is the first of an update; a batch that was not counted has begun none."""
-        if not self._compute.begins_update or self._compute.num_counted == self._begun_at:
-            return False
-        self._begun_at = self._compute.num_counted
-        return True
-
-    def parameters(self) -> int:
-        """Return a digest of the parameters that the model shows in training, equal for equal values."""
-        parameters = self._compute.model.parameters
-        versions = [parameter._version for parameter in parameters]
-        if versions != self._versions:
-            with self._compute.model.unsettled():
-                self._fingerprint = functools.reduce(lambda seed, one: digest(one, seed), parameters, 0)
-            self._versions = versions
-        return self._fingerprint
-
-
-def _length_of(loader: Iterable[Any]) -> int | None:
-    """Return how many batches a loader says that it has; None if it does not know."""
-    try:
-        return len(loader)  # type: ignore[arg-type]  # whether it has one is the question
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def num_samples(batch: object) -> int:
-    """Return the length of the first tensor or array found in a batch, or 1."""
-    return next(_lengths(batch), 1)
-
-
-def _lengths(batch: object) -> Iterator[int]:
-    """Yield the length of every tensor and array in the containers of a batch; 1 for one without dimensions."""
-    shape = getattr(batch, "shape", None)
-    if isinstance(shape, tuple):
-        yield shape[0] if shape else 1
-    elif isinstance(batch, Mapping):
-        yield from _lengths(list(batch.values()))
-    elif isinstance(batch, (list, tuple)):
-        for part in batch:
-            yield from _lengths(part)
-    elif dataclasses.is_dataclass(batch):
-        yield from _lengths([getattr(batch, field.name) for field in dataclasses.fields(batch)])
+def _decisive(votes: Sequence[Vote], until: Until) -> Vote:
+    return max(votes) if until == "any" else min(votes)

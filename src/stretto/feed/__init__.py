@@ -1,0 +1,6 @@
+"""Batches for the user's loop, and the end of the data."""
+
+from stretto.feed.feed import Batch, Feed
+from stretto.feed.samples import num_samples
+
+__all__ = ["Batch", "Feed", "num_samples"]

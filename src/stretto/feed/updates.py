@@ -1,0 +1,50 @@
+"""Which updates of a job batches go to, for loaders that echo."""
+
+import functools
+
+from stretto.checksums import digest
+from stretto.engine import Job
+
+
+class JobUpdates:
+    """Tells an `EchoLoader` which update its next batch goes to, and at which parameters its gradient will be taken.
+
+    Args:
+        job: Of this rank.
+        has_one_strategy: Whether all updates to come have the same number of micro-batches, unless a clock decides it.
+    """
+
+    def __init__(self, job: Job, has_one_strategy: bool) -> None:
+        self._compute = job.compute
+        self.micro_batches = sum(job.compute.quota.minima)
+        self.is_fixed = has_one_strategy and job.compute.quota.is_fixed and job.compute.begins_update
+        self.is_ahead = False
+        """Whether a batch is asked for while the one before it is in hand, and has not been counted."""
+        self._begun_at = -1  # micro-batches before the newest update
+        self._versions: list[int] = []
+        self._fingerprint = 0
+
+    def begins(self, slot: int) -> bool:
+        """Return whether the next batch is the first of an update; a batch that was not counted has begun none."""
+        compute = self._compute
+        begins = compute.ends_with_next if self.is_ahead else compute.begins_update
+        counted = compute.num_counted + self.is_ahead
+        if not begins or counted == self._begun_at:
+            return False
+        self._begun_at = counted
+        return True
+
+    def parameters(self) -> int | None:
+        """Return a digest of the parameters that the model shows in training, equal for equal values.
+
+        None where a batch is asked for ahead: nobody knows yet.
+        """
+        if self.is_ahead:
+            return None
+        parameters = self._compute.model.parameters
+        versions = [parameter._version for parameter in parameters]
+        if versions != self._versions:
+            with self._compute.model.unsettled():
+                self._fingerprint = functools.reduce(lambda seed, one: digest(one, seed), parameters, 0)
+            self._versions = versions
+        return self._fingerprint

@@ -1,0 +1,141 @@
+"""Schedulers: which of them can be turned at every committed update, and whether one was turned exactly once."""
+
+import inspect
+from typing import Any
+
+import torch
+
+from stretto.errors import ConfigError, UsageError
+from stretto.optimizer.several import SeveralSchedulers, members_of
+
+_DEEPEST = 8
+"""How many wrappers around a scheduler are looked into."""
+
+
+def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless `scheduler` turns `optimizer` when its step() is called without arguments; None is none.
+
+    Raises:
+        ConfigError: Says what to hand over, or to do, in its place.
+    """
+    if scheduler is None:
+        return
+    if isinstance(scheduler, SeveralSchedulers):
+        for member in scheduler.members:
+            check_scheduler(member, optimizer)
+        return
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "scheduler: a ReduceLROnPlateau needs a metric at every step, which the library does not have; leave "
+            "scheduler out, and call its step(metric) in on_update, with a metric that is the same on all ranks, such "
+            "as update.loss"
+        )
+    step = getattr(scheduler, "step", None)
+    if isinstance(scheduler, torch.optim.Optimizer) or not callable(step):
+        raise ConfigError(
+            f"scheduler: expected one of torch.optim.lr_scheduler, or anything with step(), found {scheduler!r}"
+        )
+    kinds = [kind.__name__ for kind in type(scheduler).__mro__]
+    if "AcceleratedScheduler" in kinds:
+        raise ConfigError(
+            "scheduler: one that Accelerate has prepared turns once for every process at each step(); hand over the "
+            "scheduler in it, its attribute .scheduler, which the library turns once per update"
+        )
+    if "AdafactorSchedule" in kinds:
+        raise ConfigError(
+            "scheduler: an AdafactorSchedule only reports rates, which it reads from the optimizer's state, and that "
+            "is empty during a job; leave scheduler out: Adafactor finds its rates by itself"
+        )
+    needed = _needed(step)
+    if needed:
+        raise ConfigError(
+            f"scheduler: step() of a {type(scheduler).__name__} needs {', '.join(needed)}, which the library does not "
+            f"have; leave scheduler out, and call its step({', '.join(needed)}) in on_update, with values that are the "
+            "same on all ranks"
+        )
+    of_another = getattr(scheduler, "optimizer", optimizer)
+    if not any(of_another is one for one in (optimizer, *members_of(optimizer))):
+        raise ConfigError(
+            f"scheduler: expected one of the optimizer that is handed over, found one of another "
+            f"{type(of_another).__name__}: its learning rates would have no effect"
+        )
+
+
+def _needed(step: Any) -> list[str]:
+    """Return the arguments without which `step` cannot be called."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # nobody knows
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
+
+
+class Schedule:
+    """A scheduler as a job turns it: once per committed update, and by nobody else.
+
+    Args:
+        scheduler: With `step()`.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._turned_to: Any = None
+
+    def forget(self) -> None:
+        """Take the scheduler from where it stands: a checkpoint may have moved it."""
+        self._turned_to = None
+
+    def turn(self, times: int, where: str) -> None:
+        """Turn it so many times.
+
+        Raises:
+            UsageError: It has been turned by hand too, turns several times at once, or its schedule has ended.
+        """
+        before = _positions(self._scheduler)
+        if self._turned_to not in (None, before):
+            raise UsageError(
+                f"{where}: the scheduler stands at {_text(before)}, and the library has turned it to "
+                f"{_text(self._turned_to)}: expected nobody else to call scheduler.step(); remove the call, or leave "
+                "scheduler out of DataParallel"
+            )
+        for _ in range(times):
+            self._step(where)
+        self._turned_to = after = _positions(self._scheduler)
+        for old, new in zip(before, after, strict=False):
+            if isinstance(old, int) and isinstance(new, int) and new > old + times:
+                raise UsageError(
+                    f"{where}: {times} step() of the scheduler moved it from {old} to {new}: expected one that turns "
+                    "once; hand over the scheduler inside, if this one wraps another"
+                )
+
+    def _step(self, where: str) -> None:
+        try:
+            self._scheduler.step()
+        except ValueError as error:
+            raise UsageError(
+                f"{where}: scheduler.step() raised {str(error)!r}: expected a schedule for every update of the "
+                "run, which are, per epoch, a rank's batches by micro_batches, rounded up; make it longer, or end "
+                "with feed(loader, updates=N)"
+            ) from error
+        except (TypeError, LookupError, AttributeError) as error:
+            raise UsageError(
+                f"{where}: scheduler.step() raised {type(error).__name__} ({error}): expected a schedule that turns "
+                "without arguments and reads no optimizer state; leave scheduler out, and turn it in on_update"
+            ) from error
+
+
+def _positions(scheduler: Any, depth: int = 0) -> tuple[Any, ...]:
+    """Return where a scheduler, and each that it is made of, stands; None for one that does not say."""
+    members = getattr(scheduler, "members", None) or getattr(scheduler, "_schedulers", None)
+    position = getattr(scheduler, "last_epoch", None)
+    if isinstance(position, int) or depth == _DEEPEST:
+        return (position,)
+    if isinstance(members, list | tuple):
+        return tuple(one for member in members for one in _positions(member, depth + 1))
+    inner = getattr(scheduler, "scheduler", None)
+    return (None,) if inner is None else _positions(inner, depth + 1)
+
+
+def _text(positions: Any) -> str:
+    return str(positions[0] if len(positions) == 1 else positions)

@@ -1,0 +1,204 @@
+"""A pass over any loader gives every batch once, whatever its length is said to be, and is gone on from to the bit."""
+
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import stretto
+from stretto import ACCO, DDP, DPU, EchoLoader, Even, LocalSGD, WeightPrediction, ZeRO1, checkpoint
+from stretto.strategies import Strategy
+from stretto.virtual import VirtualCluster
+
+STRATEGIES: tuple[Strategy, ...] = (
+    ZeRO1(),
+    DDP(),
+    ACCO(),
+    DPU(),
+    WeightPrediction(),
+    LocalSGD(0.5, state=True),
+)
+
+
+class Numbered:
+    """Gives `count` batches per pass, in another order in each, and says of its length what it is told to say.
+
+    As PyTorch's stateful loaders: a state behind the last batch has an empty rest, one behind the end begins a pass.
+    """
+
+    def __init__(self, count: int, rank: int, says: object, *, reuses: bool = False) -> None:
+        self.count, self.rank, self.says = count, rank, says
+        self.epoch = self.position = 0
+        self.is_restored = False
+        self.ends = 0
+        """How often it was asked behind its last batch."""
+        self.memory = torch.zeros(2, 3) if reuses else None
+
+    def __len__(self) -> int:
+        if isinstance(self.says, int):
+            return self.says
+        raise self.says if isinstance(self.says, Exception) else TypeError("no length")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.is_restored:
+            self.epoch, self.position = self.epoch + (self.position > 0), 0
+        self.is_restored = False
+        return self._rest()
+
+    def _rest(self) -> Iterator[Tensor]:
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.position < self.count:
+            index = order[self.position]
+            self.position += 1
+            number = float(1000 * self.rank + 100 * self.epoch + index)
+            batch = torch.full((2, 3), number) if self.memory is None else self.memory.fill_(number)
+            yield batch
+            if self.memory is not None:
+                self.memory.fill_(-1)
+        self.ends += 1
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+        self.is_restored = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One job."""
+
+    strategy: Strategy
+    counts: tuple[int, ...]
+    """Batches of each rank in a pass."""
+    says: tuple[object, ...]
+    """What each rank's loader says of that."""
+    until: Any
+    micro_batches: int
+    epochs: int
+    save_at: int
+    """The update in which a checkpoint is saved."""
+    echoes: float
+    """Uses of a batch; 1 for the bare loader."""
+    reuses: bool
+    """Whether the loader writes every batch into the same memory."""
+
+
+def drawn(draws: random.Random) -> Case:
+    world_size = draws.randint(1, 3)
+    alike = draws.randint(1, 6)
+    strategy = draws.choice(STRATEGIES)
+    is_alike = strategy.name == "local"  # whose ranks save at updates that all of them come to
+    counts = tuple(
+        draws.choice((alike, alike if is_alike else draws.randint(1, 6))) for _ in range(world_size)
+    )
+    errors = (ValueError("undefined"), RuntimeError("unknown"), AttributeError("none"), None)
+    says = tuple(
+        count if is_alike else draws.choice((count, count, draws.randint(0, 9), draws.choice(errors)))
+        for count in counts
+    )
+    return Case(
+        strategy,
+        counts,
+        says,
+        until=draws.choice(("any", "all")),
+        micro_batches=draws.randint(2 if isinstance(strategy, ACCO) else 1, 3),
+        epochs=draws.randint(1, 3),
+        save_at=draws.randint(1, 9),
+        echoes=draws.choice((1, 1, 2, 1.5)),
+        reuses=draws.random() < 0.3,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one rank saw."""
+
+    seen: list[float]
+    passes: list[int]
+    """How many batches had been seen at the end of each pass."""
+    ends: int
+    steps: int
+    weight: Tensor
+    saved: tuple[int, int] | None
+    """The number of batches seen, and the epoch, when the checkpoint was saved."""
+
+
+def train(rank: int, group: dist.ProcessGroup, case: Case, folder: Path, resume: bool = False) -> Run:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    parallel = stretto.DataParallel(
+        model, optimizer, case.strategy, scheduler=scheduler, micro_batches=case.micro_batches, group=group
+    )
+    bare = Numbered(case.counts[rank], rank, case.says[rank], reuses=case.reuses)
+    loader: Any = bare if case.echoes == 1 else EchoLoader(bare, Even(case.echoes))
+    seen: list[float] = []
+    passes: list[int] = []
+    saved: list[tuple[int, int]] = []
+    epoch = 0
+    if resume:
+        epoch = checkpoint.load(parallel, folder, loader=loader).extra
+
+    def save(update: stretto.Update) -> None:
+        if update.step == case.save_at and not resume:
+            checkpoint.save(parallel, folder, loader=loader, extra=epoch)
+            saved.append((len(seen), epoch))
+
+    while epoch < case.epochs:
+        for batch in parallel.feed(loader, until=case.until, on_update=save):
+            seen.append(float(batch[0, 0]))
+            parallel.backward((model(batch) / 1000).square().mean())
+        passes.append(len(seen))
+        epoch += 1
+    parallel.finish()
+    return Run(seen, passes, bare.ends, parallel.steps, model.weight.detach(), saved[0] if saved else None)
+
+
+def expect_passes(case: Case, rank: int, run: Run) -> None:
+    """Compare fresh batches with what a plain loop sees that leaves its passes after as many; echoes repeat them."""
+    bare = Numbered(case.counts[rank], rank, None)
+    for start, end in itertools.pairwise([0, *run.passes]):
+        batches = iter(bare)
+        seen = run.seen[start:end]
+        fresh = seen if case.echoes == 1 else list(dict.fromkeys(seen))
+        assert fresh == [float(batch[0, 0]) for batch in itertools.islice(batches, len(fresh))], case
+        if case.until == "all" or len(set(case.counts)) == 1:
+            assert next(batches, None) is None, case
+    if case.until == "all" or len(case.counts) == 1:
+        assert run.ends == case.epochs, case
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_batch_comes_once_all_end_together_and_a_checkpoint_goes_on_to_the_bit(
+    seed: int, tmp_path: Path
+) -> None:
+    draws = random.Random(seed)
+    for number in range(14):
+        case, folder = drawn(draws), tmp_path / str(number)
+        program = functools.partial(train, case=case, folder=folder)
+        whole = VirtualCluster(len(case.counts)).run(program).values
+        assert len({run.steps for run in whole}) == 1, case
+        for rank, run in enumerate(whole):
+            expect_passes(case, rank, run)
+        if whole[0].saved is None:
+            continue
+        again = functools.partial(program, resume=True)
+        resumed = VirtualCluster(len(case.counts)).run(again).values
+        for before, after in zip(whole, resumed, strict=True):
+            assert before.saved is not None
+            assert after.seen == before.seen[before.saved[0] :], case
+            assert after.steps == before.steps, case
+            if case.strategy.name != "local":  # whose replicas have other last bits behind a checkpoint
+                assert torch.equal(after.weight, before.weight), case

@@ -1,0 +1,207 @@
+"""Buffers may become others: what ranks hold alike is averaged, what they do not is each rank's own and never mixed."""
+
+import dataclasses
+import random
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import stretto
+from stretto import ACCO, DDP, DPU, DiLoCo, LocalSGD, Options, WeightPrediction, ZeRO1
+from stretto.errors import ConfigError
+from stretto.strategies import Strategy
+from stretto.virtual import VirtualCluster
+
+EXACT: tuple[Strategy, ...] = (ZeRO1(), DDP())
+OTHERS: tuple[Strategy, ...] = (
+    ACCO(),
+    DPU(),
+    WeightPrediction(),
+    LocalSGD(0.5, state=True),
+    DiLoCo(2),
+    DiLoCo(2, delay=1),
+)
+UPDATES = 5
+Kind = tuple[tuple[int, ...], torch.dtype] | None
+"""What a buffer is in one step; None where it is removed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One job."""
+
+    strategy: Strategy
+    choice: str
+    """What becomes of the second buffer."""
+    kinds: tuple[tuple[tuple[Kind, ...], ...], ...]
+    """By rank and step, of both buffers."""
+    guards: Any
+
+
+class Restless(nn.Module):
+    """A layer, and two buffers that are made anew in every forward pass, as a script says."""
+
+    def __init__(self, rank: int, script: tuple[tuple[Kind, ...], ...]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.rank, self.script, self.calls = rank, script, 0
+        for index in range(2):
+            self.register_buffer(f"buffer{index}", torch.zeros(2))
+
+    def forward(self, input: Tensor) -> Tensor:
+        for index, kind in enumerate(self.script[self.calls]):
+            self._put(f"buffer{index}", kind)
+        self.calls += 1
+        return self.layer(input).square().mean()
+
+    def _put(self, name: str, kind: Kind) -> None:
+        if kind is None:
+            setattr(self, name, None)
+            return
+        shape, dtype = kind
+        value = torch.full(shape, own(self.rank, self.calls), dtype=dtype)
+        held = getattr(self, name)
+        if held is not None and held.shape == value.shape and held.dtype == dtype:
+            held.copy_(value)  # in place, as running statistics are
+        else:
+            setattr(self, name, value)
+
+
+def own(rank: int, step: int) -> float:
+    """Return what a rank writes into its buffers in a step: exact in every dtype, and so are means over ranks."""
+    return 12.0 * rank + step
+
+
+def drawn(draws: random.Random, strategies: tuple[Strategy, ...]) -> Case:
+    def kind() -> Kind:
+        shape = tuple(draws.randrange(4) for _ in range(draws.randrange(3)))
+        return draws.choice([None, (shape, torch.float32), (shape, torch.bfloat16), ((2,), torch.float32)])
+
+    strategy, world_size = draws.choice(strategies), draws.randint(1, 3)
+    steps = UPDATES * (2 if strategy.name == "acco" else 1)
+    common = [(kind(), kind()) for _ in range(steps)]
+    lone = draws.choice([0.0, 0.3, 1.0])
+    kinds = tuple(
+        tuple((kind(), kind()) if draws.random() < lone else step for step in common)
+        for _ in range(world_size)
+    )
+    return Case(strategy, draws.choice(["mean", "rank0", "alone"]), kinds, draws.choice([(), "standard"]))
+
+
+def train(rank: int, group: dist.ProcessGroup, case: Case) -> tuple[list[Tensor | None], Tensor]:
+    torch.manual_seed(0)
+    model = Restless(rank, case.kinds[rank])
+    parallel = stretto.DataParallel(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        case.strategy,
+        micro_batches=2 if case.strategy.name == "acco" else 1,
+        group=group,
+        guards=case.guards,
+        options=Options(buffers=f"buffer1={case.choice}"),
+    )
+    generator = torch.Generator().manual_seed(rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for batch in parallel.feed([torch.randn(2, 3, generator=generator) for _ in case.kinds[rank]]):
+            parallel.backward(model(batch))
+            with parallel.settled():
+                pass
+        parallel.finish()
+    assert model.calls == len(case.kinds[rank]), case
+    return [model.buffer0, model.buffer1], model.layer.weight.detach()
+
+
+def bare(rank: int, group: dist.ProcessGroup, case: Case) -> Tensor:
+    """Return the weights of the same job without buffers that change."""
+    script = (((((2,), torch.float32)),) * 2,) * len(case.kinds[rank])
+    return train(rank, group, dataclasses.replace(case, kinds=(script,) * len(case.kinds), choice="alone"))[1]
+
+
+def expected(case: Case, rank: int, index: int) -> float | None:
+    """Return what a buffer holds at the end under a strategy whose ranks agree in every round."""
+    last = [kinds[-1][index] for kinds in case.kinds]
+    values = [own(other, UPDATES - 1) for other in range(len(last))]
+    if last[rank] is None:
+        return None
+    choice = case.choice if index else "mean"
+    if choice == "alone" or len(set(last)) > 1:
+        return values[rank]
+    return values[0] if choice == "rank0" else sum(values) / len(values)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_buffer_of_one_kind_is_what_its_choice_says_and_another_is_each_ranks_own(seed: int) -> None:
+    draws = random.Random(seed)
+    for _ in range(20):
+        case = drawn(draws, EXACT)
+        found = VirtualCluster(len(case.kinds)).run(partial(train, case=case)).values
+        weights = VirtualCluster(len(case.kinds)).run(partial(bare, case=case)).values
+        for rank, (buffers, weight) in enumerate(found):
+            assert torch.equal(weight, weights[rank]), case
+            for index, buffer in enumerate(buffers):
+                kind, value = case.kinds[rank][-1][index], expected(case, rank, index)
+                assert (buffer is None) == (kind is None), case
+                if buffer is not None and kind is not None:
+                    assert torch.equal(buffer, torch.full(kind[0], value, dtype=kind[1])), (case, rank, index)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_strategy_minds_what_becomes_of_a_buffer(seed: int) -> None:
+    draws = random.Random(seed)
+    for _ in range(14):
+        case = drawn(draws, OTHERS)
+        if case.strategy.name in ("local", "diloco"):
+            case = dataclasses.replace(case, guards=())
+        found = VirtualCluster(len(case.kinds)).run(partial(train, case=case)).values
+        weights = VirtualCluster(len(case.kinds)).run(partial(bare, case=case)).values
+        for rank, (buffers, weight) in enumerate(found):
+            assert torch.equal(weight, weights[rank]), case
+            for index, buffer in enumerate(buffers):
+                kind = case.kinds[rank][-1][index]
+                assert (buffer is None) == (kind is None), case
+                if buffer is not None and kind is not None:
+                    assert (tuple(buffer.shape), buffer.dtype) == kind, case
+                    if case.choice == "alone" and index:
+                        assert bool((buffer == own(rank, len(case.kinds[rank]) - 1)).all()), case
+
+
+def test_ranks_whose_buffers_part_are_told_once_which_one_it_is() -> None:
+    def program(rank: int, group: dist.ProcessGroup) -> list[str]:
+        script = (((((2 + rank,), torch.float32)), ((2,), torch.float32)),) * 3
+        model = Restless(rank, script)
+        parallel = stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+        for _ in parallel.feed(range(3)):
+            parallel.backward(model(torch.ones(1, 3)))
+        parallel.finish()
+        return []
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        VirtualCluster(2).run(program)
+    told = sorted(str(warning.message) for warning in caught if "buffer" in str(warning.message))
+    assert len(told) == 2
+    assert "buffer 'buffer0' is torch.float32 of shape (2,) on this rank" in told[0]
+    assert "Options(buffers='buffer0=alone')" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("codes=rank0", "fits no floating-point buffer of the model, which has buffer0, buffer1"),
+        ("buffer0=rank", "did you mean 'rank0'"),
+        ("buffer0", "expected pattern=choice"),
+        ("=mean", "expected pattern=choice"),
+    ],
+)
+def test_a_choice_for_no_buffer_or_of_no_kind_is_refused(text: str, message: str) -> None:
+    model = Restless(0, ())
+    with pytest.raises(ConfigError, match=message):
+        stretto.DataParallel(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), options=Options(buffers=text)
+        )

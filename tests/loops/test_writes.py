@@ -1,0 +1,260 @@
+"""Writes that a plain loop allows: each counts, is put back, or is told; and models and jobs of odd kinds."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import stretto
+from stretto import ACCO, DDP, DPU, LocalSGD, WeightPrediction, ZeRO1
+from stretto.errors import ConfigError, GradientsTouched, ParametersTouched, UnsupportedOptimizer
+from stretto.strategies import Strategy
+
+EVERY = pytest.mark.parametrize(
+    "strategy", [ZeRO1(), DDP(), ACCO(), DPU(), WeightPrediction(), LocalSGD(0.5)], ids=lambda one: one.name
+)
+
+
+def batches(seed: int, count: int = 8) -> list[Tensor]:
+    return [torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * seed + i)) for i in range(count)]
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def swap(model: nn.Module, average: nn.Module, how: str) -> None:
+    if how == "load_state_dict":
+        model.load_state_dict(average.state_dict())
+        return
+    with torch.no_grad():
+        for own, other in zip(model.parameters(), average.parameters(), strict=True):
+            (own.data if how == ".data" else own).copy_(other)
+
+
+def train(strategy: Strategy, seed: int, ways: list[str]) -> list[Tensor]:
+    """Train, and at every update swap an average in and out in one of the ways."""
+    model = network(seed)
+    average = AveragedModel(model, use_buffers=True)
+    parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2)
+
+    def evaluate(update: stretto.Update) -> None:
+        with parallel.settled():
+            average.update_parameters(model)
+            if ways:
+                held = copy.deepcopy(model)
+                swap(model, average.module, ways[update.step % len(ways)])
+                model.eval()
+                model(torch.ones(2, 3))
+                model.train()
+                swap(model, held, ways[(update.step + 1) % len(ways)])
+
+    for batch in parallel.feed(batches(seed), on_update=evaluate):
+        parallel.backward(model(batch).square().mean())
+    parallel.finish()
+    return [tensor.detach().clone() for tensor in model.state_dict().values()]
+
+
+@EVERY
+def test_an_average_swapped_in_and_out_of_a_settled_model_leaves_no_trace(strategy: Strategy) -> None:
+    draws = random.Random(0)
+    for seed in range(17):
+        ways = [draws.choice(["copy_", "load_state_dict", ".data"]) for _ in range(2)]
+        if "load_state_dict" in ways:
+            ways = ["load_state_dict"]  # which alone brings buffers back
+        assert all(map(torch.equal, train(strategy, seed, ways), train(strategy, seed, []))), (seed, ways)
+
+
+def test_a_swap_that_is_not_taken_back_is_told() -> None:
+    model = network()
+    parallel = stretto.DataParallel(model, sgd(model))
+    with (
+        pytest.raises(ParametersTouched, match=r"'2\.bias' was written inside settled\(\)"),
+        parallel.settled(),
+    ):
+        swap(model, network(1), "copy_")
+
+
+class Fused(torch.autograd.Function):
+    """A product whose backward pass adds the weight's gradient to `.grad` itself."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(input)
+        ctx.weight = weight
+        return input @ weight.detach().T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (input,) = ctx.saved_tensors
+        own = gradients[0].T @ input
+        if ctx.weight.grad is None:
+            ctx.weight.grad = own
+        else:
+            ctx.weight.grad += own
+        return gradients[0] @ ctx.weight.detach(), None
+
+
+class Chain(nn.Module):
+    """Layers of which some are fused."""
+
+    def __init__(self, fused: list[bool]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in fused)
+        self.fused = fused
+
+    def forward(self, input: Tensor) -> Tensor:
+        for layer, is_fused in zip(self.layers, self.fused, strict=True):
+            input = input.requires_grad_() if not input.requires_grad else input
+            input = torch.tanh(Fused.apply(input, layer.weight) if is_fused else layer(input))
+        return input.square().mean()
+
+
+def test_gradients_that_an_autograd_function_writes_count_as_in_a_plain_loop() -> None:
+    draws = random.Random(0)
+    for seed in range(100):
+        torch.manual_seed(seed)
+        fused = [draws.random() < 0.5 for _ in range(draws.randint(1, 4))]
+        weight, allow = draws.choice([1.0, 2.0, 0.25]), draws.random() < 0.5
+        model = Chain(fused)
+        plain = copy.deepcopy(model)
+        optimizer = sgd(plain)
+        for number, batch in enumerate(batches(seed, 6)):
+            (plain(batch) / 2).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        options = stretto.Options(allow_unused=allow)
+        strategy = draws.choice([ZeRO1(), DDP()])
+        parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2, options=options)
+        for batch in parallel.feed(batches(seed, 6)):
+            parallel.backward(model(batch), weight=weight)
+        parallel.finish()
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(
+                own, other, rtol=1e-5, atol=1e-6
+            )  # a sum of two, halved before or after
+
+
+def test_gradients_that_a_function_writes_without_the_weight_of_a_narrow_loss_are_told() -> None:
+    model = Chain([True, False])
+    parallel = stretto.DataParallel(model, sgd(model))
+    with pytest.raises(GradientsTouched, match="an autograd function has added to its gradient itself"):
+        parallel.backward(model(torch.ones(2, 3)).bfloat16(), weight=2.0)
+
+
+class Siamese(nn.Module):
+    """A network, and a target that follows it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.online = nn.Linear(3, width)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return (self.online(input) - self.target(input + 1)).square().mean()
+
+
+@pytest.mark.parametrize("strategy", [ZeRO1(), DDP()], ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("width", [1, 8, 40])
+def test_a_target_that_moves_through_data_under_guards_ends_the_job_with_what_to_write(
+    width: int, strategy: Strategy
+) -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = Siamese(width)
+        parallel = stretto.DataParallel(model, sgd(model), strategy, guards="standard")
+
+        def follow(_: stretto.Update, model: Siamese = model) -> None:
+            for slow, fast in zip(model.target.parameters(), model.online.parameters(), strict=True):
+                slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+
+        def run(model: Siamese = model, parallel: stretto.DataParallel = parallel) -> None:
+            for batch in parallel.feed(batches(seed, 12), on_update=follow):  # noqa: B023  # called at once
+                parallel.backward(model(batch))
+
+        with pytest.raises((ParametersTouched, stretto.errors.StateCorrupt), match=r"\.data"):
+            run()
+
+
+def test_hooks_see_what_a_round_has_accumulated_of_each_gradient() -> None:
+    model = network()
+    plain = copy.deepcopy(model)
+    parallel = stretto.DataParallel(model, sgd(model), micro_batches=2)
+    seen: list[float] = []
+    parameter = model[0].weight
+    parameter.register_post_accumulate_grad_hook(lambda one: seen.append(float(one.grad.norm())))
+    optimizer, expected = sgd(plain), []
+    for number, batch in enumerate(batches(0, 6)):
+        plain(batch).square().mean().backward()
+        expected.append(float(plain[0].weight.grad.norm()))
+        if number % 2:
+            for one in plain.parameters():
+                one.grad /= 2
+            optimizer.step()
+            optimizer.zero_grad()
+    for batch in parallel.feed(batches(0, 6)):
+        parallel.backward(model(batch).square().mean())
+    parallel.finish()
+    assert seen == pytest.approx(expected, rel=1e-5)  # of sums in fp32
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@EVERY
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
+def test_scripted_models_train_like_others(strategy: Strategy, whole: bool) -> None:
+    def trained(is_scripted: bool) -> list[Tensor]:
+        model: Any = network()
+        if is_scripted and whole:
+            model = torch.jit.script(model)
+        elif is_scripted:
+            model[1] = torch.jit.script(model[1])
+        parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2)
+        for batch in parallel.feed(batches(0)):
+            parallel.backward(model(batch).square().mean())
+        parallel.finish()
+        return [value.detach() for value in model.state_dict().values()]
+
+    for own, other in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)  # scripted code may fuse
+
+
+class Sharded(torch.optim.Optimizer):
+    """As PyTorch's ZeroRedundancyOptimizer: its own optimizer has this rank's share."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.optim = torch.optim.AdamW(parameters[:1])
+
+
+def test_an_optimizer_that_shards_is_refused_with_the_one_that_it_shards() -> None:
+    model = network()
+    with pytest.raises(UnsupportedOptimizer, match=r"expected the AdamW over all of them, as in AdamW\("):
+        stretto.DataParallel(model, Sharded(list(model.parameters())))
+
+
+@EVERY
+def test_a_job_that_was_dropped_makes_way_for_the_next(strategy: Strategy) -> None:
+    model = network()
+    for count in range(4):
+        parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2)
+        for batch in batches(0, count):
+            parallel.backward(model(batch).square().mean())
+        del parallel
+    held = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2)
+    with pytest.raises(ConfigError, match="found some of a DataParallel that has not ended"):
+        stretto.DataParallel(model, sgd(model), strategy, micro_batches=2)
+    for batch in held.feed(batches(0)):
+        held.backward(model(batch).square().mean())
+    held.finish()
+    assert held.steps == 4
