@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from stretto.reproduce import PAPERS, RECORDS, Book, Found, Site, Verdict, found
+from stretto.reproduce import PAPERS, RECORDS, Book, Found, Record, Site, Verdict, found
 from stretto.reproduce.tables import around, cells_table, effects_table, markdown, said, told
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,11 +74,15 @@ def records(all_found: Iterable[Found]) -> str:
         lines += [f"Here: {record.scale}; {one.seeds} seeds. Not as there: {record.differences}."]
         if record.answer:
             lines += ["", record.answer]
-        before = next((id for id, other in shown if other.record.cells == record.cells), None)
+        before = next((id for id, other in shown if _same_runs(other.record, record)), None)
         table = [f"Its table is that of [{before}](#{_anchor(before)})."] if before else [cells_table(one)]
         shown.append((record.id, one))
         parts += ["\n".join([*lines, "", *table, "", effects_table(one)])]
     return "\n\n".join(parts)
+
+
+def _same_runs(one: Record, other: Record) -> bool:
+    return (one.setting, one.cells) == (other.setting, other.cells)
 
 
 def unchecked(all_found: Iterable[Found]) -> str:

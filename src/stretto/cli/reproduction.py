@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stretto.cli.options import parse_alone, parse_options
-from stretto.reproduce import Found, Record, ReproduceConfig, chosen, reproduce
+from stretto.reproduce import MINUTES, Found, Record, ReproduceConfig, chosen, reproduce
 from stretto.reproduce.tables import cells_table, effects_table, markdown, told
 from stretto.train.simulation import SimulateConfig
 
@@ -30,7 +30,7 @@ def _listed(records: Sequence[Record]) -> str:
         [
             record.id,
             told(record),
-            f"{record.minutes:g}" if record.minutes else "-",
+            f"{MINUTES[record.id]:g}" if record.id in MINUTES else "-",
             f"stretto reproduce {record.id}",
         ]
         for record in records

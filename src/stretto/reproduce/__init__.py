@@ -2,6 +2,7 @@
 
 from stretto.reproduce.book import Book
 from stretto.reproduce.intervals import Interval, difference, interval
+from stretto.reproduce.minutes import MINUTES
 from stretto.reproduce.record import Cell, Effect, Measure, Paper, Record
 from stretto.reproduce.records import PAPERS, RECORDS
 from stretto.reproduce.reproduction import ReproduceConfig, chosen, reproduce
@@ -10,6 +11,7 @@ from stretto.reproduce.trial import Trial
 from stretto.reproduce.verdict import Limits, Verdict, judge
 
 __all__ = [
+    "MINUTES",
     "PAPERS",
     "RECORDS",
     "Book",

@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 from stretto.reproduce.measures import ACCURACY, LOSS, SENT, loads_to, loss_at
-from stretto.reproduce.record import MORE_SEEDS, Cell, Effect, Paper, Reading, Record
+from stretto.reproduce.record import MORE_SEEDS, Cell, Effect, Measure, Paper, Reading, Record, above
 from stretto.reproduce.verdict import Limits
 
 ECHO = Paper(
@@ -41,17 +41,33 @@ def row(uses: int) -> str:
     return "p = 1" if uses == 1 else f"p = 1/{uses}"
 
 
-def _words(updates: int, every: int | None, echo: str, strategy: str = "") -> dict[str, Any]:
-    """Return the words of an arm, and the same where a preset says how many fresh samples a run has."""
+class Arm(NamedTuple):
+    """The options of an arm."""
+
+    words: str
+    """Here."""
+    real: str
+    """Where a preset says how many fresh samples a run has."""
+
+    def cell(self, measure: Measure, rates: tuple[float, ...] = (), tuned_by: Measure | None = None) -> Cell:
+        """Return what a measure says of it."""
+        return Cell(words=self.words, real=self.real, measure=measure, rates=rates, tuned_by=tuned_by)
+
+    def unseen(self) -> "Arm":
+        """Return it without evaluations, for each of which replicas send an average."""
+        return self._replace(words=re.sub(r"--evaluate-every \d+", "--evaluate-every None", self.words))
+
+
+def _arm(updates: int, every: int | None, echo: str, strategy: str = "") -> Arm:
     length = f"--updates {updates}" + ("" if every is None else f" --evaluate-every {every}")
     echoed = "" if echo == "none" else f" --echo {echo}"
-    return {"words": f"{length}{echoed}{strategy}", "real": f"--echo {echo}{strategy}"}
+    return Arm(words=f"{length}{echoed}{strategy}", real=f"--echo {echo}{strategy}")
 
 
-def coin(uses: int, strategy: str = "") -> dict[str, Any]:
-    """Return the words of the arm that takes a fresh batch with a probability of 1/uses."""
+def coin(uses: int, strategy: str = "") -> Arm:
+    """Return the arm that takes a fresh batch with a probability of 1/uses."""
     echo = "none" if uses == 1 else f"bernoulli:p={1 / uses:g}"
-    return _words(LOADS * uses, 2 * uses, echo, strategy)
+    return _arm(LOADS * uses, 2 * uses, echo, strategy)
 
 
 def loads(of: Reading, uses: int, column: str) -> float:
@@ -61,9 +77,9 @@ def loads(of: Reading, uses: int, column: str) -> float:
 
 CURVE = {
     row(uses): {
-        "near": Cell(**coin(uses), measure=_NEAR, rates=RATES[uses], tuned_by=_NEAR),
-        "far": Cell(**coin(uses), measure=loads_to(_FAR), rates=RATES[uses], tuned_by=_NEAR),
-        "end": Cell(**coin(uses), measure=LOSS, rates=RATES[uses], tuned_by=_NEAR),
+        "near": coin(uses).cell(_NEAR, RATES[uses], _NEAR),
+        "far": coin(uses).cell(loads_to(_FAR), RATES[uses], _NEAR),
+        "end": coin(uses).cell(LOSS, RATES[uses], _NEAR),
     }
     for uses in _USES
 }
@@ -129,21 +145,16 @@ def _against(other: str) -> Effect:
     )
 
 
-def _unseen(words: str) -> str:
-    """Return the words without evaluations, for each of which replicas send an average."""
-    return re.sub(r"--evaluate-every \d+", "--evaluate-every None", words)
-
-
-_AVERAGED: Mapping[str, dict[str, Any]] = {
+_AVERAGED = {
     "DDP, echoed": coin(2),
     "averaged at p, echoed": coin(2, " --strategy local:rate=0.5:plan=bernoulli"),
     "DDP, not echoed": coin(1),
 }
 _AVERAGED_CELLS = {
     arm: {
-        "accuracy": Cell(**words, measure=ACCURACY, rates=_WIDE),
-        "end": Cell(**words, measure=LOSS, rates=_WIDE),
-        "sent": Cell(**{**words, "words": _unseen(words["words"])}, measure=SENT),
+        "accuracy": words.cell(ACCURACY, _WIDE),
+        "end": words.cell(LOSS, _WIDE),
+        "sent": words.unseen().cell(SENT),
     }
     for arm, words in _AVERAGED.items()
 }
@@ -152,10 +163,10 @@ _TEXT = (
     "--task.batch 8 --task.evaluation-windows 256 --task.data.megabytes 2 --strategy ddp"
 )
 _TEXT_LOADS = 120
-_TEXT_ARMS: Mapping[str, dict[str, Any]] = {
-    "p = 1": _words(_TEXT_LOADS, None, "none"),
-    "p = 1/2": _words(2 * _TEXT_LOADS, None, "bernoulli:p=0.5"),
-    "p by a falling cosine": _words(round(_TEXT_LOADS / 0.625), None, '"bernoulli:p=cosine(1,0.25)"'),
+_TEXT_ARMS = {
+    "p = 1": _arm(_TEXT_LOADS, None, "none"),
+    "p = 1/2": _arm(2 * _TEXT_LOADS, None, "bernoulli:p=0.5"),
+    "p by a falling cosine": _arm(round(_TEXT_LOADS / 0.625), None, '"bernoulli:p=cosine(1,0.25)"'),
 }
 
 
@@ -235,9 +246,7 @@ ECHO_RECORDS = (
         source="answer to review 2",
         setting=IMAGES,
         cells={
-            row(uses): {
-                "loss": Cell(**coin(uses), measure=loss_at("step", LOADS), rates=RATES[uses], tuned_by=_NEAR)
-            }
+            row(uses): {"loss": coin(uses).cell(loss_at("step", LOADS), RATES[uses], _NEAR)}
             for uses in (1, 2)
         },
         effects=(
@@ -259,7 +268,7 @@ ECHO_RECORDS = (
         setting=IMAGES,
         cells={
             row(uses): {
-                f"rate {rate}": Cell(words=f"{coin(uses)['words']} --task.lr {rate}", measure=LOSS)
+                f"rate {rate}": Cell(words=f"{coin(uses).words} --task.lr {rate}", measure=LOSS)
                 for rate in (0.05, 0.4)
             }
             for uses in (1, 2)
@@ -267,7 +276,7 @@ ECHO_RECORDS = (
         effects=tuple(
             Effect(
                 says=f"nats that p = 1/2 ends below p = 1, rate {rate}",
-                of=lambda of, rate=rate: of(row(1), f"rate {rate}") - of(row(2), f"rate {rate}"),  # type: ignore[misc]  # a default of a lambda has no type
+                of=above(row(1), row(2), f"rate {rate}"),
                 limits=Limits(least=0),
                 digits=3,
             )
@@ -299,14 +308,11 @@ ECHO_RECORDS = (
         source="answer to review 1, on Figure 7",
         setting=_TEXT,
         real="language --preset echo-gpt2-wikitext2 --task.data {data} --ranks 4 --network free --strategy ddp",
-        cells={
-            arm: {"loss": Cell(**words, measure=LOSS, rates=(0.004, 0.008))}
-            for arm, words in _TEXT_ARMS.items()
-        },
+        cells={arm: {"loss": words.cell(LOSS, (0.004, 0.008))} for arm, words in _TEXT_ARMS.items()},
         effects=tuple(
             Effect(
                 says=f"nats that {arm} ends below p = 1 at equal loads",
-                of=lambda of, arm=arm: of("p = 1", "loss") - of(arm, "loss"),  # type: ignore[misc]  # a default of a lambda has no type
+                of=above("p = 1", arm, "loss"),
                 limits=Limits(least=0),
                 digits=3,
             )

@@ -1,7 +1,4 @@
-"""How long the runs of a record took, on the machine of `benchmarks/results/2026-11-25-papers`; a test compares.
-
-Runs that several records share count for each of them.
-"""
+"""How long records take, so that a list can say so before anything is run."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,7 +8,7 @@ MINUTES: Mapping[str, float] = MappingProxyType(
         "acco.quality": 6.5,
         "acco.wp": 1.8,
         "acco.dpu": 1.9,
-        "acco.convolutions": 1.0,
+        "acco.convolutions": 1,
         "acco.workers-8": 1.5,
         "acco.workers-32": 2.7,
         "acco.time": 1.8,
@@ -20,17 +17,17 @@ MINUTES: Mapping[str, float] = MappingProxyType(
         "acco.heterogeneous": 1.4,
         "acco.figure3": 1.6,
         "acco.hidden": 0.6,
-        "paft.table1": 8.0,
-        "paft.small-noise": 8.0,
+        "paft.table1": 8,
+        "paft.small-noise": 8,
         "paft.defended": 1.6,
-        "paft.gap": 8.0,
-        "paft.interval": 8.0,
+        "paft.gap": 8,
+        "paft.interval": 8,
         "paft.dynamic": 2.2,
         "paft.our-estimate": 2.3,
         "paft.lemma": 0.5,
         "paft.accumulates": 0.5,
         "paft.table2": 10.9,
-        "paft.table3": 2.5,
+        "paft.table3": 2.7,
         "paft.bursts": 1.1,
         "paft.large-bursts": 1.1,
         "paft.state": 0.5,
@@ -52,4 +49,5 @@ MINUTES: Mapping[str, float] = MappingProxyType(
         "echo.loads-saved": 3.9,
     }
 )
-"""Of one core, by id; records without runs are not listed."""
+"""Minutes of one core for all runs of a record, on the machine of docs/papers.md. Records share runs: several together
+take less. Records without runs are left out."""

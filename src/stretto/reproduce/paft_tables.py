@@ -103,8 +103,8 @@ def table_2() -> dict[str, dict[str, Cell]]:
 _TIMED = {
     "DSGD": "--strategy ddp",
     "PAFT-Sync": "--strategy paft-sync:interval=5",
-    "PAFT": "--strategy paft-dyn:first=5:estimate=paper:overlap=on",
-    "PAFT, our estimate": "--strategy paft-dyn:first=5:overlap=on",
+    "PAFT": "--strategy paft-dyn:first=5:estimate=paper:overlap=on:probe=64",
+    "PAFT, our estimate": "--strategy paft-dyn:first=5:overlap=on:probe=64",
 }
 
 

@@ -14,6 +14,16 @@ Reading = Callable[[str, str], float]
 """Returns the number in a row and a column: ours with one seed, or the paper's."""
 
 
+def number_in(row: str, column: str) -> Callable[[Reading], float]:
+    """Return what reads a cell."""
+    return lambda of: of(row, column)
+
+
+def above(row: str, other: str, column: str) -> Callable[[Reading], float]:
+    """Return what reads by how much a row is above another one."""
+    return lambda of: of(row, column) - of(other, column)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Paper:
     """One of the three papers."""
@@ -105,8 +115,6 @@ class Record:
     """By row and column of the table."""
     effects: tuple[Effect, ...] = ()
     """What decides the verdict."""
-    minutes: float = 0.0
-    """Of one core, for all its runs; 0 where there are none."""
     seeds: int = 5
     """Seeds of every cell, where no other number is asked for."""
     scale: str = ""

@@ -1,12 +1,10 @@
 """All records, and the papers that they are of."""
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from stretto.reproduce.acco import ACCO, ACCO_RECORDS
 from stretto.reproduce.echo import ECHO, ECHO_RECORDS
-from stretto.reproduce.minutes import MINUTES
 from stretto.reproduce.paft import PAFT, PAFT_RECORDS
 from stretto.reproduce.questions import QUESTIONS
 from stretto.reproduce.record import Paper, Record
@@ -14,9 +12,6 @@ from stretto.reproduce.record import Paper, Record
 PAPERS: Mapping[str, Paper] = MappingProxyType({paper.key: paper for paper in (ACCO, PAFT, ECHO)})
 """By key."""
 RECORDS: Mapping[str, Record] = MappingProxyType(
-    {
-        record.id: dataclasses.replace(record, minutes=MINUTES.get(record.id, 0.0))
-        for record in (*ACCO_RECORDS, *PAFT_RECORDS, *ECHO_RECORDS, *QUESTIONS)
-    }
+    {record.id: record for record in (*ACCO_RECORDS, *PAFT_RECORDS, *ECHO_RECORDS, *QUESTIONS)}
 )
 """By id."""

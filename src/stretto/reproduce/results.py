@@ -186,17 +186,20 @@ def _cell_found(record: Record, cell: Cell, book: Book, seeds: int, site: Site) 
 def _effect_found(
     record: Record, effect: Effect, table: Mapping[str, Mapping[str, CellFound]], seeds: int
 ) -> EffectFound:
-    values: list[float] = []
-    for seed in range(seeds):
-        try:
-            value = effect.of(lambda row, column, seed=seed: table[row][column].values[seed])  # type: ignore[misc]  # a default of a lambda has no type
-        except (KeyError, ZeroDivisionError):
-            break  # a run is missing, or does not have the number
-        values.append(value)
-    around = interval(values) if values and len(values) == seeds else None
+    values = [_value(effect, table, seed) for seed in range(seeds)]
+    known = [value for value in values if value is not None]
+    around = interval(known) if known and len(known) == seeds else None
     paper = effect.of_paper(record)
     limits = dataclasses.replace(effect.limits, paper=paper)
     return EffectFound(effect=effect, interval=around, paper=paper, verdict=judge(around, limits))
+
+
+def _value(effect: Effect, table: Mapping[str, Mapping[str, CellFound]], seed: int) -> float | None:
+    """Return the effect with a seed; None where a run is missing, or does not have the number."""
+    try:
+        return effect.of(lambda row, column: table[row][column].values[seed])
+    except (KeyError, ZeroDivisionError):
+        return None
 
 
 def _why(effects: Sequence[EffectFound]) -> str:
