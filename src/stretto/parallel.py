@@ -200,15 +200,14 @@ class DataParallel:
     ) -> Update | None:
         """Run the forward and backward pass of one micro-batch, as `backward(loss_function(batch))` does.
 
-        Guards can run it again, which `backward` does not let them: until the round ends they hold on to the batch.
+        Guards can run it again: until the round ends they hold on to the batch. Returns and errors as for `backward`.
 
         Args:
             loss_function: Returns the loss, or (loss, weight, samples) where only the forward pass tells these. What it
                 returns depends on the batch, the model and random draws alone, and the batch stays as it is.
             batch: What it is given.
-            weight, samples: See `backward`; where `samples` is None it is the batch's length.
-
-        Returns and errors are those of `backward`.
+            weight: See `backward`.
+            samples: See `backward`; None is the batch's length.
         """
         with self._compute.lifetime.running():
             if self._phases:
