@@ -129,7 +129,7 @@ def test_the_mean_of_buffers_lies_between_them_and_equal_ones_stay_equal(world_s
             values = [of_every_size(9, generator, largest=3e38).to(dtype) for _ in range(world_size)]
             if case % 2:
                 values = [values[0]] * world_size
-            averages = average_statistics(exchange, [values[rank]], [True], counts)
+            averages = average_statistics(exchange, [values[rank]], [True], counts, ())
             found.append((values, counts, averages[0]))
         return found
 

@@ -97,7 +97,7 @@ def test_every_incident_stays_in_the_folder_also_of_updates_that_are_made_again(
 
 def test_what_is_found_behind_the_last_update_is_in_the_folder_too() -> None:
     """Weight prediction gathers beside the next round; the last of it is installed in the drain."""
-    last = Fault(site="gathered values", rank=1, instant=26)
+    last = Fault(site="gathered values", rank=1, instant=27)
     persist(struck("run", 2, strategy="wp", guards=("rest",), verified=True, faults=(last,)))
     (incident,) = read_json_lines(Path("run", "incidents.jsonl"))
     assert (incident["step"], incident["site"], incident["action"]) == (11, "gathered values", "sent again")
