@@ -4,6 +4,7 @@ import dataclasses
 import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from stretto.engine import Clock
 from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto.plan import Machine, PlanConfig, Ranking, price, rank_by_time
-from stretto.plan.measure import WIRES
+from stretto.plan.measure import WIRES, by_speed
 from stretto.plan.twin import Twin
 from stretto.recipes import DigitsResNet, MicroBatches, Task
 from stretto.train.arms import parse_arm
@@ -194,6 +195,21 @@ def test_the_loader_is_as_slow_for_a_fast_rank_as_for_a_slow_one() -> None:
         for slow in ({}, {1: 3.0})
     ]
     assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
+def test_a_neighbour_that_disturbs_some_micro_batches_makes_no_rank_slow() -> None:
+    """On shared cores most of a rank's micro-batches may be disturbed; one that is not tells its speed."""
+    draws = numpy.random.default_rng(0)
+    for _ in range(100):
+        ranks = draws.integers(2, 9)
+        factors = draws.choice([1.0, 1.3, 3.0], size=ranks)
+        disturbed = 1 + draws.exponential(2.0, size=(ranks, 8))
+        disturbed[range(ranks), draws.integers(0, 8, size=ranks)] = 1.0
+        taken = torch.tensor(factors[:, None] * disturbed)
+        slowness, longest = by_speed(taken.amin(1), taken.median(1, keepdim=True).values)
+        torch.testing.assert_close(slowness, torch.tensor(factors / factors.min()))
+        # With fixed counts no rank is priced as faster than it was.
+        assert (longest * slowness >= taken.median(1).values * (1 - 1e-12)).all()
 
 
 def test_slow_ranks_are_those_of_the_plan_and_ranks_that_were_not_measured_are_as_slow_as_the_slowest() -> (

@@ -207,7 +207,7 @@ def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int) ->
         ranks_per_node=each,
         inside=inside,
     )
-    return _of_all(ranks, own)
+    return _of_all(ranks, own, min(sum(one) for one in passes))
 
 
 def _agreed_ranks_per_node(ranks: Ranks, own: int) -> int:
@@ -226,25 +226,24 @@ def _own_cores(ranks: Ranks) -> float:
     return share_of_cores(own, [row.nonzero().flatten().tolist() for row in same_host])
 
 
-def _of_all(ranks: Ranks, own: Machine) -> Machine:
-    """Return the machine of all ranks, which shall plan alike: the fastest rank's micro-batches, and its slowness.
+def _of_all(ranks: Ranks, own: Machine, least_seconds: float) -> Machine:
+    """Return the machine of all ranks, which shall plan alike; of links and loaders the slowest counts.
 
-    Of all other times the longest counts, by the speed of the rank that it was measured on; and the slowest link.
+    Args:
+        ranks: All of them.
+        own: What this rank has measured.
+        least_seconds: Of its micro-batches, the shortest.
     """
-    times = ranks.gather([own.forward_seconds, own.backward_seconds, own.jitter])
-    taken = times[:, :2].sum(1)
-    forward, backward, _ = times[taken.argmin()].tolist()
-    slowness = tuple((taken / taken.min()).tolist())
-    factor = slowness[ranks.group.rank()]
     links = [
         number
         for link in (own.link, own.inside)
         for number in (1 / (link.bits_per_second or math.inf), link.latency_seconds)
     ]
-    work = [seconds / factor for seconds in (own.step_seconds, *own.exchange_seconds.values())]
-    slowest = ranks.gather([own.load_seconds, *work, *links, -own.cores]).amax(0).tolist()
-    load, step, *exchanges = slowest[:-5]
-    per_bit, latency, per_bit_inside, latency_inside, cores = slowest[-5:]
+    work = [own.forward_seconds, own.backward_seconds, own.step_seconds, *own.exchange_seconds.values()]
+    rows = ranks.gather([least_seconds, own.jitter, *work, own.load_seconds, *links, -own.cores])
+    slowness, longest = by_speed(rows[:, 0], rows[:, 2 : 2 + len(work)])
+    forward, backward, step, *exchanges = longest.tolist()
+    load, per_bit, latency, per_bit_inside, latency_inside, cores = rows[:, -6:].amax(0).tolist()
     return dataclasses.replace(
         own,
         forward_seconds=forward,
@@ -257,9 +256,22 @@ def _of_all(ranks: Ranks, own: Machine) -> Machine:
             bits_per_second=1 / per_bit_inside if per_bit_inside else None, latency_seconds=latency_inside
         ),
         cores=-cores,
-        jitter=times[:, 2].mean().item(),  # few draws: their mean is nearer to the truth than their maximum
-        slowness=slowness if max(slowness) > 1 else (),
+        jitter=rows[:, 1].mean().item(),  # few draws: their mean is nearer to the truth than their maximum
+        slowness=tuple(slowness.tolist()) if slowness.max() > 1 else (),
     )
+
+
+def by_speed(least: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how slow each rank is, and the longest times of work, each by the speed of the rank it was measured on.
+
+    A disturbance only adds to a time. So a rank is as slow as its shortest micro-batch: a slow rank's is long too.
+
+    Args:
+        least: Seconds of the shortest micro-batch, by rank.
+        work: Seconds, by rank and kind.
+    """
+    slowness = least / least.min()
+    return slowness, (work / slowness[:, None]).amax(0)
 
 
 def measure_links(ranks: Ranks, ranks_per_node: int) -> tuple[Link, Link]:
