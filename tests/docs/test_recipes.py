@@ -89,7 +89,8 @@ def test_a_command_over_files_trains_with_less_of_everything(
         task = replace(task, model="my-model/config.json")
     if task.model.startswith("my-model"):
         task = replace(task, scale=1.0)
-    small = replace(run, task=task, updates=1, samples=None, micro_batches=2, evaluate_every=None, checkpoint_every=None)
+    short = replace(run, task=task, updates=1, samples=None)
+    small = replace(short, micro_batches=2, evaluate_every=None, checkpoint_every=None)
     first, second = train_virtually(replace(small, tensorboard=False), 2)
     assert first.updates == second.updates == 1
 
