@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stretto.cli import main
-from stretto.page.records import number
+from stretto_lab.cli import main
+from stretto_lab.page.records import number
 from tests.page.pages import drawn, needs_chromium, numbers, page_of, shown
 
 ATTACK = "</script><script>document.documentElement.dataset.hacked=1</script><img src=x onerror=alert(1)>\u202e\x1b[31m"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cli import main
-from stretto.observe import read_json_lines
+from stretto_lab.cli import main
+from stretto_lab.observe import read_json_lines
 from tests.docs.pages import DOCS, commands
 from tests.page.pages import drawn, needs_chromium, numbers, page_of, shown, used
 

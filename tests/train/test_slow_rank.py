@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.cli import main
 from stretto.engine import Clock
 from stretto.errors import ConfigError
-from stretto.observe import read_json_lines
-from stretto.train.comparison import compare
-from stretto.train.configuration import CompareConfig, RunConfig
-from stretto.train.handle import check_run
-from stretto.train.launch import LocalRanks
-from stretto.train.outcome import Outcome, prepare_run_folder
-from stretto.train.rank import RankContext, title_of, train_at
-from stretto.train.slow_rank import SlowRank
-from stretto.virtual import Compute, VirtualCluster, VirtualGroup, parse_network
+from stretto_lab.cli import main
+from stretto_lab.observe import read_json_lines
+from stretto_lab.train.comparison import compare
+from stretto_lab.train.configuration import CompareConfig, RunConfig
+from stretto_lab.train.handle import check_run
+from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.outcome import Outcome, prepare_run_folder
+from stretto_lab.train.rank import RankContext, title_of, train_at
+from stretto_lab.train.slow_rank import SlowRank
+from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, parse_network
 from tests.train.runs import tiny_run
 from tests.train.tiny import Tiny
 

@@ -16,8 +16,8 @@ from stretto.groups.collectives import Call
 from stretto.guards.fitting import choose_guards
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import ledger_of
-from stretto.train.arms import parse_arm
-from stretto.virtual import Compute, Network, VirtualCluster
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.virtual import Compute, Network, VirtualCluster
 from tests.diloco.jobs import HEIGHT, WIDTH, Course, go_on, start
 from tests.engine.test_path import Passed
 
