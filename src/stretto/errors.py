@@ -7,6 +7,7 @@
         UnsupportedModel                    no trainable parameter, complex or integer parameters, DTensors
         UnsupportedOptimizer                cannot be cut into shards, or does not fit the model
         RanksDisagree                       models, strategies or settings differ between ranks
+          WorkerDisagrees                   settings differ inside a node whose ranks step one replica
       UsageError (ValueError)               calls in an order that would corrupt the run
         LossNotScalar
         StepWithoutBackward

@@ -99,7 +99,7 @@ def test_a_comparison_slows_every_arm_down_and_its_records_say_so() -> None:
         task=Tiny(), strategies=("zero1", "acco:clock=1,4"), updates=4, slow={1: 2.0}, evaluate_every=None
     )
     compare(comparison, LocalRanks(2), lambda line: None)
-    assert json.loads(Path("comparison", "compare.json").read_text())["comparison"]["slow"] == {"1": 2.0}
+    assert json.loads(Path("runs/comparison/compare.json").read_text())["comparison"]["slow"] == {"1": 2.0}
 
 
 def test_a_rank_that_is_not_there_or_would_be_faster_and_a_stock_method_are_refused() -> None:

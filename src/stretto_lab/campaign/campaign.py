@@ -61,7 +61,7 @@ class CampaignConfig(Generic[TaskT]):
     """How many faults are drawn."""
     seed: int = 0
     """Decides faults, initial parameters and the order of the data; not negative."""
-    out: str = "campaign"
+    out: str = "runs/campaign"
     """Folder for campaign.json, which is replaced."""
     clean_rounds: int | None = None
     """Exchanges of jobs without a fault, in which guards have to stay silent; None is ten per fault."""

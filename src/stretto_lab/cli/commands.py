@@ -46,7 +46,7 @@ from stretto_lab.cli.screens import (
 )
 from stretto_lab.doctor import Examination, Report, examine_rank
 from stretto_lab.observe import print_campaign, print_comparison, print_demo, replace_json
-from stretto_lab.page import ReportConfig, report
+from stretto_lab.page import PAGE, ReportConfig, report
 from stretto_lab.plan import PlanConfig
 from stretto_lab.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto_lab.reproduce import ReproduceConfig
@@ -224,7 +224,7 @@ def _show(folder: str | None) -> None:
     """Write the page about a folder into it, and say where it is; what has been done stands without it too."""
     if folder is None:
         return
-    page = Path(folder, ReportConfig().out)
+    page = Path(folder, PAGE)
     try:
         report([Path(folder)], ReportConfig(out=str(page)))
     except StrettoError as error:

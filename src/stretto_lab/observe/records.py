@@ -6,6 +6,7 @@ it and makes them again, so that the files read as if nothing had happened.
 """
 
 import errno
+import gzip
 import json
 import os
 from collections import defaultdict
@@ -188,6 +189,8 @@ def replace_json(path: Path, content: Mapping[str, Any]) -> None:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file; a last line that is no record is left out, a missing file has none.
 
+    A file whose name ends in `.gz` is unpacked.
+
     Raises:
         ConfigError: A line is not a record.
     """
@@ -221,11 +224,12 @@ def _append(file: FileIO, record: Mapping[str, Any]) -> None:
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield the complete lines of a file with their records."""
     try:
-        lines = read_whole(path).splitlines(keepends=True)
+        content = gzip.decompress(read_whole(path)) if path.suffix == ".gz" else read_whole(path)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             return

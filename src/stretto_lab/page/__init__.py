@@ -10,14 +10,17 @@ from stretto_lab.page.folder import read_folder
 from stretto_lab.page.perfetto import write_perfetto
 from stretto_lab.page.traces import open_traces
 
-__all__ = ["ReportConfig", "report"]
+__all__ = ["PAGE", "ReportConfig", "report"]
+
+PAGE = "report.html"
+"""Name of the page that a run writes into its folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReportConfig:
     """What is made of folders."""
 
-    out: str = "report.html"
+    out: str = f"runs/{PAGE}"
     """The page; one file that needs no network. It replaces what is there."""
     updates: tuple[int, int] | None = None
     """FIRST,LAST update that the timeline shows; beside those it shows anyway, which are all of a short run."""

@@ -9,7 +9,7 @@ from stretto_lab.observe import append_json_line, read_json_lines
 
 
 class Book:
-    """The file `runs.jsonl` of a folder.
+    """The file `runs.jsonl` of a folder, after those in `runs.jsonl.gz`, where results that are kept have been packed.
 
     Args:
         folder: Made where there is none, when the first run is added.
@@ -17,7 +17,7 @@ class Book:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "runs.jsonl"
-        self.runs = read_json_lines(self._path)
+        self.runs = read_json_lines(folder / "runs.jsonl.gz") + read_json_lines(self._path)
 
     def find(self, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the run whose record agrees with all fields of `wanted`, or None."""

@@ -27,7 +27,7 @@ class ReproduceConfig:
     trained, on a GPU where there is one. None trains a small model on data that every machine has."""
     scale: float = 1.0
     """With data: factor to rehearse with; on the model, the data and the updates, above 0 and at most 1."""
-    out: str = "reproduced"
+    out: str = "runs/reproduced"
     """Folder for runs.jsonl; runs that are in it are not made again."""
     processes: int = 2
     """Runs at a time."""

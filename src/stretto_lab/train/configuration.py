@@ -296,7 +296,7 @@ class CompareConfig(Job[TaskT]):
     its strategies; compute never communicates; the others are methods of PyTorch and of other libraries."""
     repeats: int = 1
     """Times that every arm runs; one round of all arms after the other, and the seed grows by one each time."""
-    out: str = "comparison"
+    out: str = "runs/comparison"
     """Folder for compare.json; it is written anew after every run."""
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     """Learning rates by arm or strategy; as acco=2e-3,wp=1e-3. Others take the recipe's."""
