@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
+from stretto import errors
 from stretto_lab.virtual.clock import Schedule, Task
 
 
@@ -113,14 +114,13 @@ def _rank_status(program: Task, lane: Task | None, now_ns: int) -> RankStatus:
     return RankStatus(rank=program.rank, doing=doing, since_ns=since_ns, line=line)
 
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-_PROGRAMS = tuple(str(_PACKAGE / name) for name in ("campaign", "recipes", "testing", "train"))
-"""Parts of the package that use the library as a user's program does."""
 _LIBRARY = (
-    str(_PACKAGE),
-    str(Path(torch.__file__).parent),
+    f"{Path(errors.__file__).parent}/",
+    *(f"{Path(__file__).parents[1] / name}/" for name in ("faults", "observe", "virtual")),
+    f"{Path(torch.__file__).parent}/",
     *(str(sys.modules[name].__file__) for name in ("threading", "contextlib")),
 )
+"""What works below a user's program. Other parts of the lab use the library as such a program does."""
 
 
 def _user_line(frame: FrameType | None) -> str:
@@ -128,7 +128,7 @@ def _user_line(frame: FrameType | None) -> str:
     innermost = frame
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_PROGRAMS) or not file.startswith((*_LIBRARY, "<")):
+        if not file.startswith((*_LIBRARY, "<")):
             return _describe(frame)
         frame = frame.f_back
     return "" if innermost is None else _describe(innermost)
