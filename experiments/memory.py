@@ -21,6 +21,7 @@ from torch import nn
 
 import stretto as st
 from stretto.exchange.exchange import IN_FLIGHT
+from stretto.flat import usual_bucket_bytes
 from stretto.strategies import STRATEGIES, strategy_by_name
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.observe import replace_json
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--width", type=int, default=1024, help="of a layer, a square matrix")
     parser.add_argument("--layers", type=int, default=52)
-    parser.add_argument("--bucket-bytes", type=int, default=st.Options().bucket_bytes)
+    parser.add_argument("--bucket-bytes", type=int, default=usual_bucket_bytes(torch.device("cpu")))
     options = parser.parse_args()
     # Otherwise glibc keeps freed blocks of up to 32 MiB, and the peak shows its policy.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**18)

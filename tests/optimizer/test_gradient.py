@@ -6,11 +6,21 @@ import pytest
 import torch
 
 from stretto.errors import ConfigError
+from stretto.flat import Block, Slices
 from stretto.optimizer import ReducedGradient
 
 
 def gradient(*values: float, weight: float = 1.0, used: bytes = b"\x01\x00") -> ReducedGradient:
-    return ReducedGradient([torch.tensor(values)], weight, 0.0, used)
+    sums = torch.tensor(values)
+    return ReducedGradient(Slices([sums], [sums]), weight, 0.0, used)
+
+
+def slices(tensors: list[torch.Tensor]) -> Slices:
+    return Slices([torch.cat(tensors)], tensors)
+
+
+def whole(reduced: ReducedGradient) -> Block:
+    return Block(0, (0,), 0, 0, 0, 1, reduced.sums[0].numel())
 
 
 def test_sum_adds_values_weights_and_use() -> None:
@@ -41,19 +51,19 @@ def test_sum_needs_no_third_buffer() -> None:
 def test_a_part_is_readable_until_the_sum_is_merged() -> None:
     first = gradient(6.0, weight=3.0)
     total = first + gradient(1.0)
-    assert first.mean_of(first.sums[0], 0.5).tolist() == [1.0]
+    assert first.mean_of(whole(first), 0.5).tolist() == [1.0]
     total.merge()
     assert total.sums[0].tolist() == [7.0]
 
 
 def test_mean_is_taken_once_and_in_place() -> None:
     reduced = gradient(6.0, weight=3.0)
-    copy = reduced.mean_of(reduced.sums[0], 0.5)
+    copy = reduced.mean_of(whole(reduced), 0.5)
     assert reduced.sums[0].tolist() == [6.0]
     reduced.become_mean(0.5)
     reduced.become_mean(0.5)
     assert torch.equal(reduced.sums[0], copy)
-    assert reduced.mean_of(reduced.sums[0], 0.5) is reduced.sums[0]
+    assert reduced.mean_of(whole(reduced), 0.5).data_ptr() == reduced.sums[0].data_ptr()
 
 
 def test_gradient_that_went_into_a_sum_is_refused() -> None:
@@ -74,7 +84,7 @@ def test_gradient_that_was_stepped_with_is_not_added() -> None:
 
 
 def test_norm_is_that_of_all_sums() -> None:
-    reduced = ReducedGradient([torch.tensor([3.0, 4.0]), torch.tensor([12.0])], 1.0, 0.0, b"")
+    reduced = ReducedGradient(slices([torch.tensor([3.0, 4.0]), torch.tensor([12.0])]), 1.0, 0.0, b"")
     assert reduced.measure() == 169.0
 
 
@@ -91,4 +101,4 @@ def test_the_norm_counts_every_element_once_whatever_the_sizes_and_magnitudes() 
         expected = sum(float(total.double().square().sum()) for total in sums)
         # Sums of n squares in another order differ by at most n rounding errors.
         bound = sum(sizes) * 2.0**-52 * expected
-        assert abs(ReducedGradient(sums, 1.0, 0.0, b"").measure() - expected) <= bound, case
+        assert abs(ReducedGradient(slices(sums), 1.0, 0.0, b"").measure() - expected) <= bound, case

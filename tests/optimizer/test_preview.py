@@ -106,9 +106,9 @@ def test_preview_after_the_step_looks_one_step_further(name: str) -> None:
 
 
 class Breaking(torch.optim.SGD):
-    """Raises in its third step, after it has changed its parameters."""
+    """Raises in its first step, after it has changed its parameters."""
 
-    countdown = 3
+    countdown = 1
 
     def step(self, closure: object = None) -> None:
         super().step()

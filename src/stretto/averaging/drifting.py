@@ -33,6 +33,7 @@ from stretto.engine.round import Reduction, Round
 from stretto.engine.statistics import Buffer, Statistics
 from stretto.errors import NonFinite, StateCorrupt
 from stretto.exchange import Exchange
+from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient, ShardedOptimizer, piece_states
 from stretto.strategies.contract import Average, Divergence, Look, Moment, Postpone, Step
 
@@ -92,7 +93,7 @@ class DriftingReplica(Replica):
         self._rounds += 1
         return reduction
 
-    def sum_up(self, round: Round) -> tuple[list[Tensor], bool]:
+    def sum_up(self, round: Round) -> tuple[Slices, bool]:
         """Sum the gradients of `round` over ranks, and look at what was sent, which may be overwritten soon."""
         sums, is_torn = super().sum_up(round)
         if self._probe is not None:

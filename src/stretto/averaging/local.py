@@ -20,6 +20,7 @@ from stretto.engine.round import Reduction, Round
 from stretto.engine.statistics import Buffer, Statistics, average_statistics
 from stretto.errors import RanksDisagree, ReplicaNonFinite
 from stretto.exchange import Exchange
+from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
 from stretto.strategies.contract import Average, Look, Moment
 
@@ -52,7 +53,7 @@ class LocalReplica(Replica):
         exchange.feedback = None  # gradients never travel to other ranks, so packing loses nothing of them
         self._worker = worker
         self._mean = ReplicaMean(exchange, sharded)
-        self._own_sums: list[Tensor] | None = None
+        self._own_sums: Slices | None = None
         self._since = self._nothing_yet()
         self._states_are_equal = True
         """As far as the last average went; steps since then part them."""
@@ -151,15 +152,13 @@ class LocalReplica(Replica):
         self._since = _SinceAverage(bytearray(since["used"]), Totals(**since["totals"]), since["rounds"])
         self._states_are_equal = False
 
-    def _own_gradient(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's gradients by bucket: the buffer itself, where it is as wide as the masters."""
-        layout, masters = self.sharded.layout, self.sharded.masters
-        contents = [flats[bucket.set_index][bucket.start : bucket.stop] for bucket in layout.buckets]
-        if [content.dtype for content in contents] == [master.dtype for master in masters]:
-            return contents
+    def _own_gradient(self, flats: Sequence[Tensor]) -> Slices:
+        """Return this rank's gradients: the buffer itself, where it is as wide as the masters."""
+        if [flat.dtype for flat in flats] == [master.dtype for master in self.sharded.masters.flats]:
+            return self.sharded.owned.cut(flats)
         self._own_sums = self._own_sums or self.sharded.new_sums()
-        for total, content in zip(self._own_sums, contents, strict=True):
-            total.copy_(content)
+        for total, flat in zip(self._own_sums.flats, flats, strict=True):
+            total.copy_(flat)
         return self._own_sums
 
     def _look(self, _: Look, flight: Flight | None) -> Moment:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stretto.engine.accumulation import GradientBuffer
 from stretto.exchange import FP32, Exchange, PlainWire
-from stretto.flat import Layout
+from stretto.flat import Layout, Slices
 from stretto.optimizer import ShardedOptimizer, StateKinds, adopt_states, average_states, piece_states
 
 Share: TypeAlias = float | Sequence[float]
@@ -63,11 +63,10 @@ class ReplicaMean:
 
     def show(self, share: Share | None, flats: Sequence[Tensor]) -> None:
         """Fill `flats` with the mean of all replicas, which stay as they are; a share of None has them equal."""
-        means = [master.clone() for master in self._sharded.masters]
+        means = self._sharded.owned.cut([master.clone() for master in self._sharded.masters.flats])
         if share is not None:
             self._average_masters(means, share, flats)
-        for bucket, mean in zip(self._layout.buckets, means, strict=True):
-            flats[bucket.set_index][bucket.start : bucket.stop].copy_(mean)
+        self._sharded.owned.publish(means, flats)
 
     def consensus(self, share: Share | None, of_state: Share) -> ShardedOptimizer:
         """Return a copy of the optimizer that holds the mean of all masters and states.
@@ -85,7 +84,7 @@ class ReplicaMean:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's replica; it refers to the job's own tensors."""
         return {
-            "masters": self._sharded.masters,
+            "masters": list(self._sharded.masters),
             "states": [dict(state) for _, state in piece_states(self._sharded)],
             "last_mean": self.last,
         }
@@ -104,12 +103,12 @@ class ReplicaMean:
             },
         )
 
-    def _average_masters(self, masters: Sequence[Tensor], share: Share, flats: Sequence[Tensor]) -> None:
+    def _average_masters(self, masters: Slices, share: Share, flats: Sequence[Tensor]) -> None:
         if self.last is not None:
-            torch._foreach_sub_(list(masters), self.last)
+            torch._foreach_sub_(masters, self.last)
         self._mean(masters, share, flats, self._exchange.wire.values)
         if self.last is not None:
-            torch._foreach_add_(list(masters), self.last)
+            torch._foreach_add_(masters, self.last)
 
     def _average_state(self, sharded: ShardedOptimizer, share: Share) -> None:
         """In full width whatever the wire: a second moment changes by less, per update, than 16 bits resolve."""
@@ -123,12 +122,15 @@ class ReplicaMean:
             lambda values: self._mean(values, share, flats, FP32),
         )
 
-    def _mean(self, values: Sequence[Tensor], share: Share, flats: Sequence[Tensor], wire: PlainWire) -> None:
+    def _mean(self, values: Slices, share: Share, flats: Sequence[Tensor], wire: PlainWire) -> None:
         shares = [share] * len(values) if isinstance(share, float) else share
-        for bucket, value, part in zip(self._layout.buckets, values, shares, strict=True):
-            flats[bucket.set_index][bucket.start : bucket.stop].copy_(
-                value.mul_(part) if part else value.zero_()  # what is left out need not be finite
-            )
+        counting = [(value, part) for value, part in zip(values, shares, strict=True) if part]
+        left_out = [value for value, part in zip(values, shares, strict=True) if not part]
+        if counting:
+            torch._foreach_mul_([value for value, _ in counting], [part for _, part in counting])
+        if left_out:  # it need not be finite
+            torch._foreach_zero_(left_out)
+        self._sharded.owned.publish(values, flats)
         self._exchange.all_reduce(flats, values, wire)
 
     def _is_narrow(self, index: int) -> bool:
@@ -139,5 +141,4 @@ class ReplicaMean:
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
+    torch._foreach_copy_(list(targets), list(sources))

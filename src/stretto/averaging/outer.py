@@ -20,14 +20,15 @@ Note [The outer step]
 This is `torch.optim.SGD` with the gradient -d.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stretto.exchange import Exchange, PackedWire, Wire
-from stretto.flat import Bucket, FlatSet, Layout
+from stretto.flat import Bucket, FlatSet, Layout, usual_bucket_bytes
 from stretto.optimizer import ShardedOptimizer
 from stretto.strategies.contract import Launch
 
@@ -79,10 +80,8 @@ class Fragment:
         """Take the present masters, alike on all ranks, for the anchor, and forget the velocity."""
         self._left = []
         self._carried = []
-        for view, master in zip(self.anchor_by_bucket, self._masters, strict=True):
-            view.copy_(master)
-        for share in (*self.velocity, *self.lost):
-            share.zero_()
+        torch._foreach_copy_(self.anchor_by_bucket, self._masters)
+        torch._foreach_zero_([*self.velocity, *self.lost])
         if self.exchange.feedback is not None:
             self.exchange.feedback.load_state_dicts([])
 
@@ -91,10 +90,11 @@ class Fragment:
         if keeps_progress:
             self._left = [master.clone() for master in self._masters]
         self._carried = self._new()
-        for index, view in enumerate(self._views(self._carried)):
-            view.copy_(self._masters[index])
-            if self._is_narrow(index):
-                view.sub_(self.anchor_by_bucket[index])
+        carried = self._views(self._carried)
+        torch._foreach_copy_(carried, self._masters)
+        if narrow := [index for index in range(len(carried)) if self._is_narrow(index)]:
+            anchors = self.anchor_by_bucket
+            torch._foreach_sub_([carried[index] for index in narrow], [anchors[index] for index in narrow])
 
     def travel(self, share: float, step: Launch) -> None:
         """Take the outer step with what was loaded; all ranks must call, in the same order.
@@ -113,24 +113,39 @@ class Fragment:
             self.exchange.run(self.exchange.summing(flats, sums, whole=False), feedback.add)
             feedback.settle()
         carried = self._views(self._carried)
-        for index, total in enumerate(sums):
-            is_narrow = self._is_narrow(index)
-            changed = total if is_narrow else total - self._own(self.anchor_by_bucket[index])
-            velocity = self.velocity[index].mul_(step.momentum).add_(changed)
-            moved = (velocity * step.momentum).add_(changed) if step.nesterov else velocity.clone()
-            moved.mul_(step.learning_rate)
-            # Its change, or its new values.
-            self._own(carried[index]).copy_(moved if is_narrow else moved.sub_(changed).add_(total))
+        own = [self._own(view) for view in carried]
+        anchors = [self._own(view) for view in self.anchor_by_bucket]
+        for is_narrow, members in self._batches():
+            totals, outgoing, velocity, before = (
+                [tensors[index] for index in members] for tensors in (sums, own, self.velocity, anchors)
+            )
+            changed = totals if is_narrow else torch._foreach_sub(totals, before)
+            torch._foreach_mul_(velocity, step.momentum)
+            torch._foreach_add_(velocity, changed)
+            torch._foreach_copy_(outgoing, velocity)
+            if step.nesterov:
+                torch._foreach_mul_(outgoing, step.momentum)
+                torch._foreach_add_(outgoing, changed)
+            torch._foreach_mul_(outgoing, step.learning_rate)
+            if not is_narrow:  # its new values, and not its change
+                torch._foreach_sub_(outgoing, changed)
+                torch._foreach_add_(outgoing, totals)
         self._gather(carried)
 
     def land(self, mix: float) -> None:
         """Mix the anchor, with what is kept of the progress since, into this rank's masters, of which `mix` stays."""
-        for index, (master, anchor) in enumerate(zip(self._masters, self.anchor_by_bucket, strict=True)):
-            target = anchor + (master - self._left[index]) if self._left else anchor
-            if mix:
-                master.mul_(mix).add_(target, alpha=1 - mix)
-            else:
-                master.copy_(target)
+        targets = self.anchor_by_bucket
+        if self._left:
+            # The anchor, and what has been added since: in the memory of what is dropped here.
+            torch._foreach_neg_(self._left)
+            torch._foreach_add_(self._left, self._masters)
+            torch._foreach_add_(self._left, targets)
+            targets = self._left
+        if mix:
+            torch._foreach_mul_(self._masters, mix)
+            torch._foreach_add_(self._masters, targets, alpha=1 - mix)
+        else:
+            torch._foreach_copy_(self._masters, targets)
         # Not sooner: on CUDA the lane's stream may still read it when the lane's host code is through, and memory that
         # is freed goes back to the stream that allocated it. Whoever lands has been ordered after that stream.
         self._carried = []
@@ -169,11 +184,23 @@ class Fragment:
             return
         formats = [self._changed.values.of(flat.dtype) for flat in self._layout.sets]
         self.exchange.all_gather(self._carried, formats)
-        for index, (anchor, arrived) in enumerate(zip(anchors, carried, strict=True)):
-            if self._is_narrow(index):
-                anchor.add_(arrived)
-            else:
-                anchor.copy_(arrived)
+        for is_narrow, members in self._batches():
+            before, arrived = [anchors[index] for index in members], [carried[index] for index in members]
+            (torch._foreach_add_ if is_narrow else torch._foreach_copy_)(before, arrived)
+
+    def _batches(self) -> Iterator[tuple[bool, list[int]]]:
+        """Yield members that travel alike, as many at a time as take little memory for what is computed with them."""
+        for is_narrow, run in groupby(range(len(self._masters)), key=self._is_narrow):
+            batch: list[int] = []
+            size = 0
+            for index in run:
+                batch.append(index)
+                size += self.velocity[index].nbytes
+                if size >= usual_bucket_bytes(self.velocity[index].device):
+                    yield is_narrow, batch
+                    batch, size = [], 0
+            if batch:
+                yield is_narrow, batch
 
     def _is_narrow(self, index: int) -> bool:
         """Return whether a bucket travels in fewer bits than its masters have, there or back."""

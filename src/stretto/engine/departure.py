@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from stretto.exchange.transfer import Prepare, Started, Transfers, Wait
+from stretto.flat import Slices
 
 
 class Departure:
@@ -15,7 +16,7 @@ class Departure:
 
     Args:
         transfers: Sums gradients into `sums`.
-        sums: One tensor per bucket.
+        sums: Of this rank's slices.
         wait: Waits for a collective.
         prepare: Prepares a bucket whose gradients have come, before it leaves; or None.
     """
@@ -23,7 +24,7 @@ class Departure:
     def __init__(
         self,
         transfers: Transfers,
-        sums: list[Tensor],
+        sums: Slices,
         *,
         wait: Wait,
         prepare: Prepare | None,
@@ -62,7 +63,7 @@ class Departure:
                 return
             self._step(self._awaited)
 
-    def finish(self) -> list[Tensor]:
+    def finish(self) -> Slices:
         """Go on to the end, with all gradients there, and return the sums."""
         while self._awaited is not None:
             self._step(self._awaited)

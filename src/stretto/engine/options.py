@@ -99,11 +99,13 @@ class Options:
     accumulate: Literal["fp32", "parameter"] = "fp32"
     """Dtype in which gradients of 16-bit parameters accumulate. The parameters' own dtype saves 2 to 4 bytes per
     parameter, but loses low bits with every micro-batch."""
-    bucket_bytes: int = 2**20
-    """Largest collective, in bytes of the gradient buffer. Four buckets travel at a time, and a rank holds scratch
-    memory for these. Larger buckets need fewer calls, but a single large one fills the queue of a slow link and then
-    waits for itself. Where an optimizer needs whole tensors, a bucket is larger if even slices need it. The
-    last one is never hidden: 2**18 was 5 % faster at 100 Mbit/s, and 3 to 5 % slower on fast links."""
+    bucket_bytes: int | None = None
+    """Largest collective, in bytes of the gradient buffer. None is 1 MiB for parameters on a CPU, and 64 MiB on other
+    devices, where a bucket costs launches whatever its size; `DataParallel.bucket_bytes` tells what is in force.
+    Over slow links between GPUs set it yourself: a single large transfer fills the queue of a link and then waits for
+    itself. Four buckets travel at a time, and a rank holds scratch memory for these. Where an optimizer needs whole
+    tensors, a bucket is larger if even slices need it. The last one is never hidden: on CPUs 2**18 was 5 % faster at
+    100 Mbit/s, and 3 to 5 % slower on fast links."""
     hide_reductions: bool = True
     """Let gradients leave during the last backward pass of an update, bucket by bucket, under `ddp`, `zero1`,
     `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; docs/architecture.md says when
@@ -130,9 +132,9 @@ class Options:
                 )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"Options(clip_norm={self.clip_norm}): expected a positive norm or None")
-        if self.bucket_bytes < 1:
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ConfigError(
-                f"Options(bucket_bytes={self.bucket_bytes}): expected a positive number of bytes"
+                f"Options(bucket_bytes={self.bucket_bytes}): expected a positive number of bytes, or None"
             )
         for limit in ("strikes", "strikes_within"):
             found = getattr(self, limit)

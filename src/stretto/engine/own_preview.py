@@ -17,6 +17,7 @@ from torch import Tensor
 from stretto.engine.accumulation import Accumulation
 from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.round import Reduction, Round, Shown
+from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient
 from stretto.strategies.contract import PreviewOwn
 
@@ -35,7 +36,7 @@ class OwnPreviews(Replica):
         self._keeps_own = keeps_own
         self._used = b""
         self._own: list[Tensor] = []
-        """This rank's part of the last sum, by bucket; from a preview on what others have added to it."""
+        """This rank's part of the last sum, one tensor per flat set; from a preview on what others have added to it."""
         self._own_weight = 0.0
 
     @property
@@ -45,7 +46,7 @@ class OwnPreviews(Replica):
 
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round`, and remember this rank's part of them."""
-        own = self._contents(round.buffer.flats, copies=True) if self._keeps_own else []
+        own = list(self._contents(round.buffer.flats, copies=True).flats) if self._keeps_own else []
         reduction = super().reduce(round)
         self._own, self._own_weight = own, round.contribution.totals.weight
         if reduction.skipped:
@@ -56,13 +57,17 @@ class OwnPreviews(Replica):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the sum that a checkpoint carries."""
-        return {"own": self._own, "own weight": self._own_weight} if self._own else {}
+        if not self._own:
+            return {}
+        return {"own": list(self.sharded.owned.cut(self._own)), "own weight": self._own_weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` has returned, if the state holds it."""
         if "own" in state:
-            device = self.sharded.masters[0].device
-            self._own = [part.to(device) for part in state["own"]]
+            own = self.sharded.new_sums()
+            for part, saved in zip(own, state["own"], strict=True):
+                part.copy_(saved)
+            self._own = list(own.flats)
             self._own_weight = state["own weight"]
 
     def _preview_own(self, effect: PreviewOwn, flight: Flight | None) -> None:
@@ -73,7 +78,7 @@ class OwnPreviews(Replica):
         self._used = gradient.used
         if self._keeps_own:
             self._own_weight = gradient.weight - self._own_weight
-            for part, total in zip(self._own, gradient.sums, strict=True):
+            for part, total in zip(self._own, gradient.sums.flats, strict=True):
                 torch.sub(total, part, out=part)
         flight.at_landing = self._show
 
@@ -83,7 +88,7 @@ class OwnPreviews(Replica):
         weight = own + (self._own_weight if self._keeps_own else 0.0)
         sums = self._contents(accumulation.buffer.flats, copies=self._keeps_own)
         if self._keeps_own:
-            for total, others in zip(sums, self._own, strict=True):
+            for total, others in zip(sums.flats, self._own, strict=True):
                 total.add_(others)
         norm_squared = ReducedGradient(sums, 0.0, 0.0, b"").measure()
         if not (own > 0 and weight > 0 and math.isfinite(norm_squared)):
@@ -94,11 +99,8 @@ class OwnPreviews(Replica):
         self.runtime.charge("preview", self.sharded.numel)
         return "estimate"
 
-    def _contents(self, flats: list[Tensor], *, copies: bool) -> list[Tensor]:
-        """Return this rank's gradients by bucket, as wide as masters; the buffer itself where no copy is needed."""
-        buckets = self.sharded.layout.buckets
-        contents = [flats[bucket.set_index][bucket.start : bucket.stop] for bucket in buckets]
-        return [
-            content.to(master.dtype, copy=copies)
-            for content, master in zip(contents, self.sharded.masters, strict=True)
-        ]
+    def _contents(self, flats: list[Tensor], *, copies: bool) -> Slices:
+        """Return this rank's gradients, as wide as masters; the buffer itself where no copy is needed."""
+        masters = self.sharded.masters.flats
+        wide = [flat.to(master.dtype, copy=copies) for flat, master in zip(flats, masters, strict=True)]
+        return self.sharded.owned.cut(wide)

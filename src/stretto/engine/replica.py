@@ -25,6 +25,7 @@ from stretto.engine.statistics import Buffer, Statistics, average_statistics
 from stretto.errors import NonFinite
 from stretto.exchange import Exchange, PlainWire, Publication
 from stretto.exchange.transfer import Prepare, Transfers
+from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
 from stretto.strategies.contract import Boundary, Gather, Preview, Step
 
@@ -101,8 +102,8 @@ class Replica:
         }
         self._gather_aside = self._publication.gather_on(changes, keeps=False)
         # Sums of finished updates are used again: fresh memory pages would cost more than the arithmetic.
-        self._spare_sums: list[list[Tensor]] = []
-        self._lent_sums: list[list[Tensor]] = []
+        self._spare_sums: list[Slices] = []
+        self._lent_sums: list[Slices] = []
 
     @property
     def performers(self) -> Mapping[type, Performer]:
@@ -174,7 +175,7 @@ class Replica:
             )
         return self.reduction(sums, report, statistics, skipped=skipped)
 
-    def sum_up(self, round: Round) -> tuple[list[Tensor], bool]:
+    def sum_up(self, round: Round) -> tuple[Slices, bool]:
         """Sum the gradients of `round` over ranks; return the sums, and whether any changed behind their departure."""
         departure, round.departure = round.departure, None
         if departure is not None:
@@ -195,7 +196,7 @@ class Replica:
 
     def _begin_sum(
         self, buffer: GradientBuffer, contribution: Contribution
-    ) -> tuple[Transfers, list[Tensor], Prepare | None]:
+    ) -> tuple[Transfers, Slices, Prepare | None]:
         """Return transfers, the sums that they make, and what prepares a bucket."""
         sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
         self._lent_sums.append(sums)
@@ -218,7 +219,7 @@ class Replica:
         )
 
     def reduction(
-        self, sums: list[Tensor], report: RoundReport, statistics: dict[int, Buffer], *, skipped: bool
+        self, sums: Slices, report: RoundReport, statistics: dict[int, Buffer], *, skipped: bool
     ) -> Reduction:
         """Return the result of an exchange, or of one that a checkpoint has saved; it takes over `sums`."""
         norm_squared = report.norm_squared(replicated=self.replicated)
@@ -226,7 +227,7 @@ class Replica:
         if skipped:
             gradient.weight = gradient.norm_squared = 0.0
             gradient.used = bytes(len(report.used))
-            for total in sums:
+            for total in sums.flats:
                 total.zero_()
         return Reduction(gradient, report, statistics, skipped)
 

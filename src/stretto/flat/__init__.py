@@ -1,19 +1,33 @@
 """Flat storage: which element of which parameter lies where, and who owns it."""
 
-from stretto.flat.layout import Bucket, FlatSet, Layout, Slot, check_parameters, original_name, plan_layout
+from stretto.flat.layout import (
+    Bucket,
+    FlatSet,
+    Layout,
+    Slot,
+    check_parameters,
+    original_name,
+    plan_layout,
+    usual_bucket_bytes,
+)
+from stretto.flat.owned import Block, Owned, Slices
 from stretto.flat.parted import Fragments, PartedTensor, Shares
 from stretto.flat.whole import ALIGNMENT
 
 __all__ = [
     "ALIGNMENT",
+    "Block",
     "Bucket",
     "FlatSet",
     "Fragments",
     "Layout",
+    "Owned",
     "PartedTensor",
     "Shares",
+    "Slices",
     "Slot",
     "check_parameters",
     "original_name",
     "plan_layout",
+    "usual_bucket_bytes",
 ]

@@ -249,8 +249,8 @@ class GuardInterpreter:
             zip(self._rehearsed, self._sharded.digests(), strict=False)
         ):
             for key in expected.keys() | found.keys():
-                part = self._part_of(index, key)
-                right[part] = right.get(part, True) and expected.get(key) == found.get(key)
+                for part in self._parts_of(index, key):
+                    right[part] = right.get(part, True) and expected.get(key) == found.get(key)
         for part, _ in self._seals.sealed(("values to be shown", "anchor")):
             right[part] = self._seals.difference(part) is None
         shown = dict(self._shown(flight)) if self._is_replicated else {}
@@ -261,11 +261,13 @@ class GuardInterpreter:
             right[part] = digest(flat) == digest(tensor)
         return right
 
-    def _part_of(self, segment: int, key: str) -> Part:
-        """Return the part that holds one of a segment's tensors."""
-        if key == MASTER:
-            return Part("masters", f"bucket {self._sharded.segments[segment].bucket}")
-        return Part("optimizer state", f"{key} of segment {segment}")
+    def _parts_of(self, segment: int, key: str) -> Iterator[Part]:
+        """Yield the parts that hold one of a segment's tensors."""
+        if key != MASTER:
+            yield Part("optimizer state", f"{key} of segment {segment}")
+            return
+        for bucket in sorted({piece.bucket for piece in self._sharded.segments[segment].pieces}):
+            yield Part("masters", f"bucket {bucket}")
 
     def _seal(self, what: Sealable, flight: Flight | None) -> None:
         match what:

@@ -5,7 +5,7 @@ The private optimizer sees the masters as segments (`stretto.optimizer.segments`
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stretto.checksums import digest
 from stretto.errors import ConfigError
-from stretto.flat import Layout
+from stretto.flat import Block, Layout, Owned, Slices
 from stretto.optimizer.private import Hyperparameters, is_elementwise, rebuild
 from stretto.optimizer.segments import Piece, Segment, cut_segments, owned_pieces, segment_of
 
@@ -29,13 +29,13 @@ class ReducedGradient:
 
     Note [One division]
         Gradients travel as Σ w·g. The division by Σ w, and the clip, happen once: in place at `Step`
-        (`become_mean`), out of place and piece by piece at a `Preview` that comes earlier (`mean_of`), so
+        (`become_mean`), out of place and block by block at a `Preview` that comes earlier (`mean_of`), so
         that no second copy of the sums is ever held and both see the same values.
     """
 
-    def __init__(self, sums: Sequence[Tensor], weight: float, norm_squared: float, used: bytes) -> None:
+    def __init__(self, sums: Slices, weight: float, norm_squared: float, used: bytes) -> None:
         self.sums = sums
-        """One float32 tensor per bucket, over this rank's owned slice."""
+        """At least float32, over this rank's owned slices."""
         self.weight = weight
         """Σ w over ranks; zero means that nobody contributed."""
         self.norm_squared: float | None = norm_squared
@@ -75,33 +75,41 @@ class ReducedGradient:
                 )
             part._spent = True
         addend, into = self.parts
-        for total, piece in zip(into.sums, addend.sums, strict=True):
+        for total, piece in zip(into.sums.flats, addend.sums.flats, strict=True):
             total.add_(piece)
         self.parts = ()
 
     def become_mean(self, clip: float) -> None:
         """Divide the sums by the weight and multiply by `clip`, in place, once."""
         if self._scale is None:
-            for total in self.sums:
+            for total in self.sums.flats:
                 _scaled(total.div_(self.weight), clip)
             self._scale = clip
 
+    def uses(self, segment: Segment) -> bool:
+        """Return whether any rank's micro-batch used the parameters of a segment."""
+        return bool(self.used[segment.pieces[0].slot.index])
+
     def part(self, segment: Segment) -> Tensor | None:
         """Return the sums over one segment; None if no rank's micro-batch used its parameters."""
-        if not self.used[segment.pieces[0].slot.index]:
+        if not self.uses(segment):
             return None
-        return self.sums[segment.bucket][segment.start : segment.stop].view(segment.master.shape)
+        flat = self.sums.flats[segment.set_index]
+        return flat[segment.start : segment.stop].view(segment.master.shape)
 
-    def mean_of(self, piece: Tensor, clip: float) -> Tensor:
-        """Return the mean of one `piece` of the sums; a copy unless `become_mean` has been there already."""
-        return piece if self._scale is not None else _scaled(piece.div(self.weight), clip)
+    def mean_of(self, block: Block, clip: float) -> Tensor:
+        """Return the mean of one block of the sums; a copy unless `become_mean` has been there already."""
+        part = block.of(self.sums)
+        return part if self._scale is not None else _scaled(part.div(self.weight), clip)
 
     def measure(self) -> float:
         """Return the squared 2-norm of the sums on this rank's slices.
 
         In float64, where squares of all float32 values are neither too large nor too small.
         """
-        squares = torch.stack(list(map(self._norm_squared, self.sums)))
+        on_device = [flat for flat in self.sums.flats if flat.device.type != "cpu"]
+        in_cache = [total for total in self.sums if total.device.type == "cpu"]
+        squares = torch.stack(list(map(self._norm_squared, on_device + in_cache)))
         return float(sum(squares.tolist()))  # one wait for the device, and not one per bucket
 
     def _norm_squared(self, total: Tensor) -> Tensor:
@@ -126,7 +134,7 @@ class ShardedOptimizer:
     """Holds and steps the slices that one rank owns (all of them where the optimizer is replicated).
 
     Memory, per owned element: 4 bytes of master, what the optimizer's state takes, and for a `preview` both
-    once more for one segment.
+    once more for one block.
 
     A tensor that may not be cut is a segment of its own, in its shape and contiguous, so the optimizer sees what a
     plain loop shows it; its state is kept as the optimizer keeps it.
@@ -147,13 +155,15 @@ class ShardedOptimizer:
         num_owners: int,
     ) -> None:
         self.layout = layout
-        self.ranges = [bucket.owned_range(rank, num_owners) for bucket in layout.buckets]
-        self.numel = sum(high - low for low, high in self.ranges)
+        self.owned = Owned(layout, rank, num_owners)
+        self.ranges = self.owned.ranges
+        self.numel = self.owned.numel
         """Elements that this rank owns, padding included."""
-        self.masters = [self._empty(index) for index in range(len(layout.buckets))]
-        self.pieces = list(owned_pieces(layout, rank, num_owners))
+        self.masters = self.owned.new()
+        self.pieces = list(owned_pieces(self.owned))
         self.adopt(parameters)
-        self.segments = cut_segments(self.pieces, self.masters)
+        self.segments = cut_segments(self.pieces, self.owned, self.masters)
+        """Block after block."""
         num_groups = len(optimizer.param_groups)
         self.optimizer = rebuild(
             optimizer, [[s.master for s in self.segments if s.group == index] for index in range(num_groups)]
@@ -162,13 +172,15 @@ class ShardedOptimizer:
 
     def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
         """Copy the parameters' present values into the masters."""
-        for piece in self.pieces:
-            flat = parameters[piece.slot.index].detach().reshape(-1)
-            self.values(self.masters, piece).copy_(flat[piece.offset : piece.offset + piece.numel])
+        flats = [parameter.detach().reshape(-1) for parameter in parameters]
+        places = [self.values(self.masters, piece) for piece in self.pieces]
+        values = [flats[one.slot.index][one.offset : one.offset + one.numel] for one in self.pieces]
+        if places:
+            torch._foreach_copy_(places, values)
 
-    def new_sums(self) -> list[Tensor]:
-        """Return storage for one reduced gradient, one tensor per bucket."""
-        return [self._empty(index) for index in range(len(self.layout.buckets))]
+    def new_sums(self) -> Slices:
+        """Return storage for one reduced gradient."""
+        return self.owned.new()
 
     def step(self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float) -> None:
         """Commit one optimizer step with the mean of `gradient` times `clip`; all segments at once."""
@@ -193,13 +205,12 @@ class ShardedOptimizer:
         self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
         digests = []
-        for segment in self.segments:
-            ghost = segment.master.clone()
-            state: Mapping[str, Any] = self.optimizer.state.get(segment.master, {})
-            part = gradient.part(segment)
-            if part is not None:
-                state = self._step_ghost(ghost, segment, gradient.mean_of(part, clip))
-            digests.append(_digests(ghost, state))
+        for block, segments in self._segments_by_block():
+            copy = block.of(self.masters).clone()
+            ghosts = self._step_ghosts(copy, block, segments, gradient, clip)
+            for segment, (ghost, state) in zip(segments, ghosts, strict=True):
+                stepped = state if gradient.uses(segment) else self.optimizer.state.get(segment.master, {})
+                digests.append(_digests(ghost, stepped))
         return digests
 
     def digests(self) -> list[dict[str, int]]:
@@ -215,63 +226,66 @@ class ShardedOptimizer:
     ) -> None:
         """Publish into `flats` the values that `step` would give.
 
-        The optimizer steps copies, segment by segment, so that nothing has to be undone. No trace remains, even if the
-        step creates state for the first time or raises.
+        The optimizer steps copies, all segments of a block at once, so that nothing has to be undone. No trace remains,
+        even if the step creates state for the first time or raises.
         """
         self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
-        for segment in self.segments:
-            run = self._owned(flats, segment.bucket)[segment.start : segment.stop]
-            published = run.view(segment.master.shape)
-            # The copy can be stepped in the memory that is sent, unless that has a narrower dtype.
-            fits = published.dtype == segment.master.dtype
-            ghost = (published if fits else torch.empty_like(segment.master)).copy_(segment.master)
-            part = gradient.part(segment)
-            if part is not None:
-                self._step_ghost(ghost, segment, gradient.mean_of(part, clip))
+        for block, segments in self._segments_by_block():
+            published, masters = block.within(flats), block.of(self.masters)
+            # The copy can be stepped in the memory that is sent, unless that has gaps or a narrower dtype.
+            fits = published.is_contiguous() and published.dtype == masters.dtype
+            ghost = (published.view(-1) if fits else torch.empty_like(masters)).copy_(masters)
+            self._step_ghosts(ghost, block, segments, gradient, clip)
             if not fits:
-                published.copy_(ghost)
+                published.copy_(ghost.view(published.shape))
 
     def publish(self, flats: Sequence[Tensor]) -> None:
         """Write the masters into this rank's slices of `flats`, one tensor per flat set."""
-        for index, master in enumerate(self.masters):
-            self._owned(flats, index).copy_(master)
+        self.owned.publish(self.masters, flats)
 
     def values(self, tensors: Sequence[Tensor], piece: Piece) -> Tensor:
         """Return the part of per-bucket `tensors` (masters or sums) that holds `piece`."""
         return tensors[piece.bucket][piece.start : piece.start + piece.numel]
 
-    def _empty(self, bucket: int) -> Tensor:
-        flat = self.layout.sets[self.layout.buckets[bucket].set_index]
-        low, high = self.ranges[bucket]
-        return torch.zeros(
-            high - low, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device
-        )
-
-    def _owned(self, flats: Sequence[Tensor], bucket: int) -> Tensor:
-        """Return this rank's slice of a bucket."""
-        low, high = self.ranges[bucket]
-        return flats[self.layout.buckets[bucket].set_index][low:high]
-
     def _turn(self, hyperparameters: Hyperparameters) -> None:
         for group, settings in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(settings)
 
-    def _step_ghost(self, ghost: Tensor, segment: Segment, mean: Tensor) -> Mapping[str, Any]:
-        """Step `ghost`, a copy of one segment's master, with a copy of its state, and return the latter."""
-        ghost.grad = mean
-        state = self.optimizer.state.get(segment.master, {})
+    def _segments_by_block(self) -> Iterator[tuple[Block, list[Segment]]]:
+        inside = {index: list(run) for index, run in groupby(self.segments, key=lambda one: one.block)}
+        for index, block in enumerate(self.owned.blocks):
+            yield block, inside.get(index, [])  # a block may be padding alone
+
+    def _step_ghosts(
+        self,
+        copy: Tensor,
+        block: Block,
+        segments: Sequence[Segment],
+        gradient: ReducedGradient,
+        clip: float,
+    ) -> list[tuple[Tensor, Mapping[str, Any]]]:
+        """Step `copy`, of one block's masters, with copies of its state; return ghost and state of every segment."""
+        mean = gradient.mean_of(block, clip)
+        ghosts = [_part_of(copy, block, segment) for segment in segments]
+        stepped = [pair for pair in zip(segments, ghosts, strict=True) if gradient.uses(pair[0])]
+        for segment, ghost in stepped:
+            ghost.grad = _part_of(mean, block, segment)
         self._ghost.param_groups = [
-            {**group, "params": [ghost] if index == segment.group else []}
+            {**group, "params": [ghost for segment, ghost in stepped if segment.group == index]}
             for index, group in enumerate(self.optimizer.param_groups)
         ]
-        self._ghost.state = defaultdict(dict, {ghost: {key: _copied(value) for key, value in state.items()}})
-        with torch.autocast(ghost.device.type, enabled=False):
-            self._ghost.step()
-        stepped: Mapping[str, Any] = self._ghost.state[ghost]
+        states = _all_copied([self.optimizer.state.get(segment.master, {}) for segment, _ in stepped])
+        own = {ghost: state for (_, ghost), state in zip(stepped, states, strict=True) if state}
+        self._ghost.state = defaultdict(dict, own)
+        if stepped:
+            with torch.autocast(copy.device.type, enabled=False):
+                self._ghost.step()
+        found = [(ghost, self._ghost.state.get(ghost, {})) for ghost in ghosts]
         self._ghost.state = defaultdict(dict)
-        ghost.grad = None
-        return stepped
+        for ghost in ghosts:
+            ghost.grad = None
+        return found
 
     def _isolate_unused(self, used: bytes) -> None:
         """Cut segments in which some parameters were used and some were not."""
@@ -281,7 +295,7 @@ class ShardedOptimizer:
             states = {bool(used[piece.slot.index]) for piece in segment.pieces}
             if len(states) == 2:
                 runs = groupby(segment.pieces, key=lambda piece: bool(used[piece.slot.index]))
-                self._replace(segment, [segment_of(list(run), self.masters) for _, run in runs])
+                self._replace(segment, [segment_of(list(run), self.owned, self.masters) for _, run in runs])
 
     def _replace(self, segment: Segment, parts: list[Segment]) -> None:
         """Let `parts` take the place, the state and the group membership of `segment`."""
@@ -302,6 +316,29 @@ class ShardedOptimizer:
 def _digests(master: Tensor, state: Mapping[str, Any]) -> dict[str, int]:
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     return {key: digest(value) for key, value in {MASTER: master, **tensors}.items()}
+
+
+def _part_of(values: Tensor, block: Block, segment: Segment) -> Tensor:
+    """Return the part of a block's values, `(block.numel,)`, that one of its segments has."""
+    start, stop = segment.start - block.offset, segment.stop - block.offset
+    return values[start:stop].view(segment.master.shape)
+
+
+def _all_copied(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return copies of states; tensors that are more than a number are copied in one call."""
+    copies = [
+        {key: torch.empty_like(one) if _is_large(one) else _copied(one) for key, one in state.items()}
+        for state in states
+    ]
+    pairs = zip(states, copies, strict=True)
+    large = [(copy[key], one) for state, copy in pairs for key, one in state.items() if _is_large(one)]
+    if large:
+        torch._foreach_copy_([copy for copy, _ in large], [one for _, one in large])
+    return copies
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _copied(value: Any) -> Any:

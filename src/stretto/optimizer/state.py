@@ -8,7 +8,6 @@ contributes zeros.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.errors import UnsupportedOptimizer
-from stretto.flat import ALIGNMENT, Slot
+from stretto.flat import ALIGNMENT, Owned, Slices, Slot
 from stretto.optimizer.private import is_elementwise, rebuild
-from stretto.optimizer.segments import Piece, Segment, segment_key, segment_of
+from stretto.optimizer.segments import Piece, Segment, cut_segments
 from stretto.optimizer.sharded import ShardedOptimizer
 
 PieceState = Mapping[str, Any]
@@ -35,7 +34,7 @@ def piece_states(owner: ShardedOptimizer) -> Iterator[tuple[Piece, PieceState]]:
             yield segment.pieces[0], dict(state)
             continue
         for piece in segment.pieces:
-            low = piece.start - segment.start
+            low = owner.owned.offsets[piece.bucket] + piece.start - segment.start
             run = slice(low, low + piece.numel)
             yield (
                 piece,
@@ -102,14 +101,15 @@ def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) ->
         owner: Whose optimizer.
         states: For every owned piece; empty where the optimizer has not stepped it.
     """
-    runs = groupby(owner.pieces, key=lambda piece: (segment_key(piece), _signature(states[piece])))
-    owner.segments = [segment_of(list(run), owner.masters) for _, run in runs]
+    owner.segments = cut_segments(
+        owner.pieces, owner.owned, owner.masters, lambda piece: _signature(states[piece])
+    )
     owner.optimizer.state.clear()
     for index, group in enumerate(owner.optimizer.param_groups):
         group["params"] = [segment.master for segment in owner.segments if segment.group == index]
     packed = owner.optimizer.state_dict()
     by_group = sorted(owner.segments, key=lambda segment: segment.group)
-    joined = [_join(segment, states) for segment in by_group]
+    joined = [_join(segment, states, owner.owned) for segment in by_group]
     packed["state"] = {index: state for index, state in enumerate(joined) if state}
     owner.optimizer.load_state_dict(packed)  # it knows on which device each entry belongs
 
@@ -125,7 +125,7 @@ def _number(value: Any) -> Any:
     return None if value.dim() else value.item()
 
 
-def _join(segment: Segment, states: Mapping[Piece, PieceState]) -> dict[str, Any]:
+def _join(segment: Segment, states: Mapping[Piece, PieceState], owned: Owned) -> dict[str, Any]:
     """Return the state of a segment from that of its pieces."""
     if segment.pieces[0].slot.is_whole:
         state = states[segment.pieces[0]]
@@ -139,7 +139,7 @@ def _join(segment: Segment, states: Mapping[Piece, PieceState]) -> dict[str, Any
         else:
             joined[key] = value.new_zeros(segment.master.numel())
             for piece in segment.pieces:
-                low = piece.start - segment.start
+                low = owned.offsets[piece.bucket] + piece.start - segment.start
                 joined[key][low : low + piece.numel] = states[piece][key]
     return joined
 
@@ -147,14 +147,14 @@ def _join(segment: Segment, states: Mapping[Piece, PieceState]) -> dict[str, Any
 def average_states(
     owner: ShardedOptimizer,
     gather: Callable[[bytes], Sequence[bytes]],
-    mean: Callable[[Sequence[Tensor]], None],
+    mean: Callable[[Slices], None],
 ) -> None:
     """Replace the optimizer's state by the average over ranks; all ranks must call.
 
     Args:
         owner: Of all masters, on this rank.
         gather: Returns every rank's record, in rank order.
-        mean: Replaces tensors, one per bucket, by their weighted mean over ranks.
+        mean: Replaces values by their weighted mean over ranks.
     """
     own = dict(piece_states(owner))
     probed = StateKinds(owner)

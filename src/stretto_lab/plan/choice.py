@@ -71,7 +71,7 @@ def choose(
         micro_batches: Per rank and update; or a clock, by which strategies that overlap accumulate. Others then have
             its minimum.
         batches: Micro-batches to time.
-        bucket_bytes: That of the job's `Options`; None is the default.
+        bucket_bytes: That of the job's `Options`; None is what its device has by default.
 
     Raises:
         ConfigError: The loader ends too soon.
@@ -89,7 +89,7 @@ def choose(
             machine,
             micro_batches=fixed,
             clock="auto" if isinstance(micro_batches, int) else micro_batches,
-            bucket_bytes=Options().bucket_bytes if bucket_bytes is None else bucket_bytes,
+            bucket_bytes=bucket_bytes,
             most_nats=SMALL,
         )
         # Prices of other processors might differ in a last bit, so rank 0's choice is everybody's.

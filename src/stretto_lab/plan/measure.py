@@ -24,6 +24,7 @@ from stretto.engine import Options
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector, Lifetime
 from stretto.engine.round import Progress
 from stretto.errors import ConfigError
+from stretto.flat import usual_bucket_bytes
 from stretto.groups import Link, SoloGroup, private_group
 from stretto.machine import share_of_cores, usable_cores
 from stretto.parallel import DataParallel
@@ -78,6 +79,8 @@ class Machine:
     """Consecutive ranks that share the link of their node."""
     inside: Link = dataclasses.field(default_factory=Link)
     """Of every rank to those of its node, in each direction, with all ranks sending."""
+    bucket_bytes: int = usual_bucket_bytes(torch.device("cpu"))
+    """What jobs have on its devices unless they say otherwise."""
     slowness: tuple[float, ...] = ()
     """Factor on these times, but for the loader's, by rank; empty where all ranks are as fast."""
 
@@ -203,6 +206,7 @@ def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int) ->
         exchange_seconds={wire: max(0.0, taken - step_seconds) for wire, taken in exchanges.items()},
         link=link,
         cores=float("inf") if device.type != "cpu" else _own_cores(ranks),
+        bucket_bytes=usual_bucket_bytes(device),
         jitter=_jitter([sum(one) for one in passes]),
         ranks_per_node=each,
         inside=inside,

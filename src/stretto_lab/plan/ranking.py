@@ -209,7 +209,7 @@ def rank_by_time(
     machine: Machine,
     *,
     micro_batches: int,
-    bucket_bytes: int,
+    bucket_bytes: int | None = None,
     most_nats: float = math.inf,
     ranks_per_node: int | None = None,
     wire: str | None = None,
@@ -220,7 +220,7 @@ def rank_by_time(
     Args:
         machine: What was measured, perhaps with other ranks or another link.
         micro_batches: Per rank and update.
-        bucket_bytes: Of the job.
+        bucket_bytes: Of the job; None is what its device has by default.
         most_nats: Leave out strategies that cost more in held-out loss, and those whose cost is not known, unless this
             is infinite.
         ranks_per_node: That of the job's options; None looks at one level too where the machine has nodes.
@@ -228,6 +228,7 @@ def rank_by_time(
         clock: By which strategies that overlap accumulate; None lets all have fixed counts. "auto" looks at fixed
             counts and, where ranks are not equally fast, at a clock too.
     """
+    bucket_bytes = bucket_bytes or machine.bucket_bytes
     frequent = [arm for arm in EVIDENCE if arm not in ("local", "diloco")]
     texts = [
         _on_wire(arm, one)
