@@ -134,8 +134,13 @@ class ThreadRuntime:
 
     Note [Streams]
         Work starts after the stream that spawned it has reached the call. A stream that takes the result waits for
-        the side stream. Neither wait blocks host code. Buffers live longer than both streams use them, so the
-        allocator needs no `record_stream`.
+        the side stream. Neither wait blocks host code.
+
+        Who may free what. A block goes back to the stream that allocated it, which may give it to its next kernel at
+        once. So memory that both streams use is dropped only where they have been ordered: what the spawning thread has
+        allocated, by that thread and after `result`; what the lane has allocated and handed over, too, because the
+        lane's next work begins after an event of the taker. What one stream uses alone its own thread may drop at any
+        moment. Then the allocator needs no `record_stream`.
     """
 
     def __init__(self, device: torch.device) -> None:

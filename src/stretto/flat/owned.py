@@ -43,15 +43,6 @@ class Block:
     length: int
     """Elements of each."""
 
-    def of(self, slices: Slices) -> Tensor:
-        """Return the block's part of a rank's slices, `(count * length,)`."""
-        return slices.flats[self.set_index].narrow(0, self.offset, self.count * self.length)
-
-    def within(self, flats: Sequence[Tensor]) -> Tensor:
-        """Return the block's part of flat sets, `(count, length)`."""
-        size, stride = (self.count, self.length), (self.stride, 1)
-        return flats[self.set_index].as_strided(size, stride, self.start)
-
 
 class Owned:
     """Where the slices of one rank lie.
@@ -96,11 +87,6 @@ class Owned:
             flats,
             [flats[bucket.set_index].narrow(0, at, high - low).data for bucket, at, (low, high) in ranges],
         )
-
-    def publish(self, slices: Slices, flats: Sequence[Tensor]) -> None:
-        """Write slices into their places in flat sets."""
-        for block in self.blocks:
-            block.within(flats).copy_(block.of(slices).view(block.count, block.length))
 
     def _runs(self, set_index: int, num_owners: int, most: int) -> Iterator[list[int]]:
         """Yield the buckets of a set in flat order, as many at a time as a block takes."""

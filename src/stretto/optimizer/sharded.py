@@ -5,8 +5,9 @@ The private optimizer sees the masters as segments (`stretto.optimizer.segments`
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -86,20 +87,16 @@ class ReducedGradient:
                 _scaled(total.div_(self.weight), clip)
             self._scale = clip
 
-    def uses(self, segment: Segment) -> bool:
-        """Return whether any rank's micro-batch used the parameters of a segment."""
-        return bool(self.used[segment.pieces[0].slot.index])
-
     def part(self, segment: Segment) -> Tensor | None:
         """Return the sums over one segment; None if no rank's micro-batch used its parameters."""
-        if not self.uses(segment):
+        if not self.used[segment.pieces[0].slot.index]:
             return None
         flat = self.sums.flats[segment.set_index]
         return flat[segment.start : segment.stop].view(segment.master.shape)
 
     def mean_of(self, block: Block, clip: float) -> Tensor:
         """Return the mean of one block of the sums; a copy unless `become_mean` has been there already."""
-        part = block.of(self.sums)
+        part = _inside(self.sums, block)
         return part if self._scale is not None else _scaled(part.div(self.weight), clip)
 
     def measure(self) -> float:
@@ -107,9 +104,8 @@ class ReducedGradient:
 
         In float64, where squares of all float32 values are neither too large nor too small.
         """
-        on_device = [flat for flat in self.sums.flats if flat.device.type != "cpu"]
-        in_cache = [total for total in self.sums if total.device.type == "cpu"]
-        squares = torch.stack(list(map(self._norm_squared, on_device + in_cache)))
+        is_cached = self.sums.flats[0].device.type == "cpu"
+        squares = torch.stack(list(map(self._norm_squared, self.sums if is_cached else self.sums.flats)))
         return float(sum(squares.tolist()))  # one wait for the device, and not one per bucket
 
     def _norm_squared(self, total: Tensor) -> Tensor:
@@ -205,12 +201,11 @@ class ShardedOptimizer:
         self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
         digests = []
-        for block, segments in self._segments_by_block():
-            copy = block.of(self.masters).clone()
-            ghosts = self._step_ghosts(copy, block, segments, gradient, clip)
-            for segment, (ghost, state) in zip(segments, ghosts, strict=True):
-                stepped = state if gradient.uses(segment) else self.optimizer.state.get(segment.master, {})
-                digests.append(_digests(ghost, stepped))
+        for index, segments in groupby(self.segments, key=attrgetter("block")):
+            block = self.owned.blocks[index]
+            copy = _inside(self.masters, block).clone()
+            for segment, ghost, state in self._step_ghosts(copy, block, segments, gradient, clip):
+                digests.append(_digests(ghost, state or self.optimizer.state.get(segment.master, {})))
         return digests
 
     def digests(self) -> list[dict[str, int]]:
@@ -231,8 +226,9 @@ class ShardedOptimizer:
         """
         self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
-        for block, segments in self._segments_by_block():
-            published, masters = block.within(flats), block.of(self.masters)
+        for index, segments in groupby(self.segments, key=attrgetter("block")):  # in others all is padding
+            block = self.owned.blocks[index]
+            published, masters = _within(flats, block), _inside(self.masters, block)
             # The copy can be stepped in the memory that is sent, unless that has gaps or a narrower dtype.
             fits = published.is_contiguous() and published.dtype == masters.dtype
             ghost = (published.view(-1) if fits else torch.empty_like(masters)).copy_(masters)
@@ -242,7 +238,12 @@ class ShardedOptimizer:
 
     def publish(self, flats: Sequence[Tensor]) -> None:
         """Write the masters into this rank's slices of `flats`, one tensor per flat set."""
-        self.owned.publish(self.masters, flats)
+        self.place(self.masters, flats)
+
+    def place(self, values: Slices, flats: Sequence[Tensor]) -> None:
+        """Write values of this rank's slices into their places in `flats`, one tensor per flat set."""
+        for block in self.owned.blocks:
+            _within(flats, block).copy_(_inside(values, block).view(block.count, block.length))
 
     def values(self, tensors: Sequence[Tensor], piece: Piece) -> Tensor:
         """Return the part of per-bucket `tensors` (masters or sums) that holds `piece`."""
@@ -252,39 +253,48 @@ class ShardedOptimizer:
         for group, settings in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(settings)
 
-    def _segments_by_block(self) -> Iterator[tuple[Block, list[Segment]]]:
-        inside = {index: list(run) for index, run in groupby(self.segments, key=lambda one: one.block)}
-        for index, block in enumerate(self.owned.blocks):
-            yield block, inside.get(index, [])  # a block may be padding alone
-
     def _step_ghosts(
         self,
         copy: Tensor,
         block: Block,
-        segments: Sequence[Segment],
+        segments: Iterable[Segment],
         gradient: ReducedGradient,
         clip: float,
-    ) -> list[tuple[Tensor, Mapping[str, Any]]]:
+    ) -> list[tuple[Segment, Tensor, Mapping[str, Any]]]:
         """Step `copy`, of one block's masters, with copies of its state; return ghost and state of every segment."""
         mean = gradient.mean_of(block, clip)
-        ghosts = [_part_of(copy, block, segment) for segment in segments]
-        stepped = [pair for pair in zip(segments, ghosts, strict=True) if gradient.uses(pair[0])]
-        for segment, ghost in stepped:
-            ghost.grad = _part_of(mean, block, segment)
-        self._ghost.param_groups = [
-            {**group, "params": [ghost for segment, ghost in stepped if segment.group == index]}
-            for index, group in enumerate(self.optimizer.param_groups)
-        ]
-        states = _all_copied([self.optimizer.state.get(segment.master, {}) for segment, _ in stepped])
-        own = {ghost: state for (_, ghost), state in zip(stepped, states, strict=True) if state}
-        self._ghost.state = defaultdict(dict, own)
-        if stepped:
+        groups = self._ghost.param_groups
+        for group, original in zip(groups, self.optimizer.param_groups, strict=True):
+            group.update(original)
+            group["params"] = []
+        states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        ghosts, copies, originals = [], [], []
+        for segment in segments:
+            inside = slice(segment.start - block.offset, segment.stop - block.offset)
+            ghost = copy[inside].view(segment.master.shape)
+            ghosts.append((segment, ghost))
+            if gradient.part(segment) is None:
+                continue
+            ghost.grad = mean[inside].view(segment.master.shape)
+            groups[segment.group]["params"].append(ghost)
+            for key, value in self.optimizer.state.get(segment.master, {}).items():
+                if isinstance(value, Tensor) and value.dim():
+                    states[ghost][key] = torch.empty_like(value)
+                    copies.append(states[ghost][key])
+                    originals.append(value)
+                else:
+                    states[ghost][key] = _copied(value)
+        if copies:
+            torch._foreach_copy_(copies, originals)
+        self._ghost.state = states
+        if any(map(itemgetter("params"), groups)):
             with torch.autocast(copy.device.type, enabled=False):
                 self._ghost.step()
-        found = [(ghost, self._ghost.state.get(ghost, {})) for ghost in ghosts]
-        self._ghost.state = defaultdict(dict)
-        for ghost in ghosts:
+        found: list[tuple[Segment, Tensor, Mapping[str, Any]]] = []
+        for segment, ghost in ghosts:
             ghost.grad = None
+            found.append((segment, ghost, self._ghost.state.get(ghost, {})))
+        self._ghost.state = defaultdict(dict)
         return found
 
     def _isolate_unused(self, used: bytes) -> None:
@@ -318,27 +328,15 @@ def _digests(master: Tensor, state: Mapping[str, Any]) -> dict[str, int]:
     return {key: digest(value) for key, value in {MASTER: master, **tensors}.items()}
 
 
-def _part_of(values: Tensor, block: Block, segment: Segment) -> Tensor:
-    """Return the part of a block's values, `(block.numel,)`, that one of its segments has."""
-    start, stop = segment.start - block.offset, segment.stop - block.offset
-    return values[start:stop].view(segment.master.shape)
+def _inside(values: Slices, block: Block) -> Tensor:
+    """Return a block's part of a rank's slices, `(count * length,)`."""
+    return values.flats[block.set_index].narrow(0, block.offset, block.count * block.length)
 
 
-def _all_copied(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of states; tensors that are more than a number are copied in one call."""
-    copies = [
-        {key: torch.empty_like(one) if _is_large(one) else _copied(one) for key, one in state.items()}
-        for state in states
-    ]
-    pairs = zip(states, copies, strict=True)
-    large = [(copy[key], one) for state, copy in pairs for key, one in state.items() if _is_large(one)]
-    if large:
-        torch._foreach_copy_([copy for copy, _ in large], [one for _, one in large])
-    return copies
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+def _within(flats: Sequence[Tensor], block: Block) -> Tensor:
+    """Return a block's part of flat sets, `(count, length)`."""
+    size, stride = (block.count, block.length), (block.stride, 1)
+    return flats[block.set_index].as_strided(size, stride, block.start)
 
 
 def _copied(value: Any) -> Any:
