@@ -137,14 +137,6 @@ class DataParallel:
         return self._compute.steps
 
     @property
-    def bucket_bytes(self) -> int:
-        """The largest collective over a bucket, in bytes of the gradient buffer: the size in force."""
-        layout = self.job.layout
-        return max(
-            one.numel * layout.sets[one.set_index].accumulation_dtype.itemsize for one in layout.buckets
-        )
-
-    @property
     def sent_bytes(self) -> int:
         """Bytes this rank has handed to collectives for other ranks so far."""
         return self.job.exchange.sent_bytes

@@ -99,6 +99,11 @@ class Layout:
         """Elements of all sets with padding."""
         return sum(flat.numel for flat in self.sets)
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The largest bucket, in bytes of the gradient buffer: the size in force."""
+        return max(one.numel * self.sets[one.set_index].accumulation_dtype.itemsize for one in self.buckets)
+
     def text(self) -> str:
         """Return everything that ranks must agree on, one line each; device indices may differ and are left out."""
         slots = [
