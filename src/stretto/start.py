@@ -140,7 +140,14 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup) -> Job:
     model: object = phases[0].model  # nobody has checked it yet
     devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
     device = devices[0] if devices else torch.device("cpu")
-    failures = FailureDetector(group, device, phases[0].options.timeout_seconds, progress)
+    options = phases[0].options
+    failures = FailureDetector(
+        group,
+        device,
+        timeout_seconds=options.timeout_seconds,
+        silent_seconds=options.silent_seconds,
+        progress=progress,
+    )
     try:
         return _start(phases, progress, failures)
     except BaseException as error:  # what only one rank cannot train is told to the others

@@ -118,7 +118,11 @@ class Options:
     1e-4,every=500:0.1 has bursts; rank=1 hits one rank; mean=0.01 is a bias; averages=1e-4 hits averages of weights.
     See docs/paft.md."""
     timeout_seconds: float = 600.0
-    """How long a collective may wait for a rank that neither answers nor dies."""
+    """How long a collective may wait for a rank that lives but does not come."""
+    silent_seconds: float = 60.0
+    """How long a rank may give no sign of life while others wait for it. Each gives one twice a second, on a thread of
+    its own, whatever it computes; a process that is stopped, or a machine that is cut off, gives none. Long enough for
+    a network that is away for a while."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -138,10 +142,10 @@ class Options:
             found = getattr(self, limit)
             if found is not None and found < 1:
                 raise ConfigError(f"Options({limit}={found}): expected at least 1")
-        if not 0 < self.timeout_seconds < float("inf"):
-            raise ConfigError(
-                f"Options(timeout_seconds={self.timeout_seconds}): expected a positive, finite number of seconds"
-            )
+        for limit in ("timeout_seconds", "silent_seconds"):
+            found = getattr(self, limit)
+            if not 0 < found < float("inf"):
+                raise ConfigError(f"Options({limit}={found}): expected a positive, finite number of seconds")
         BufferChoices.read(self.buffers)
         self._check_exchange()
 

@@ -106,13 +106,19 @@ class Ranks:
 
     Args:
         device: Where what they send each other lies.
-        timeout_seconds: How long to wait for a rank that neither answers nor dies.
+        options: How long to wait for a rank.
     """
 
-    def __init__(self, device: torch.device, timeout_seconds: float) -> None:
-        self.group = private_group(timeout_seconds=timeout_seconds + BACKEND_MARGIN_SECONDS)
+    def __init__(self, device: torch.device, options: Options) -> None:
+        self.group = private_group(timeout_seconds=options.timeout_seconds + BACKEND_MARGIN_SECONDS)
         self.device = device
-        self._failures = FailureDetector(self.group, device, timeout_seconds, Progress())
+        self._failures = FailureDetector(
+            self.group,
+            device,
+            timeout_seconds=options.timeout_seconds,
+            silent_seconds=options.silent_seconds,
+            progress=Progress(),
+        )
         self._lifetime = Lifetime(self._failures, leave=lambda waits: None)
 
     @contextmanager
@@ -164,7 +170,7 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
         task = job.task.build(info.rank, info.world_size, job.seed, None)
         task.model.to(device)
         slow = dataclasses.replace(task, loader=slowed(job, task.loader, info.rank))
-        ranks = Ranks(device, job.timeout_seconds)
+        ranks = Ranks(device, job.options)
         with ranks.together():
             return measure_task(ranks, slow, batches, job.ranks_per_node or info.local_world_size)
 
