@@ -35,6 +35,7 @@ from stretto.errors import (
     Quarantined,
     RanksDisagree,
     ReplicaNonFinite,
+    StrettoError,
     UnusedParameters,
     WorkerDisagrees,
 )
@@ -141,6 +142,13 @@ class FailureDetector:
             timeout_seconds=self.timeout_seconds,
         )
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return what to raise for an error of a job: on a group that the watcher has aborted, what it had found."""
+        is_backends = isinstance(error, RuntimeError) and not isinstance(error, StrettoError)
+        if is_backends and self._watcher.has_aborted:
+            return self._inquiry("start of a collective", None).into(error)
+        return error
+
     def let_go(self) -> None:
         """Drop the collectives that are kept, which hold what they have sent: at the start, a copy of the model."""
         self._completed.clear()
@@ -219,8 +227,11 @@ class Lifetime:
         try:
             yield
         except BaseException as error:
-            self.fail(error, is_users=is_users)
-            raise
+            cause = self._failures.cause_of(error)
+            self.fail(cause, is_users=is_users)
+            if cause is error:
+                raise
+            raise cause from error
 
     def fail(self, error: BaseException, *, is_users: bool = False) -> None:
         """End the job because of `error`, and tell the other ranks; see `FailureDetector.tell`."""

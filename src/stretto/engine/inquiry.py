@@ -66,8 +66,8 @@ class Inquiry:
         """Raise if the collective cannot complete any more, or this rank has ended the job."""
         if self._watcher.is_over:
             raise PeerFailed(f"{self._prefix}this rank has ended the job")
-        if (told := self._told()) is not None:
-            raise told
+        if (known := self._known()) is not None:
+            raise known
         closed, before = closed_ranks(self._watcher, self._connections), self._closed
         if closed and not before:
             self._watcher.watch(closed)  # they may have ended the job in their own way
@@ -75,8 +75,6 @@ class Inquiry:
         elif closed:
             raise self._found(PeerFailed, _died(closed, "a descriptor of Gloo's is closed"), closed)
         self._closed = closed
-        if silent := self._watcher.silent:
-            raise self._found(PeerSilent, self._no_sign(f"from ranks {silent}"), silent)
         self._look_at_store()
         alarms = self._watcher.heard("alarm").values()
         if any(alarm.startswith(PeerSilent.__name__) for alarm in alarms):
@@ -86,7 +84,7 @@ class Inquiry:
         if time.monotonic() > self._deadline:
             raise self._alarm(PeerSilent, self._no_answer)
 
-    def into(self, error: RuntimeError) -> CommunicationError:
+    def into(self, error: BaseException) -> CommunicationError:
         """Return the error to raise for one of the backend."""
         return self._alarm(PeerFailed, _reason(error))
 
@@ -114,8 +112,8 @@ class Inquiry:
         watcher.say("alarm", f"{kind.__name__} {self._what}", ANSWER_SECONDS)
         while True:
             watcher.look(max(_POLL_SECONDS, deadline - time.monotonic()))
-            if (told := self._told()) is not None:
-                return told
+            if (known := self._known()) is not None:
+                return known
             closed = closed_ranks(watcher, self._connections)
             if closed and closed == self._closed:
                 return self._found(PeerFailed, _died(closed, reason), closed)
@@ -148,6 +146,13 @@ class Inquiry:
         """Write a finding for the others; return the error."""
         self._watcher.say("finding", f"{kind.__name__} {text}", ANSWER_SECONDS)
         return _error(kind, self._prefix + text, ranks)
+
+    def _known(self) -> CommunicationError | None:
+        """Return the error to raise for what the watcher has seen: told by others, or a rank that is silent."""
+        told, silent = self._told(), self._watcher.silent
+        if told is not None or not silent:
+            return told
+        return self._found(PeerSilent, self._no_sign(f"from ranks {silent}"), silent)
 
     def _told(self) -> CommunicationError | None:
         """Return the error to raise for what others have written, or whoever supervises them; None without it."""
@@ -206,7 +211,7 @@ def _error(kind: type[CommunicationError], message: str, ranks: Sequence[int]) -
     return PeerSilent(message, ranks) if kind is PeerSilent else kind(message)
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: BaseException) -> str:
     """Return the first sentence of a backend's message, without the source location."""
     return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
 

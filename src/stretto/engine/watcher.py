@@ -103,6 +103,8 @@ class Watcher:
         """Whether this rank has ended the job."""
         self._members = members
         self._aborts = aborts
+        self.has_aborted = False
+        """Whether it has aborted the groups that it was given."""
         following = [(rank + distance) % len(members) for distance in range(1, len(members))]
         self._watched = following[:_WATCHED]
         self._silence: dict[int, float] = {}
@@ -250,6 +252,7 @@ class Watcher:
     def _abort_if_gone(self) -> None:
         is_told = any(self.words.get(topic) for topic in ("failure", "finding", "death"))
         if is_told or self.silent:
+            self.has_aborted = bool(self._aborts)
             for group in self._aborts:
                 group.abort()
             self._aborts = ()
