@@ -37,7 +37,10 @@ _WATCHED = 8
 """Ranks whose signs one rank reads: those that follow it, and so a whole node's."""
 _LATE = 6
 """Part of the time after which a rank counts as silent, after which it is told as late."""
+_ARRIVE_SECONDS = 5.0
+"""How long a job waits at its start for the store to answer."""
 _JOIN_SECONDS = 1.0
+"""How long its end waits for a call of the store to come back."""
 _BEAT, _PLACE, _TROUBLE, _LEFT = "beat", "place", "trouble", "left"
 """Topics, the one key that is read while no rank has written anything else, and the last sign of a rank that ends."""
 _WORDS = ("failure", "finding", "alarm", "heard")
@@ -117,6 +120,7 @@ class Watcher:
                 target=self._run, args=(store,), name="stretto-watch", daemon=True
             )
             self._thread.start()
+            self._do(lambda: None, _ARRIVE_SECONDS)  # its place is known before anything can happen to it
 
     # What others ask
 

@@ -23,6 +23,8 @@ from stretto.records import Incident
 
 IN_FLIGHT = 4
 """Buckets that travel at a time: enough to keep a link busy while one is summed."""
+LARGEST_BROADCAST = 2**20
+"""Bytes of a tensor that travel in one broadcast: a slow link has each of them through in time."""
 _MANY = 8
 """With more ranks than this, one call per rank costs more than another pass over memory."""
 
@@ -358,7 +360,11 @@ class Exchange:
         content = tensor.detach().contiguous().view(-1).view(torch.uint8).to(self.layout.sets[0].device)
         if self.rank == source:
             self.sent_bytes += (self.world_size - 1) * content.numel()
-        self.wait(self.group.broadcast([content], options), what)
+
+        def transfer(part: Tensor) -> Transfer:
+            yield self.group.broadcast([part], options), what
+
+        self.run(in_flight(map(transfer, content.split(LARGEST_BROADCAST))))
         if content.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(content.to(tensor.device).view(tensor.dtype).view(tensor.shape))

@@ -5,10 +5,11 @@ import ipaddress
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, TypeVar
@@ -26,7 +27,7 @@ from stretto.errors import (
     StrettoError,
     WorkerFailed,
 )
-from stretto.groups import Link, register_throttled
+from stretto.groups import Link, announce_death, register_throttled
 from stretto.terminal import is_unread, print_to_nobody
 from stretto.train.processes import Worker, supervised
 
@@ -95,10 +96,9 @@ def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_secon
     timeout = timedelta(seconds=timeout_seconds)
     register_throttled(link, address=_LOOPBACK if _is_loopback(info.host) else None)
     try:
-        store = TCPStore(info.host, info.port, is_master=False, timeout=timeout)
         dist.init_process_group(
             "throttled" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=PrefixStore(f"stretto/{info.store_prefix}", store),
+            store=_store_of(info, timeout),
             rank=info.rank,
             world_size=info.world_size,
             timeout=timeout,
@@ -111,6 +111,12 @@ def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_secon
     yield
     # Not after an error: the group may be broken, and the process is about to end.
     dist.destroy_process_group()
+
+
+def _store_of(info: RankInfo, timeout: timedelta) -> PrefixStore:
+    """Return the store at which the ranks of a job meet, with a prefix of its own."""
+    store = TCPStore(info.host, info.port, is_master=False, timeout=timeout)
+    return PrefixStore(f"stretto/{info.store_prefix}", store)
 
 
 def choose_device(kind: Literal["auto", "cpu", "cuda"], info: RankInfo) -> torch.device:
@@ -157,11 +163,11 @@ def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: An
     """
     with supervised() as workers:
         started = {info.rank: workers.start(_work, function, info, args) for info in infos}
-        return _collect(started, infos[0].world_size)
+        return _collect(started, infos[0])
 
 
-def _collect(workers: Mapping[int, Worker], world_size: int) -> list[Any]:
-    """Wait for every rank's report; after the first failure, for `GRACE_SECONDS` at most."""
+def _collect(workers: Mapping[int, Worker], first: RankInfo) -> list[Any]:
+    """Wait for every rank's report; after the first failure, for `GRACE_SECONDS` at most. `first` is one of them."""
     pending = {worker.pipe: rank for rank, worker in workers.items()}
     results: dict[int, Any] = {}
     failures: dict[int, _Failure] = {}
@@ -172,13 +178,13 @@ def _collect(workers: Mapping[int, Worker], world_size: int) -> list[Any]:
             break
         for pipe in [pipe for pipe in pending if pipe in ready]:
             rank = pending.pop(pipe)
-            succeeded, report = _report(workers[rank])
+            succeeded, report = _report(workers[rank], dataclasses.replace(first, rank=rank))
             (results if succeeded else failures)[rank] = report
         if failures and deadline is None:
             deadline = time.monotonic() + GRACE_SECONDS
     if failures:
         damages = [failure.damage for failure in failures.values() if failure.damage is not None]
-        raise WorkerFailed(_describe(failures, len(workers), world_size), damages)
+        raise WorkerFailed(_describe(failures, len(workers), first.world_size), damages)
     return [results[rank] for rank in workers]
 
 
@@ -186,13 +192,21 @@ def _silent(failures: Mapping[int, _Failure]) -> set[int]:
     return {rank for failure in failures.values() for rank in failure.silent}
 
 
-def _report(worker: Worker) -> tuple[bool, Any]:
+def _report(worker: Worker, info: RankInfo) -> tuple[bool, Any]:
     """Return whether a rank succeeded, with its result or failure."""
     try:
         succeeded, report = worker.receive()
     except WorkerFailed as failure:
+        # A store whose host is stopped does not answer, and nobody waits for this.
+        threading.Thread(target=_announce, args=(info, str(failure)), daemon=True).start()
         return False, _Failure(text=str(failure))
     return succeeded, report
+
+
+def _announce(info: RankInfo, how: str) -> None:
+    """Tell the other ranks that this one has ended, and how."""
+    with suppress(RuntimeError):  # the store has ended with it
+        announce_death(_store_of(info, timedelta(seconds=GRACE_SECONDS)), info.rank, how)
 
 
 def _describe(failures: Mapping[int, _Failure], num_workers: int, world_size: int) -> str:
