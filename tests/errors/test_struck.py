@@ -4,11 +4,11 @@ import os
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,7 +22,8 @@ from tests.errors.tiny import tiny_model
 from tests.groups.nccl_like import NcclLikeGroup
 from tests.processes import rank_outcomes
 
-SILENT_SECONDS = 3.0
+SILENT_SECONDS = 6.0
+"""More than a busy machine keeps a process waiting."""
 NEVER = 600.0
 LONG = timedelta(seconds=60)
 MARGIN_SECONDS = 5.0
@@ -169,6 +170,6 @@ def check(strike: Strike) -> None:
         assert seconds < MARGIN_SECONDS + 1.2 * strike.limit_seconds, (strike, seconds)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_whoever_is_struck_at_any_moment_is_named_by_all_others_in_time(seed: int) -> None:
-    check(drawn(seed))
+def test_whoever_is_struck_at_any_moment_is_named_by_all_others_in_time() -> None:
+    with ThreadPoolExecutor(4) as pool:  # side by side, as all they do is wait
+        list(pool.map(check, map(drawn, range(12))))
