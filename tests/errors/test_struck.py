@@ -52,7 +52,10 @@ class Strike:
     @property
     def limit_seconds(self) -> float:
         """After which the others may know at the earliest."""
-        return 0.0 if self.how == "kill" and not self.is_nccl_like else SILENT_SECONDS
+        shows = not self.is_nccl_like or (
+            self.keeps_store and self.victim == 0
+        )  # something closes when it dies
+        return 0.0 if self.how == "kill" and shows else SILENT_SECONDS
 
     @property
     def options(self) -> st.Options:
