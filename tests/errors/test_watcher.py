@@ -17,8 +17,8 @@ from stretto.engine.round import Progress
 from stretto.errors import PeerFailed, WorkerFailed
 from stretto.groups import Link, private_group
 from stretto.groups.deaths import announce_death
-from stretto.train.launch import LocalRanks
-from stretto.train.workers import RankInfo, joined_group
+from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.workers import RankInfo, joined_group
 from tests.errors.test_failures import SECONDS_TO_NOTICE, default_store
 from tests.errors.test_watch import OnlyAStore
 from tests.errors.tiny import TinyJob, says, tiny_model
