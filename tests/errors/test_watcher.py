@@ -14,7 +14,7 @@ import torch.distributed as dist
 import stretto as st
 from stretto.engine.failures import FailureDetector
 from stretto.engine.round import Progress
-from stretto.errors import PeerFailed, WorkerFailed
+from stretto.errors import PeerFailed, PeerSilent, WorkerFailed
 from stretto.groups import Link, private_group
 from stretto.groups.deaths import announce_death
 from stretto_lab.train.launch import LocalRanks
@@ -145,6 +145,42 @@ def test_a_process_that_is_stopped_for_a_while_is_told_as_late_and_goes_on() -> 
     late, back = said
     assert late.startswith("rank 0: no sign of life from rank 1 for ")
     assert back == "rank 0: rank 1 is back"
+
+
+def host_blocked_by_a_device(rank: int) -> str:
+    """Rank 0 waits for a collective where nothing can look around, as for a kernel on a device."""
+    store = default_store()
+    store.set(f"process/{rank}", str(os.getpid()))
+    model = tiny_model()
+    parallel = st.DataParallel(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        micro_batches=1,
+        group=NcclLikeGroup(),
+        options=st.Options(silent_seconds=4.0),
+    )
+    parallel.backward(model(torch.ones(2, 4)).square().mean())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "went on"
+    group = parallel.job.exchange.group
+    while not group.is_aborted:
+        time.sleep(0.01)
+    try:
+        parallel.backward(model(torch.ones(2, 4)).square().mean())
+    except PeerSilent as error:
+        return str(error)
+    finally:
+        os.kill(int(store.get("process/1")), signal.SIGCONT)
+    return "nothing"
+
+
+def test_a_host_that_waits_for_its_device_is_released_where_only_an_abort_ends_a_collective() -> None:
+    told, _ = run_ranks(2, host_blocked_by_a_device)
+    assert (
+        "no sign of life for 4 s from ranks [1]; look at what they do, or raise Options(silent_seconds=...)"
+        in told
+    )
 
 
 def test_who_supervises_a_process_tells_its_death() -> None:

@@ -86,13 +86,13 @@ class FailureDetector:
         self.world_size = group.size()
         self.timeout_seconds = timeout_seconds
         self._progress = progress
-        is_gloo = may_wait_again(group, device)
-        self._completes = _within if is_gloo else _polled
-        self._connections = connections_of(group) if is_gloo else set()
+        waits_again = may_wait_again(group, device)
+        self._completes = _within if waits_again else _polled
+        self._connections = connections_of(group) if waits_again else set()
         self._completed: collections.deque[dist.Work] = collections.deque(maxlen=_KEPT)
         store = _store_of(group)
         place = Place(_keeps(store), frozenset(connection.name for connection in self._connections))
-        aborts = () if is_gloo else self.groups
+        aborts = () if waits_again else self.groups
         self._watcher = Watcher(store, ranks_of(group), self.rank, place, silent_seconds, aborts)
         self._look_seconds = min(self._watcher.period, timeout_seconds)
         weakref.finalize(
