@@ -113,6 +113,8 @@ class Watcher:
         self._silence: dict[int, float] = {}
         self._late: set[int] = set()
         self._errands: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
+        self._overdue = threading.Event()  # of the last errand that was not done in time: set once it is
+        self._overdue.set()
         self._goodbye: str | None = None
         self._thread: threading.Thread | None = None
         if store is not None and self.others:
@@ -179,11 +181,15 @@ class Watcher:
     # The thread
 
     def _do(self, errand: Callable[[], None], seconds: float) -> bool:
+        """Have it done; return whether it is within `seconds`. Nobody waits where one is still not done that was due."""
         if self._thread is None or self.is_over:
             return False
-        done = threading.Event()
+        done, is_stuck = threading.Event(), not self._overdue.is_set()
         self._errands.put((errand, done))
-        return done.wait(seconds) and self.lost is None
+        if not done.wait(0.0 if is_stuck else seconds):
+            self._overdue = done
+            return False
+        return self.lost is None
 
     def _run(self, store: Store) -> None:
         self._try(lambda: self._arrive(store))
@@ -191,8 +197,10 @@ class Watcher:
             self._try(self._look)
             with contextlib.suppress(queue.Empty):
                 errand, done = self._errands.get(timeout=self.period)
-                self._try(errand)
-                done.set()
+                while True:  # also those that came meanwhile: what a rank says at its end is said
+                    self._try(errand)
+                    done.set()
+                    errand, done = self._errands.get_nowait()
         if self._goodbye is not None:
             self._try(lambda: self._store.set(f"{_BEAT}/{self.rank}", _LEFT))
         del self._store
