@@ -181,7 +181,7 @@ class Watcher:
     # The thread
 
     def _do(self, errand: Callable[[], None], seconds: float) -> bool:
-        """Have it done; return whether it is within `seconds`. Nobody waits where one is still not done that was due."""
+        """Have it done; return whether it is within `seconds`. Nobody waits while one that was due is not done."""
         if self._thread is None or self.is_over:
             return False
         done, is_stuck = threading.Event(), not self._overdue.is_set()
