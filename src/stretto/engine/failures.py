@@ -95,9 +95,8 @@ class FailureDetector:
         aborts = () if waits_again else self.groups
         self._watcher = Watcher(store, ranks_of(group), self.rank, place, silent_seconds, aborts)
         self._look_seconds = min(self._watcher.period, timeout_seconds)
-        weakref.finalize(
-            self, self._watcher.end, leaves=False
-        )  # where nobody ends the job, also as Python ends
+        # Where nobody ends the job; also as Python ends, because no thread may come out of C++ then.
+        weakref.finalize(self, self._watcher.end, leaves=False)
 
     def among(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Wait:
         """Return what waits for collectives of `group`, which only these ranks of the job share; it ends with the job.
