@@ -11,12 +11,14 @@ from stretto.groups.launcher import (
 )
 from stretto.groups.link import Link
 from stretto.groups.private import part_of, private_group, release, retire
+from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import ThrottledGroup, register_throttled
 from stretto.groups.wrapped import may_wait_again
 
 __all__ = [
     "Link",
     "SoloGroup",
+    "StagedGroup",
     "ThrottledGroup",
     "announce_rank",
     "is_hosted_by_agent",
