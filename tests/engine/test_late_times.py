@@ -68,7 +68,7 @@ def test_each_second_of_an_overlapping_lane_that_the_device_waited_for_is_expose
 
 
 class Truth:
-    """The same schedule, in numbers alone: when the host, the device's computing and its lane have done what is theirs."""
+    """The same schedule in numbers alone: when the host, the computing and the lane have done what is theirs."""
 
     def __init__(self) -> None:
         self.host = self.computed = self.exchanged = self.exposed = self.lanes = 0.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.plan.measure import Ranks, measure_link
+from stretto_lab.plan.measure import Ranks, measure_link
 
 CLOCK_ERROR = 5e-5
 """Seconds by which a measured time may be too long."""

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.cli.environment import find_ranks
 from stretto.errors import ConfigError
 from stretto.randomness import kept_random_states
-from stretto.train.configuration import RunConfig
-from stretto.train.outcome import describe_environment
-from stretto.train.rank import title_of
-from stretto.train.workers import described_device, device_of, local_workers
+from stretto_lab.cli.environment import find_ranks
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.outcome import describe_environment
+from stretto_lab.train.rank import title_of
+from stretto_lab.train.workers import described_device, device_of, local_workers
 from tests.train.tiny import Tiny
 
 Machine = Callable[[int], None]
