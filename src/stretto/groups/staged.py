@@ -27,6 +27,8 @@ class StagedGroup(WrappedGroup):
     """
 
     inner_device = torch.device("cpu")
+    orders_streams = False
+    """Whoever waits has the host wait until the collective is over."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner, None, "staged")
