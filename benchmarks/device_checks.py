@@ -6,6 +6,7 @@ itself shows before a device is lent. `benchmarks/first_half_hour.py` runs all o
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -65,6 +66,7 @@ def delay(device: torch.device, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * _cycles_per_second(device)))
 
 
+@functools.cache
 def _cycles_per_second(device: torch.device) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):

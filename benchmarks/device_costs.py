@@ -1,10 +1,12 @@
 """What a device costs: host time and updates per second beside a plain loop, memory, groups of ended jobs, commands."""
 
+import functools
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +82,21 @@ def speed(device: torch.device) -> dict[str, Any]:
                 model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), STRATEGIES[name](),
                 micro_batches=micro_batches, group=SoloGroup(), options=st.Options(bucket_bytes=bucket_bytes),
             )  # fmt: skip
-            jobs = lambda: [parallel.backward(loss()) for _ in range(micro_batches)]  # noqa: B023, E731
-            found[f"{name}, buckets of {bucket_bytes >> 20} MiB"] = _seconds(jobs, updates, device)
+            ours = functools.partial(_update, parallel, [loss] * micro_batches)
+            found[f"{name}, buckets of {bucket_bytes >> 20} MiB"] = _seconds(ours, updates, device)
             parallel.finish()
     return found
+
+
+def _update(parallel: st.DataParallel, losses: Sequence[Callable[[], Tensor]]) -> None:
+    for loss in losses:
+        parallel.backward(loss())
+
+
+def _late_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = loss_of(model, batch)
+    delay(batch.device, 0.05)
+    return loss
 
 
 def _seconds(work: Any, count: int, device: torch.device) -> dict[str, float]:
@@ -107,13 +120,8 @@ def beside(device: torch.device) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         parallel = st.DataParallel(model, optimizer, st.ACCO(), micro_batches=8, group=group)
 
-        def update() -> None:
-            for batch in batches(device, 8):
-                loss = loss_of(model, batch)  # noqa: B023
-                delay(device, 0.05)
-                parallel.backward(loss)  # noqa: B023
-
-        found[name] = _seconds(update, 4, device)["device"]
+        losses = [functools.partial(_late_loss, model, batch) for batch in batches(device, 8)]
+        found[name] = _seconds(functools.partial(_update, parallel, losses), 4, device)["device"]
         parallel.finish()
     expect(device.type == "cpu" or found["with"] < 1.15 * found["without"], f"not hidden: {found}")
     return found

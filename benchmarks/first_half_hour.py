@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or deterministic products on CUDA are refused
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # on a machine where nothing is installed
 
-import torch  # noqa: E402
+import torch  # noqa: E402  # the path comes first
 
-from benchmarks import device_costs, device_models, device_order  # noqa: E402
-from benchmarks.device_checks import Check, Failed  # noqa: E402
+from benchmarks import device_costs, device_models, device_order  # noqa: E402  # the path comes first
+from benchmarks.device_checks import Check, Failed  # noqa: E402  # the path comes first
 
 CHECKS: Mapping[str, Check] = {
     "versions": Check(device_order.versions, "what is there"),

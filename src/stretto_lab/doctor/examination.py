@@ -36,6 +36,8 @@ from stretto_lab.faults import WIRE_SITES, Fault, FaultPlan, FaultyGroup, Inject
 from stretto_lab.train.workers import RankInfo, device_of, joined_group
 
 _HOST_MEGABYTES = 64
+_DEVICE_MEGABYTES = 2**13
+"""At most: operations on CUDA count up to 2^31 elements, and this has 2^30 words."""
 _TIME_SHARES = {"arithmetic": 0.4, "memory": 0.2, "collectives": 0.2, "links": 0.2}
 
 
@@ -49,7 +51,8 @@ class Examination:
     """How long to look, about. A longer look finds rarer faults."""
     memory_megabytes: int | None = None
     """Memory that every rank writes and reads per device, in units of 2^20 bytes; it takes three times that. None is 64
-    of the host's, and a quarter of what is free of a device."""
+    of the host's, and a quarter of what is free of a device, 8 GiB at
+    most."""
     link_megabytes: float = 4.0
     """Payload that is sent over every link at a time, in units of 2^20 bytes."""
     faults: tuple[Fault, ...] = ()
@@ -230,7 +233,9 @@ def _examine_device(
 
 def _megabytes_of(device: torch.device) -> int:
     """Return how long a buffer is of which three fit into what is free."""
-    return _HOST_MEGABYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[0] // 2**22
+    if device.type == "cpu":
+        return _HOST_MEGABYTES
+    return min(_DEVICE_MEGABYTES, torch.cuda.mem_get_info(device)[0] // 2**22)
 
 
 class _Meeting:
