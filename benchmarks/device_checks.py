@@ -129,16 +129,17 @@ def trained(
     strategy: st.Strategy,
     updates: int = 6,
     waits: bool = False,
+    data: int = 1,
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-2),
     before: Callable[[int], None] = lambda index: None,
     **settings: Any,
 ) -> list[Tensor]:
-    """Return the parameters after a training; `waits` leaves nothing on the device beside anything."""
+    """Return the parameters after a training on `data`, a seed; `waits` leaves nothing on the device beside anything."""
     model = network(device)
     parallel = st.DataParallel(
         model, optimizer(model.parameters()), strategy, micro_batches=MICRO_BATCHES, **settings
     )
-    for index, batch in enumerate(parallel.feed(batches(device, updates * MICRO_BATCHES))):
+    for index, batch in enumerate(parallel.feed(batches(device, updates * MICRO_BATCHES, data))):
         before(index)
         parallel.backward(loss_of(model, batch))
         if waits:

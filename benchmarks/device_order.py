@@ -169,11 +169,12 @@ def clock(device: torch.device) -> dict[str, Any]:
 def two_ranks(device: torch.device) -> dict[str, Any]:
     """Two ranks on one device: they hold the same, and what is hidden is what is shown."""
     found: dict[str, list[Tensor]] = {}
+    data = dist.get_rank()  # every rank has its own
     for name, strategy in STRATEGIES.items():
-        found[name] = trained(device, strategy(), group=on_one_device())
+        found[name] = trained(device, strategy(), group=on_one_device(), data=data)
     for name in ("ddp", "zero1"):
         options = st.Options(hide_reductions=False)
-        shown = trained(device, STRATEGIES[name](), group=on_one_device(), options=options)
+        shown = trained(device, STRATEGIES[name](), group=on_one_device(), options=options, data=data)
         expect(same(shown, found[name]), f"{name}: other bits where nothing is hidden")
     for name in set(found) - {"local", "diloco"}:  # between averages these differ
         mine = torch.cat([one.flatten() for one in found[name]])
