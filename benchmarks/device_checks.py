@@ -134,7 +134,7 @@ def trained(
     before: Callable[[int], None] = lambda index: None,
     **settings: Any,
 ) -> list[Tensor]:
-    """Return the parameters after a training on `data`, a seed; `waits` leaves nothing on the device beside anything."""
+    """Return the parameters after a training on `data`, a seed; `waits` leaves nothing of a device beside anything."""
     model = network(device)
     parallel = st.DataParallel(
         model, optimizer(model.parameters()), strategy, micro_batches=MICRO_BATCHES, **settings

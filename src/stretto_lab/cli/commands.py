@@ -128,10 +128,10 @@ def _described_recipes() -> dict[str, str]:
 def train_command(words: Sequence[str]) -> None:
     """Train a recipe on local workers, or as a rank of a launcher."""
     named, given = parse_options("train", words, CONFIGURE["train"])
-    ranks = find_ranks(given.workers, given.device)
-    given = dataclasses.replace(given, workers=ranks.world_size)
     run, options = _with_folder(named, given), list(words[1:])
     check_replan(words, options)
+    ranks = find_ranks(run.workers, run.device)
+    run, given = (dataclasses.replace(one, workers=ranks.world_size) for one in (run, given))
     if run.strategy == AUTO:
         # As it was given: with the run's folder in it, measuring would leave a tokenizer there.
         chosen = chosen_before(run) or choose(given, ranks, _log(ranks))
@@ -148,8 +148,9 @@ def resume_command(words: Sequence[str]) -> None:
     before = command_of(Path(folder))
     named, options = before["recipe"], going_on(before["options"], given)
     _, run = parse_options("train", [named, *options, "--run-dir", folder, "--resume"], CONFIGURE["train"])
+    run = _with_folder(named, run)
     ranks = find_ranks(run.workers, run.device)
-    run = _with_folder(named, dataclasses.replace(run, workers=ranks.world_size))
+    run = dataclasses.replace(run, workers=ranks.world_size)
     if any(word.startswith("--strategy") for word in given):  # what was chosen before no longer counts
         options = going_on(without_auto(before["options"]), given)
     check_replan(given, options)
