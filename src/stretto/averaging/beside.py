@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from stretto.engine.runtime import Pending, Runtime, Work
+from stretto.engine.runtime import Pending, Runtime, Timer, Work
 
 T = TypeVar("T")
 
@@ -27,6 +27,14 @@ class WithLaneBeside(Runtime):
     def now(self) -> float:
         """Return seconds on the clock that both share."""
         return self._runtime.now()
+
+    def timer(self) -> Timer:
+        """Return a timer on it."""
+        return self._runtime.timer()
+
+    def keep_pace(self) -> None:
+        """Let the host wait for work before."""
+        self._runtime.keep_pace()
 
     def charge(self, work: Work, elements: int = 0) -> None:
         """Advance a virtual clock by the time of `work`."""

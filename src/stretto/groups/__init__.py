@@ -13,6 +13,7 @@ from stretto.groups.launcher import (
 )
 from stretto.groups.link import Link
 from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
+from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import ThrottledGroup, register_throttled
 from stretto.groups.wrapped import may_wait_again
 
@@ -20,6 +21,7 @@ __all__ = [
     "Connection",
     "Link",
     "SoloGroup",
+    "StagedGroup",
     "ThrottledGroup",
     "announce_death",
     "announce_rank",

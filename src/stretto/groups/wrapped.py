@@ -21,6 +21,9 @@ class WrappedGroup(CollectiveGroup):
         backend_name: The name under which the subclass is registered.
     """
 
+    inner_device: torch.device | None = None
+    """Where the inner group's tensors lie; None for where this group's lie."""
+
     def __init__(self, inner: dist.ProcessGroup, store: Store | None, backend_name: str) -> None:
         super().__init__(inner.rank(), inner.size())
         self._inner = inner
@@ -68,7 +71,7 @@ def may_wait_again(group: dist.ProcessGroup, device: torch.device) -> bool:
         device: Of their tensors.
     """
     if isinstance(group, WrappedGroup):
-        return group.may_wait_again and may_wait_again(group.inner, device)
+        return group.may_wait_again and may_wait_again(group.inner, group.inner_device or device)
     if type(group) is not dist.ProcessGroup:
         return bool(getattr(group, "may_wait_again", True))
     return group._get_backend(device).name() == "gloo"

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stretto.engine.runtime import Pending, Runtime, Work, choose_runtime
+from stretto.engine.runtime import Pending, Runtime, Timer, Work, choose_runtime
 from stretto.groups.collectives import Call
 from stretto.groups.private import private_group
 from stretto.groups.wrapped import WrappedGroup
@@ -306,6 +306,14 @@ class _WatchedRuntime(Runtime):
     def now(self) -> float:
         """Return seconds on the runtime's clock."""
         return self._runtime.now()
+
+    def timer(self) -> Timer:
+        """Return a timer for one lane."""
+        return self._runtime.timer()
+
+    def keep_pace(self) -> None:
+        """Let the host wait for work before."""
+        self._runtime.keep_pace()
 
     def charge(self, work: Work, elements: int = 0) -> None:
         """Advance a virtual clock by the time of `work`."""

@@ -119,14 +119,51 @@ def _store_of(info: RankInfo, timeout: timedelta) -> PrefixStore:
     return PrefixStore(f"stretto/{info.store_prefix}", store)
 
 
-def choose_device(kind: Literal["auto", "cpu", "cuda"], info: RankInfo) -> torch.device:
-    """Return this rank's device; auto takes CUDA where every local rank finds a device of its own."""
+DeviceKind = Literal["auto", "cpu", "cuda"]
+CPU_WORKERS = 2
+"""Local workers where no device says how many: the fewest that exchange anything."""
+
+
+def local_workers(chosen: int | None, kind: DeviceKind) -> int:
+    """Return how many workers to start on this machine: as many as were chosen, else one per CUDA device."""
+    if chosen is not None:
+        return chosen
+    return (0 if kind == "cpu" else torch.cuda.device_count()) or CPU_WORKERS
+
+
+def device_of(kind: DeviceKind, local_rank: int, local_world_size: int) -> torch.device:
+    """Return a rank's device; auto takes CUDA where every local rank finds a device of its own.
+
+    Raises:
+        ConfigError: There is no CUDA device, or fewer than local ranks: NCCL wants one for each.
+    """
     found = torch.cuda.device_count()
-    if kind == "cpu" or (kind == "auto" and found < info.local_world_size):
+    if kind == "cpu" or (kind == "auto" and found < local_world_size):
         return torch.device("cpu")
-    device = torch.device("cuda", info.local_rank % max(1, found))
-    torch.cuda.set_device(device)
+    if found < local_world_size:
+        raise ConfigError(
+            f"device cuda: PyTorch finds {found} CUDA devices here, for {local_world_size} workers: expected one for "
+            "each; start fewer workers, or choose device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def choose_device(kind: DeviceKind, info: RankInfo) -> torch.device:
+    """Return this rank's device, made current; see `device_of`."""
+    device = device_of(kind, info.local_rank, info.local_world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
+
+
+def described_device(device: torch.device, kind: DeviceKind, local_world_size: int) -> str:
+    """Return what a device is, for people; and where there are others, why it is none of them."""
+    if device.type == "cuda":
+        return f"cuda, {torch.cuda.get_device_name(device)}"
+    found = torch.cuda.device_count()
+    if kind == "auto" and found:
+        return f"cpu: {found} CUDA device{'s' * (found > 1)} for {local_world_size} workers"
+    return "cpu"
 
 
 T = TypeVar("T")
