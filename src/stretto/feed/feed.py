@@ -130,11 +130,12 @@ class Feed:
         last = self._last_update
         if last is not None and compute.updates_in_sight + compute.ends_with_next >= last:
             return batch  # the end is known, and a batch that came now would be lost
+        loader = current.loader
+        if isinstance(loader, EchoLoader) and loader.has_more(compute.ends_with_next):
+            return batch  # which one comes is chosen at the parameters that it meets
         batch = own_tensors(batch)
-        current.state = state_before(current.loader)
-        self._updates.is_ahead = True
+        current.state = state_before(loader)
         ahead = self.input.take(current.batches, NOTHING)
-        self._updates.is_ahead = False
         if ahead[0] is not NOTHING:
             current.ahead = ahead
             return batch
@@ -146,8 +147,7 @@ class Feed:
     def _begin_pass(self, loader: Iterable[Any], until: Until) -> Pass:
         """Begin a pass, or go on with the one that a checkpoint was saved in the end of."""
         restored, self._restored = self._restored, None
-        self._updates = JobUpdates(self._job, self.next_phase is None)
-        batches = self.input.begin(loader, self._updates)
+        batches = self.input.begin(loader, JobUpdates(self._job, self.next_phase is None))
         if restored is None:
             last = self._pass
             ahead = last.ahead if last is not None and last.batches is batches else None
