@@ -137,7 +137,7 @@ class Run:
 def train(rank: int, group: dist.ProcessGroup, case: Case, folder: Path, resume: bool = False) -> Run:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     parallel = stretto.DataParallel(
         model, optimizer, case.strategy, scheduler=scheduler, micro_batches=case.micro_batches, group=group
@@ -159,7 +159,7 @@ def train(rank: int, group: dist.ProcessGroup, case: Case, folder: Path, resume:
     while epoch < case.epochs:
         for batch in parallel.feed(loader, until=case.until, on_update=save):
             seen.append(float(batch[0, 0]))
-            parallel.backward((model(batch) / 1000).square().mean())
+            parallel.backward((model(batch / 1000) - 1).square().mean())
         passes.append(len(seen))
         epoch += 1
     parallel.finish()
