@@ -74,10 +74,10 @@ class Continuation:
         if reduction is not None:
             state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
             state["job"]["round_report"] = pack(self._describe(reduction), "the round report")
-        if compute.model.shown == "estimate" and not self._job.replica.shows_own:
+        if not self._job.replica.shows_own and (estimate := self._estimate()):
             state["shown"] = {
-                slot.name: self._state.spread(slot, parameter)
-                for slot, parameter in zip(slots, self._job.model.parameters, strict=True)
+                slot.name: self._state.spread(slot, value)
+                for slot, value in zip(slots, estimate, strict=True)
             }
         return state
 
@@ -87,9 +87,10 @@ class Continuation:
             "random": random_states(self._device),
             "buffers": self._buffers(state["model"]),
         }
-        if self._job.compute.model.shown == "estimate" and self._job.replica.shows_own:
-            parameters = zip(self._state.slots, self._job.model.parameters, strict=True)
-            mine["shown"] = {slot.name: parameter.detach().clone() for slot, parameter in parameters}
+        if self._job.replica.shows_own and (estimate := self._estimate()):
+            mine["shown"] = {
+                slot.name: value for slot, value in zip(self._state.slots, estimate, strict=True)
+            }
         replicas = self._job.replica.state_dict()
         replica = replicas.pop("replica", None)
         rank = str(self._rank)
@@ -190,6 +191,15 @@ class Continuation:
         rest = state.get("pass", {}).get(str(self._rank)) if goes_on else None
         self._feeding.go_on(None if rest is None else unpack(rest, "the pass under way"))
         compute.began_again()
+
+    def _estimate(self) -> list[Tensor]:
+        """Return copies of the estimate with which training goes on; empty where that is the committed parameters.
+
+        The model may show those for now: behind the end of `feed`, or inside `settled`.
+        """
+        model = self._job.compute.model
+        with model.unsettled():
+            return [one.detach().clone() for one in model.parameters] if model.shown == "estimate" else []
 
     def _describe(self, reduction: Reduction) -> dict[str, Any]:
         names = [slot.name for slot in self._state.slots]
