@@ -18,7 +18,7 @@ import stretto
 from stretto import ACCO, DDP, DPU, Bernoulli, EchoLoader, Even, LocalSGD, WeightPrediction, ZeRO1, checkpoint
 from stretto.echo import Plan
 from stretto.strategies import Strategy
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 STRATEGIES: tuple[Strategy, ...] = (
     ZeRO1(),
