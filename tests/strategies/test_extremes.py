@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stretto.virtual import VirtualCluster, VirtualGroup
 from torch import Tensor, nn
 
 from stretto import DataParallel, DiLoCo, LocalSGD, PAFTDyn, PAFTSync, checkpoint
@@ -15,7 +16,6 @@ from stretto.randomness import coin
 from stretto.strategies import Strategy
 from stretto.strategies.contract import AllReduce, Average, Look, Moment, Reduce, Script, Step
 from stretto.strategies.ledger import ledger_of
-from stretto.virtual import VirtualCluster, VirtualGroup
 
 UPDATES = 6
 LONG: dict[str, Callable[[int], Strategy]] = {
