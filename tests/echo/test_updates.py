@@ -250,3 +250,22 @@ def test_an_epoch_of_agreed_length_ends_sooner_where_no_held_batch_could_change_
     options = EchoOptions(steps_per_epoch=9)
     loader = EchoLoader(range(4), Even(2), options=options)
     assert list(loader.over(Sized([2] * 5, [0, 1, 2, 3, 3]))) == [0, 1, 0, 1, 2, 3, 2, 3]
+
+
+def test_a_wrong_length_makes_no_batch_meet_the_same_parameters_twice() -> None:
+    for seed in range(100):
+        draws = random.Random(seed)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=draws.choice([0.0, 0.0, 0.01]))
+        kind = STRATEGIES[draws.choice(["ddp", "zero1", "dpu", "wp"])]
+        parallel = DataParallel(model, optimizer, kind(), micro_batches=draws.randrange(1, 4))
+        length = draws.randrange(3, 10)
+        plan = draws.choice([Even(2.0), Even(2.5), Even(3.0), Bernoulli(0.5)])
+        seen: Seen = []
+        for batch in parallel.feed(EchoLoader(Passes(length, draws.randrange(1, 12)), plan)):
+            loss = model(batch / 1000).square().mean()  # a take-off may change what is shown until here
+            seen.append((digest(model.bias, digest(model.weight)), int(batch)))
+            parallel.backward(loss)
+        parallel.finish()
+        assert doubles(seen) == [], (seed, plan)
+        assert {number for _, number in seen} == {1000 + one for one in range(1, length + 1)}, seed
