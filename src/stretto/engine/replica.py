@@ -202,6 +202,7 @@ class Replica:
         sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
         self._lent_sums.append(sums)
         flats, feedback = buffer.flats, self.exchange.feedback
+        self.exchange.begin_round(self.progress.round_index)
         if feedback is not None:
             flats = feedback.begin(flats, contribution.used, keeps=self.hides)
         transfers = self.exchange.summing(flats, sums, whole=self.replicated)
@@ -263,6 +264,7 @@ class Replica:
     def gather(self, effect: Gather, flight: Flight | None) -> None:
         """Replace every rank's buffer by the published shards of all ranks."""
         flight = flight_of(effect, flight)
+        self.exchange.begin_round(self.progress.round_index)  # a checkpoint may hold the sums of this round
         self._gathers[flight.shown](flight.round.buffer.flats)
 
     def end_update(self, effect: Boundary, flight: Flight | None) -> None:
@@ -295,6 +297,7 @@ class Replica:
         """
         self.sharded.publish(flats)
         if not self.replicated:
+            self.exchange.begin_round(self.progress.round_index)
             self._gather_aside(flats)
         return statistics.agreed
 
