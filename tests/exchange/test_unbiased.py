@@ -21,7 +21,7 @@ from stretto.exchange import WIRES, Exchange, Publication, Rotated
 from stretto.exchange.rotated import normal_levels
 from stretto.flat import Layout
 from stretto.strategies import STRATEGIES
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.exchange.accounts import Course, settled
 from tests.exchange.test_exchange import layout_for, wait
 from tests.exchange.values import of_every_size
