@@ -106,6 +106,12 @@ def test_values_below_the_smallest_normal_number_arrive_on_average(wire: str) ->
     assert deviations(found - 1) < 5
 
 
+def test_a_message_may_be_of_any_length() -> None:
+    """More blocks than 2 ** 31 / 40503, by which the rounding of scales goes on from block to block."""
+    values = torch.ones(54_000, 64)
+    assert float((arrived(values, "rotated4") - 1).square().mean()) < 2 * LOST["rotated4"]
+
+
 def test_ends_of_float32_neither_overflow_nor_vanish() -> None:
     for wire, largest in itertools.product(UNBIASED, (torch.finfo(torch.float32).max, 1e38)):
         values = torch.zeros(4, 64)

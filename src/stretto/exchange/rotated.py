@@ -79,17 +79,24 @@ class Rotated(PackedWire):
         return type(self)(self._bits, stream, round_index, rank)
 
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
-        """Rotate blocks, and round them to levels."""
-        largest = blocks.abs().amax(-1, keepdim=True).clamp_min_(2.0**-149)
-        small = blocks / largest
+        """Rotate blocks, and round them to levels.
+
+        Note [Memory]
+            Three tensors of the size of `blocks` serve for all steps: fresh memory costs more than the arithmetic.
+        """
+        first, turned, numbers = blocks.abs(), torch.empty_like(blocks), torch.empty_like(blocks)
+        largest = first.amax(-1, keepdim=True).clamp_min_(2.0**-149)
+        small = torch.div(blocks, largest, out=first)
         norms = torch.linalg.vector_norm(small, dim=-1, keepdim=True)
-        turned = _product(small, _rotation(*self._drawn, blocks.device).mT)
+        # With `out` a user's autocast does not apply.
+        torch.mm(small, _rotation(*self._drawn, blocks.device).mT, out=turned)
         cells_of_norm = math.sqrt(_BLOCK) * _CELLS_OF_DEVIATION
         turned.mul_(cells_of_norm / norms.clamp_min(1))  # below 1 is a block of zeros
-        cells = turned.to(torch.int32).add_(_CELLS // 2).bitwise_and_(_CELLS - 1)  # also what is not a number
-        numbers = _levels_of_cells(self._bits, blocks.device).index_select(0, cells.view(-1)).view_as(turned)
-        codes = cells.copy_(numbers.view(torch.int32)).bitwise_and_(2**self._bits - 1).to(torch.int8)
-        packed[:, :-2] = _joined(codes, self._bits)
+        cells = first.view(torch.int32).copy_(turned).bitwise_and_(_CELLS - 1)  # also what is not a number
+        levels = _levels_of_cells(self._bits, blocks.device)
+        torch.index_select(levels, 0, cells.view(-1), out=numbers.view(-1))
+        codes = numbers.view(torch.int32).to(torch.int8).bitwise_and_(2**self._bits - 1)
+        packed.view(torch.int16)[:, :-1] = _joined(codes, self._bits)
         along = numbers.mul_(turned).sum(-1, keepdim=True).clamp_min_(1)
         scales = norms.mul_(cells_of_norm).div_(along).mul_(largest)
         packed[:, -2:].view(torch.bfloat16).copy_(_rounded(scales, *self._drawn))
@@ -97,25 +104,22 @@ class Rotated(PackedWire):
     def unpack(self, packed: Tensor) -> Tensor:
         """Return levels times their scale, turned back."""
         codes = _apart(packed[:, :-2], self._bits).to(torch.int32)
-        levels = _levels(self._bits, packed.device).index_select(0, codes.view(-1))
-        blocks = _product(levels.view(-1, _BLOCK), _rotation(*self._drawn, packed.device))
+        levels = _levels(self._bits, packed.device).index_select(0, codes.view(-1)).view_as(codes)
+        blocks = codes.view(torch.float32)  # see Note [Memory]
+        torch.mm(levels, _rotation(*self._drawn, packed.device), out=blocks)
         most = torch.finfo(torch.float32).max
         return blocks.mul_(packed[:, -2:].view(torch.bfloat16).to(torch.float32)).clamp_(-most, most)
 
 
-def _product(blocks: Tensor, matrix: Tensor) -> Tensor:
-    """Return blocks times a matrix, also under a user's autocast: with `out` it does not apply."""
-    return torch.mm(blocks, matrix, out=torch.empty_like(blocks))
-
-
 def _rounded(scales: Tensor, stream: str, round_index: int, rank: int) -> Tensor:
     """Return scales rounded to bf16, which is right on average; infinite ones become the largest one."""
-    scales = scales.clamp_max(torch.finfo(torch.bfloat16).max)
     first = draw(_SEED, f"scales of {stream} from rank {rank}", round_index) % 2**16
     # Steps of 2^16 divided by the golden ratio: however many there are, they lie evenly.
-    added = torch.arange(len(scales), dtype=torch.int32, device=scales.device).mul_(40503).add_(first)
-    added = added.bitwise_and_(2**16 - 1).unsqueeze(-1) * scales.isfinite()
-    return ((scales.view(torch.int32) + added) >> 16 << 16).view(torch.float32)
+    added = torch.arange(len(scales), dtype=torch.int32, device=scales.device)
+    added.mul_(40503).add_(first).bitwise_and_(2**16 - 1)
+    limited = scales.clamp_max(torch.finfo(torch.bfloat16).max)
+    rounded = (limited.view(torch.int32) + added.unsqueeze(-1)).bitwise_and_(-(2**16)).view(torch.float32)
+    return torch.where(scales.isnan(), scales, rounded)
 
 
 # Drawn by all ranks alike; kept for the buckets of a round
@@ -165,7 +169,8 @@ def _levels(bits: int, device: torch.device) -> Tensor:
 @functools.cache
 def _levels_of_cells(bits: int, device: torch.device) -> Tensor:
     """Return for each cell the level that is nearest to its middle."""
-    ends = torch.arange(_CELLS, dtype=torch.float32, device=device) - _CELLS // 2
+    ends = torch.arange(_CELLS, dtype=torch.float32, device=device)
+    ends[_CELLS // 2 :] -= _CELLS  # the last bits of negative integers
     middles = (
         ends + ends.sign() / 2
     ) / _CELLS_OF_DEVIATION  # the end of a cell is the one that is nearer to zero
@@ -200,23 +205,29 @@ def _mean_between(low: float, high: float) -> float:
 
 
 def _joined(numbers: Tensor, bits: int) -> Tensor:
-    """Return uint8, `(n, 8 * bits)`, that holds numbers of a few bits, int8, `(n, 64)`."""
+    """Return int16, `(n, 4 * bits)`, that holds numbers of a few bits, int8, `(n, 64)`."""
     words, runs = numbers.view(torch.int64), []
     for first, length in _RUNS[bits]:
-        cut = words >> first & _in_each_byte(length)
-        pieces = [piece << length * index for index, piece in enumerate(cut.split(length, -1))]
-        runs.append(functools.reduce(torch.bitwise_or, pieces))
-    return torch.cat(runs, -1).view(torch.uint8)
+        cut = words if length == bits else words >> first & _in_each_byte(length)
+        run, *others = cut.split(length, -1)
+        for index, other in enumerate(others, start=1):
+            run = run | other << length * index
+        runs.append(run)
+    return torch.cat(runs, -1).view(torch.int16)
 
 
 def _apart(joined: Tensor, bits: int) -> Tensor:
-    """Return the numbers in what `_joined` has returned."""
+    """Return the numbers in the bytes that `_joined` has returned."""
     words = joined.clone(memory_format=torch.contiguous_format).view(torch.int64)
-    numbers = torch.zeros(len(words), 8, dtype=torch.int64, device=words.device)
+    numbers = torch.empty(len(words), 8, dtype=torch.int64, device=words.device)
     runs = words.split([length for _, length in _RUNS[bits]], -1)
     for (first, length), run in zip(_RUNS[bits], runs, strict=True):
         for index, piece in enumerate(numbers.split(length, -1)):
-            piece.bitwise_or_((run >> length * index & _in_each_byte(length)) << first)
+            part = run >> length * index & _in_each_byte(length)
+            if first:
+                piece.bitwise_or_(part << first)
+            else:
+                piece.copy_(part)
     return numbers.view(torch.int8)
 
 
