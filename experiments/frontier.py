@@ -62,8 +62,8 @@ CALIBRATED = Machine(
         **{f"rotated{bits}": 0.0060 + 3.6 * (0.0294 - 0.0060) for bits in (4, 3, 2, 1)},
     },
 )  # fmt: skip
-"""What was measured of `stdlib-gpt` on a core of an AMD EPYC, benchmarks/results/2026-11-23-plan. Others as int4; rotated
-ones take 3.6 times as long to pack and unpack, on a core that others were using too."""
+"""What was measured of `stdlib-gpt` on a core of an AMD EPYC, benchmarks/results/2026-11-23-plan. Others as int4;
+rotated ones take 3.6 times as long to pack and unpack, on a core that others were using too."""
 PRICED_MICRO_BATCHES = 4
 LINKS = {"1 Mbit/s": 1e6, "10 Mbit/s": 1e7, "37 Mbit/s": 3.7e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
 TARGET_SHARE = 2 / 3
