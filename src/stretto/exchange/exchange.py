@@ -91,8 +91,7 @@ class Exchange:
         """Bytes this rank has sent to others since construction, and in sums and gathers to other nodes."""
         self.feedback = ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) and wire.owes else None
         """Errors of this rank's contributions; None where the wire owes none, and no earlier one has left any."""
-        self.round_index = 0  # of what travels
-        self.padding = Padding(layout, self.rank)
+        self.padding, self.round_index = Padding(layout, self.rank), 0  # the index of what travels
         self.incidents: list[Incident] = []
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
         self._contributed = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
@@ -104,7 +103,7 @@ class Exchange:
         return type(self)(self.group, layout, self.wire.for_averages, self.wait)
 
     def begin_round(self, index: int) -> None:
-        """Draw anew for what is sent from now on; all ranks call with the same number."""
+        """Draw anew for what is sent from now on, on wires that draw; all ranks call with the same number."""
         self.round_index = index
 
     def take_account(self, other: "Exchange") -> None:
@@ -184,9 +183,10 @@ class Exchange:
         """
         bucket = self.layout.buckets[index]
         sent = self._contributed[bucket.set_index] if wire is None else wire.of(flat.dtype)
-        parts = flat.narrow(0, bucket.start, bucket.numel).view(self.world_size, -1)
-        yield from self.sum_parts(self.everyone, index, parts, total, sent)
-        self.padding.cleared(index, total, sent)
+        whole = flat.narrow(0, bucket.start, bucket.numel)
+        yield from self.sum_parts(self.everyone, index, whole.view(self.world_size, -1), total, sent)
+        if sent.is_unbiased:
+            self.padding.clear(index, total)
 
     def sum_parts(self, level: Level, index: int, parts: Tensor, total: Tensor, sent: Wire) -> Transfer:
         """Send the ranks of a level their parts, and add up in `total` what comes from them.
@@ -256,7 +256,7 @@ class Exchange:
             wire.drawn("changes", self.round_index, self.rank).write(change(index), own)
             yield from self.gather(whole, index, whole.dtype, f"gather of bucket {index}")
             changes = read_rows(wire, whole, "changes", self.round_index, self.everyone.ranks)
-            add(index, self.padding.cleared(index, changes.view(-1), wire))
+            add(index, self.padding.clear(index, changes.view(-1)) if wire.is_unbiased else changes.view(-1))
 
         self.perform([functools.partial(transfer, index) for index in range(len(self.layout.buckets))])
 

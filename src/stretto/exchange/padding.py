@@ -7,7 +7,6 @@ remember it.
 import torch
 from torch import Tensor
 
-from stretto.exchange.wire import Wire
 from stretto.flat import Layout
 
 
@@ -25,19 +24,11 @@ class Padding:
         self._slots_by_bucket = layout.slots_by_bucket()
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def cleared(self, index: int, values: Tensor, wire: Wire) -> Tensor:
-        """Write zeros to the padding of values that have come over a wire, if that may bring others; return them.
-
-        Args:
-            index: Of the bucket.
-            values: All of it, or this rank's slice; overwritten.
-            wire: The format.
-        """
-        if wire.is_unbiased:
-            whole, own = self._of(index)
-            is_whole = values.numel() == self._layout.buckets[index].numel
-            values.index_fill_(0, whole if is_whole else own, 0.0)
-        return values
+    def clear(self, index: int, values: Tensor) -> Tensor:
+        """Write zeros to the padding of a bucket, or of this rank's slice of it; return what it was given."""
+        whole, own = self._of(index)
+        is_whole = values.numel() == self._layout.buckets[index].numel
+        return values.index_fill_(0, whole if is_whole else own, 0.0)
 
     def _of(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the places of padding in a bucket, and in this rank's slice of it."""

@@ -94,7 +94,8 @@ class TwoLevelExchange(Exchange):
             column = self.scratch("column", index, numel, total.dtype, flat.device)
         yield from self.sum_parts(self._inside, index, by_column, column, PlainWire("", flat.dtype))
         yield from self.sum_parts(self._between, index, column.view(-1, total.numel()), total, sent)
-        self.padding.cleared(index, total, sent)
+        if sent.is_unbiased:
+            self.padding.clear(index, total)
 
     def gather(self, whole: Tensor, index: int, dtype: torch.dtype, what: str) -> Transfer:
         """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`: across nodes, then inside."""

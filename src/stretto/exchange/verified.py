@@ -134,7 +134,7 @@ class VerifiedExchange(Exchange):
         )
         for index, whole in enumerate(wholes):
             changes = read_rows(wire, whole, "changes", self.round_index, self.everyone.ranks)
-            add(index, self.padding.cleared(index, changes.view(-1), wire))
+            add(index, self.padding.clear(index, changes.view(-1)) if wire.is_unbiased else changes.view(-1))
 
     def perform(self, transfers: Sequence[Callable[[], Transfer]]) -> None:
         """Run gathers, one of every bucket in order, and repeat those with a damaged row."""
