@@ -94,6 +94,7 @@ class Replica:
         """Whether gradients may leave before their round is closed (`stretto.engine.hidden`)."""
         self._options = options
         changes, estimates = options.wire_of_changes, options.wire_of_estimates
+        self._draws = any(wire.is_unbiased for wire in (exchange.wire, changes, estimates))
         self._publication = Publication(exchange, () if replicated else (changes, estimates))
         self._gathers = {
             "committed": self._publication.gather_on(changes),
@@ -200,6 +201,8 @@ class Replica:
         sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
         self._lent_sums.append(sums)
         flats, feedback = buffer.flats, self.exchange.feedback
+        if self._draws:
+            self.exchange.begin_round(self.progress.round_index)
         if feedback is not None:
             flats = feedback.begin(flats, contribution.used, keeps=self.hides)
         transfers = self.exchange.summing(flats, sums, whole=self.replicated)
@@ -261,6 +264,8 @@ class Replica:
     def gather(self, effect: Gather, flight: Flight | None) -> None:
         """Replace every rank's buffer by the published shards of all ranks."""
         flight = flight_of(effect, flight)
+        if self._draws:  # also here: the sums of this round may come from a checkpoint
+            self.exchange.begin_round(self.progress.round_index)
         self._gathers[flight.shown](flight.round.buffer.flats)
 
     def end_update(self, effect: Boundary, flight: Flight | None) -> None:
@@ -293,6 +298,8 @@ class Replica:
         """
         self.sharded.publish(flats)
         if not self.replicated:
+            if self._draws:
+                self.exchange.begin_round(self.progress.round_index)
             self._gather_aside(flats)
         return statistics.agreed
 

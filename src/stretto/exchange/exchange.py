@@ -16,8 +16,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from stretto.exchange.feedback import ErrorFeedback
+from stretto.exchange.padding import Padding
 from stretto.exchange.transfer import Add, Change, Level, Prepare, Started, Transfer, Transfers, Wait
-from stretto.exchange.wire import PackedWire, PlainWire, Wire
+from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows, write_rows
 from stretto.flat import Layout
 from stretto.records import Incident
 
@@ -90,9 +91,9 @@ class Exchange:
         self.everyone = Level(0, range(self.world_size), "")
         self.sent_bytes = self.crossed_bytes = 0
         """Bytes this rank has sent to others since construction, and in sums and gathers to other nodes."""
-        self.feedback = ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) else None
-        """Errors of this rank's contributions; None where the wire loses nothing but a dtype's rounding, and no earlier
-        wire has left any."""
+        self.feedback = ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) and wire.owes else None
+        """Errors of this rank's contributions; None where the wire owes none, and no earlier one has left any."""
+        self.padding, self.round_index = Padding(layout, self.rank), 0  # the index of what travels
         self.incidents: list[Incident] = []
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
         self._contributed = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
@@ -102,6 +103,10 @@ class Exchange:
     def over(self, layout: Layout) -> Self:
         """Return an exchange of averages, of the same kind on the same group, over another layout."""
         return type(self)(self.group, layout, self.wire.for_averages, self.wait)
+
+    def begin_round(self, index: int) -> None:
+        """Draw anew for what is sent from now on, on wires that draw; all ranks call with the same number."""
+        self.round_index = index
 
     def take_account(self, other: "Exchange") -> None:
         """Count here what another exchange of this job has sent and found, and there no longer."""
@@ -180,8 +185,10 @@ class Exchange:
         """
         bucket = self.layout.buckets[index]
         sent = self._contributed[bucket.set_index] if wire is None else wire.of(flat.dtype)
-        parts = flat.narrow(0, bucket.start, bucket.numel).view(self.world_size, -1)
-        yield from self.sum_parts(self.everyone, index, parts, total, sent)
+        whole = flat.narrow(0, bucket.start, bucket.numel)
+        yield from self.sum_parts(self.everyone, index, whole.view(self.world_size, -1), total, sent)
+        if sent.is_unbiased:
+            self.padding.clear(index, total)
 
     def sum_parts(self, level: Level, index: int, parts: Tensor, total: Tensor, sent: Wire) -> Transfer:
         """Send the ranks of a level their parts, and add up in `total` what comes from them.
@@ -196,7 +203,7 @@ class Exchange:
         numel, device = parts.numel(), parts.device
         if not isinstance(sent, PlainWire):
             outgoing = self.scratch("outgoing", index, sent.num_bytes(numel), torch.uint8, device)
-            sent.write(parts.view(-1), outgoing)
+            write_rows(sent.drawn("sums", self.round_index, self.rank), parts, outgoing)
         elif parts.dtype == sent.dtype and parts.is_contiguous():
             outgoing = parts.view(-1)
         else:
@@ -207,7 +214,7 @@ class Exchange:
             received = self.scratch("received", index, outgoing.numel(), outgoing.dtype, device)
         yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
         if not isinstance(sent, PlainWire):
-            received = sent.read(received)
+            received = read_rows(sent, received, "sums", self.round_index, level.ranks)
         self.add_up(received.view(len(level.ranks), -1), total)
 
     def sum_bucket(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
@@ -247,9 +254,11 @@ class Exchange:
             bucket = self.layout.buckets[index]
             device = self.layout.sets[bucket.set_index].device
             whole = self.scratch("packed", index, wire.num_bytes(bucket.numel), torch.uint8, device)
-            wire.write(change(index), whole.view(self.world_size, -1)[self.rank])
+            own = whole.view(self.world_size, -1)[self.rank]
+            wire.drawn("changes", self.round_index, self.rank).write(change(index), own)
             yield from self.gather(whole, index, whole.dtype, f"gather of bucket {index}")
-            add(index, wire.read(whole))
+            changes = read_rows(wire, whole, "changes", self.round_index, self.everyone.ranks)
+            add(index, self.padding.clear(index, changes.view(-1)) if wire.is_unbiased else changes.view(-1))
 
         self.perform([functools.partial(transfer, index) for index in range(len(self.layout.buckets))])
 

@@ -69,7 +69,7 @@ class TwoLevelExchange(Exchange):
         self._between = Level(2, range(self._column, self.world_size, each), " between nodes", crosses=True)
         self._packed: dict[int, Tensor] = {}
         """What this rank has packed of each bucket last, where the wire loses something of it."""
-        if isinstance(wire, PackedWire):
+        if isinstance(wire, PackedWire) and wire.owes:
             self.feedback = ErrorFeedback(layout, wire, self._packed_by_rank)
 
     def over(self, layout: Layout) -> Self:
@@ -86,7 +86,7 @@ class TwoLevelExchange(Exchange):
         sent = self._contributed[bucket.set_index] if wire is None else wire.of(flat.dtype)
         by_column = self._slices(flat.narrow(0, bucket.start, bucket.numel)).transpose(0, 1)
         numel = bucket.numel // self._per_node
-        if isinstance(sent, PackedWire) and self.feedback is not None:
+        if isinstance(sent, PackedWire) and sent.owes:
             if index not in self._packed:
                 self._packed[index] = total.new_empty(numel)
             column = self._packed[index]
@@ -94,6 +94,8 @@ class TwoLevelExchange(Exchange):
             column = self.scratch("column", index, numel, total.dtype, flat.device)
         yield from self.sum_parts(self._inside, index, by_column, column, PlainWire("", flat.dtype))
         yield from self.sum_parts(self._between, index, column.view(-1, total.numel()), total, sent)
+        if sent.is_unbiased:
+            self.padding.clear(index, total)
 
     def gather(self, whole: Tensor, index: int, dtype: torch.dtype, what: str) -> Transfer:
         """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`: across nodes, then inside."""

@@ -19,7 +19,7 @@ from stretto.exchange.rows import SEAL_BYTES, opened, seal, seal_bytes, seed_of,
 from stretto.exchange.sums import is_plausible_sum, sampled
 from stretto.exchange.transfer import Add, Change, Level, Transfer, Transfers, Wait
 from stretto.exchange.two_level import TwoLevelExchange
-from stretto.exchange.wire import PackedWire, PlainWire, Wire
+from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows
 from stretto.flat import Layout
 from stretto.records import Incident
 
@@ -87,12 +87,17 @@ class VerifiedExchange(Exchange):
         """Send the ranks of a level their sealed parts; sum what comes, and note what of it is damaged."""
         ranks, row_bytes = level.ranks, sent.num_bytes(total.numel()) + SEAL_BYTES
         outgoing = self.scratch("outgoing", index, len(ranks) * row_bytes, torch.uint8, total.device)
+        drawn = sent.drawn("sums", self.round_index, self.rank)
         for receiver, row, part in zip(ranks, outgoing.view(len(ranks), -1), parts, strict=True):
-            seal(row, part.reshape(-1), sent, self._seed(level, index, self.rank, receiver))
+            seal(row, part.reshape(-1), drawn, self._seed(level, index, self.rank, receiver))
         received = self.scratch("received", index, outgoing.numel(), torch.uint8, total.device)
         yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
         rows = received.view(len(ranks), -1)
-        self._sum_twice(level, index, [values_of(row, sent) for row in rows], total)
+        values = [
+            values_of(row, sent.drawn("sums", self.round_index, sender))
+            for sender, row in zip(ranks, rows, strict=True)
+        ]
+        self._sum_twice(level, index, values, total)
         for sender, row in zip(ranks, rows, strict=True):
             seed = self._seed(level, index, sender, self.rank)
             self._check("contribution", level, index, sender, row, seed)
@@ -115,11 +120,11 @@ class VerifiedExchange(Exchange):
 
     def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
         """Gather what every owner has to add to its slices, and repeat damaged buckets before anything is added."""
-        wholes = []
+        wholes, drawn = [], wire.drawn("changes", self.round_index, self.rank)
         for index, bucket in enumerate(self.layout.buckets):
             device = self.layout.sets[bucket.set_index].device
             whole = torch.empty(wire.num_bytes(bucket.numel), dtype=torch.uint8, device=device)
-            wire.write(change(index), whole.view(self.world_size, -1)[self.rank])
+            drawn.write(change(index), whole.view(self.world_size, -1)[self.rank])
             wholes.append(whole)
         self.perform(
             [
@@ -128,7 +133,8 @@ class VerifiedExchange(Exchange):
             ]
         )
         for index, whole in enumerate(wholes):
-            add(index, wire.read(whole))
+            changes = read_rows(wire, whole, "changes", self.round_index, self.everyone.ranks)
+            add(index, self.padding.clear(index, changes.view(-1)) if wire.is_unbiased else changes.view(-1))
 
     def perform(self, transfers: Sequence[Callable[[], Transfer]]) -> None:
         """Run gathers, one of every bucket in order, and repeat those with a damaged row."""
