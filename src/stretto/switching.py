@@ -177,7 +177,7 @@ def take_over(job: Job, old: Parts, new: Parts) -> None:
     guards = [one for one in model.listeners if isinstance(one, GuardedRounds)]
     model.listeners[:] = [one for one in model.listeners if one not in guards]
     compute.runtime.join()
-    exchange = exchange_of(new.options, before.group, job.layout, before.wait)
+    exchange = exchange_of(new.options, before.group, job.layout, *before.waits)
     exchange.take_account(before)
     if new.ownership != old.ownership:
         owner = owner_of(new, model.parameters, exchange)

@@ -45,8 +45,8 @@ from stretto.errors import (
     UnusedParameters,
     WorkerDisagrees,
 )
-from stretto.exchange.transfer import Wait
-from stretto.groups import may_wait_again, retire
+from stretto.exchange.transfer import Started, Wait
+from stretto.groups import may_wait_again, orders_streams, retire
 
 _LOOK_SECONDS = 1.0
 """Seconds between two looks of a waiting lane into the store; a rank that raised is noticed within this time."""
@@ -97,6 +97,10 @@ class FailureDetector:
         self._left = False
         self._completes = _within if may_wait_again(group, device) else _polled
         self._completed: collections.deque[dist.Work] = collections.deque(maxlen=_KEPT)
+        self.orders_streams = orders_streams(group, device)
+        """Whether `follow` lets the host go on at once."""
+        self._followed: dict[range | None, Started] = {}
+        """By the ranks that take part, what was followed last."""
 
     def among(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Wait:
         """Return what waits for collectives of `group`, which only these ranks of the job share; it ends with the job.
@@ -105,6 +109,31 @@ class FailureDetector:
         """
         self.groups.append(group)
         return lambda work, what: self.wait(work, f"{what} inside a node", ranks)
+
+    def follow_among(self, ranks: range) -> Wait:
+        """Return what follows collectives of a group that was given to `among`."""
+        return lambda work, what: self.follow(work, f"{what} inside a node", ranks)
+
+    def follow(self, work: dist.Work, what: str, ranks: range | None = None) -> None:
+        """Go on after `work`: what the caller's stream is given next comes after it, and the host does not wait.
+
+        Whether it has completed shows at the next `wait` for a work of the same group, or at `catch_up`. Arguments and
+        errors are those of `wait`, which is called where works do not order streams.
+        """
+        if not self.orders_streams:
+            self.wait(work, what, ranks)
+            return
+        try:
+            work.wait()
+        except RuntimeError:  # it has failed already: say why
+            self.wait(work, what, ranks)
+        self._followed[ranks] = work, what
+
+    def catch_up(self) -> None:
+        """Wait for what was followed last; works of one group end in the order in which they began."""
+        while self._followed:
+            ranks, (work, what) = self._followed.popitem()
+            self.wait(work, what, ranks)
 
     def wait(self, work: dist.Work, what: str, ranks: Sequence[int] | None = None) -> None:
         """Wait for `work`; `what` names it in messages.
@@ -299,6 +328,7 @@ class Lifetime:
 
     def finish(self) -> None:
         """End the job without an error; no collective may be issued before this returns."""
+        self._failures.catch_up()
         self._leave(waits=True)
         self._retire()
         self._ended_because = "finish() was called"

@@ -20,7 +20,7 @@ from stretto.engine.departure import Departure
 from stretto.engine.options import Options
 from stretto.engine.report import RoundReport, settings_text
 from stretto.engine.round import AtLanding, Progress, Reduction, Round, Shown
-from stretto.engine.runtime import Runtime
+from stretto.engine.runtime import Runtime, SideStream
 from stretto.engine.statistics import Buffer, Statistics, average_statistics
 from stretto.errors import NonFinite
 from stretto.exchange import Exchange, PlainWire, Publication
@@ -94,6 +94,9 @@ class Replica:
         self.runtime = runtime
         self.hides = False
         """Whether gradients may leave before their round is closed (`stretto.engine.hidden`)."""
+        device = exchange.layout.sets[0].device
+        self._side = SideStream(device) if exchange.orders_streams and device.type == "cuda" else None
+        """Where a departure is queued during the backward pass."""
         self._options = options
         changes, estimates = options.wire_of_changes, options.wire_of_estimates
         self._publication = Publication(exchange, () if replicated else (changes, estimates))
@@ -193,7 +196,15 @@ class Replica:
             contribution: Says which parameters are used, once the round is whole.
         """
         transfers, sums, prepare = self._begin_sum(buffer, contribution)
-        return Departure(transfers, sums, wait=self.exchange.wait, prepare=prepare)
+        exchange = self.exchange
+        return Departure(
+            transfers,
+            sums,
+            wait=exchange.follow,
+            asks=not exchange.orders_streams,
+            side=self._side,
+            prepare=prepare,
+        )
 
     def _begin_sum(
         self, buffer: GradientBuffer, contribution: Contribution

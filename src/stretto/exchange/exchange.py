@@ -72,17 +72,23 @@ class Exchange:
         group: Used by nobody else.
         layout: Of the buffers.
         wire: The format of contributions, and of what else travels.
-        wait: Waits for a collective.
+        wait: Waits for a collective, whose result the host needs.
+        follow: Goes on after a collective in the order of streams; None where works do not order them.
     """
 
     is_verified: ClassVar[bool] = False
     """Whether what arrives is checked against what was sent."""
 
-    def __init__(self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait, follow: Wait | None = None
+    ) -> None:
         self.group = group
         self.layout = layout
         self.wire = wire
         self.wait = wait
+        self.follow = follow or wait
+        self.orders_streams = follow is not None
+        """Whether what comes after a collective can be queued before it is complete."""
         self.rank = group.rank()
         self.world_size = group.size()
         self.everyone = Level(0, range(self.world_size), "")
@@ -99,7 +105,12 @@ class Exchange:
 
     def over(self, layout: Layout) -> Self:
         """Return an exchange of averages, of the same kind on the same group, over another layout."""
-        return type(self)(self.group, layout, self.wire.for_averages, self.wait)
+        return type(self)(self.group, layout, self.wire.for_averages, *self.waits)
+
+    @property
+    def waits(self) -> tuple[Wait, Wait | None]:
+        """What waits for a collective, and what follows one, as they were given."""
+        return self.wait, self.follow if self.orders_streams else None
 
     def take_account(self, other: "Exchange") -> None:
         """Count here what another exchange of this job has sent and found, and there no longer."""
@@ -314,7 +325,7 @@ class Exchange:
         """Run transfers of values that are there, each bucket prepared right before it leaves."""
         for awaited in transfers:
             if not isinstance(awaited, int):
-                self.wait(*awaited)
+                self.follow(*awaited)
             elif prepare is not None:
                 prepare(awaited)
 
@@ -368,16 +379,20 @@ class Exchange:
         key = (role, index % IN_FLIGHT, dtype, device)
         held = self._scratch.get(key)
         if held is None or held.numel() < numel:
+            if (
+                held is not None and device.type == "cuda"
+            ):  # another stream than its own may be queued to use it
+                held.record_stream(torch.cuda.current_stream(device))
             held = self._scratch[key] = torch.empty(numel, dtype=dtype, device=device)
         return held[:numel]
 
 
-def in_flight(transfers: Iterable[Transfer]) -> Transfers:
-    """Run transfers, at most `IN_FLIGHT` at a time, as Note [In flight] explains."""
+def in_flight(transfers: Iterable[Transfer], most: int = IN_FLIGHT) -> Transfers:
+    """Run transfers, at most `most` at a time, as Note [In flight] explains."""
     waiting = enumerate(transfers)
     under_way: deque[tuple[Transfer, Started]] = deque()
     while True:
-        while len(under_way) < IN_FLIGHT and (following := next(waiting, None)) is not None:
+        while len(under_way) < most and (following := next(waiting, None)) is not None:
             index, transfer = following
             yield index
             under_way.append((transfer, next(transfer)))

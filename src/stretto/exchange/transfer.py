@@ -7,7 +7,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 Wait = Callable[[dist.Work, str], None]
-"""Waits for a collective, which the text names in messages. Raises the job's error if it cannot complete."""
+"""Waits for a collective, which the text names in messages. Raises the job's error if it cannot complete. One that
+*follows* instead lets the host go on at once, where works order streams."""
 
 
 Started = tuple[dist.Work, str]

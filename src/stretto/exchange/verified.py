@@ -52,8 +52,10 @@ class VerifiedExchange(Exchange):
 
     is_verified = True
 
-    def __init__(self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait) -> None:
-        super().__init__(group, layout, wire, wait)
+    def __init__(
+        self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait, follow: Wait | None = None
+    ) -> None:
+        super().__init__(group, layout, wire, wait, follow)
         self._attempts = 0
         """Phases so far, each repeat counted: the same on all ranks, and part of every row's seal."""
         self._records = 0

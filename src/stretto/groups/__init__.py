@@ -12,7 +12,7 @@ from stretto.groups.launcher import (
 from stretto.groups.link import Link
 from stretto.groups.private import part_of, private_group, release, retire
 from stretto.groups.throttled import ThrottledGroup, register_throttled
-from stretto.groups.wrapped import may_wait_again
+from stretto.groups.wrapped import may_wait_again, orders_streams
 
 __all__ = [
     "Link",
@@ -25,6 +25,7 @@ __all__ = [
     "launched_rank",
     "may_wait_again",
     "meeting_point",
+    "orders_streams",
     "part_of",
     "private_group",
     "register_throttled",

@@ -233,6 +233,7 @@ class CountedGroup(WrappedGroup):
     """
 
     may_wait_again = False
+    orders_streams = True
 
     def __init__(self, inner: dist.ProcessGroup, counted: Synchronisations) -> None:
         super().__init__(inner, None, "counted")
