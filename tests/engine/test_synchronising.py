@@ -30,7 +30,7 @@ def host_waits(
 
     def program(rank: int, group: ProcessGroup) -> Counter[str]:
         torch.manual_seed(rank)
-        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(layers)])
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(layers)])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
         settings = Options(bucket_bytes=bucket_bytes, **options)
         counted = Synchronisations()
@@ -64,3 +64,11 @@ def check_law(strategy: str, draws: random.Random, **settings: Any) -> Counter[s
 def test_a_round_makes_the_host_wait_as_often_for_many_buckets_as_for_one(strategy: str, wire: str) -> None:
     lines = check_law(strategy, random.Random(f"{strategy} {wire}"), wire=wire)
     assert lines  # something is counted
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "acco", "local"])
+def test_53_batch_norms_make_the_host_wait_no_more_than_three_times_per_update(strategy: str) -> None:
+    lines = host_waits(strategy, layers=53, bucket_bytes=2**16)
+    updates = UPDATES.get(strategy, 2)
+    rounds = 2 if strategy == "acco" else 1
+    assert 0 < lines.total() <= 3 * rounds * updates

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from stretto.exchange.feedback import ErrorFeedback
-from stretto.exchange.transfer import Add, Change, Level, Prepare, Started, Transfer, Transfers, Wait
+from stretto.exchange.transfer import Add, Change, Level, Place, Prepare, Started, Transfer, Transfers, Wait
 from stretto.exchange.wire import PackedWire, PlainWire, Wire
 from stretto.flat import Layout
 from stretto.records import Incident
@@ -331,13 +331,21 @@ class Exchange:
 
     # Small records, and single tensors
 
-    def gather_bytes(self, record: bytes) -> list[bytes]:
+    def gather_bytes(self, record: bytes, places: Sequence[Place] = ()) -> list[bytes]:
         """Return every rank's `record`, in rank order; all records must have one length.
 
         They travel as int8, a dtype that no values use, so that an observer can tell records from values.
+
+        Args:
+            record: Of this rank.
+            places: Parts of it that only a device knows. They are written there, so that the host waits once: for all
+                records together.
         """
         device = self.layout.sets[0].device
-        own = torch.frombuffer(bytearray(record), dtype=torch.int8).to(device)
+        own = torch.frombuffer(bytearray(record), dtype=torch.int8)
+        own = (own.pin_memory() if device.type == "cuda" else own).to(device, non_blocking=True)
+        for begin, part in places:
+            own[begin : begin + part.numel()].copy_(part)
         whole = torch.empty(self.world_size * own.numel(), dtype=torch.int8, device=device)
         self.wait(self.group.all_gather_single(whole, own), "round report")
         self.sent_bytes += (self.world_size - 1) * own.nbytes
