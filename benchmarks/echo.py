@@ -30,13 +30,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from stretto import Auto, Bernoulli, DataParallel, EchoLoader, EchoOptions, Even, Ready, ZeRO1
-from stretto.observe import replace_json
-from stretto.recipes import DigitsResNet
-from stretto.train.configuration import RunConfig
-from stretto.train.launch import LocalRanks, train
-from stretto.train.outcome import describe_environment
-from stretto.train.slow_loader import SlowStore
-from stretto.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
+from stretto_lab.observe import replace_json
+from stretto_lab.recipes import DigitsResNet
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.launch import LocalRanks, train
+from stretto_lab.train.outcome import describe_environment
+from stretto_lab.train.slow_loader import SlowStore
+from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
 
 RATIOS = (0.5, 1.0, 1.5, 2.5, 5.0)
 """L / C, the time of a load over that of a step; below one there is nothing to gain, and nothing should be lost."""

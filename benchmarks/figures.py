@@ -20,8 +20,8 @@ import torch
 from matplotlib.figure import Figure
 
 from stretto import ACCO, DDP, DataParallel, Options, Strategy
-from stretto.peers import PEERS
-from stretto.virtual import Compute, Span, Trace, Transfer, VirtualCluster, parse_network
+from stretto_lab.peers import PEERS
+from stretto_lab.virtual import Compute, Span, Trace, Transfer, VirtualCluster, parse_network
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"

@@ -14,8 +14,8 @@ from pathlib import Path
 from torch import distributed as dist
 from turns import begin_worker, launch, measure, ratios, show, write
 
-from stretto.recipes import StdlibGPT
-from stretto.train.configuration import RunConfig
+from stretto_lab.recipes import StdlibGPT
+from stretto_lab.train.configuration import RunConfig
 
 STRATEGIES = ("ddp", "zero1", "acco")
 MICRO_BATCHES = 4

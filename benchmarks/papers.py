@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from stretto.reproduce import PAPERS, RECORDS, Book, Found, Record, Site, Verdict, found
-from stretto.reproduce.tables import around, cells_table, effects_table, markdown, said, told
+from stretto_lab.reproduce import PAPERS, RECORDS, Book, Found, Record, Site, Verdict, found
+from stretto_lab.reproduce.tables import around, cells_table, effects_table, markdown, said, told
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "papers.md"

@@ -20,12 +20,12 @@ import torch
 from torch import distributed as dist
 from turns import Taken, launch, measure, write
 
-from stretto.cli.environment import find_ranks
-from stretto.plan import Machine, PlanConfig, price
-from stretto.plan import measure as measure_machine
-from stretto.recipes import StdlibGPT
-from stretto.train.arms import parse_arm
-from stretto.train.configuration import RunConfig
+from stretto_lab.cli.environment import find_ranks
+from stretto_lab.plan import Machine, PlanConfig, price
+from stretto_lab.plan import measure as measure_machine
+from stretto_lab.recipes import StdlibGPT
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.configuration import RunConfig
 
 ARMS = tuple(
     f"{strategy}{wire}"

@@ -31,9 +31,9 @@ from turns import Training, begin_worker, launch, write
 
 from stretto.exchange import WIRES
 from stretto.exchange.exchange import sum_in_rank_order
-from stretto.recipes import StdlibGPT
-from stretto.train.arms import parse_arm
-from stretto.train.configuration import RunConfig
+from stretto_lab.recipes import StdlibGPT
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.configuration import RunConfig
 
 ARMS = (
     "ddp",
@@ -49,7 +49,7 @@ PLACES = {
     "stretto/exchange": "packing, sums, sending",
     "stretto/optimizer": "optimizer",
     "torch/optim": "optimizer",
-    "stretto/recipes": "model and data",
+    "stretto_lab/recipes": "model and data",
     "stretto/averaging": "averages",
     "stretto": "engine",
 }

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from namespaces import compare_behind
 
-from stretto.observe import replace_json
-from stretto.observe.tables import shares_of_limit
-from stretto.recipes import StdlibGPT
+from stretto_lab.observe import replace_json
+from stretto_lab.observe.tables import shares_of_limit
+from stretto_lab.recipes import StdlibGPT
 
 STOCK = ("torch-ddp", "torch-ddp-bf16", "torch-ddp-zero", "torch-fsdp2")
 FIXED = ("ddp", "zero1", "dpu", "wp", "acco")

@@ -3,14 +3,14 @@
     python examples/guards.py
 
 The job is run three times: undisturbed, with one bit of its optimizer's memory flipped, and with the same flip under
-guards. Only `stretto.faults` makes this a rehearsal; in a real job the guards are all that is needed.
+guards. Only `stretto_lab.faults` makes this a rehearsal; in a real job the guards are all that is needed.
 """
 
 import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.faults import Fault, FaultPlan, Injector, strike_memory
+from stretto_lab.faults import Fault, FaultPlan, Injector, strike_memory
 
 FLIP = Fault(site="masters", rank=0, instant=10, extent="element", pattern="flip", seed=9)
 """One bit of one parameter's fp32 master on rank 0, before the eleventh update."""

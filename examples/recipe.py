@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from stretto.recipes import Loss, MicroBatches, Task
-from stretto.recipes.task import mean_loss
+from stretto_lab.recipes import Loss, MicroBatches, Task
+from stretto_lab.recipes.task import mean_loss
 
 
 class Points:

@@ -20,7 +20,7 @@ from paired_comparison import arguments, perform
 from tuned_arms import Experiment, Setting
 
 from stretto import DDP, Even
-from stretto.recipes import DigitsResNet
+from stretto_lab.recipes import DigitsResNet
 
 USES = 4
 MICRO_BATCHES = 4

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from stretto import ACCO, DataParallel
-from stretto.observe import replace_json
-from stretto.recipes import StdlibGPT
-from stretto.reproduce import difference
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.observe import replace_json
+from stretto_lab.recipes import StdlibGPT
+from stretto_lab.reproduce import difference
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 
 RANKS, MICRO_BATCHES, LOADS, USES = 2, 4, 64, 2
 ORDERS = {"round": MICRO_BATCHES // 2, "update": MICRO_BATCHES}

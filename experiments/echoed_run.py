@@ -20,10 +20,10 @@ from stretto import DataParallel, EchoLoader, EchoOptions, LocalSGD
 from stretto.echo import Plan
 from stretto.echo.plans import epoch_length
 from stretto.errors import NonFinite
-from stretto.recipes import TaskConfig
-from stretto.recipes.task import Task
 from stretto.strategies import Strategy
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.recipes import TaskConfig
+from stretto_lab.recipes.task import Task
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 
 RANKS = 2
 POINTS = 10

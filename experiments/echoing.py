@@ -24,7 +24,7 @@ from tuned_arms import Experiment, Setting
 
 from stretto import DDP, Bernoulli, Even, LocalSGD
 from stretto.echo import Cosine, Plan
-from stretto.recipes import DigitsResNet, StdlibGPT
+from stretto_lab.recipes import DigitsResNet, StdlibGPT
 
 MEAN_P = 0.55
 LOWEST_P = 0.1

@@ -44,15 +44,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stretto import DataParallel, Options
 from stretto.groups import Link
-from stretto.observe import replace_json
-from stretto.plan import Machine, price
-from stretto.recipes import StdlibGPT
-from stretto.recipes.optimizers import Schedule
-from stretto.recipes.task import Task
-from stretto.reproduce import Book, Interval, difference, interval
-from stretto.train.arms import Arm, parse_arm
-from stretto.train.outcome import describe_environment
-from stretto.virtual import VirtualCluster
+from stretto_lab.observe import replace_json
+from stretto_lab.plan import Machine, price
+from stretto_lab.recipes import StdlibGPT
+from stretto_lab.recipes.optimizers import Schedule
+from stretto_lab.recipes.task import Task
+from stretto_lab.reproduce import Book, Interval, difference, interval
+from stretto_lab.train.arms import Arm, parse_arm
+from stretto_lab.train.outcome import describe_environment
+from stretto_lab.virtual import VirtualCluster
 
 CALIBRATED = Machine(
     ranks=2, parameters=2_007_600, forward_seconds=0.0636, backward_seconds=0.1191, load_seconds=0.0,

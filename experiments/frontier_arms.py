@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from stretto.recipes.gpt import Size
+from stretto_lab.recipes.gpt import Size
 
 UPDATES, POINTS, WARM_UP = 1500, 15, 100
 MICRO_BATCHES = 2

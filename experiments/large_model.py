@@ -20,16 +20,16 @@ import torch
 import transformers
 from presets import write_data
 
-from stretto.observe import replace_json
-from stretto.recipes.language import Language
-from stretto.recipes.rows import Heldout
-from stretto.recipes.text import Snippet
 from stretto.strategies.ledger import ledger_of
-from stretto.train.arms import parse_arm
-from stretto.train.configuration import RunConfig
-from stretto.train.launch import LocalRanks
-from stretto.train.outcome import describe_environment
-from stretto.train.rank import train_rank
+from stretto_lab.observe import replace_json
+from stretto_lab.recipes.language import Language
+from stretto_lab.recipes.rows import Heldout
+from stretto_lab.recipes.text import Snippet
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.outcome import describe_environment
+from stretto_lab.train.rank import train_rank
 
 ARMS = (
     "ddp", "zero1", "dpu", "wp", "acco", "local:rate=0.5", "diloco:interval=2", "paft-sync:interval=2", "paft-dyn",

@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import stretto.cli.commands  # noqa: F401  # what a launcher needs is imported once, here
-from stretto.cli import main as stretto_main
+import stretto_lab.cli.commands  # noqa: F401  # what a launcher needs is imported once, here
+from stretto_lab.cli import main as stretto_main
 
 POLL_SECONDS = 0.001
 PATIENCE_SECONDS = 120.0

@@ -16,8 +16,8 @@ from torch import nn
 
 import stretto
 from stretto.groups import Link
-from stretto.train.launch import LocalRanks
-from stretto.train.workers import RankInfo, joined_group
+from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.workers import RankInfo, joined_group
 
 LINES = 10
 

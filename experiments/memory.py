@@ -21,10 +21,10 @@ from torch import nn
 
 import stretto as st
 from stretto.exchange.exchange import IN_FLIGHT
-from stretto.observe import replace_json
 from stretto.strategies import STRATEGIES, strategy_by_name
 from stretto.strategies.ledger import ledger_of
-from stretto.train.outcome import describe_environment
+from stretto_lab.observe import replace_json
+from stretto_lab.train.outcome import describe_environment
 
 UPDATES = 2
 MICRO_BATCHES = 2

@@ -17,8 +17,8 @@ import torch
 from echoed_run import AXES, costs
 from tuned_arms import Experiment, Run, Runs, final, run_all, tuned
 
-from stretto.observe import replace_json
-from stretto.reproduce import Interval, difference, interval
+from stretto_lab.observe import replace_json
+from stretto_lab.reproduce import Interval, difference, interval
 
 
 def compared(experiment: Experiment, made: Runs, name: str) -> dict[str, Any]:

@@ -27,11 +27,11 @@ from torch import nn
 
 from stretto import DataParallel, Options
 from stretto.groups import Link
-from stretto.observe import replace_json
-from stretto.plan import SMALL, Machine, compute_of, rank_by_time
-from stretto.train.arms import parse_arm
-from stretto.train.outcome import describe_environment
-from stretto.virtual import Network, Uplink, VirtualCluster
+from stretto_lab.observe import replace_json
+from stretto_lab.plan import SMALL, Machine, compute_of, rank_by_time
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.outcome import describe_environment
+from stretto_lab.virtual import Network, Uplink, VirtualCluster
 
 CLOSE = 1.25
 TENSORS = 16

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.cli import main as stretto
-from stretto.observe import replace_json
-from stretto.recipes import StdlibGPT
 from stretto.strategies import strategy_by_name
 from stretto.strategies.ledger import ledger_of
-from stretto.train.simulation import SimulateConfig, simulate
+from stretto_lab.cli import main as stretto
+from stretto_lab.observe import replace_json
+from stretto_lab.recipes import StdlibGPT
+from stretto_lab.train.simulation import SimulateConfig, simulate
 
 STRATEGIES = ("ddp", "zero1", "dpu", "wp", "acco")
 STEADY_FROM = 3

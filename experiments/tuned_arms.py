@@ -15,8 +15,8 @@ from typing import Any
 from echoed_run import Arm, Model, train
 
 from stretto.errors import NonFinite
-from stretto.recipes import TaskConfig
-from stretto.reproduce import Book
+from stretto_lab.recipes import TaskConfig
+from stretto_lab.reproduce import Book
 
 WIDENINGS = 2
 """How often a grid of learning rates grows by one where its edge is best."""

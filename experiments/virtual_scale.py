@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import stretto as st
-from stretto.observe import replace_json
-from stretto.train.outcome import describe_environment, peak_resident_bytes
-from stretto.virtual import NETWORKS, Compute, Transfer, VirtualCluster, VirtualGroup
+from stretto_lab.observe import replace_json
+from stretto_lab.train.outcome import describe_environment, peak_resident_bytes
+from stretto_lab.virtual import NETWORKS, Compute, Transfer, VirtualCluster, VirtualGroup
 
 MICRO_BATCHES = 2
 

@@ -29,7 +29,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from stretto.train import processes as started_by_commands
+from stretto_lab.train import processes as started_by_commands
 
 TIMEOUT_SECONDS = 240.0
 """For a machine that others keep busy; nobody waits for it when all is well."""
@@ -38,9 +38,9 @@ TIMEOUT_SECONDS = 240.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 _FORKED_WITH = (
-    "stretto.train.rank",
-    "stretto.campaign.campaign",
-    "stretto.testing",
+    "stretto_lab.train.rank",
+    "stretto_lab.campaign.campaign",
+    "stretto_lab.testing",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.optim",

@@ -6,8 +6,8 @@ import io
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from stretto.cli import main
-from stretto.cli.help import COMMANDS, HELP_ALL
+from stretto_lab.cli import main
+from stretto_lab.cli.help import COMMANDS, HELP_ALL
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

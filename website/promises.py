@@ -14,9 +14,18 @@ from mkdocs.plugins import event_priority
 from mkdocstrings import Inventory
 
 MODULES = (
-    "", ".checkpoint", ".echo", ".faults", ".guards", ".plan", ".recipes", ".strategies", ".testing", ".virtual",
-)  # fmt: skip
-"""Parts of stretto whose `__all__` is public."""
+    "stretto",
+    "stretto.checkpoint",
+    "stretto.echo",
+    "stretto.guards",
+    "stretto.strategies",
+    "stretto_lab.faults",
+    "stretto_lab.plan",
+    "stretto_lab.recipes",
+    "stretto_lab.testing",
+    "stretto_lab.virtual",
+)
+"""Those whose `__all__` is public."""
 LOADED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^\s>]*")
 """A tag that makes a browser ask another host."""
 
@@ -37,10 +46,6 @@ def on_post_build(config: MkDocsConfig) -> None:
 def missing_names(shown: Iterable[str]) -> list[str]:
     """Return the public names that are not among those that the site shows."""
     found = list(shown)
-    public = [
-        f"stretto{part}.{name}"
-        for part in MODULES
-        for name in importlib.import_module(f"stretto{part}").__all__
-    ]
+    public = [f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__]
     # A module stands for what is in it, and so does the function that has a file of its name.
     return [name for name in public if not any(one == name or one.startswith(f"{name}.") for one in found)]

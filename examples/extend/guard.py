@@ -7,9 +7,9 @@ In a program nothing has to be registered: `stretto.DataParallel(model, optimize
 
 import dataclasses
 
-from stretto.cli import main
 from stretto.guards import GUARDS, Guard
 from stretto.guards.contract import Fingerprint, GuardScript, Report, Share
+from stretto_lab.cli import main
 
 DIGEST_BYTES = 8
 

@@ -8,10 +8,10 @@ The second way, with the last reduced gradient, is the library's `wp`.
 
 import dataclasses
 
-from stretto.cli import main
 from stretto.fields import check_fields
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.contract import AllReduce, PreviewOwn, Script, Step
+from stretto_lab.cli import main
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ In a program nothing has to be registered: `stretto.DataParallel(model, optimize
 
 import dataclasses
 
-from stretto.cli import main
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.contract import AllReduce, Preview, Script, Step
+from stretto_lab.cli import main
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ values: most of their changes would wait for long, while models show old ones.
 import torch
 from torch import Tensor
 
-from stretto.cli import main
 from stretto.exchange import WIRES, PackedWire
+from stretto_lab.cli import main
 
 
 class Largest(PackedWire):

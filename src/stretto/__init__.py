@@ -68,12 +68,16 @@ __all__ = [
     "errors",
 ]
 
+_PACKAGES = ("checkpoint", "echo", "exchange", "groups", "guards", "integrations", "strategies")
+"""What programs use by its full name, as `stretto.checkpoint.save`."""
 _PARTS = ("parallel", "strategies", "switching", "guards", "echo", "engine", "noise", "records", "errors")
-"""Where the names above are found: the packages that they are imported from, and two packages themselves."""
+"""Where the names above are found; `errors` is one itself."""
 
 
 def __getattr__(name: str) -> Any:
     """Return a name of the library; Python asks here for each one once."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"stretto.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
     parts = {part: importlib.import_module(f"stretto.{part}") for part in _PARTS}
@@ -83,4 +87,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})

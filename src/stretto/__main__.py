@@ -2,7 +2,7 @@
 
 import sys
 
-from stretto.cli import main
+from stretto_lab.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

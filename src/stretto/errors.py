@@ -7,6 +7,7 @@
         UnsupportedModel                    no trainable parameter, complex or integer parameters, DTensors
         UnsupportedOptimizer                cannot be cut into shards, or does not fit the model
         RanksDisagree                       models, strategies or settings differ between ranks
+          WorkerDisagrees                   settings differ inside a node whose ranks step one replica
       UsageError (ValueError)               calls in an order that would corrupt the run
         LossNotScalar
         StepWithoutBackward
@@ -38,7 +39,7 @@
       DiskError (OSError)                   a file cannot be written
       OutputClosed (OSError)                nobody reads any more what a command prints
       WorkerFailed (RuntimeError)           a local worker process ended with an error
-      ConformanceFailed (AssertionError)    something did not pass a check of `stretto.testing`
+      ConformanceFailed (AssertionError)    something did not pass a check of `stretto_lab.testing`
 
 A message says where (rank, step), what was expected, what was found and what to do.
 """
@@ -206,7 +207,7 @@ class NoWayOn(CommunicationError):
     def __init__(self, what: str, rows: Sequence[object]) -> None:
         super().__init__("\n  ".join([what, *map(str, rows)]))
         self.rows = tuple(rows)
-        """What each rank does, in rank order: `stretto.virtual.RankStatus`."""
+        """What each rank does, in rank order: `stretto_lab.virtual.RankStatus`."""
 
 
 class CollectivesDisagree(NoWayOn):
@@ -261,4 +262,4 @@ class WorkerFailed(StrettoError, RuntimeError):
 
 
 class ConformanceFailed(StrettoError, AssertionError):
-    """Something did not pass a check of `stretto.testing`; the message says what was expected and found."""
+    """Something did not pass a check of `stretto_lab.testing`; the message says what was expected and found."""

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from stretto.campaign import RESULTS, CampaignConfig, repeat_fault, small
-from stretto.campaign.drawing import draw_faults
-from stretto.campaign.judgement import site_rows
-from stretto.cli import main
-from stretto.cli.commands import _complain
 from stretto.guards import GUARDS, Guard
 from stretto.guards.contract import GuardScript
-from stretto.recipes import RECIPES, StdlibGPT
+from stretto_lab.campaign import RESULTS, CampaignConfig, repeat_fault, small
+from stretto_lab.campaign.drawing import draw_faults
+from stretto_lab.campaign.judgement import site_rows
+from stretto_lab.cli import main
+from stretto_lab.cli.commands import _complain
+from stretto_lab.recipes import RECIPES, StdlibGPT
 from tests.train.tiny import Tiny
 
 FAULTS = 3

@@ -3,8 +3,8 @@
 from collections import Counter
 from itertools import islice
 
-from stretto.campaign.drawing import draw_faults, draw_real_numbers
-from stretto.campaign.promises import AUDITABLE, EXTENTS, ROWS, SAMPLED, STRATEGIES_OF
+from stretto_lab.campaign.drawing import draw_faults, draw_real_numbers
+from stretto_lab.campaign.promises import AUDITABLE, EXTENTS, ROWS, SAMPLED, STRATEGIES_OF
 
 CELLS = [
     (row, name)

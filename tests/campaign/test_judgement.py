@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from stretto.campaign.drawing import draw_faults
-from stretto.campaign.judgement import Judgement, judge
-from stretto.campaign.trial import GoldenRun, RankResult, Trial
-from stretto.faults import Application
 from stretto.records import Incident
+from stretto_lab.campaign.drawing import draw_faults
+from stretto_lab.campaign.judgement import Judgement, judge
+from stretto_lab.campaign.trial import GoldenRun, RankResult, Trial
+from stretto_lab.faults import Application
 from tests.train.tiny import Tiny
 
 DRAWN = next(

@@ -12,7 +12,7 @@ import pytest
 
 from stretto import ACCO, DDP, Options, WeightPrediction, checkpoint
 from stretto.errors import CheckpointError, StrettoError
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.checkpoint.jobs import SAVED_AT, UPDATES, Case, Job, differing
 from tests.processes import run_ranks
 

@@ -16,7 +16,7 @@ from torch import distributed as dist
 import stretto
 from stretto import ACCO, DDP, DPU, EchoLoader, Even, LocalSGD, WeightPrediction, ZeRO1, checkpoint
 from stretto.strategies import Strategy
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 STRATEGIES: tuple[Strategy, ...] = (
     ZeRO1(),

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto.strategies import STRATEGIES
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 EVERY = [
     st.LocalSGD(0.5),

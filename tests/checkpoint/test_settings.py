@@ -14,7 +14,7 @@ import stretto
 from stretto import checkpoint
 from stretto.engine.state import JobState
 from stretto.errors import CheckpointError
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 KINDS = ("tensor", "scalar tensor", "number", "text", "none", "bytes")
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 from stretto import DataParallel, checkpoint
 from stretto.errors import ForeignCheckpoint
 from stretto.strategies import STRATEGIES, ZeRO1
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.checkpoint.test_plain_pytorch import FLAT
 from tests.optimizer.bowls import SMALL, Bowls, assert_equal
 from tests.optimizer.test_whole import AVERAGES, OPTIMIZERS, SHAPES

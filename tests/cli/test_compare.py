@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stretto.cli import main
+from stretto_lab.cli import main
 
 QUICK = ["digits-resnet", "--task.width", "4", "--task.batch", "8", "--micro-batches", "2"]
 

@@ -5,17 +5,17 @@ import re
 
 import pytest
 
-from stretto.cli import main
-from stretto.cli.commands import CONFIGURE
-from stretto.cli.help import COMMANDS
-from stretto.cli.options import options_of
 from stretto.echo.text import PLANS
 from stretto.exchange import WIRES
 from stretto.fields import unknown_name
 from stretto.guards import GUARDS
-from stretto.peers import PEERS
-from stretto.recipes import RECIPES, recipe
 from stretto.strategies import STRATEGIES
+from stretto_lab.cli import main
+from stretto_lab.cli.commands import CONFIGURE
+from stretto_lab.cli.help import COMMANDS
+from stretto_lab.cli.options import options_of
+from stretto_lab.peers import PEERS
+from stretto_lab.recipes import RECIPES, recipe
 
 LINES, COLUMNS = 40, 80
 TAKE_RECIPE = [name for name, command in COMMANDS.items() if "RECIPE" in command.takes]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import stretto
-from stretto.cli import main
-from stretto.cli.help import COMMANDS
+from stretto_lab.cli import main
+from stretto_lab.cli.help import COMMANDS
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cli import main
-from stretto.observe import read_json_lines
+from stretto_lab.cli import main
+from stretto_lab.observe import read_json_lines
 
 
 def test_a_recipe_is_simulated_and_its_outcome_printed(capsys: pytest.CaptureFixture[str]) -> None:

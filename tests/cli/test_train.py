@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cli import main
-from stretto.cli.screens import advice
-from stretto.observe import read_json_lines
-from stretto.recipes import recipe
 from stretto.records import Update
-from stretto.train.configuration import RunConfig
-from stretto.train.outcome import Outcome
+from stretto_lab.cli import main
+from stretto_lab.cli.screens import advice
+from stretto_lab.observe import read_json_lines
+from stretto_lab.recipes import recipe
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.outcome import Outcome
 from tests.cli.test_stops import from_nothing, with_imports_made
 from tests.processes import Command
 
@@ -138,7 +138,7 @@ def test_a_resume_tells_of_a_recipe_file_that_has_changed_and_of_the_update_behi
     finished: tuple[Path, list[str]], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    Path("own_copy.py").write_text("from stretto.recipes import DigitsResNet as Digits\n")
+    Path("own_copy.py").write_text("from stretto_lab.recipes import DigitsResNet as Digits\n")
     shutil.copytree(finished[0], "run")
     config = json.loads(Path("run/config.json").read_text())
     place = f"{Path.cwd() / 'own_copy.py'}:Digits"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from stretto.cli.options import parse_options
-from stretto.train.configuration import RunConfig
+from stretto_lab.cli.options import parse_options
+from stretto_lab.train.configuration import RunConfig
 from tests.docs.pages import ROOT
 
 FILES = ROOT / "examples" / "cluster"

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from benchmarks.namespaces import Namespaces
-from stretto.cli import main
-from stretto.observe import read_json_lines
+from stretto_lab.cli import main
+from stretto_lab.observe import read_json_lines
 from tests.docs.pages import DOCS, code_blocks
 
 as_root = pytest.mark.skipif(

@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto.groups import Link
-from stretto.virtual import Compute, Network, VirtualCluster
+from stretto_lab.virtual import Compute, Network, VirtualCluster
 
 WIDTH, HEIGHT, RATE = 64, 12, 0.05
 RANKS, UPDATES = 2, 11

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stretto import DiLoCo, LocalSGD, Options
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.diloco.jobs import RANKS, Naive, on_cluster, train
 from tests.exactness.jobs import Case, Observed, same
 from tests.exactness.jobs import train as train_case

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto as st
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 RANKS = 3
 WIDTH = 64

@@ -10,8 +10,8 @@ from torch import distributed as dist
 import stretto as st
 from stretto import checkpoint
 from stretto.records import Incident
-from stretto.testing.jobs import Job, saved_and_resumed
-from stretto.virtual import VirtualCluster
+from stretto_lab.testing.jobs import Job, saved_and_resumed
+from stretto_lab.virtual import VirtualCluster
 from tests.diloco.jobs import Course, go_on, on_cluster, start
 
 STRATEGY = st.DiLoCo(interval=4, delay=2, mix=0.25)

@@ -13,7 +13,7 @@ from stretto.errors import ConfigError, PeerFailed, RanksDisagree
 from stretto.exchange import WIRES
 from stretto.strategies.contract import Gather, Land, Launch, Local, Look, Reduce, Script, Step
 from stretto.strategies.ledger import ledger_of
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.diloco.jobs import BUCKET, HEIGHT, RANKS, UPDATES, WIDTH, go_on, on_cluster, start
 from tests.diloco.jobs import Course as Run
 from tests.exactness.jobs import Case, same

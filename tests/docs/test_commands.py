@@ -2,16 +2,16 @@
 
 import pytest
 
-from stretto.campaign import CampaignConfig
-from stretto.cli.options import parse_alone, parse_options
-from stretto.doctor import Examination
-from stretto.page import ReportConfig
-from stretto.plan import PlanConfig
-from stretto.reproduce import ReproduceConfig
-from stretto.train.arms import parse_arms
-from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
-from stretto.train.demo import DemoConfig
-from stretto.train.simulation import SimulateConfig
+from stretto_lab.campaign import CampaignConfig
+from stretto_lab.cli.options import parse_alone, parse_options
+from stretto_lab.doctor import Examination
+from stretto_lab.page import ReportConfig
+from stretto_lab.plan import PlanConfig
+from stretto_lab.reproduce import ReproduceConfig
+from stretto_lab.train.arms import parse_arms
+from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
+from stretto_lab.train.demo import DemoConfig
+from stretto_lab.train.simulation import SimulateConfig
 from tests.docs.pages import ROOT, commands, pages
 
 # Those of docs/recipes.md are run, by the page's own test.

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from stretto.cli import main
+from stretto_lab.cli import main
 from tests.docs.pages import DOCS, code_blocks, commands
 
 PAGE = DOCS / "nodes.md"

@@ -1,7 +1,7 @@
 """The page of the papers is made from the runs, and names records that exist."""
 
 from benchmarks.papers import PAGE, RUNS, page, results
-from stretto.reproduce import MINUTES, PAPERS, RECORDS, Book, Verdict, chosen
+from stretto_lab.reproduce import MINUTES, PAPERS, RECORDS, Book, Verdict, chosen
 from tests.docs.pages import DOCS, README, ROOT, commands
 
 FOUND = results()

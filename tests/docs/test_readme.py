@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import stretto
-from stretto.peers import PEERS
+from stretto_lab.peers import PEERS
 from tests.docs.pages import README, ROOT, cells, code_blocks, table
 
 MARKER = "tests/docs/test_readme.py"

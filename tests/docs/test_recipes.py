@@ -10,14 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
-from stretto.cli import main
-from stretto.cli.commands import CONFIGURE
-from stretto.cli.options import parse_options
-from stretto.observe import read_json_lines
-from stretto.recipes import RECIPES
-from stretto.recipes.gpt import Shape, causal_lm
-from stretto.recipes.language_models import SIZES
-from stretto.train.handle import check_run
+from stretto_lab.cli import main
+from stretto_lab.cli.commands import CONFIGURE
+from stretto_lab.cli.options import parse_options
+from stretto_lab.observe import read_json_lines
+from stretto_lab.recipes import RECIPES
+from stretto_lab.recipes.gpt import Shape, causal_lm
+from stretto_lab.recipes.language_models import SIZES
+from stretto_lab.train.handle import check_run
 from tests.docs.pages import DOCS, code_blocks, commands
 from tests.recipes.files import INSTRUCTIONS, STORIES, train_virtually, write_lines
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.cli import main
-from stretto.doctor import Examination, Report, examine
-from stretto.doctor.device import OPERATORS, Operator, write_and_read
-from stretto.doctor.examination import Subject
 from stretto.errors import ConfigError
-from stretto.faults import Fault, FaultPlan, FaultyGroup
-from stretto.faults.injector import Injector
-from stretto.faults.plan import WireSite
+from stretto_lab.cli import main
+from stretto_lab.doctor import Examination, Report, examine
+from stretto_lab.doctor.device import OPERATORS, Operator, write_and_read
+from stretto_lab.doctor.examination import Subject
+from stretto_lab.faults import Fault, FaultPlan, FaultyGroup
+from stretto_lab.faults.injector import Injector
+from stretto_lab.faults.plan import WireSite
 from tests.processes import run_program
 
 RANKS, BAD = 3, 1

@@ -8,8 +8,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from stretto import EchoLoader, Even, Ready, diagnose, errors
-from stretto.cli import main
 from stretto.echo import Diagnosis
+from stretto_lab.cli import main
 from tests.echo.sources import Squares
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import stretto
 from stretto import DataParallel, EchoLoader, EchoOptions, Even, checkpoint
-from stretto.recipes import MicroBatches
+from stretto_lab.recipes import MicroBatches
 from tests.processes import rank_outcomes, run_ranks
 
 USES = 3

@@ -7,7 +7,7 @@ import torch
 
 import stretto
 from stretto import Bernoulli, DataParallel, EchoLoader, EchoOptions, Even
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 
 
 def feed(rank: int, group: VirtualGroup, strategy: str, until: Any) -> tuple[int, list[int], list[float]]:

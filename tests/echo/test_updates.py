@@ -17,7 +17,7 @@ from stretto.checksums import digest
 from stretto.echo import Cosine, Linear, Plan
 from stretto.engine import Clock
 from stretto.strategies import ACCO, DDP, STRATEGIES, Strategy
-from stretto.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
+from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
 
 CASES = 120
 BLOCKS = 4

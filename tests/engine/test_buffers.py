@@ -15,7 +15,7 @@ import stretto
 from stretto import ACCO, DDP, DPU, DiLoCo, LocalSGD, Options, WeightPrediction, ZeRO1
 from stretto.errors import ConfigError
 from stretto.strategies import Strategy
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 EXACT: tuple[Strategy, ...] = (ZeRO1(), DDP())
 OTHERS: tuple[Strategy, ...] = (

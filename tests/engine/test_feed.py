@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import stretto
 from stretto import DPU, PAFTSync, WeightPrediction, ZeRO1, checkpoint
 from stretto.strategies import STRATEGIES, Strategy
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 EVERY = [pytest.param(kind(), id=name) for name, kind in STRATEGIES.items()]
 

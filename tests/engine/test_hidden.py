@@ -16,7 +16,7 @@ from stretto import ACCO, DDP, AtRest, Audit, Clock, DataParallel, Options, PAFT
 from stretto.engine.hidden import HiddenAccumulation
 from stretto.errors import PeerFailed
 from stretto.strategies import Strategy
-from stretto.virtual import Compute, Span, Trace, Transfer, VirtualCluster
+from stretto_lab.virtual import Compute, Span, Trace, Transfer, VirtualCluster
 from tests.processes import rank_outcomes
 
 WIDTH, LAYERS, UPDATES, MICRO_BATCHES = 24, 4, 4, 2

@@ -8,7 +8,7 @@ import torch
 
 from stretto import DataParallel, DiLoCo, LocalSGD, Options, ZeRO1, errors
 from stretto.strategies import Strategy
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.exactness.checks import check
 from tests.exactness.jobs import (
     STRATEGIES,

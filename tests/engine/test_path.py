@@ -14,31 +14,31 @@ from torch import nn
 
 import stretto
 
-PACKAGE = Path(stretto.__file__).parent
+SOURCES = Path(stretto.__file__).parents[1]
 MOST_FILES, MOST_FUNCTIONS = 15, 120
-"""Of the package, comprehensions and generators included."""
+"""Of the sources, comprehensions and generators included."""
 NOT_USED = (
-    "guards/",
-    "averaging/",
-    "faults/",
-    "observe/",
-    "page/",
-    "switching.py",
-    "optimizer/handover.py",
-    "engine/noisy.py",
-    "noise.py",
+    "stretto_lab/",
+    "stretto/guards/",
+    "stretto/averaging/",
+    "stretto/switching.py",
+    "stretto/optimizer/handover.py",
+    "stretto/engine/noisy.py",
+    "stretto/noise.py",
 )
 """What a job without guards and noise passes nothing of, whose ranks hold the same and whose strategy stays."""
 
 
 @functools.cache
-def in_package(file: str) -> str:
-    """A file's path inside the package; nothing for other files."""
-    return str(Path(file).relative_to(PACKAGE)) if Path(file).is_relative_to(PACKAGE) else ""
+def in_sources(file: str) -> str:
+    """The path of a file of ours; nothing for other files."""
+    path = Path(file)
+    of_ours = any(path.is_relative_to(SOURCES / package) for package in ("stretto", "stretto_lab"))
+    return str(path.relative_to(SOURCES)) if of_ours else ""
 
 
 class Passed:
-    """The functions of the package that were called, on any thread."""
+    """The functions of ours that were called, on any thread."""
 
     def __init__(self) -> None:
         self.functions: set[str] = set()
@@ -62,7 +62,7 @@ class Passed:
             gc.enable()
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and (file := in_package(frame.f_code.co_filename)):
+        if event == "call" and (file := in_sources(frame.f_code.co_filename)):
             self.functions.add(f"{file}:{frame.f_code.co_qualname}")
 
 
@@ -91,7 +91,9 @@ def test_one_steady_update_of_acco_passes_few_files_and_functions() -> None:
         passed.functions = set(warm_up.functions)
     parallel.finish()
     assert passed.functions & before  # a steady update does what the ones before it did
-    assert any(function.startswith("engine/comm_lane.py:CommLane.advance") for function in passed.functions)
+    assert any(
+        function.startswith("stretto/engine/comm_lane.py:CommLane.advance") for function in passed.functions
+    )
     assert len(passed.files) <= MOST_FILES, sorted(passed.files)
     assert len(passed.functions) <= MOST_FUNCTIONS, sorted(passed.functions)
 
@@ -115,4 +117,4 @@ def test_a_guard_is_seen_where_there_is_one() -> None:
     with passed.watching():
         parallel.backward(model(torch.ones(1, 3)).sum())
     parallel.finish()
-    assert any(name.startswith("guards/") for name in passed.functions)
+    assert any(name.startswith("stretto/guards/") for name in passed.functions)

@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 from stretto import DataParallel, Options
 from stretto.exchange import WIRES
 from stretto.strategies import STRATEGIES
-from stretto.testing.synchronising import Synchronisations
-from stretto.virtual import VirtualCluster
+from stretto_lab.testing.synchronising import Synchronisations
+from stretto_lab.virtual import VirtualCluster
 
 WARM_UP = 3
 UPDATES = {"local": 10, "diloco": 10, "paft-sync": 10, "paft-dyn": 10}

@@ -12,8 +12,8 @@ from torch import nn
 
 import stretto as st
 from stretto.errors import ConfigError, StrettoError, UnknownName, UnsupportedModel, UnsupportedOptimizer
-from stretto.peers import PEERS, make_peer
 from stretto.strategies import strategy_by_name
+from stretto_lab.peers import PEERS, make_peer
 from tests.errors.tiny import STRATEGIES, says, tiny_model
 
 

@@ -14,20 +14,20 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 import stretto as st
-from stretto.campaign import CampaignConfig
-from stretto.cli import main
-from stretto.doctor import Examination
 from stretto.errors import ConfigError
-from stretto.faults import Fault, FaultPlan
 from stretto.fields import field_types
 from stretto.groups import Link
 from stretto.guards import GUARDS
-from stretto.recipes import RECIPES
 from stretto.strategies import STRATEGIES
-from stretto.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
-from stretto.train.simulation import SimulateConfig
-from stretto.train.slow_loader import SlowStore
-from stretto.virtual import Compute, Network, Outage, Uplink, VirtualCluster
+from stretto_lab.campaign import CampaignConfig
+from stretto_lab.cli import main
+from stretto_lab.doctor import Examination
+from stretto_lab.faults import Fault, FaultPlan
+from stretto_lab.recipes import RECIPES
+from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
+from stretto_lab.train.simulation import SimulateConfig
+from stretto_lab.train.slow_loader import SlowStore
+from stretto_lab.virtual import Compute, Network, Outage, Uplink, VirtualCluster
 
 COMMANDS: Mapping[str, Callable[[Any], Any]] = {
     "train": lambda task: RunConfig(task=task),

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from stretto import ACCO, Clock, DataParallel
-from stretto.virtual import Network, VirtualCluster
-from stretto.virtual.network import Link
+from stretto_lab.virtual import Network, VirtualCluster
+from stretto_lab.virtual.network import Link
 from tests.exactness import jobs
 from tests.exactness.checks import check, recorded_counts
 from tests.exactness.jobs import STRATEGIES, Case, Observed, describe, train

@@ -9,7 +9,7 @@ import pytest
 from stretto import DDP, Options, PAFTDyn, PAFTSync, ZeRO1
 from stretto.groups import Link
 from stretto.strategies import Strategy
-from stretto.virtual import Compute, Network, Span, Trace, Transfer, VirtualCluster
+from stretto_lab.virtual import Compute, Network, Span, Trace, Transfer, VirtualCluster
 from tests.exactness.jobs import Case, Observed, same, train
 from tests.processes import run_ranks
 

@@ -14,9 +14,9 @@ from stretto import ACCO, DDP, Options, ZeRO1
 from stretto.exchange import WIRES
 from stretto.guards import GUARDS, Guard
 from stretto.strategies import STRATEGIES, Strategy
-from stretto.testing import Damage, GuardConformance, StrategyConformance
-from stretto.testing.jobs import Job, saved_and_resumed, train
-from stretto.virtual import VirtualCluster
+from stretto_lab.testing import Damage, GuardConformance, StrategyConformance
+from stretto_lab.testing.jobs import Job, saved_and_resumed, train
+from stretto_lab.virtual import VirtualCluster
 from tests.examples.scripts import EXAMPLES, printed
 
 EXTEND = EXAMPLES / "extend"

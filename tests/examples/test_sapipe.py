@@ -18,8 +18,8 @@ from stretto.errors import ConfigError
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.contract import AllReduce, Gather, PreviewOwn, Reduce, Script, Step
 from stretto.strategies.ledger import ledger_of
-from stretto.testing import StrategyConformance
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.testing import StrategyConformance
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.examples.scripts import EXAMPLES, printed
 
 UPDATES = 6

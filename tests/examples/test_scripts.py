@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.observe import read_json_lines
+from stretto_lab.observe import read_json_lines
 from tests.examples.scripts import EXAMPLES, printed, printed_by_ranks
 from tests.processes import Command
 

@@ -13,7 +13,7 @@ import stretto
 from stretto import checkpoint
 from stretto.engine.round import Reduction, Round
 from stretto.strategies import STRATEGIES
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.exchange.values import of_every_size
 
 SHAPES = ((70,), (3, 5), (130,))

@@ -11,7 +11,7 @@ import stretto
 from stretto.engine.statistics import average_statistics
 from stretto.exchange import FP32, WIRES, Exchange
 from stretto.groups.private import private_group
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.exchange.test_exchange import layout_for, wait
 from tests.exchange.values import of_every_size
 

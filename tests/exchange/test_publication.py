@@ -14,7 +14,7 @@ from stretto.exchange import BF16, FP32, WIRES, Exchange, PackedWire, Publicatio
 from stretto.flat import Layout, plan_layout
 from stretto.strategies import STRATEGIES
 from stretto.strategies.ledger import ledger_of
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.exchange.accounts import SHAPES
 from tests.exchange.values import of_every_size
 

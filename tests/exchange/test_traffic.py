@@ -15,7 +15,7 @@ from stretto.exchange import FP32, WIRES, PackedWire, Wire
 from stretto.flat import ALIGNMENT, Layout
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 EVERY_UPDATE: dict[str, dict[str, Any]] = {"local": {"rate": 1.0}, "diloco": {"interval": 1}}
 """Options of strategies with which ranks send the same with every update. PAFT averages nothing before its tenth."""

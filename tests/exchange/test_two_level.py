@@ -14,7 +14,7 @@ from stretto.exchange import FP32, WIRES, Exchange, PackedWire, TwoLevelExchange
 from stretto.flat import Layout, plan_layout
 from stretto.groups import Link
 from stretto.strategies import STRATEGIES
-from stretto.virtual import Network, Uplink, VirtualCluster
+from stretto_lab.virtual import Network, Uplink, VirtualCluster
 from tests.exactness.jobs import Case, Observed, same, train
 from tests.processes import run_ranks
 

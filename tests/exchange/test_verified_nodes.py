@@ -13,10 +13,10 @@ from torch import Tensor
 import stretto
 from stretto.errors import PeerFailed, TransferCorrupt
 from stretto.exchange import WIRES
-from stretto.faults import Fault, FaultPlan, FaultyGroup, Injector, draw_fault, strike_memory
 from stretto.records import Incident
 from stretto.strategies import STRATEGIES, Strategy
-from stretto.virtual import VirtualCluster
+from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, Injector, draw_fault, strike_memory
+from stretto_lab.virtual import VirtualCluster
 from tests.guards.watched import Job, same
 
 RANKS, PER_NODE, STRUCK = 4, 2, 1

@@ -10,7 +10,7 @@ import pytest
 
 from stretto import DDP, Bernoulli, EchoLoader, EchoOptions, Even, LocalSGD
 from stretto.strategies import Strategy
-from stretto.virtual import VirtualCluster, VirtualGroup, VirtualStore
+from stretto_lab.virtual import VirtualCluster, VirtualGroup, VirtualStore
 
 SCRIPTS = Path(__file__).parents[2] / "experiments"
 STEP = 1.0

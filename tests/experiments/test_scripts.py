@@ -8,9 +8,9 @@ import pytest
 
 from stretto.exchange import WIRES
 from stretto.guards import GUARDS
-from stretto.peers import PEERS
-from stretto.recipes import RECIPES
 from stretto.strategies import STRATEGIES
+from stretto_lab.peers import PEERS
+from stretto_lab.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [

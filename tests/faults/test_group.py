@@ -9,8 +9,8 @@ from torch import distributed as dist
 from torch import nn
 
 from stretto.errors import ConfigError
-from stretto.faults import Fault, FaultPlan, FaultyGroup, register_faulty
-from stretto.faults.plan import Site
+from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, register_faulty
+from stretto_lab.faults.plan import Site
 from tests.docs.pages import DOCS, code_blocks
 from tests.processes import run_ranks
 

@@ -5,8 +5,8 @@ import torch
 
 from stretto.checksums import digest, hexadecimal
 from stretto.errors import ConfigError
-from stretto.faults import EXTENTS, LASTS, PATTERNS, Fault, FaultPlan, Injector, draw_fault
-from stretto.faults.plan import SITES
+from stretto_lab.faults import EXTENTS, LASTS, PATTERNS, Fault, FaultPlan, Injector, draw_fault
+from stretto_lab.faults.plan import SITES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
 

@@ -5,8 +5,9 @@ import functools
 
 import pytest
 
-from stretto.campaign.drawing import JobKind
-from stretto.campaign.promises import (
+from stretto.guards import Audit
+from stretto_lab.campaign.drawing import JobKind
+from stretto_lab.campaign.promises import (
     AUDITABLE,
     AUDITED,
     PROMISES,
@@ -14,10 +15,9 @@ from stretto.campaign.promises import (
     WORDS,
     Promise,
 )
-from stretto.campaign.trial import RankResult, Trial, run_virtual
-from stretto.faults import Fault
-from stretto.faults.plan import SITES, Pattern, Site
-from stretto.guards import Audit
+from stretto_lab.campaign.trial import RankResult, Trial, run_virtual
+from stretto_lab.faults import Fault
+from stretto_lab.faults.plan import SITES, Pattern, Site
 from tests.docs.pages import DOCS, table
 from tests.train.tiny import Tiny
 

@@ -3,7 +3,7 @@
 import pytest
 
 from stretto.errors import ConfigError, UnknownName
-from stretto.faults import SITES, Fault, FaultPlan, faults_text, parse_faults
+from stretto_lab.faults import SITES, Fault, FaultPlan, faults_text, parse_faults
 
 STICKY = Fault(site="optimizer state", rank=1, instant=3, lasts="sticky", rate=0.5)
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import stretto as st
 from stretto import checkpoint
 from stretto.checksums import Checksum, Sums, digest
-from stretto.faults import Fault, FaultPlan, Injector, strike_memory
 from stretto.groups import SoloGroup
 from stretto.strategies.ledger import ledger_of
+from stretto_lab.faults import Fault, FaultPlan, Injector, strike_memory
 from tests.processes import run_ranks
 
 pytestmark = [

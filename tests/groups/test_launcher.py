@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from stretto.cli import main
-from stretto.cli.environment import find_ranks, is_joined
 from stretto.errors import ConfigError
 from stretto.groups import join_launched_group, launched_rank, meeting_point
+from stretto_lab.cli import main
+from stretto_lab.cli.environment import find_ranks, is_joined
 
 TORCHRUN = {
     "RANK": "3",

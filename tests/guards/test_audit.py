@@ -12,12 +12,12 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto.errors import ConfigError, UsageError
-from stretto.faults import Fault, FaultPlan, strike_memory
-from stretto.faults.injector import Injector
 from stretto.guards.text import parse_guards
 from stretto.randomness import coin
 from stretto.records import Incident
-from stretto.virtual import VirtualCluster
+from stretto_lab.faults import Fault, FaultPlan, strike_memory
+from stretto_lab.faults.injector import Injector
+from stretto_lab.virtual import VirtualCluster
 from tests.guards.watched import STRATEGIES
 from tests.processes import run_ranks
 

@@ -14,11 +14,11 @@ import stretto as st
 from stretto.errors import CorruptionError, PeerFailed, StateCorrupt
 from stretto.exchange.exchange import sum_in_rank_order
 from stretto.exchange.sums import is_plausible_sum, sampled
-from stretto.faults import Fault, FaultPlan, FaultyGroup, Injector, strike_memory
-from stretto.faults.injector import alias_of
-from stretto.faults.plan import Extent, Lasts, Site
 from stretto.records import Incident
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, Injector, strike_memory
+from stretto_lab.faults.injector import alias_of
+from stretto_lab.faults.plan import Extent, Lasts, Site
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.guards.watched import Job, Network, same
 
 STRUCK = 1

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto.records import Incident, Update
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.guards.watched import STRATEGIES
 
 RANKS, STRUCK = 2, 1

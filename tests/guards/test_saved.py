@@ -12,11 +12,11 @@ from torch import Tensor
 import stretto as st
 from stretto import checkpoint
 from stretto.errors import PeerFailed, StateCorrupt
-from stretto.faults import Fault
-from stretto.faults.injector import alias_of
-from stretto.observe import read_json_lines
 from stretto.records import Incident
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.faults import Fault
+from stretto_lab.faults.injector import alias_of
+from stretto_lab.observe import read_json_lines
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.guards.watched import Job, same
 from tests.train.runs import model_bits, tiny_run, train
 

@@ -11,12 +11,12 @@ from torch import nn
 
 import stretto as st
 from stretto.errors import ConfigError, PeerFailed, Quarantined, TransferCorrupt
-from stretto.faults import Fault, FaultPlan, FaultyGroup, strike_memory
-from stretto.faults.injector import Injector
-from stretto.faults.plan import WireSite
 from stretto.guards.strikes import blame, laid_to
 from stretto.records import Incident
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, strike_memory
+from stretto_lab.faults.injector import Injector
+from stretto_lab.faults.plan import WireSite
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 
 RANKS, STRUCK = 3, 1
 STICKY_MASTERS = Fault(site="masters", rank=STRUCK, instant=2, lasts="sticky", seed=5)

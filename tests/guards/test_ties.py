@@ -10,10 +10,10 @@ from torch import Tensor
 
 import stretto as st
 from stretto.errors import PeerFailed, ReplicasDiverged
-from stretto.faults import Fault, FaultPlan, strike_memory
-from stretto.faults.injector import Injector
 from stretto.records import Incident
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.faults import Fault, FaultPlan, strike_memory
+from stretto_lab.faults.injector import Injector
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.guards.watched import Job, same
 
 STRUCK = 1

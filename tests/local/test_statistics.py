@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto import checkpoint
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 RANKS = 3
 UPDATES = 14

@@ -10,7 +10,7 @@ from torch import distributed as dist
 import stretto
 from stretto import ACCO, DDP, DPU, Clock, ZeRO1, errors
 from stretto.strategies import STRATEGIES, Strategy
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 LENGTHS = (4, 1, 3, 4, 2)
 """Micro-batches of each update; four are a full one."""

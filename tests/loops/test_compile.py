@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 import stretto
 from stretto import checkpoint
 from stretto.strategies import Strategy
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.loops.habits import batches, job, mean_square, network, ours, same
 
 Ways = Callable[[nn.Sequential, Strategy, object], tuple[stretto.DataParallel, nn.Module]]

@@ -15,7 +15,7 @@ from torch import distributed as dist
 import stretto
 from stretto.errors import GradientsTouched, StepWithoutBackward
 from stretto.strategies import STRATEGIES, Strategy
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.loops.habits import BOTH_KINDS, batches, job, mean_square, network
 
 EVERY = [pytest.param(kind(), id=name) for name, kind in STRATEGIES.items()]

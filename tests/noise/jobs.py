@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import stretto as st
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 SHAPES = ((93, 81), (81,), (5, 101), (3,), (64, 61))
 """Odd ones, so that padding lies between parameters; two are smaller than what a rank owns at least."""

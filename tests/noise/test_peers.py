@@ -9,10 +9,10 @@ from torch import Tensor
 
 from stretto.errors import ConfigError
 from stretto.noise import Noise
-from stretto.peers import make_peer
-from stretto.recipes import DigitsResNet
-from stretto.train.configuration import RunConfig
-from stretto.train.handle import check_run
+from stretto_lab.peers import make_peer
+from stretto_lab.recipes import DigitsResNet
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.handle import check_run
 from tests.noise.jobs import NEEDED, Model, flat, gradient
 from tests.processes import run_ranks
 

@@ -10,7 +10,7 @@ import torch
 
 import stretto as st
 from stretto.errors import ConfigError, CorruptionError, ReplicasDiverged, StateCorrupt
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.exactness import jobs
 from tests.noise.jobs import NUMEL, UPDATES, Case, Seen, added, run
 from tests.processes import run_ranks

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from stretto.cli.options import parse_options
 from stretto.errors import ConfigError
-from stretto.faults import Fault, FaultPlan
 from stretto.noise import Noise, parse_noise
-from stretto.page import ReportConfig, report
-from stretto.train.configuration import CompareConfig, RunConfig
-from stretto.train.simulation import SimulateConfig
+from stretto_lab.cli.options import parse_options
+from stretto_lab.faults import Fault, FaultPlan
+from stretto_lab.page import ReportConfig, report
+from stretto_lab.train.configuration import CompareConfig, RunConfig
+from stretto_lab.train.simulation import SimulateConfig
 
 
 def drawn(seed: int) -> Noise:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import stretto as st
 from stretto.groups import Link
-from stretto.virtual import Compute, Network
+from stretto_lab.virtual import Compute, Network
 from tests.noise.jobs import NEEDED, NUMEL, UPDATES, Case, added, run, steps
 
 VARIANCE = 0.04

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from stretto.observe import print_comparison
-from stretto.observe.tables import shares_of_limit
+from stretto_lab.observe import print_comparison
+from stretto_lab.observe.tables import shares_of_limit
 
 
 def run(strategy: str, repeat: int, rate: float | None, reached: float | None = None) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.faults import Application, Fault
-from stretto.observe import JsonLines, Recorder, StrikeRecorder, read_json_lines, replace_json
-from stretto.page.contents import read_evaluations
+from stretto_lab.faults import Application, Fault
+from stretto_lab.observe import JsonLines, Recorder, StrikeRecorder, read_json_lines, replace_json
+from stretto_lab.page.contents import read_evaluations
 from tests.observe.updates import update
 
 FILE = Path("records.jsonl")

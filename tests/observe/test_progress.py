@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stretto.observe import Header, Progress
-from stretto.observe.progress import CURVE_WIDTH, Curve
 from stretto.records import Incident
+from stretto_lab.observe import Header, Progress
+from stretto_lab.observe.progress import CURVE_WIDTH, Curve
 from tests.observe.updates import update
 
 HEADER = Header(title="acco on 2 workers", updates=10, seconds=None)

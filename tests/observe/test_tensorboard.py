@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import MissingExtra
-from stretto.observe import TensorBoard
+from stretto_lab.observe import TensorBoard
 from tests.observe.updates import update
 
 

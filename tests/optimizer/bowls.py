@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from stretto import DataParallel, Options, Strategy
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 UPDATES = 3
 SMALL = Options(bucket_bytes=1024)

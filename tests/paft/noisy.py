@@ -10,10 +10,10 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto.errors import StrettoError
-from stretto.faults import Fault, FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto.noise import Noise
 from stretto.records import Update
-from stretto.virtual import VirtualCluster
+from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, Injector, strike_memory
+from stretto_lab.virtual import VirtualCluster
 
 UPDATES = 8
 NUMEL = 6 * 40 + 40 + 40 * 3 + 3

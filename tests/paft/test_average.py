@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import stretto as st
-from stretto.faults import Fault
 from stretto.noise import Noise
+from stretto_lab.faults import Fault
 from tests.paft.noisy import NUMEL, Seen, flat, noise, same, train
 
 STATES = pytest.mark.parametrize("state", [False, True])

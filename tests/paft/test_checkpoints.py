@@ -10,8 +10,8 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto import checkpoint
-from stretto.faults import Fault, FaultPlan, Injector, strike_memory
-from stretto.virtual import VirtualCluster
+from stretto_lab.faults import Fault, FaultPlan, Injector, strike_memory
+from stretto_lab.virtual import VirtualCluster
 from tests.paft.noisy import flat, network, same, values
 
 SAVED_AT, UPDATES = 3, 12

@@ -7,7 +7,7 @@ import torch
 
 import stretto as st
 from stretto.errors import ConfigError
-from stretto.faults import Fault
+from stretto_lab.faults import Fault
 from tests.paft.noisy import Seen, network, noise, same, train
 
 STRATEGIES = {

@@ -15,10 +15,10 @@ from torch import distributed as dist
 import stretto as st
 from stretto.averaging.probe import Conclusion
 from stretto.errors import ConfigError
-from stretto.faults import Fault, FaultyGroup, Injector
 from stretto.records import Update
 from stretto.strategies.contract import Divergence
-from stretto.virtual import VirtualCluster
+from stretto_lab.faults import Fault, FaultyGroup, Injector
+from stretto_lab.virtual import VirtualCluster
 from tests.paft.noisy import NUMEL, flat, noise, train
 from tests.processes import run_program
 

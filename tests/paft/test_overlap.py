@@ -15,9 +15,9 @@ import stretto as st
 from stretto import checkpoint
 from stretto.engine.accumulation import GradientBuffer
 from stretto.errors import NonFinite, OutOfTurn
-from stretto.faults import Fault
 from stretto.groups import Link
-from stretto.virtual import Compute, Network, VirtualCluster, VirtualGroup
+from stretto_lab.faults import Fault
+from stretto_lab.virtual import Compute, Network, VirtualCluster, VirtualGroup
 from tests.paft.noisy import flat, network, same, train, values
 from tests.processes import run_program
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stretto.page import ReportConfig, report
+from stretto_lab.page import ReportConfig, report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: pages are not drawn")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stretto.cli import main
-from stretto.page.records import number
+from stretto_lab.cli import main
+from stretto_lab.page.records import number
 from tests.page.pages import drawn, needs_chromium, numbers, page_of, shown
 
 ATTACK = "</script><script>document.documentElement.dataset.hacked=1</script><img src=x onerror=alert(1)>\u202e\x1b[31m"
@@ -168,7 +168,7 @@ def test_a_damaged_folder_makes_a_page_that_names_the_gap(
     harm(run)
     assert main(["report", "run"]) == 0
     assert f"missing: run: {gap}" in capsys.readouterr().out.splitlines()
-    assert gap in shown(Path("report.html").read_text(encoding="utf-8"))
+    assert gap in shown(Path("runs/report.html").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("file", ["compare.json", "campaign.json"])
@@ -212,4 +212,4 @@ def test_a_missing_plotly_is_an_install_command(
     assert main(["report", "run"]) == 2
     assert "plotly" in (line := capsys.readouterr().err)
     assert "stretto[cli]" in line
-    assert not Path("report.html").exists()
+    assert not Path("runs/report.html").exists()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stretto.page.times import model_seconds, of_totals, of_updates
+from stretto_lab.page.times import model_seconds, of_totals, of_updates
 
 
 @pytest.mark.parametrize(

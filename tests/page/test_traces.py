@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.observe import Trace, read_json_lines
-from stretto.page.contents import Event
-from stretto.page.traces import BUDGET_BYTES, open_traces, rank_times, stretches
-from stretto.train.simulation import SimulateConfig, simulate
+from stretto_lab.observe import Trace, read_json_lines
+from stretto_lab.page.contents import Event
+from stretto_lab.page.traces import BUDGET_BYTES, open_traces, rank_times, stretches
+from stretto_lab.train.simulation import SimulateConfig, simulate
 from tests.observe.updates import update
 from tests.page.pages import numbers, page_of
 from tests.train.runs import model_bits

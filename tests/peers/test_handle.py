@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stretto.errors import ConfigError, UnknownName
-from stretto.peers import make_peer
+from stretto_lab.peers import make_peer
 from tests.peers import training
 from tests.peers.training import MICRO_BATCHES
 from tests.processes import run_ranks

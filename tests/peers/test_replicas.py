@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import stretto as st
 from stretto.errors import CommunicationError, ConfigError, MissingExtra, UnknownName
 from stretto.groups import Link, register_throttled
-from stretto.peers import make_peer
-from stretto.peers.libraries import HivemindAverages, HivemindOptions
-from stretto.train.arms import parse_arm
+from stretto_lab.peers import make_peer
+from stretto_lab.peers.libraries import HivemindAverages, HivemindOptions
+from stretto_lab.train.arms import parse_arm
 from tests.peers import training
 from tests.peers.training import MICRO_BATCHES, UPDATES, WORLD_SIZE
 from tests.processes import run_ranks

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.peers import Peer, make_peer
 from stretto.records import Update
+from stretto_lab.peers import Peer, make_peer
 
 MICRO_BATCHES = 3
 UPDATES = 4

@@ -1,8 +1,8 @@
 """A machine as `stretto plan` would measure it, and what an update costs on it."""
 
 from stretto.groups import Link
-from stretto.plan import Machine, price
-from stretto.train.arms import parse_arm
+from stretto_lab.plan import Machine, price
+from stretto_lab.train.arms import parse_arm
 
 BUCKET_BYTES = 2**20
 MACHINE = Machine(

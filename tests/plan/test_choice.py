@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stretto import DataParallel, ZeRO1
 from stretto.errors import ConfigError, PeerFailed
 from stretto.groups import Link, register_throttled
-from stretto.plan import choose
+from stretto_lab.plan import choose
 from tests.docs.pages import DOCS, code_blocks
 from tests.processes import RankFailed, run_ranks
 

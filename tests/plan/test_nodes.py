@@ -8,9 +8,9 @@ import pytest
 
 from stretto.errors import ConfigError
 from stretto.groups import Link
-from stretto.plan import Machine, PlanConfig, price, rank_by_time
-from stretto.recipes import DigitsResNet
-from stretto.train.arms import parse_arm
+from stretto_lab.plan import Machine, PlanConfig, price, rank_by_time
+from stretto_lab.recipes import DigitsResNet
+from stretto_lab.train.arms import parse_arm
 from tests.plan.machine import BUCKET_BYTES, MACHINE, seconds
 
 

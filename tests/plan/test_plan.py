@@ -11,16 +11,16 @@ from typing import Any
 import numpy
 import pytest
 
-from stretto.cli import main
 from stretto.errors import ConfigError
 from stretto.groups import Link
-from stretto.plan import EVIDENCE, Machine, PlanConfig, Ranking, price, rank_by_time
-from stretto.plan.measure import measure
-from stretto.recipes import DigitsResNet
-from stretto.recipes.own import own_recipe
 from stretto.strategies import STRATEGIES
-from stretto.train.arms import parse_arm
-from stretto.train.launch import LocalRanks
+from stretto_lab.cli import main
+from stretto_lab.plan import EVIDENCE, Machine, PlanConfig, Ranking, price, rank_by_time
+from stretto_lab.plan.measure import measure
+from stretto_lab.recipes import DigitsResNet
+from stretto_lab.recipes.own import own_recipe
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.launch import LocalRanks
 from tests.plan.machine import BUCKET_BYTES, MACHINE, seconds
 
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"

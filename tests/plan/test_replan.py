@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.cli import commands, main
 from stretto.groups import Link
-from stretto.observe import read_json_lines
-from stretto.plan import Machine
-from stretto.plan.measure import WIRES
-from stretto.train.configuration import RunConfig
-from stretto.train.loop import Pace
-from stretto.train.outcome import Outcome
-from stretto.train.rank import RankContext, train_at
-from stretto.virtual import Compute, VirtualCluster, VirtualGroup
+from stretto_lab.cli import commands, main
+from stretto_lab.observe import read_json_lines
+from stretto_lab.plan import Machine
+from stretto_lab.plan.measure import WIRES
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.loop import Pace
+from stretto_lab.train.outcome import Outcome
+from stretto_lab.train.rank import RankContext, train_at
+from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup
 from tests.train.tiny import Tiny
 
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.cli import main
-from stretto.cli.screens import recommendation
 from stretto.engine import Clock
 from stretto.errors import ConfigError
 from stretto.groups import Link
-from stretto.plan import Machine, PlanConfig, Ranking, price, rank_by_time
-from stretto.plan.measure import WIRES, by_speed
-from stretto.plan.twin import Twin
-from stretto.recipes import DigitsResNet, MicroBatches, Task
-from stretto.train.arms import parse_arm
-from stretto.train.simulation import SimulateConfig, simulate
+from stretto_lab.cli import main
+from stretto_lab.cli.screens import recommendation
+from stretto_lab.plan import Machine, PlanConfig, Ranking, price, rank_by_time
+from stretto_lab.plan.measure import WIRES, by_speed
+from stretto_lab.plan.twin import Twin
+from stretto_lab.recipes import DigitsResNet, MicroBatches, Task
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.simulation import SimulateConfig, simulate
 from tests.plan.machine import BUCKET_BYTES, MACHINE
 from tests.train.tiny import Plane, quadrant_loss
 

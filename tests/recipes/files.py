@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.cli.commands import CONFIGURE
-from stretto.cli.options import parse_options
 from stretto.errors import ConfigError
-from stretto.observe import read_json_lines
-from stretto.recipes import TaskConfig
-from stretto.train.configuration import RunConfig
-from stretto.train.outcome import Outcome, prepare_run_folder
-from stretto.train.rank import RankContext, train_at
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.cli.commands import CONFIGURE
+from stretto_lab.cli.options import parse_options
+from stretto_lab.observe import read_json_lines
+from stretto_lab.recipes import TaskConfig
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.outcome import Outcome, prepare_run_folder
+from stretto_lab.train.rank import RankContext, train_at
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 
 STORIES = [f"Story {number}: " + "the cat saw a bird. " * (number % 5 + 1) for number in range(40)]
 """Documents of several lengths, all different."""

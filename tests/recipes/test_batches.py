@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from stretto import errors
-from stretto.recipes.batches import MicroBatches, reshard
+from stretto_lab.recipes.batches import MicroBatches, reshard
 
 SAMPLES, SIZE, SEED = 23, 3, 5
 

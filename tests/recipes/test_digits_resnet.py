@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from stretto import errors
-from stretto.recipes.digits_resnet import DigitsResNet, load_digits
-from stretto.recipes.task import Task
+from stretto_lab.recipes.digits_resnet import DigitsResNet, load_digits
+from stretto_lab.recipes.task import Task
 
 
 def built(options: DigitsResNet, rank: int = 0, world_size: int = 1, seed: int = 0) -> Task:

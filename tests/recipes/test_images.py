@@ -12,14 +12,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from stretto.cli import main
 from stretto.echo import EchoLoader, Even
 from stretto.errors import ConfigError
-from stretto.recipes import ImageClassification
-from stretto.recipes.classifiers import Augmentation, augmented
-from stretto.recipes.pictures import read_pictures
-from stretto.recipes.rows import Heldout
-from stretto.recipes.task import Task
+from stretto_lab.cli import main
+from stretto_lab.recipes import ImageClassification
+from stretto_lab.recipes.classifiers import Augmentation, augmented
+from stretto_lab.recipes.pictures import read_pictures
+from stretto_lab.recipes.rows import Heldout
+from stretto_lab.recipes.task import Task
 from tests.recipes.files import parameters, run_over, train_virtually
 
 PICTURES = np.random.default_rng(0).integers(0, 256, (24, 3, 32, 32), dtype=np.uint8)

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.cli import main
 from stretto.errors import ConfigError
-from stretto.observe import read_json_lines
-from stretto.recipes import Language
-from stretto.recipes.blocks import Packed, Sequences, Streams
-from stretto.recipes.gpt import Shape, causal_lm
-from stretto.recipes.instructions import read_instruction, read_pair, read_text
-from stretto.recipes.language import Lora, OwnTokens
-from stretto.recipes.optimizers import AdamW
-from stretto.recipes.rows import Heldout, divided, read_rows
-from stretto.recipes.task import Task
-from stretto.recipes.text import IGNORED, BytePairs, FolderTokens, Snippet, Window
-from stretto.train.outcome import check_folder
+from stretto_lab.cli import main
+from stretto_lab.observe import read_json_lines
+from stretto_lab.recipes import Language
+from stretto_lab.recipes.blocks import Packed, Sequences, Streams
+from stretto_lab.recipes.gpt import Shape, causal_lm
+from stretto_lab.recipes.instructions import read_instruction, read_pair, read_text
+from stretto_lab.recipes.language import Lora, OwnTokens
+from stretto_lab.recipes.optimizers import AdamW
+from stretto_lab.recipes.rows import Heldout, divided, read_rows
+from stretto_lab.recipes.task import Task
+from stretto_lab.recipes.text import IGNORED, BytePairs, FolderTokens, Snippet, Window
+from stretto_lab.train.outcome import check_folder
 from tests.recipes.files import (
     INSTRUCTIONS,
     STORIES,
@@ -300,7 +300,7 @@ def test_a_tokenizer_is_trained_once_and_then_read_from_the_folder_of_the_run(fi
 
 def test_a_killed_run_goes_on_to_the_same_bits(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_over(over(files / "stories.jsonl"), strategy="acco")
-    expect_same_bits_after_a_kill(run, monkeypatch, "stretto.recipes.language.next_token_loss", 15)
+    expect_same_bits_after_a_kill(run, monkeypatch, "stretto_lab.recipes.language.next_token_loss", 15)
 
 
 @pytest.mark.parametrize(

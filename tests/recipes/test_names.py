@@ -7,8 +7,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from stretto import errors, recipes
-from stretto.cli.options import parse_alone
+from stretto import errors
+from stretto_lab import recipes
+from stretto_lab.cli.options import parse_alone
 
 WITHOUT_EXTRAS = """
 import json, sys
@@ -20,8 +21,9 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 
-from stretto import errors, recipes
-from stretto.recipes.corpus import Text
+from stretto import errors
+from stretto_lab import recipes
+from stretto_lab.recipes.corpus import Text
 
 def complaint(options):
     try:

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from stretto.errors import ConfigError
-from stretto.observe import read_json_lines
 from stretto.optimizer import members_of
-from stretto.recipes.corpus import Text
-from stretto.recipes.gpt import Architecture, Shape, causal_lm
-from stretto.recipes.optimizers import Adafactor, AdamW, LanguageOptimizer, Muon
-from stretto.recipes.stdlib_gpt import StdlibGPT
+from stretto_lab.observe import read_json_lines
+from stretto_lab.recipes.corpus import Text
+from stretto_lab.recipes.gpt import Architecture, Shape, causal_lm
+from stretto_lab.recipes.optimizers import Adafactor, AdamW, LanguageOptimizer, Muon
+from stretto_lab.recipes.stdlib_gpt import StdlibGPT
 from tests.recipes.files import expect_same_bits_after_a_kill, refusal, run_over, train_virtually
 
 SMALL = StdlibGPT(
@@ -30,7 +30,7 @@ def test_two_ranks_train_as_one_and_a_killed_run_goes_on_to_the_bit(
     name: LanguageOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_over(replace(SMALL, optimizer=name), updates=4, micro_batches=1)
-    expect_same_bits_after_a_kill(run, monkeypatch, "stretto.recipes.stdlib_gpt.next_token_loss", 6)
+    expect_same_bits_after_a_kill(run, monkeypatch, "stretto_lab.recipes.stdlib_gpt.next_token_loss", 6)
     train_virtually(replace(run, run_dir="alone", micro_batches=2), 1)
     # The same micro-batches, summed in another order of fp32: a few units in the last place per update. Muon rounds its
     # steps to bf16, to 2^-8 of a step at most, and four steps change a loss of 5.5 by less than 0.5.

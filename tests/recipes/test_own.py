@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.recipes import TaskConfig, recipe
-from stretto.recipes.own import digest
+from stretto_lab.recipes import TaskConfig, recipe
+from stretto_lab.recipes.own import digest
 
 GOOD = """
 from typing import Literal

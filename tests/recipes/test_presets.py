@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.cli import main
-from stretto.cli.commands import CONFIGURE
-from stretto.cli.options import options_of, parse_options, shown
-from stretto.cli.presets import OURS, PRESETS
-from stretto.recipes import Language, recipe
-from stretto.recipes.classifiers import image_model
-from stretto.recipes.language_models import language_model, with_lora
 from stretto.strategies.ledger import ledger_of
-from stretto.train.arms import parse_arm, parse_arms
-from stretto.train.configuration import RunConfig
-from stretto.train.handle import check_run
-from stretto.train.simulation import SimulateConfig, simulate
+from stretto_lab.cli import main
+from stretto_lab.cli.commands import CONFIGURE
+from stretto_lab.cli.options import options_of, parse_options, shown
+from stretto_lab.cli.presets import OURS, PRESETS
+from stretto_lab.recipes import Language, recipe
+from stretto_lab.recipes.classifiers import image_model
+from stretto_lab.recipes.language_models import language_model, with_lora
+from stretto_lab.train.arms import parse_arm, parse_arms
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.handle import check_run
+from stretto_lab.train.simulation import SimulateConfig, simulate
 from tests.docs.pages import DOCS, table
 from tests.recipes.files import (
     INSTRUCTIONS,
@@ -118,7 +118,7 @@ def test_a_killed_preset_goes_on_to_the_same_bits_echoes_and_crops_included(
     # One preset, on virtual ranks; `experiments/presets.py` tries all of them on real workers.
     _, run = parse_options("train", small("train", "paft-resnet18-cifar10", files), CONFIGURE["train"])
     run = replace(run, tensorboard=False, updates=4, echo="even:uses=1.5", strategy="paft-sync:interval=2")
-    expect_same_bits_after_a_kill(run, monkeypatch, "stretto.recipes.images.class_loss", 7)
+    expect_same_bits_after_a_kill(run, monkeypatch, "stretto_lab.recipes.images.class_loss", 7)
 
 
 # In millions of parameters what the papers, or those who published the models, call them; their last digit is rounded.

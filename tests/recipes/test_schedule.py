@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stretto import errors
-from stretto.recipes.optimizers import SGD, AdamW, Schedule
+from stretto_lab.recipes.optimizers import SGD, AdamW, Schedule
 
 
 def test_the_rate_rises_to_one_and_falls_along_a_half_cosine_to_the_floor() -> None:

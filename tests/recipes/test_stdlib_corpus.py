@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stretto import errors
-from stretto.recipes.corpus import Text, read_corpus
+from stretto_lab.recipes.corpus import Text, read_corpus
 
 MANY = {f"part{number % 3}/file{number}.txt": f"text {number}\n" * 20 for number in range(40)}
 

@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional
 
 from stretto import errors
-from stretto.recipes.corpus import Text, read_corpus
-from stretto.recipes.gpt import SHAPES, Architecture, Shape, Size, causal_lm
-from stretto.recipes.stdlib_gpt import StdlibGPT
-from stretto.recipes.task import Task
-from stretto.recipes.text import END, IGNORED, Bytes, Snippet, Windows
+from stretto_lab.recipes.corpus import Text, read_corpus
+from stretto_lab.recipes.gpt import SHAPES, Architecture, Shape, Size, causal_lm
+from stretto_lab.recipes.stdlib_gpt import StdlibGPT
+from stretto_lab.recipes.task import Task
+from stretto_lab.recipes.text import END, IGNORED, Bytes, Snippet, Windows
 
 SMALL = StdlibGPT(
     size="0.1m",

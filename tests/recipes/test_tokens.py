@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from stretto import errors
-from stretto.recipes.corpus import Text, read_corpus
-from stretto.recipes.text import END, IGNORED, BytePairs, Bytes, Tokens, Windows
+from stretto_lab.recipes.corpus import Text, read_corpus
+from stretto_lab.recipes.text import END, IGNORED, BytePairs, Bytes, Tokens, Windows
 
 DOCUMENTS = list(read_corpus(Text(megabytes=0.03)).train.values())
 PAIRS = BytePairs(DOCUMENTS, 400)
 
 TRAIN = """
 import json
-from stretto.recipes.corpus import Text, read_corpus
-from stretto.recipes.text import BytePairs
+from stretto_lab.recipes.corpus import Text, read_corpus
+from stretto_lab.recipes.text import BytePairs
 DOCUMENTS = list(read_corpus(Text(megabytes=0.03)).train.values())
 print(json.dumps(BytePairs(DOCUMENTS, 400).stream(DOCUMENTS).tolist()))
 """

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from stretto.reproduce import Book, Cell, Effect, Limits, Measure, Record, Site
-from stretto.reproduce.results import at_rate
+from stretto_lab.reproduce import Book, Cell, Effect, Limits, Measure, Record, Site
+from stretto_lab.reproduce.results import at_rate
 
 LOSS = Measure(unit="nats", of=lambda line: line["heldout_loss"], digits=2)
 SITE = Site()

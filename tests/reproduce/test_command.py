@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cli import main
-from stretto.reproduce import RECORDS
+from stretto_lab.cli import main
+from stretto_lab.reproduce import RECORDS
 
 RECORD = "acco.convolutions"
 

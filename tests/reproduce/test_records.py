@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cli.reproduction import configure
-from stretto.reproduce import PAPERS, RECORDS, Book, Record, Site, found
-from stretto.reproduce.results import cells
+from stretto_lab.cli.reproduction import configure
+from stretto_lab.reproduce import PAPERS, RECORDS, Book, Record, Site, found
+from stretto_lab.reproduce.results import cells
 
 EVERY = pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.reproduce import Book, Limits, Site, Trial, Verdict, found
-from stretto.reproduce.measures import loads_to, loss_at
-from stretto.reproduce.results import TUNING_SEEDS, missing
+from stretto_lab.reproduce import Book, Limits, Site, Trial, Verdict, found
+from stretto_lab.reproduce.measures import loads_to, loss_at
+from stretto_lab.reproduce.results import TUNING_SEEDS, missing
 from tests.reproduce.made_up import SITE, add, at_rate, book_of, record
 
 LIMITS = Limits(least=0)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from stretto.reproduce import Interval, Limits, Verdict, difference, found, interval, judge
-from stretto.reproduce.intervals import student
-from stretto.reproduce.verdict import worst
+from stretto_lab.reproduce import Interval, Limits, Verdict, difference, found, interval, judge
+from stretto_lab.reproduce.intervals import student
+from stretto_lab.reproduce.verdict import worst
 from tests.reproduce.made_up import SITE, book_of, record
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from stretto import DataParallel, DiLoCo, LocalSGD, PAFTDyn, PAFTSync
 from stretto.strategies import STRATEGIES, Strategy
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 
 SOON: dict[str, Strategy] = {
     "local": LocalSGD(rate=0.5),

@@ -6,12 +6,12 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "stretto"
+LIBRARY, LAB = ROOT / "src" / "stretto", ROOT / "src" / "stretto_lab"
 
 
 def package_files() -> list[Path]:
-    """Every Python file of the package."""
-    return sorted(PACKAGE.rglob("*.py"))
+    """Every Python file of both packages."""
+    return sorted(file for package in (LIBRARY, LAB) for file in package.rglob("*.py"))
 
 
 def project_files() -> list[Path]:
@@ -24,11 +24,6 @@ def project_files() -> list[Path]:
 def parsed(file: Path) -> ast.Module:
     """The syntax tree of `file`."""
     return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
-
-
-def in_layer(file: Path, *layers: str) -> bool:
-    """Whether `file` belongs to one of the named parts of the package."""
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py") in layers
 
 
 def place(file: Path, node: ast.AST | None = None) -> str:

@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
+
+from website.promises import MODULES
 
 EXTRAS = (
     "accelerate",
@@ -42,6 +45,7 @@ def state():
 before = state()
 import stretto
 from stretto import *
+import stretto_lab
 after = state()
 changed = sorted(name for name in before if before[name] != after[name])
 print(json.dumps({"changed": changed, "modules": sorted(sys.modules)}))
@@ -65,7 +69,7 @@ def test_import_changes_nothing_and_needs_no_extra() -> None:
 def test_pytorch_is_not_imported_before_the_first_line_which_rank_0_prints(rank: str, told: int) -> None:
     program = """
 import sys
-from stretto.cli import main
+from stretto_lab.cli import main
 
 class End:
     def find_spec(self, name, *_):
@@ -81,6 +85,13 @@ main(["train", "digits-resnet", "--updates", "0"])
     assert ended.stdout.splitlines().count("loading PyTorch") == told
     assert ended.stderr.splitlines()[-1] == "imported"
     assert "did you mean" in ended.stderr  # so the import came behind the commands that need none
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_package_that_programs_use_needs_no_import_of_its_own(module: str) -> None:
+    home, _, name = module.partition(".")
+    if name:  # asked directly: an earlier import would have made it an attribute already
+        assert import_module(home).__getattr__(name) is import_module(module)
 
 
 def test_the_public_names_are_exactly_those_listed() -> None:

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from tests.style.source import in_layer, package_files, parsed, place, project_files
+from tests.style.source import LAB, package_files, parsed, place, project_files
 
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 SUPPRESSION = re.compile(r"#\s*(noqa|type:\s*ignore)")
@@ -38,7 +38,7 @@ def test_only_the_command_line_and_what_joins_a_launcher_touch_the_environment()
     assert [
         place(file, node)
         for file in package_files()
-        if not in_layer(file, "cli") and place(file) != "src/stretto/groups/launcher.py"
+        if not file.is_relative_to(LAB / "cli") and place(file) != "src/stretto/groups/launcher.py"
         for node in ast.walk(parsed(file))
         if touches_environment(node)
     ] == []

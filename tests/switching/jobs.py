@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto import checkpoint
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 
 TIMES = ("seconds", "lane_seconds", "exposed_seconds", "wait_seconds", "sent_bytes")
 """Fields of an update that may differ between equal runs."""

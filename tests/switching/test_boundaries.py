@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import stretto as st
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.switching.jobs import Batches, Case, Job, differing, trained
 
 STRATEGIES = (

@@ -13,7 +13,7 @@ from torch.distributed import checkpoint as dcp
 import stretto as st
 from stretto import checkpoint
 from stretto.checkpoint.manifest import Manifest
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.switching.jobs import Case, Job, differing, loss_of
 
 PLAN = st.Switching(

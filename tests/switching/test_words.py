@@ -8,13 +8,13 @@ import pytest
 
 import stretto as st
 from stretto.errors import ConfigError
-from stretto.faults import Fault
-from stretto.observe import read_json_lines
-from stretto.page.times import model_seconds, of_totals
 from stretto.strategies.ledger import ledger_of
-from stretto.train.arms import parse_arm
-from stretto.train.handle import check_run
-from stretto.train.simulation import SimulateConfig, simulate
+from stretto_lab.faults import Fault
+from stretto_lab.observe import read_json_lines
+from stretto_lab.page.times import model_seconds, of_totals
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.handle import check_run
+from stretto_lab.train.simulation import SimulateConfig, simulate
 from tests.switching.jobs import Case, Job
 from tests.train.runs import tiny_run
 from tests.train.tiny import Tiny

@@ -11,10 +11,10 @@ from stretto.errors import ConformanceFailed
 from stretto.groups.collective_group import SoloGroup
 from stretto.groups.link import Link
 from stretto.groups.throttled import register_throttled
-from stretto.testing import ProcessGroupConformance
-from stretto.testing.conformance import Program
-from stretto.testing.process_groups import EVERY_NAME
-from stretto.virtual import NETWORKS, VirtualCluster
+from stretto_lab.testing import ProcessGroupConformance
+from stretto_lab.testing.conformance import Program
+from stretto_lab.testing.process_groups import EVERY_NAME
+from stretto_lab.virtual import NETWORKS, VirtualCluster
 from tests.processes import run_program
 from tests.testing.broken_groups import (
     CompletesEarly,

@@ -12,10 +12,10 @@ from stretto import ACCO, DDP, WeightPrediction, ZeRO1
 from stretto.errors import CollectivesDisagree, ConformanceFailed
 from stretto.guards import GUARDS, AtRest, Audit, Guard, ReplicaGuard
 from stretto.guards.contract import Clear, Fingerprint, GuardScript, Inspect, Mend, Part, Report, Seal, Share
-from stretto.testing import Damage, GuardConformance
-from stretto.testing.conformance import Program
-from stretto.testing.jobs import Job
-from stretto.virtual import VirtualCluster
+from stretto_lab.testing import Damage, GuardConformance
+from stretto_lab.testing.conformance import Program
+from stretto_lab.testing.jobs import Job
+from stretto_lab.virtual import VirtualCluster
 
 
 @functools.cache

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from stretto.echo import EchoLoader, EchoOptions, Even
 from stretto.errors import ConformanceFailed
-from stretto.recipes.batches import MicroBatches, reshard
-from stretto.recipes.blocks import Packed, Streams
-from stretto.recipes.corpus import Text
-from stretto.recipes.digits_resnet import DigitsResNet
-from stretto.recipes.instructions import read_text
-from stretto.recipes.stdlib_gpt import StdlibGPT
-from stretto.recipes.task import TaskConfig
-from stretto.recipes.text import BytePairs
-from stretto.testing import LoaderConformance
+from stretto_lab.recipes.batches import MicroBatches, reshard
+from stretto_lab.recipes.blocks import Packed, Streams
+from stretto_lab.recipes.corpus import Text
+from stretto_lab.recipes.digits_resnet import DigitsResNet
+from stretto_lab.recipes.instructions import read_text
+from stretto_lab.recipes.stdlib_gpt import StdlibGPT
+from stretto_lab.recipes.task import TaskConfig
+from stretto_lab.recipes.text import BytePairs
+from stretto_lab.testing import LoaderConformance
 
 SAMPLES, SIZE = 23, 3
 BYTES = BytePairs((), 257)

@@ -12,11 +12,11 @@ from stretto import ACCO, DDP, DPU, PAFTDyn, PAFTSync, WeightPrediction, ZeRO1
 from stretto.errors import ConformanceFailed
 from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import ledger_of
-from stretto.testing import StrategyConformance
-from stretto.testing.conformance import Program
-from stretto.testing.jobs import Job
-from stretto.testing.tracer import Plan, trace
-from stretto.virtual import VirtualCluster
+from stretto_lab.testing import StrategyConformance
+from stretto_lab.testing.conformance import Program
+from stretto_lab.testing.jobs import Job
+from stretto_lab.testing.tracer import Plan, trace
+from stretto_lab.virtual import VirtualCluster
 from tests.processes import run_program
 from tests.testing.broken_strategies import (
     ClaimsToBeFresh,

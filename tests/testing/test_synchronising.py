@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stretto.groups import SoloGroup
-from stretto.testing.synchronising import Synchronisations
+from stretto_lab.testing.synchronising import Synchronisations
 
 SYNCHRONISING: dict[str, Callable[[Tensor], object]] = {
     "item": lambda x: x[0].item(),

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from stretto import checkpoint
-from stretto.cli.commands import CONFIGURE
-from stretto.cli.options import parse_options
-from stretto.cli.run_folder import command_of, run_folder
 from stretto.errors import StrettoError
 from stretto.groups import SoloGroup
-from stretto.observe import read_json_lines
-from stretto.train.rank import RankContext, train_at
+from stretto_lab.cli.commands import CONFIGURE
+from stretto_lab.cli.options import parse_options
+from stretto_lab.cli.run_folder import command_of, run_folder
+from stretto_lab.observe import read_json_lines
+from stretto_lab.train.rank import RankContext, train_at
 from tests.train.runs import evaluations, model_bits, records
 
 RECIPE = f"{Path(__file__).with_name('tiny.py')}:Tiny"

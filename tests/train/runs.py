@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from stretto.observe import read_json_lines
-from stretto.train.configuration import RunConfig
-from stretto.train.outcome import Outcome, prepare_run_folder
-from stretto.train.rank import train_rank
-from stretto.train.workers import RankInfo, host_store, run_workers
+from stretto_lab.observe import read_json_lines
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.outcome import Outcome, prepare_run_folder
+from stretto_lab.train.rank import train_rank
+from stretto_lab.train.workers import RankInfo, host_store, run_workers
 from tests.train.tiny import Tiny
 
 OWN = {

@@ -7,8 +7,8 @@ import pytest
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
 from stretto.strategies import ACCO, LocalSGD
-from stretto.train.arms import parse_arm, parse_arms, parse_clock, parse_learning_rates, split_list
-from stretto.train.configuration import CompareConfig, Job, RunConfig
+from stretto_lab.train.arms import parse_arm, parse_arms, parse_clock, parse_learning_rates, split_list
+from stretto_lab.train.configuration import CompareConfig, Job, RunConfig
 from tests.train.tiny import Tiny
 
 

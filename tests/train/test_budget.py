@@ -11,16 +11,16 @@ import torch
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError
-from stretto.observe import read_json_lines
-from stretto.recipes import StdlibGPT
 from stretto.schedules import Cosine
 from stretto.strategies import STRATEGIES
-from stretto.train.arms import parse_arm
-from stretto.train.budget import Budget, Paced
-from stretto.train.configuration import RunConfig
-from stretto.train.handle import check_run
-from stretto.train.outcome import Outcome
-from stretto.train.simulation import SimulateConfig, simulate
+from stretto_lab.observe import read_json_lines
+from stretto_lab.recipes import StdlibGPT
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.budget import Budget, Paced
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.handle import check_run
+from stretto_lab.train.outcome import Outcome
+from stretto_lab.train.simulation import SimulateConfig, simulate
 from tests.recipes.files import Killed, kill_at, train_virtually
 from tests.train import tiny
 from tests.train.runs import model_bits, records, tiny_run, train

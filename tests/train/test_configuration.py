@@ -11,8 +11,8 @@ from stretto.errors import ConfigError
 from stretto.groups import SoloGroup
 from stretto.parallel import DataParallel
 from stretto.strategies import STRATEGIES
-from stretto.train.configuration import CompareConfig, Job, RunConfig
-from stretto.train.handle import open_handle
+from stretto_lab.train.configuration import CompareConfig, Job, RunConfig
+from stretto_lab.train.handle import open_handle
 from tests.train.tiny import Tiny
 
 

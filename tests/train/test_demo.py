@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from stretto.faults import Fault
 from stretto.groups import Link
-from stretto.observe import print_demo, replace_json
-from stretto.page.results import read_demo
-from stretto.train.configuration import RunConfig
-from stretto.train.demo import ALL_OFF, ALL_ON, CLEAN, DemoConfig, arms_of, demonstrate
-from stretto.train.launch import LocalRanks
+from stretto_lab.faults import Fault
+from stretto_lab.observe import print_demo, replace_json
+from stretto_lab.page.results import read_demo
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.demo import ALL_OFF, ALL_ON, CLEAN, DemoConfig, arms_of, demonstrate
+from stretto_lab.train.launch import LocalRanks
 from tests.page.pages import numbers, page_of, shown
 from tests.train.runs import model_bits, train
 from tests.train.tiny import Tiny

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from stretto import checkpoint
-from stretto.cli import main
 from stretto.errors import StrettoError
-from stretto.observe import read_json_lines
+from stretto_lab.cli import main
+from stretto_lab.observe import read_json_lines
 from tests.train.damages import OPTIONS, RECIPE, perform, written
 
 LONGER = [*OPTIONS, "--updates", "14", "--checkpoints-kept", "99"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import ConfigError, WorkerFailed
-from stretto.train.slow_loader import SlowLoader, SlowStore
+from stretto_lab.train.slow_loader import SlowLoader, SlowStore
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train, train_until_killed
 from tests.train.tiny import Tiny
 

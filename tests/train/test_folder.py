@@ -9,8 +9,8 @@ import pytest
 
 from stretto.disk import replace_file
 from stretto.errors import ConfigError, DiskError
-from stretto.observe import JsonLines, append_json_line, read_json_lines
-from stretto.train.outcome import prepare_run_folder
+from stretto_lab.observe import JsonLines, append_json_line, read_json_lines
+from stretto_lab.train.outcome import prepare_run_folder
 from tests.train.runs import tiny_run
 
 

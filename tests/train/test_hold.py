@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cli import main
 from stretto.errors import ConfigError, DiskError
-from stretto.train.hold import LOCK, held
-from stretto.train.outcome import check_folder
+from stretto_lab.cli import main
+from stretto_lab.train.hold import LOCK, held
+from stretto_lab.train.outcome import check_folder
 from tests.processes import Command
 
 

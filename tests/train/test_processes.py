@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import WorkerFailed
-from stretto.train.processes import HeldStops, map_on_workers, supervised
+from stretto_lab.train.processes import HeldStops, map_on_workers, supervised
 from tests.processes import Command
 
 

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from stretto.engine import Clock
-from stretto.train.configuration import RunConfig
-from stretto.train.outcome import Outcome
-from stretto.train.rank import title_of
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.outcome import Outcome
+from stretto_lab.train.rank import title_of
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train
 from tests.train.tiny import Tiny
 

@@ -10,7 +10,7 @@ import pytest
 from stretto import checkpoint
 from stretto.checkpoint.manifest import Manifest
 from stretto.errors import WorkerFailed
-from stretto.observe import read_json_lines
+from stretto_lab.observe import read_json_lines
 from tests.train.runs import (
     evaluations,
     model_bits,

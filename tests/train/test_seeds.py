@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from stretto.faults import FaultPlan, parse_faults
 from stretto.fields import field_types
 from stretto.guards import GUARDS
 from stretto.guards.text import parse_guards
-from stretto.observe import read_json_lines
 from stretto.strategies import STRATEGIES
-from stretto.train.arms import parse_arm
-from stretto.train.comparison import _run_of
-from stretto.train.configuration import CompareConfig, RunConfig
-from stretto.train.rates import strategy_of
-from stretto.train.simulation import SimulateConfig, simulate
+from stretto_lab.faults import FaultPlan, parse_faults
+from stretto_lab.observe import read_json_lines
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.comparison import _run_of
+from stretto_lab.train.configuration import CompareConfig, RunConfig
+from stretto_lab.train.rates import strategy_of
+from stretto_lab.train.simulation import SimulateConfig, simulate
 from tests.train.tiny import Tiny
 
 

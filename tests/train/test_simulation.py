@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
-from stretto.faults import Fault
 from stretto.groups.collectives import Call
-from stretto.observe import read_json_lines
-from stretto.train.rank import RankContext, train_at
-from stretto.train.simulation import SimulateConfig, simulate
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.faults import Fault
+from stretto_lab.observe import read_json_lines
+from stretto_lab.train.rank import RankContext, train_at
+from stretto_lab.train.simulation import SimulateConfig, simulate
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train
 from tests.train.tiny import Tiny
 

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.cli import main
 from stretto.engine import Clock
 from stretto.errors import ConfigError
-from stretto.observe import read_json_lines
-from stretto.train.comparison import compare
-from stretto.train.configuration import CompareConfig, RunConfig
-from stretto.train.handle import check_run
-from stretto.train.launch import LocalRanks
-from stretto.train.outcome import Outcome, prepare_run_folder
-from stretto.train.rank import RankContext, title_of, train_at
-from stretto.train.slow_rank import SlowRank
-from stretto.virtual import Compute, VirtualCluster, VirtualGroup, parse_network
+from stretto_lab.cli import main
+from stretto_lab.observe import read_json_lines
+from stretto_lab.train.comparison import compare
+from stretto_lab.train.configuration import CompareConfig, RunConfig
+from stretto_lab.train.handle import check_run
+from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.outcome import Outcome, prepare_run_folder
+from stretto_lab.train.rank import RankContext, title_of, train_at
+from stretto_lab.train.slow_rank import SlowRank
+from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, parse_network
 from tests.train.runs import tiny_run
 from tests.train.tiny import Tiny
 
@@ -99,7 +99,7 @@ def test_a_comparison_slows_every_arm_down_and_its_records_say_so() -> None:
         task=Tiny(), strategies=("zero1", "acco:clock=1,4"), updates=4, slow={1: 2.0}, evaluate_every=None
     )
     compare(comparison, LocalRanks(2), lambda line: None)
-    assert json.loads(Path("comparison", "compare.json").read_text())["comparison"]["slow"] == {"1": 2.0}
+    assert json.loads(Path("runs/comparison/compare.json").read_text())["comparison"]["slow"] == {"1": 2.0}
 
 
 def test_a_rank_that_is_not_there_or_would_be_faster_and_a_stock_method_are_refused() -> None:

@@ -1,7 +1,7 @@
 """When a held-out loss counts as reached."""
 
-from stretto.train.loop import seconds_to_loss
-from stretto.train.outcome import Evaluation
+from stretto_lab.train.loop import seconds_to_loss
+from stretto_lab.train.outcome import Evaluation
 
 
 def evaluations(*losses: float) -> list[Evaluation]:

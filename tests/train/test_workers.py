@@ -13,8 +13,8 @@ from torch import distributed as dist
 
 from stretto.errors import CommunicationError, ConfigError, WorkerFailed
 from stretto.groups import Link
-from stretto.train.launch import LocalRanks
-from stretto.train.workers import RankInfo, joined_group, run_workers
+from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.workers import RankInfo, joined_group, run_workers
 from tests.processes import Command
 
 
@@ -89,7 +89,7 @@ def test_a_message_of_the_library_stands_alone_and_anything_else_has_its_traceba
 
 
 def test_a_rank_that_notices_nothing_is_ended_after_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.train.workers.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("stretto_lab.train.workers.GRACE_SECONDS", 0.1)
     with pytest.raises(WorkerFailed, match="rank 1 of 2"):
         run_workers(fail_on_rank_1, infos(2), "unnoticed")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stretto.recipes import Loss, MicroBatches, Task
+from stretto_lab.recipes import Loss, MicroBatches, Task
 
 
 class Points(NamedTuple):

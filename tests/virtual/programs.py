@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto import DataParallel, Update
-from stretto.virtual import VirtualGroup
+from stretto_lab.virtual import VirtualGroup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from stretto import ACCO, DDP, DataParallel, WeightPrediction, checkpoint
 from stretto.groups import Link
 from stretto.strategies import Strategy
-from stretto.virtual import Network, VirtualCluster, VirtualGroup
+from stretto_lab.virtual import Network, VirtualCluster, VirtualGroup
 
 MICRO_BATCHES = 4
 NETWORK = Network(link=Link(bits_per_second=1e8, latency_seconds=1e-3))

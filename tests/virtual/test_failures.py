@@ -8,11 +8,12 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from stretto import ACCO, DataParallel, ZeRO1, virtual
+from stretto import ACCO, DataParallel, ZeRO1
 from stretto.errors import CollectivesDisagree, CommunicationError, Deadlock, NoWayOn, PeerFailed
 from stretto.groups import Link
 from stretto.strategies import Strategy
-from stretto.virtual import Compute, VirtualCluster, VirtualGroup
+from stretto_lab import virtual
+from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup
 
 WORLD_SIZE = 4
 THIS_FILE = __file__

@@ -5,10 +5,10 @@ import torch
 from torch import distributed as dist
 
 from stretto import ACCO, Options
-from stretto.faults import Fault, FaultPlan, FaultyGroup
-from stretto.faults.injector import Injector
-from stretto.faults.plan import WireSite
-from stretto.virtual import VirtualCluster
+from stretto_lab.faults import Fault, FaultPlan, FaultyGroup
+from stretto_lab.faults.injector import Injector
+from stretto_lab.faults.plan import WireSite
+from stretto_lab.virtual import VirtualCluster
 from tests.virtual.programs import Seen, program
 
 SITES: tuple[WireSite, ...] = ("contribution", "gathered values")

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.errors import CollectivesDisagree, CommunicationError, ConfigError
-from stretto.virtual import VirtualCluster, VirtualGroup
+from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.processes import run_ranks
 
 WORLD_SIZE = 3

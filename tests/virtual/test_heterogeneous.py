@@ -7,7 +7,7 @@ import pytest
 
 from stretto import ACCO, Clock
 from stretto.groups import Link
-from stretto.virtual import Compute, Network, Results, Span, VirtualCluster
+from stretto_lab.virtual import Compute, Network, Results, Span, VirtualCluster
 from tests.exactness.checks import check, recorded_counts
 from tests.exactness.jobs import Case, Observed, train
 from tests.exactness.reference import trace

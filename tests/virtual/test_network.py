@@ -5,8 +5,8 @@ import torch
 
 from stretto.errors import ConfigError, UnknownName
 from stretto.groups import Link
-from stretto.virtual import NETWORKS, Network, Outage, Uplink, VirtualCluster, VirtualGroup, parse_network
-from stretto.virtual.network import Wires
+from stretto_lab.virtual import NETWORKS, Network, Outage, Uplink, VirtualCluster, VirtualGroup, parse_network
+from stretto_lab.virtual.network import Wires
 
 NS_PER_BYTE = 8
 LATENCY_NS = 1_000

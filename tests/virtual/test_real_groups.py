@@ -4,7 +4,7 @@ import pytest
 
 from stretto import Options
 from stretto.groups import Link
-from stretto.virtual import Network, VirtualCluster
+from stretto_lab.virtual import Network, VirtualCluster
 from tests.exactness.jobs import STRATEGIES, Case, Observed, describe, same, train, train_all
 from tests.processes import run_ranks
 

@@ -11,7 +11,7 @@ import torch
 
 from stretto.engine.runtime import choose_runtime
 from stretto.groups import Link
-from stretto.virtual import Compute, Network, Span, VirtualCluster, VirtualGroup
+from stretto_lab.virtual import Compute, Network, Span, VirtualCluster, VirtualGroup
 from tests.exactness.jobs import STRATEGIES, Case, Observed, same, train
 from tests.processes import run_ranks
 from tests.virtual.programs import program

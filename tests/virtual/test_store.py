@@ -33,7 +33,7 @@ from stretto import (
 )
 from stretto.echo import Plan
 from stretto.strategies import Strategy
-from stretto.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
+from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
 from tests.echo.sources import Numbers
 
 STEP_NS = 10_000_000

@@ -25,7 +25,7 @@ from stretto import ACCO, DDP, DPU, DataParallel, Options, WeightPrediction, ZeR
 from stretto.engine.report import record_dtype
 from stretto.groups import Link
 from stretto.strategies import Strategy
-from stretto.virtual import Compute, Network, Span, VirtualCluster, VirtualGroup
+from stretto_lab.virtual import Compute, Network, Span, VirtualCluster, VirtualGroup
 from tests.virtual.programs import program
 
 WORLD_SIZE = 2

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import stretto
-from stretto.observe import read_json_lines
+from stretto_lab.observe import read_json_lines
 from tests.docs.pages import DOCS, code_blocks, typed
-from tests.style.source import PACKAGE, ROOT, package_files
+from tests.style.source import ROOT, package_files
 
 TUTORIAL = DOCS / "tutorial.md"
 TEXT = TUTORIAL.read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    shutil.copytree(PACKAGE, folder / "src" / "stretto", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     words = ("wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", "dist", ".")
     subprocess.run([sys.executable, "-m", "pip", *words], cwd=folder, check=True)
     (built,) = (folder / "dist").iterdir()
@@ -64,14 +64,15 @@ def run(*words: str, path: Path) -> str:
 def test_the_wheel_holds_every_module_and_no_test(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     about = f"stretto-{stretto.__version__}.dist-info"
-    modules = {str(file.relative_to(PACKAGE.parent)) for file in package_files()}
+    modules = {str(file.relative_to(ROOT / "src")) for file in package_files()}
     listed = {
         f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt", "entry_points.txt")
     }
     assert names == modules | listed | {
         "stretto/py.typed",
-        "stretto/page/page.css",
-        "stretto/page/page.js",
+        "stretto_lab/py.typed",
+        "stretto_lab/page/page.css",
+        "stretto_lab/page/page.js",
         f"{about}/licenses/LICENSE",
     }
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import stretto as st
 from stretto.strategies import Strategy
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.exactness.jobs import Case, Observed, train
 
 STRATEGIES: tuple[Strategy, ...] = (

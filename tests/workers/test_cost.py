@@ -16,8 +16,8 @@ from stretto.groups.collectives import Call
 from stretto.guards.fitting import choose_guards
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import ledger_of
-from stretto.train.arms import parse_arm
-from stretto.virtual import Compute, Network, VirtualCluster
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.virtual import Compute, Network, VirtualCluster
 from tests.diloco.jobs import HEIGHT, WIDTH, Course, go_on, start
 from tests.engine.test_path import Passed
 
@@ -131,9 +131,9 @@ def passed(strategy: Strategy, world_size: int, ranks_per_node: int | None) -> s
 
 def test_a_job_of_other_workers_does_not_pass_the_code_of_nodes() -> None:
     inside = {
-        "averaging/worker.py:Node.add_up",
-        "averaging/worker.py:Node.look_at",
-        "groups/private.py:part_of",
+        "stretto/averaging/worker.py:Node.add_up",
+        "stretto/averaging/worker.py:Node.look_at",
+        "stretto/groups/private.py:part_of",
     }
     assert inside <= passed(st.DiLoCo(interval=4, worker="node"), 4, 2)
     for strategy, per_node in (

@@ -9,7 +9,7 @@ from torch import Tensor, distributed
 
 import stretto as st
 from stretto.strategies import Strategy
-from stretto.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster
 from tests.diloco.jobs import batch, matrix
 from tests.exactness.jobs import Case, Observed, same, train
 from tests.exactness.matrix import CLIP_NORM

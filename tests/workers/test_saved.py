@@ -10,8 +10,8 @@ from torch import Tensor, distributed
 import stretto as st
 from stretto import checkpoint
 from stretto.strategies import Strategy
-from stretto.testing.jobs import Job, saved_and_resumed
-from stretto.virtual import VirtualCluster
+from stretto_lab.testing.jobs import Job, saved_and_resumed
+from stretto_lab.virtual import VirtualCluster
 from tests.diloco.jobs import UPDATES, Course, go_on, on_cluster, start
 
 NODES = {"ranks_per_node": 2}

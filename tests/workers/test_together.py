@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 
 import stretto as st
 from stretto.errors import PeerFailed, ReplicaNonFinite, WorkerDisagrees
-from stretto.virtual import Compute, VirtualCluster
+from stretto_lab.virtual import Compute, VirtualCluster
 from tests.diloco.jobs import start
 from tests.exactness.jobs import (
     Case,

@@ -49,8 +49,6 @@ class DriftingReplica(Replica):
         probe: Coordinates at which ranks are compared at an average; 0 compares nothing.
     """
 
-    may_differ = True
-
     def __init__(self, exchange: Exchange, sharded: ShardedOptimizer, *, probe: int, **others: Any) -> None:
         super().__init__(exchange, sharded, **others)
         self.interval = None

@@ -44,7 +44,6 @@ class LocalReplica(Replica):
     """
 
     steps_alone = True
-    may_differ = True
     keeps_states_equal = False
 
     def __init__(

@@ -71,8 +71,6 @@ class Replica:
     """Updates from one average to the next, where the strategy chooses."""
     steps_alone = False
     """Whether ranks step without asking the others, and may be at different rounds."""
-    may_differ = False
-    """Whether ranks may hold different masters, as under strategies that average."""
     shows_own = False
     """Whether every rank's model shows an estimate of its own."""
     keeps_states_equal = True

@@ -1,0 +1,134 @@
+"""The faults of a campaign: every row of the promises and every strategy in turn, all else drawn from the seed."""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+
+from stretto.guards import Audit
+from stretto_lab.campaign.promises import (
+    AUDITABLE,
+    EXTENTS,
+    ROWS,
+    SAMPLED,
+    STRATEGIES_OF,
+    Promise,
+    between_two,
+    weakened,
+)
+from stretto_lab.faults import Fault, draw_fault
+from stretto_lab.faults.plan import Lasts, Pattern
+
+RANKS = (2, 3, 5)
+"""No majority; the fewest among which a majority can name one rank; and a majority that is more than one healthy rank
+beside the other."""
+CAMPAIGNED = STRATEGIES_OF["all"]
+"""Strategies that are struck: all that the page promises something for, but `local`, whose ranks hear of incidents only
+at their averages (tests/paft/test_guards.py)."""
+_VALUE_PATTERNS: tuple[Pattern, ...] = ("nan", "infinity", "sign", "scale", "power", "huge")
+_VALUE_SHARE = 0.15
+"""Share of the faults that set or scale values, instead of damaging words or chunks as `draw_fault` does."""
+_LASTING: tuple[Lasts, ...] = ("sticky", "bursts")
+_LASTING_SHARE = 0.1
+"""Share of the faults that strike again and again, in rows where each of their strikes has to be noticed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobKind:
+    """What the jobs of some faults have in common; each kind has golden runs of its own."""
+
+    strategy: str
+    """Its name."""
+    ranks: int = 3
+    """How many there are."""
+    wire: str = "fp32"
+    """"int8" where what only a packed wire keeps is struck."""
+
+
+def kinds_of_jobs() -> list[JobKind]:
+    """Return all kinds of jobs that a campaign strikes."""
+    wires: tuple[str, ...] = ("fp32", "int8")
+    return [
+        JobKind(strategy=strategy, ranks=ranks, wire=wire)
+        for strategy in CAMPAIGNED
+        for ranks in RANKS
+        for wire in wires
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnFault:
+    """One fault of a campaign."""
+
+    number: int
+    """From 0; number and seed of the campaign decide all the rest."""
+    row: Promise
+    """The row of the promises that it was drawn for."""
+    job: "JobKind"
+    """What it strikes."""
+    fault: Fault
+    """Its instant follows from `moment`, once it is known how often the job can be struck."""
+    moment: float
+    """When it strikes: the share of the site's opportunities that pass before, below 1."""
+
+    @property
+    def rank(self) -> int:
+        """Whose memory it damages."""
+        return int(self.fault.rank)
+
+    @property
+    def promise(self) -> Promise:
+        """What is promised about it."""
+        promise = between_two(self.row) if self.job.ranks == 2 else self.row
+        return weakened(promise) if self.lasts else promise
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it strikes more than once."""
+        return self.fault.lasts != "once"
+
+    @property
+    def audit(self) -> Audit | None:
+        """The audit of the guarded job, if it has one. Each fault draws its own rounds to audit."""
+        rate = self.row.audit_rate
+        return None if rate is None else Audit(rate=rate, seed=self.number)
+
+    def fault_within(self, start: int, stop: int) -> Fault:
+        """Return the fault, at its moment among the opportunities from `start` to below `stop`."""
+        instant = start + int(self.moment * max(0, stop - start))
+        return dataclasses.replace(self.fault, instant=instant)
+
+
+def draw_faults(seed: int) -> Iterator[DrawnFault]:
+    """Yield the faults of a campaign, in the order of their numbers, without end."""
+    cells = [
+        (row, strategy)
+        for row in ROWS
+        for strategy in STRATEGIES_OF[row.strategies]
+        if row.audit_rate is None or strategy in AUDITABLE
+    ]
+    random.Random(seed).shuffle(cells)
+    for number, (row, strategy) in enumerate(itertools.cycle(cells)):
+        chance = random.Random(f"{seed}/{number}")
+        wire: str = "int8" if row.site in ("error memory", "anchor") else "fp32"
+        job = JobKind(strategy=strategy, ranks=chance.choice(RANKS), wire=wire)
+        fault = _draw_fault(row, job.ranks, chance)
+        yield DrawnFault(number=number, row=row, job=job, fault=fault, moment=chance.random())
+
+
+def _draw_fault(row: Promise, ranks: int, chance: random.Random) -> Fault:
+    while True:
+        fault = draw_fault(chance.randrange(2**31), [row.site], ranks, opportunities=1)
+        if fault.extent in EXTENTS[row.extent]:
+            break
+    if chance.random() < _VALUE_SHARE:
+        fault = dataclasses.replace(fault, pattern=chance.choice(_VALUE_PATTERNS))
+    is_always_noticed = row.seen_by is not None and row != SAMPLED
+    if is_always_noticed and chance.random() < _LASTING_SHARE:
+        fault = dataclasses.replace(fault, lasts=chance.choice(_LASTING), burst=chance.choice((2, 5)))
+    return fault
+
+
+def draw_real_numbers(seed: int, faults: int, real: int) -> frozenset[int]:
+    """Return the numbers of the `real` faults, of `faults` in all, that strike real workers."""
+    return frozenset(random.Random(f"{seed}/real").sample(range(faults), real))

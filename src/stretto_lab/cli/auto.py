@@ -1,0 +1,78 @@
+"""The strategy that is chosen for a run: what was chosen before, what a plan says now, and whether it may change."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stretto.errors import ConfigError
+from stretto_lab.cli.options import TASK, named_as_options
+from stretto_lab.cli.run_folder import CONFIG, command_of
+from stretto_lab.cli.screens import recommendation
+from stretto_lab.plan import SMALL, PlanConfig, Ranking, plan
+from stretto_lab.recipes import TaskConfig
+from stretto_lab.train.arms import AUTO, parse_arm
+from stretto_lab.train.configuration import Job, RunConfig, part_of
+from stretto_lab.train.handle import check_run
+from stretto_lab.train.launch import Ranks
+from stretto_lab.train.outcome import check_folder
+
+REPLAN = 1.5
+"""Factor on the time of an update at which the strategy is chosen again."""
+
+
+def chosen_before(run: RunConfig[TaskConfig]) -> str | None:
+    """Return the strategy that was chosen last for the run, which goes on with it; None for a new run."""
+    folder = Path(str(run.run_dir))
+    check_folder(folder, resume=run.resume)  # before anything is measured
+    options = command_of(folder)["options"] if (folder / CONFIG).exists() else []
+    if not is_auto(options):
+        return None
+    chosen: str = options[len(options) - options[::-1].index("--strategy")]
+    return chosen
+
+
+def is_auto(options: Sequence[str]) -> bool:
+    """Return whether the options of a run let its strategy be chosen."""
+    return list(options) != without_auto(options)
+
+
+def without_auto(options: Sequence[str]) -> list[str]:
+    """Return the options of a run whose strategy is no longer chosen for it."""
+    kept = list(options)
+    for index in reversed(range(len(kept))):
+        if kept[index : index + 2] == ["--strategy", AUTO]:
+            del kept[index : index + 2]
+        elif kept[index] == f"--strategy={AUTO}":
+            del kept[index]
+    return kept
+
+
+def check_replan(given: Sequence[str], options: Sequence[str]) -> None:
+    """Raise where the words that were given now speak of choosing again, and nothing is chosen.
+
+    Raises:
+        ConfigError: They do.
+    """
+    if any(word.startswith("--replan") for word in given) and not is_auto(options):
+        raise ConfigError("--replan chooses the strategy again: expected --strategy auto beside it")
+
+
+def choose(run: RunConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None]) -> str:
+    """Return the strategy that a plan chooses, the same on all ranks; `log` is told why."""
+    with named_as_options(run):
+        job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job))
+    (ranking,) = rankings(job, ranks, log, most_nats=SMALL)
+    log(recommendation(ranking))
+    return ranking.choice.arm
+
+
+def rankings(
+    job: PlanConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None], *, most_nats: float = math.inf
+) -> list[Ranking]:
+    """Measure a job on all ranks, and rank what it could use, as `stretto_lab.plan.plan` does."""
+    with named_as_options(job), named_as_options(job.task, TASK):
+        arm = parse_arm("zero1")
+        here = dataclasses.replace(job, slow={})  # ranks of the plan, perhaps more than there are here
+        check_run(here.fitted_to(arm).run_of(arm), ranks.world_size)
+    return plan(job, ranks, log, most_nats=most_nats)

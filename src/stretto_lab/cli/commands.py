@@ -1,0 +1,374 @@
+"""The commands of `stretto`: each takes the words after its name, does its work, and prints what came of it."""
+
+import dataclasses
+import inspect
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from stretto.errors import ConfigError, StrettoError, UnknownName
+from stretto.fields import unknown_name
+from stretto.terminal import printable
+from stretto_lab.campaign import CampaignConfig, repeat_fault, run_campaign, small
+from stretto_lab.cli.auto import (
+    REPLAN,
+    check_replan,
+    choose,
+    chosen_before,
+    is_auto,
+    rankings,
+    without_auto,
+)
+from stretto_lab.cli.environment import find_ranks, is_joined
+from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, command_help, first_clause
+from stretto_lab.cli.options import (
+    TASK,
+    going_on,
+    named_as_options,
+    options_of,
+    parse_alone,
+    parse_options,
+    parse_start,
+    started,
+)
+from stretto_lab.cli.presets import PRESETS, PresetList
+from stretto_lab.cli.reproduction import reproduce_command
+from stretto_lab.cli.run_folder import command_of, run_folder
+from stretto_lab.cli.screens import (
+    print_diagnosis,
+    print_plan,
+    print_preset,
+    print_report,
+    print_run,
+    print_simulation,
+)
+from stretto_lab.doctor import Examination, Report, examine_rank
+from stretto_lab.observe import print_campaign, print_comparison, print_demo, replace_json
+from stretto_lab.page import PAGE, ReportConfig, report
+from stretto_lab.plan import PlanConfig
+from stretto_lab.recipes import RECIPES, OverFiles, TaskConfig, recipe
+from stretto_lab.reproduce import ReproduceConfig
+from stretto_lab.train.arms import AUTO, parse_arm
+from stretto_lab.train.comparison import compare, diagnose_rank
+from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig
+from stretto_lab.train.demo import RESULTS, DemoConfig, demonstrate
+from stretto_lab.train.handle import check_run
+from stretto_lab.train.launch import Ranks
+from stretto_lab.train.outcome import Outcome, describe_environment, new_run_folder
+from stretto_lab.train.rank import title_of
+from stretto_lab.train.restarts import train_on
+from stretto_lab.train.simulation import SimulateConfig, simulate
+
+CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
+    {
+        "train": lambda task: RunConfig(task=task),
+        "resume": lambda task: RunConfig(task=task),
+        "compare": lambda task: CompareConfig(task=task),
+        "simulate": lambda task: SimulateConfig(task=task),
+        "demo": lambda _: DemoConfig(),
+        "report": lambda _: ReportConfig(),
+        "diagnose": lambda task: DiagnoseConfig(task=task),
+        "plan": lambda task: PlanConfig(task=task),
+        "campaign": lambda task: CampaignConfig(task=small(task)),
+        "doctor": lambda _: Examination(),
+        "presets": lambda _: PresetList(),
+        "reproduce": lambda _: ReproduceConfig(),
+    }
+)
+"""What makes the configuration of each command from a recipe's."""
+CAMPAIGN_RECIPE = "stdlib-gpt"
+"""What a campaign trains where no recipe is named."""
+BROKEN = FAILED = 1
+"""Exit codes: a promise was broken; the machine cannot be trusted."""
+
+
+def run_command(name: str, words: Sequence[str]) -> int:
+    """Run the command `name` and return the process's exit code."""
+    commands: Mapping[str, Callable[[Sequence[str]], int | None]] = {
+        "train": train_command,
+        "resume": resume_command,
+        "compare": compare_command,
+        "simulate": simulate_command,
+        "demo": demo_command,
+        "report": report_command,
+        "diagnose": diagnose_command,
+        "plan": plan_command,
+        "campaign": campaign_command,
+        "doctor": doctor_command,
+        "presets": presets_command,
+        "reproduce": reproduce_command,
+    }
+    return commands[name](words) or 0
+
+
+def help_of(name: str, words: Sequence[str]) -> str:
+    """Return the help that `words` ask for."""
+    takes_recipe = "RECIPE" in COMMANDS[name].takes
+    named = words[0] if takes_recipe and not words[0].startswith("-") else None
+    config = CONFIGURE[name](recipe(named or CAMPAIGN_RECIPE))
+    options = list(options_of(config))
+    if takes_recipe:
+        asked = [word for word in words[1:] if word not in (*HELP, HELP_ALL)]
+        start, _ = parse_start(name, asked if named else ())
+        options = [*options_of(start), *options_of(started(config, named or "", start))]
+    return command_help(name, _described_recipes(), options, named, whole=HELP_ALL in words)
+
+
+def _described_recipes() -> dict[str, str]:
+    described = {}
+    for name, make in RECIPES.items():
+        text = first_clause(inspect.getdoc(type(make())) or "")
+        described[name] = text[:1].lower() + text[1:]
+    return {**described, "FILE.py:FUNCTION": "your own, or MODULE:FUNCTION of a package (docs/recipes.md)"}
+
+
+def train_command(words: Sequence[str]) -> None:
+    """Train a recipe on local workers, or as a rank of a launcher."""
+    named, given = parse_options("train", words, CONFIGURE["train"])
+    run, options = _with_folder(named, given), list(words[1:])
+    check_replan(words, options)
+    ranks = find_ranks(run.workers)
+    if run.strategy == AUTO:
+        # As it was given: with the run's folder in it, measuring would leave a tokenizer there.
+        chosen = chosen_before(run) or choose(given, ranks, _log(ranks))
+        run = dataclasses.replace(run, strategy=chosen)
+        options += ["--strategy", chosen]  # the last one counts, also for `resume`
+    _train(named, options, run, ranks)
+
+
+def resume_command(words: Sequence[str]) -> None:
+    """Go on with the run in a folder, with the options that it had and those that are given now."""
+    if not words or words[0].startswith("-"):
+        raise UnknownName("resume needs the folder of a run first: stretto resume FOLDER")
+    folder, *given = words
+    before = command_of(Path(folder))
+    named, options = before["recipe"], going_on(before["options"], given)
+    _, run = parse_options("train", [named, *options, "--run-dir", folder, "--resume"], CONFIGURE["train"])
+    run = _with_folder(named, run)
+    ranks = find_ranks(run.workers)
+    if any(word.startswith("--strategy") for word in given):  # what was chosen before no longer counts
+        options = going_on(without_auto(before["options"]), given)
+    check_replan(given, options)
+    if run.strategy == AUTO:
+        chosen = choose(run, ranks, _log(ranks))
+        run, options = dataclasses.replace(run, strategy=chosen), [*options, "--strategy", chosen]
+    _train(named, options, run, ranks)
+
+
+def _with_folder(named: str, run: RunConfig[TaskConfig]) -> RunConfig[TaskConfig]:
+    """Choose a folder where the user has not."""
+    if run.run_dir is None:
+        if is_joined():
+            raise ConfigError(
+                "ranks of a launcher need --run-dir: they cannot agree on the name of a new folder"
+            )
+        run = dataclasses.replace(run, run_dir=new_run_folder(_short(named)))
+    if isinstance(run.task, OverFiles):
+        run = dataclasses.replace(run, task=run.task.kept_in(str(run.run_dir)))
+    return run
+
+
+def _short(named: str) -> str:
+    """Return a recipe's name as a part of a folder's name: of a user's own recipe, the function's."""
+    return named.rpartition(":")[2]
+
+
+def _train(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks: Ranks) -> None:
+    """Train; where the strategy is chosen, measure and choose again whenever updates take another time."""
+    log = _log(ranks)
+    is_watched = is_auto(options) and run.checkpoint_every is not None
+    run = dataclasses.replace(run, replan=(run.replan or REPLAN) if is_watched else None)
+    outcome = _train_once(named, options, run, ranks)
+    while outcome.pace is not None:
+        log("an update takes {1:.3g} s, {0:.3g} s at first: choosing again".format(*outcome.pace))
+        chosen = choose(run, ranks, log)
+        run = dataclasses.replace(run, strategy=chosen, resume=True)
+        options = [*options, "--strategy", chosen]
+        outcome = _train_once(named, options, run, ranks)
+    if ranks.is_first:
+        print_run(outcome, run, is_on_a_link=run.link != "none" or is_joined())
+        _show(run.run_dir)
+
+
+def _train_once(named: str, options: Sequence[str], run: RunConfig[TaskConfig], ranks: Ranks) -> Outcome:
+    arm = parse_arm(run.strategy)
+    if not arm.is_ours:
+        raise ConfigError(
+            f"{arm.name} is there to compare with: stretto compare {named} --strategies {arm.name},..."
+        )
+    with named_as_options(run), named_as_options(run.task, TASK):
+        run = (run.fitted_to(arm) if is_auto(options) else run).run_of(arm)
+        check_run(run, ranks.world_size)
+    if not ranks.is_first:
+        return train_on(ranks, run, _log(ranks))
+    with run_folder(run, named, options):
+        _print_line(title_of(run, ranks.world_size))
+        _print_line("starting the workers")  # they import PyTorch anew, which takes seconds
+        return train_on(ranks, run, _print_line)
+
+
+def compare_command(words: Sequence[str]) -> None:
+    """Run strategies side by side on the same link."""
+    _, comparison = parse_options("compare", words, CONFIGURE["compare"])
+    ranks = find_ranks(comparison.workers)
+    with named_as_options(comparison), named_as_options(comparison.task, TASK):
+        runs = compare(comparison, ranks, _log(ranks))
+    if ranks.is_first:
+        print_comparison(runs)
+        _show(comparison.out)
+
+
+def _show(folder: str | None) -> None:
+    """Write the page about a folder into it, and say where it is; what has been done stands without it too."""
+    if folder is None:
+        return
+    page = Path(folder, PAGE)
+    try:
+        report([Path(folder)], ReportConfig(out=str(page)))
+    except StrettoError as error:
+        print(f"no page         {error}")
+    else:
+        print(f"in a browser    {page}")
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)  # a pipe, too, shall see it at once
+
+
+def _log(ranks: Ranks) -> Callable[[str], None]:
+    """Return what prints a line on the first rank alone."""
+    return _print_line if ranks.is_first else lambda _: None
+
+
+def simulate_command(words: Sequence[str]) -> None:
+    """Train a recipe on a virtual cluster of many ranks."""
+    _, simulation = parse_options("simulate", words, CONFIGURE["simulate"])
+    _print_line(
+        f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}, seed "
+        f"{simulation.seed}"
+    )
+    with named_as_options(simulation), named_as_options(simulation.task, TASK):
+        results = simulate(simulation, shows_progress=True)
+    print_simulation(results.values[0], simulation)
+    _show(simulation.run_dir)
+
+
+def demo_command(words: Sequence[str]) -> None:
+    """Strike a small job with every hazard at once, and switch each remedy off in turn."""
+    config = parse_alone("demo", words, DemoConfig())
+    if is_joined():
+        raise ConfigError("demo starts workers of its own: expected no launcher, found variables of one")
+    with named_as_options(config), named_as_options(config.task, TASK):
+        content = demonstrate(config, find_ranks(config.workers), _print_line)
+    print_demo(content["runs"])
+    print(f"all numbers     {Path(content['out'], RESULTS)}")
+    _show(content["out"])
+
+
+def report_command(words: Sequence[str]) -> None:
+    """Make a page about the folders of runs, comparisons and campaigns."""
+    count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    if not count:
+        raise UnknownName("report needs the folder of a run first: stretto report FOLDER...")
+    config = parse_alone("report", words[count:], ReportConfig())
+    with named_as_options(config):
+        missing = report([Path(word) for word in words[:count]], config)
+    for line in missing:
+        print(f"missing: {printable(line)}")
+    print(f"open in a browser: {config.out}")
+    if config.perfetto is not None:
+        print(f"open in ui.perfetto.dev: {config.perfetto}")
+
+
+def diagnose_command(words: Sequence[str]) -> None:
+    """Measure whether the input is the bottleneck, and what an echo would gain."""
+    _, job = parse_options("diagnose", words, CONFIGURE["diagnose"])
+    ranks = find_ranks(job.workers)
+    with named_as_options(job), named_as_options(job.task, TASK):
+        check_run(job.run_of(parse_arm(job.strategy)), ranks.world_size)
+    _log(ranks)("measuring the loader, the step, and both together")
+    found = ranks.call(diagnose_rank, job)
+    if ranks.is_first:
+        # All ranks wait for the slowest loader.
+        print_diagnosis(max(found, key=lambda diagnosis: diagnosis.free_uses))
+
+
+def plan_command(words: Sequence[str]) -> None:
+    """Measure a recipe, and say which strategy and wire to use."""
+    _, job = parse_options("plan", words, CONFIGURE["plan"])
+    ranks = find_ranks(job.workers)
+    found = rankings(job, ranks, _log(ranks))
+    if ranks.is_first:
+        print_plan(found)
+
+
+def campaign_command(words: Sequence[str]) -> int:
+    """Strike small jobs with seeded faults and see whether guards keep their promises.
+
+    Returns:
+        The process's exit code: 0 where every promise was kept, 1 where one was broken or an alarm was false.
+    """
+    named = bool(words) and not words[0].startswith("-")
+    whole = list(words) if named else [CAMPAIGN_RECIPE, *words]
+    _, campaign = parse_options("campaign", whole, CONFIGURE["campaign"])
+    if campaign.only is not None:
+        return _repeat(campaign, campaign.only)
+    report = run_campaign(campaign, _print_line)
+    print_campaign(report)
+    _show(campaign.out)
+    return _complain(report, whole)
+
+
+def _complain(report: Mapping[str, Any], words: Sequence[str]) -> int:
+    """Print every broken promise with the command that repeats it, and return the exit code."""
+    for alarm in report["alarms"]:
+        print(f"false alarm: {alarm}")
+    for broken in report["broken"]:
+        print(f"broken promise: {broken['story']}")
+        print(f"replay: stretto campaign {shlex.join([*words, '--only', str(broken['number'])])}")
+    return BROKEN if report["broken"] or report["alarms"] else 0
+
+
+def _repeat(campaign: CampaignConfig[TaskConfig], number: int) -> int:
+    judgement = repeat_fault(campaign, number)
+    drawn = judgement.drawn
+    print(f"fault {number}: {drawn.fault} in {drawn.job}, moment {drawn.moment:.3f}")
+    print(f"promised: {drawn.promise.summary}")
+    print(f"on {'real' if judgement.is_real else 'virtual'} workers, unguarded: {judgement.harm}")
+    print(judgement.story)
+    return 0 if judgement.violation is None else BROKEN
+
+
+def doctor_command(words: Sequence[str]) -> int:
+    """Find out whether this machine's arithmetic, memory and network can be trusted.
+
+    Returns:
+        The process's exit code: 0 where nothing disagrees, 1 where something does.
+    """
+    examination = parse_alone("doctor", words, Examination())
+    ranks = find_ranks(examination.workers)
+    _log(ranks)(f"looking at arithmetic, memory and network for about {examination.seconds:g} s")
+    report = ranks.call(examine_rank, examination)[0]
+    if ranks.is_first:
+        print_report(report)
+        if examination.out is not None:
+            _write(report, Path(examination.out))
+    return 0 if report.passed else FAILED
+
+
+def _write(report: Report, folder: Path) -> None:
+    replace_json(folder / "doctor.json", {**report.as_json(), "environment": describe_environment()})
+
+
+def presets_command(words: Sequence[str]) -> None:
+    """List the settings of the papers, or explain one."""
+    asked = parse_alone("presets", words, PresetList())
+    if asked.name is None:
+        for name, preset in PRESETS.items():
+            print(f"{name:24}  {preset.recipe:8}  {preset.summary}")
+        return
+    if asked.name not in PRESETS:
+        raise unknown_name("no preset is called", asked.name, PRESETS)
+    print_preset(asked.name, PRESETS[asked.name])

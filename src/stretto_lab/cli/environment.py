@@ -1,0 +1,32 @@
+"""Where the ranks of a command come from: a launcher, or local processes."""
+
+import dataclasses
+import os
+import sys
+
+from stretto.groups import is_hosted_by_agent, launched_rank, meeting_point
+from stretto_lab.train.launch import JoinedRank, LocalRanks, Ranks
+from stretto_lab.train.workers import RankInfo
+
+
+def find_ranks(workers: int) -> Ranks:
+    """Return the rank that a launcher has made of this process, or else `workers` local ones.
+
+    Raises:
+        ConfigError: A launcher's variables are incomplete.
+    """
+    launched = launched_rank(os.environ)
+    if launched is not None:
+        host, port = meeting_point(launched, os.environ)
+        info = RankInfo(**dataclasses.asdict(launched), host=host, port=port)
+        return JoinedRank(info, hosts_store=info.rank == 0 and not is_hosted_by_agent(os.environ))
+    # Without it Gloo looks up the machine's own name, which fails on many machines.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    # torchft, in a comparison, prints several lines for each of its exchanges otherwise.
+    os.environ.setdefault("RUST_LOG", "warn")
+    return LocalRanks(workers)
+
+
+def is_joined() -> bool:
+    """Return whether a launcher has started this process as one of its ranks."""
+    return launched_rank(os.environ) is not None

@@ -1,0 +1,365 @@
+"""Configurations from words of the command line: every field is an option.
+
+argparse finds the options. Their values are read here by the types of the fields: so a mistake is an error like any
+other, in one line and with the word that was probably meant.
+"""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+
+from stretto.engine import Clock
+from stretto.errors import ConfigError, UnknownName
+from stretto.fields import did_you_mean, field_types, read_value, unknown_name
+from stretto.noise import Noise, parse_noise
+from stretto.strategies import STRATEGIES
+from stretto_lab.cli.presets import PRESETS, Start
+from stretto_lab.faults import Fault, faults_text, parse_faults
+from stretto_lab.recipes import RECIPES, recipe
+from stretto_lab.train.arms import parse_clock, parse_learning_rates, split_list
+from stretto_lab.train.configuration import LENGTHS
+from stretto_lab.virtual import parse_slowness
+
+TASK = "--task."
+"""What the options of a recipe begin with."""
+
+_LENGTHS = tuple(f"--{name}" for name in LENGTHS)
+
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One option of a command."""
+
+    name: str
+    """As the user writes it: --task.width."""
+    record: type
+    """The record that it is a field of."""
+    field: str
+    """The field's name."""
+    kind: Any
+    """The field's type."""
+    default: Any
+    """The field's value where the user leaves it alone."""
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no value."""
+        return self.kind is bool
+
+    @property
+    def off(self) -> str:
+        """The option that turns a switch off."""
+        prefix, dot, last = self.name.removeprefix("--").rpartition(".")
+        return f"--{prefix}{dot}no-{last}"
+
+    @property
+    def metavar(self) -> str:
+        """What the help shows for the value."""
+        return "" if self.is_switch else _metavar(self.kind)
+
+    @property
+    def shown_default(self) -> str:
+        """The default as the user would write it."""
+        return shown(self.default)
+
+
+def options_of(record: Any, prefix: str = "--") -> Iterator[Option]:
+    """Yield the options of a configuration: its fields, and those of the records in them."""
+    for name, kind in field_types(record.__class__).items():
+        value, option = getattr(record, name), _option(prefix, name)
+        if _is_group(value):
+            yield from options_of(value, f"{option}.")
+        else:
+            yield Option(name=option, record=type(record), field=name, kind=kind, default=value)
+
+
+def parse_options(
+    command: str, words: Sequence[str], configure: Callable[[Any], ConfigT]
+) -> tuple[str, ConfigT]:
+    """Read "RECIPE [OPTIONS]".
+
+    Args:
+        command: Its name, for messages.
+        words: What follows it.
+        configure: Makes the command's configuration from a recipe's; its fields are the options.
+
+    Returns:
+        The recipe's name and the configuration.
+
+    Raises:
+        UnknownName: No recipe, or no option, is called so.
+        ConfigError: A value cannot be read, or cannot be.
+    """
+    if not words or words[0].startswith("-"):
+        raise UnknownName(
+            f"{command} needs a recipe first: {', '.join(RECIPES)}, or your own as FILE.py:FUNCTION"
+        )
+    name, *rest = words
+    start, options = parse_start(f"{command} {name}", rest)
+    default = started(configure(recipe(name)), name, start)
+    return name, parse_alone(f"{command} {name}", options, default, [one.name for one in options_of(start)])
+
+
+def parse_start(command: str, words: Sequence[str]) -> tuple[Start, list[str]]:
+    """Return where the defaults come from, and the words that say something else."""
+    values, others = _values(command, words, {option.name: option for option in options_of(Start())})
+    return _changed(Start(), values), others
+
+
+def started(config: ConfigT, recipe: str, start: Start) -> ConfigT:
+    """Return a command's configuration with the settings of a preset, and shrunk.
+
+    Args:
+        config: Of a recipe, with its defaults. What a preset sets for other commands is left out.
+        recipe: Its name.
+        start: The preset, and how much is shrunk.
+
+    Raises:
+        UnknownName: There is no such preset.
+        ConfigError: It is of another recipe, or the recipe cannot be shrunk.
+    """
+    values: dict[str, Any] = {}
+    if start.preset is not None:
+        if start.preset not in PRESETS:
+            raise unknown_name("no preset is called", start.preset, PRESETS)
+        preset = PRESETS[start.preset]
+        if preset.recipe != recipe:
+            raise ConfigError(f"--preset {start.preset} is of the recipe {preset.recipe}, not of {recipe}")
+        values.update((name, setting.value) for name, setting in preset.settings.items())
+        values |= {name: max(1, round(values[name] * start.scale)) for name in _LENGTHS if name in values}
+    if start.scale != 1:
+        values["--task.scale"] = start.scale
+        if "--task.scale" not in {option.name for option in options_of(config)}:
+            raise ConfigError(
+                f"--scale {start.scale:g}: {recipe} has no --task.scale, only recipes over files have"
+            )
+    changed: ConfigT = _changed(config, values)
+    return changed
+
+
+def parse_alone(command: str, words: Sequence[str], default: ConfigT, others: Sequence[str] = ()) -> ConfigT:
+    """Read the options of a command without a recipe; the errors are those of `parse_options`.
+
+    Args:
+        command: Its name, for messages.
+        words: What follows it.
+        default: Its configuration.
+        others: Options that it has beside those of its configuration, for messages.
+    """
+    options = {option.name: option for option in options_of(default)}
+    values, unknown = _values(command, words, options)
+    if unknown:
+        known = [*options, *others, *(option.off for option in options.values() if option.is_switch)]
+        raise _unknown_word(command, unknown[0], words, known)
+    is_long = any(name in values for name in _LENGTHS)  # a length that is given takes the place of a preset's
+    others_lengths = {name: None for name in _LENGTHS if is_long and name in options}
+    changed: ConfigT = _changed(default, {**others_lengths, **values})
+    return changed
+
+
+def going_on(before: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return the options of a run with those that are given now; a length takes the place of the one before."""
+    if not any(word.partition("=")[0] in _LENGTHS for word in given):
+        return [*before, *given]
+    kept, is_length = [], False
+    for word in before:
+        is_length = word.partition("=")[0] in _LENGTHS if word.startswith("--") else is_length
+        if not is_length:
+            kept.append(word)
+    return [*kept, *given]
+
+
+def _values(
+    command: str, words: Sequence[str], options: Mapping[str, Option]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values that are given for `options`, by name, and the words that belong to none of them."""
+    parser = _Parser(
+        prog=f"stretto {command}", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    for option in options.values():
+        if option.is_switch:
+            parser.add_argument(option.name, dest=option.name, action="store_true")
+            parser.add_argument(option.off, dest=option.name, action="store_false")
+        else:
+            # Whatever their number: a wrong one is our error, not argparse's.
+            parser.add_argument(option.name, dest=option.name, nargs="*")
+    found, unknown = parser.parse_known_args(list(words))
+    values = {
+        name: given if options[name].is_switch else _read(given, options[name])
+        for name, given in vars(found).items()
+    }
+    return values, unknown
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` lists the options")
+
+
+def _unknown_word(command: str, word: str, words: Sequence[str], known: Sequence[str]) -> UnknownName:
+    listed = f"`stretto {command} --help-all` lists them"
+    if word.startswith("-"):
+        hint = _as_setting(word, words, known) or did_you_mean(word.partition("=")[0], known)
+        return UnknownName(f"{command} has no option {word!r}; {listed}{hint}")
+    # Options take all words that follow them, but for switches, which take none.
+    before = words[max(0, words.index(word) - 1)]
+    given = word if before == word else f"{before} {word}"
+    return UnknownName(f"cannot read {given!r}: a switch takes no value; {listed}")
+
+
+def _as_setting(word: str, words: Sequence[str], known: Sequence[str]) -> str:
+    """Return how a strategy's setting is written, where `word` is the name of one and no field of the task."""
+    name, _, value = word.partition("=")
+    field = name.lstrip("-").replace("-", "_")
+    owner = next((one for one, kind in STRATEGIES.items() if field in field_types(kind)), None)
+    option = next((one for one in ("--strategy", "--strategies") if one in known), None)
+    if owner is None or option is None or _option(TASK, field) in known:
+        return ""
+    value = value or next(iter(words[words.index(word) + 1 :]), "...")
+    return f"; it is a setting of a strategy, as {option} {owner}:{field}={value}"
+
+
+def _read(words: Sequence[str], option: Option) -> Any:
+    """Return the value of an option, of its type."""
+    separator = "," if get_origin(option.kind) is tuple else " "
+    text = separator.join(words)
+    if not words or (len(words) > 1 and separator == " "):
+        raise ConfigError(f"{option.name} takes one value, found {text or 'none'}")
+    try:
+        return read_value(text, option.kind, _READERS)
+    except ConfigError as error:
+        raise ConfigError(f"{option.name} {text}: {error}") from error
+
+
+def _changed(record: Any, values: Mapping[str, Any], prefix: str = "--") -> Any:
+    """Return `record` with the values of the options that the user has set."""
+    changes = {}
+    for name in field_types(record.__class__):
+        value, option = getattr(record, name), _option(prefix, name)
+        if _is_group(value):
+            changes[name] = _changed(value, values, f"{option}.")
+        elif option in values:
+            changes[name] = values[option]
+    with named_as_options(record, prefix):
+        return dataclasses.replace(record, **changes)
+
+
+@contextmanager
+def named_as_options(record: Any, prefix: str = "--") -> Iterator[None]:
+    """Let errors about fields of `record` speak of options, which is what the user has written.
+
+    Raises:
+        ConfigError: What the block raises, in other words.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        text = _in_options(str(error), record, prefix)
+        if text == str(error):
+            raise
+        raise type(error)(text) from error
+
+
+def _in_options(text: str, record: Any, prefix: str) -> str:
+    """Return a message that says `Options(wire=...)`, `field=value` or `field` with the options in their place."""
+    fields = field_types(record.__class__)
+    classes = "|".join(kind.__name__ for kind in type(record).__mro__)
+    text = re.sub(rf"\b(?:{classes})\(((?:[^()]|\([^()]*\))*)\)", r"\1", text)
+
+    def setting(match: re.Match[str]) -> str:
+        name, value = match[1], match[2].strip("'")
+        if name not in fields:
+            return match[0]
+        if fields[name] is bool and value in ("True", "False"):
+            return _option(prefix if value == "True" else f"{prefix}no-", name)
+        return f"{_option(prefix, name)} {value}"
+
+    text = re.sub(r"(?<![\w:])(\w+)=('[^']*'|\w[\w.+-]*|-?[\d.]+\w*)", setting, text)
+    long = "|".join(name for name in fields if "_" in name) or "^$"
+    text = re.sub(rf"(?<![-\w.])({long})\b", lambda match: _option(prefix, match[1]), text)
+    return f"{prefix}{text}" if text.partition(" ")[0] in fields else text
+
+
+def _option(prefix: str, field: str) -> str:
+    return prefix + field.replace("_", "-")
+
+
+def _is_group(value: Any) -> bool:
+    """Whether the fields of a record are options of their own; some records are read from one word."""
+    return dataclasses.is_dataclass(value) and type(value) not in _READERS
+
+
+def _read_counts(text: str) -> tuple[int, ...]:
+    return tuple(read_value(number, int) for number in text.split(","))
+
+
+def _read_pair(text: str) -> tuple[float, ...]:
+    numbers = tuple(read_value(number, float) for number in text.split(","))
+    if len(numbers) != 2:
+        raise ConfigError(f"expected two numbers, found {len(numbers)}")
+    return numbers
+
+
+def _read_range(text: str) -> tuple[int, ...]:
+    first, last = _read_pair(text)
+    if not (first.is_integer() and last.is_integer()):
+        raise ConfigError(f"expected two whole numbers, found {text}")
+    return int(first), int(last)
+
+
+_READERS: Mapping[Any, Callable[[str], Any]] = MappingProxyType(
+    {
+        Clock: parse_clock,
+        Noise: parse_noise,
+        tuple[str, ...]: split_list,
+        tuple[float, float]: _read_pair,
+        tuple[int, ...]: _read_counts,
+        tuple[int, int]: _read_range,
+        tuple[Fault, ...]: parse_faults,
+        dict[str, float]: parse_learning_rates,
+        dict[int, float]: parse_slowness,
+    }
+)
+_METAVARS: Mapping[Any, str] = MappingProxyType(
+    {
+        NoneType: "None",
+        str: "TEXT",
+        Clock: "MIN,MAX",
+        Noise: "VARIANCE,...",
+        tuple[str, ...]: "A,B,...",
+        tuple[int, ...]: "N,M,...",
+        tuple[float, float]: "A,B",
+        tuple[int, int]: "FIRST,LAST",
+        tuple[Fault, ...]: "SITE:rank=R:...,...",
+        dict[str, float]: "ARM=RATE,...",
+        dict[int, float]: "RANK=FACTOR,...",
+    }
+)
+
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) in (Union, UnionType):
+        return "|".join(map(_metavar, get_args(kind)))
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
+    return _METAVARS.get(kind) or getattr(kind, "__name__", str(kind)).upper()
+
+
+def shown(value: Any) -> str:
+    """Return a value as the user would write it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, Clock):
+        return f"{value.minimum},{value.maximum}"
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={number:g}" for key, number in value.items()) or "none"
+    if not isinstance(value, tuple):
+        return str(value)
+    is_faults = all(isinstance(item, Fault) for item in value)
+    return faults_text(value) if value and is_faults else ",".join(map(str, value)) or "none"

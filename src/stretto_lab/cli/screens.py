@@ -1,0 +1,275 @@
+"""What the commands print at their end."""
+
+import shlex
+import textwrap
+from collections.abc import Sequence
+
+import torch
+
+from stretto.echo import Diagnosis
+from stretto.exchange import WIRES
+from stretto.flat import ALIGNMENT
+from stretto.groups import Link
+from stretto_lab.cli.help import COLUMNS
+from stretto_lab.cli.options import shown
+from stretto_lab.cli.presets import Preset
+from stretto_lab.cli.run_folder import resume_command
+from stretto_lab.doctor import Finding, Report
+from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking, evidence_of
+from stretto_lab.recipes import TaskConfig
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.outcome import Outcome
+from stretto_lab.train.simulation import SimulateConfig
+
+_BOTTLENECK = 0.2
+"""Share of the time in waiting for communication from which the link counts as the bottleneck."""
+_ADVISED = ("fp32", "bf16", "int8", "int4")
+"""Wires that cost next to nothing in the loss."""
+
+
+def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: bool) -> None:
+    """Print the outcome of a run, and what to do next.
+
+    Args:
+        outcome: Of rank 0.
+        run: Whose outcome it is.
+        is_on_a_link: Whether there is a network that could be the bottleneck. Local workers wait for each other only.
+    """
+    if outcome.sample is not None:
+        print(f"a sample:\n{outcome.sample}\n")
+    rate = outcome.samples_per_second
+    print(
+        f"{outcome.updates} updates in {outcome.training_seconds:.1f} s"
+        + ("" if rate is None else f", {rate:,.0f} samples/s")
+    )
+    print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
+    if outcome.accuracy is not None:
+        print(f"held-out accuracy {outcome.accuracy:.1%}")
+    if outcome.echoed_batches or run.slow_loader != "none":
+        print(
+            f"rank 0 took {outcome.fresh_batches} batches, used {outcome.echoed_batches} again and waited "
+            f"{outcome.wait_seconds:.1f} s for data"
+        )
+    if is_on_a_link and (hint := advice(outcome, run)):
+        print(textwrap.fill(hint, COLUMNS))
+    print()
+    further = (
+        ("--seconds", f"{2 * run.seconds:g}") if run.seconds else ("--updates", str(2 * outcome.updates))
+    )
+    print(f"the run is in   {run.run_dir}")
+    if run.checkpoint_every is not None:
+        print(f"go on with it   {resume_command(run, *further)}")
+    if run.tensorboard:
+        print(f"look at it      {shlex.join(['tensorboard', '--logdir', str(run.run_dir)])}")
+
+
+def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
+    """Return what hiding communication would gain where the link was the bottleneck, and nothing elsewhere.
+
+    By the time model (docs/time-model.md): a synchronous update takes `n·t + C`, one of ACCO `max(n·t, 2C)`, and `C` is
+    proportional to the bytes.
+    """
+    exposed, seconds = outcome.exposed_seconds, outcome.training_seconds
+    arm = parse_arm(run.strategy)
+    if arm.phases or arm.overlaps or run.micro_batches < 2 or not exposed or exposed < _BOTTLENECK * seconds:
+        return ""
+    waiting = exposed / seconds
+
+    def gain(wire: str) -> float:
+        return 1 / max(1 - waiting, 2 * waiting * _bytes_of(wire) / _bytes_of(run.wire))
+
+    wires = [wire for wire in _ADVISED if _bytes_of(wire) <= _bytes_of(run.wire)]
+    if not wires:
+        return ""
+    best = max(wires, key=lambda wire: (round(gain(wire), 2), _bytes_of(wire)))
+    if gain(best) < 1.1:
+        return ""
+    options = "--strategy acco" + ("" if best == run.wire else f" --wire {best}")
+    return (
+        f"The link was the bottleneck: {waiting:.0%} of the time waited for communication. With {options} up to "
+        f"{gain(best):.1f} times as many samples per second are possible (docs/time-model.md)."
+    )
+
+
+def _bytes_of(wire: str) -> int:
+    """Return the bytes of `ALIGNMENT` gradients, and of as many parameters on their way back."""
+    return WIRES[wire].of(torch.float32).num_bytes(ALIGNMENT)  # the block of every format divides `ALIGNMENT`
+
+
+def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -> None:
+    """Print the outcome of a simulated run; its times are virtual."""
+    rate, seconds = outcome.samples_per_second, outcome.training_seconds
+    print(
+        f"{outcome.updates} updates in {seconds:.3f} virtual s"
+        + ("" if rate is None else f", {rate:,.0f} samples/s")
+    )
+    if outcome.exposed_seconds is not None and seconds:
+        print(f"rank 0 waited for communication {outcome.exposed_seconds / seconds:.1%} of the time")
+    if simulation.slow_loader != "none" and seconds:
+        print(
+            f"rank 0 waited for data {outcome.wait_seconds / seconds:.1%} of the time: {outcome.fresh_batches} fresh "
+            f"micro-batches, {outcome.echoed_batches} echoed"
+        )
+    print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
+    if simulation.run_dir is not None:
+        print(f"records, trace and the model are in {simulation.run_dir}")
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print the measured times, and what follows from them."""
+    rows = {
+        "L, the loader alone": diagnosis.load_seconds,
+        "C + A, the step on a cached batch": diagnosis.step_seconds,
+        "A, of it waiting for communication": diagnosis.exposed_seconds,
+        "the loop as it is": diagnosis.period_seconds,
+    }
+    for name, seconds in rows.items():
+        print(f"{name:36} {1000 * seconds:9.3f} ms per micro-batch")
+    print(f"{'e* = L / (C + A), the free uses':36} {diagnosis.free_uses:9.3f}")
+    print(textwrap.fill(diagnosis.summary, COLUMNS))
+    for line in diagnosis.advice:
+        print(textwrap.fill(f"  before an echo: {line}", COLUMNS, subsequent_indent=" " * 4))
+
+
+def print_plan(rankings: Sequence[Ranking]) -> None:
+    """Print what to use for each number of ranks, then how the last one came about."""
+    for ranking in rankings:
+        print(recommendation(ranking))
+    last = rankings[-1]
+    machine, choice = last.machine, last.choice
+    print(
+        f"\nmicro-batch {_micro_batches_of(machine)} ms, optimizer {1000 * machine.step_seconds:.1f} ms, "
+        f"loader {1000 * machine.load_seconds:.1f} ms,\nlink {_rate(machine.link)}, {machine.parameters:,} parameters, "
+        f"{machine.ranks} ranks,\n{last.micro_batches} micro-batches per rank and update"
+    )
+    if machine.ranks_per_node > 1:
+        text = (
+            f"on nodes of {machine.ranks_per_node} ranks: the link is a node's, a rank inside has "
+            f"{_rate(machine.inside)}; gradients are added up inside first, except in rows of one level"
+        )
+        print(textwrap.fill(text, COLUMNS))
+    print(f"\n{'':32}{'s/update':>9}{'waits':>6}{'MB sent':>8}{'MB held':>8}")
+    for one in last.prices:
+        print(
+            f"{_row_of(one, last):32}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
+            f"{one.sent_bytes / 1e6:8,.1f}{one.memory_bytes / 1e6:8,.0f}  {last.why_not(one)}"
+        )
+    if any(_has_clock(one.arm) for one in last.prices):
+        print("(xN) by the clock, with N times as large a batch in the mean")
+    counts = last.by_count()
+    gains = [choice.seconds_per_micro_batch / one.seconds_per_micro_batch for one in counts]
+    others = "fixed" if _has_clock(choice.arm) else "other"
+    print(f"\nthe choice with {others} numbers of micro-batches, which learn otherwise:")
+    print(f"{'':32}" + "".join(f"{one.micro_batches:>8}" for one in counts))
+    print(f"{'  times as fast per sample':32}" + "".join(f"{gain:8.2f}" for gain in gains))
+    if (echoed := last.echoed()) is not None:
+        slower = machine.load_seconds / machine.micro_batch_seconds
+        text = (
+            f"the loader takes {slower:.1f} times as long as a micro-batch: with --echo ready, which uses batches "
+            f"again meanwhile, an update takes {echoed.seconds:.4f} s; ask stretto diagnose what that gains"
+        )
+        print(textwrap.fill(text, COLUMNS, subsequent_indent="  "))
+
+
+def _row_of(one: Price, ranking: Ranking) -> str:
+    """Return what a table calls an arm; on nodes that of one level says so, and others leave out what they share."""
+    name, by_node, _ = one.arm.replace(":wire=", " ").partition(":ranks_per_node=")
+    growth = f" (x{ranking.growth(one):.1f})" if _has_clock(one.arm) else ""
+    return (
+        f"{name}{growth}" if by_node or ranking.machine.ranks_per_node == 1 else f"{name}{growth}, one level"
+    )
+
+
+def _has_clock(arm: str) -> bool:
+    return "clock" in parse_arm(arm).settings
+
+
+def _micro_batches_of(machine: Machine) -> str:
+    """Return the milliseconds of a micro-batch, from the fastest to the slowest rank."""
+    fastest, slowest = (
+        1000 * machine.micro_batch_seconds * factor
+        for factor in (min(machine.slowness, default=1.0), machine.slowest)
+    )
+    is_alike = machine.slowest < UNEQUAL * min(machine.slowness, default=1.0)
+    return f"{slowest:.1f}" if is_alike else f"{fastest:.1f} to {slowest:.1f}"
+
+
+def recommendation(ranking: Ranking) -> str:
+    """Return what to use, and why."""
+    choice, base = ranking.choice, ranking.base
+    arm = parse_arm(choice.arm)
+    wire = arm.wire
+    options = f"--strategy {arm.name}" + ("" if wire == "fp32" else f" --wire {wire}")
+    if (each := arm.settings.get("ranks_per_node")) is not None:
+        options += f" --ranks-per-node {each}"
+    if (clock := arm.settings.get("clock")) is not None:
+        options += f" --clock {shown(clock)}"
+    gain = base.seconds_per_micro_batch / choice.seconds_per_micro_batch
+    evidence = evidence_of(choice.arm)
+    loss = f"{evidence.nats:+.3f} nats in {evidence.source}" if evidence.source else "exact"
+    if wire == "bf16":
+        loss += ", but for the rounding of bf16"
+    if clock is not None:
+        loss += ", with fixed counts"
+    base_wire = parse_arm(base.arm).wire
+    default = f"{base.arm.replace(f':wire={base_wire}', '')} on {base_wire}"
+    per_sample = " per sample" if clock is not None else ""
+    faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast{per_sample} as {default}"
+    seconds = f"{choice.seconds:.4f} s per update"
+    text = f"{ranking.machine.ranks} ranks: use {options}: {seconds}, {faster}; {loss}"
+    if (fixed := ranking.as_large()) is not None:
+        text += (
+            f". The batch grows: {choice.micro_batches:.1f} micro-batches per rank and update instead of "
+            f"{ranking.micro_batches}, so {ranking.growth(choice):.1f} times fewer updates for as many samples. With "
+            f"{fixed.micro_batches} for every rank the fastest, {fixed.arm}, is "
+            f"{base.seconds_per_micro_batch / fixed.seconds_per_micro_batch:.2f} times as fast"
+        )
+    return textwrap.fill(text, COLUMNS, subsequent_indent="  ")
+
+
+def _rate(link: Link) -> str:
+    if link.bits_per_second is None:
+        return "free"
+    return f"{link.bits_per_second / 1e6:,.0f} Mbit/s and {1e6 * link.latency_seconds:,.0f} us"
+
+
+def print_report(report: Report) -> None:
+    """Print a row per finding of an examination."""
+    checks = max(len(finding.check) for finding in report.findings)
+    whose = max(len(_whom(finding)) for finding in report.findings)
+    for finding in report.findings:
+        mark = "ok " if finding.passed else "BAD"
+        row = f"{mark}  {finding.check:{checks}}  {_whom(finding):{whose}}  {finding.detail}"
+        print(textwrap.fill(row, COLUMNS, subsequent_indent=" " * (checks + whose + 9)))
+    print(textwrap.fill(report.summary, COLUMNS))
+
+
+def _whom(finding: Finding) -> str:
+    if finding.link is not None:
+        return f"rank {finding.link[0]} to rank {finding.link[1]}"
+    return "all ranks" if finding.rank is None else f"rank {finding.rank}, {finding.device}"
+
+
+_VALUE = 30
+"""Width of the column of a preset's values."""
+
+
+def print_preset(name: str, preset: Preset) -> None:
+    """Print what a preset sets, and where each figure is from."""
+    print(preset.summary)
+    print(f"stretto train {preset.recipe} --preset {name} --task.data PATH\n")
+    sources = list(dict.fromkeys(source for _, source in preset.settings.values()))
+    for option, (value, source) in preset.settings.items():
+        text = shown(value) if len(shown(value)) <= _VALUE else shown(value).replace(",", ", ")
+        line = f"  {option:28} {text:{_VALUE}} [{sources.index(source) + 1}]"
+        print(textwrap.fill(line, COLUMNS, subsequent_indent=" " * 31, break_on_hyphens=False))
+    print()
+    for number, source in enumerate(sources, start=1):
+        print(
+            textwrap.fill(
+                f"  [{number}] {source}", COLUMNS, subsequent_indent=" " * 6, break_on_hyphens=False
+            )
+        )
+    if preset.note:
+        print(f"\n{textwrap.fill(preset.note, COLUMNS)}")

@@ -1,0 +1,35 @@
+"""Faults as data, and what puts them into a running job, to measure what guards notice."""
+
+from stretto_lab.faults.group import FaultyGroup, register_faulty
+from stretto_lab.faults.injector import Application, Injector
+from stretto_lab.faults.memory import strike_memory
+from stretto_lab.faults.plan import (
+    EXTENTS,
+    LASTS,
+    PATTERNS,
+    SITES,
+    WIRE_SITES,
+    Fault,
+    FaultPlan,
+    draw_fault,
+    faults_text,
+    parse_faults,
+)
+
+__all__ = [
+    "EXTENTS",
+    "LASTS",
+    "PATTERNS",
+    "SITES",
+    "WIRE_SITES",
+    "Application",
+    "Fault",
+    "FaultPlan",
+    "FaultyGroup",
+    "Injector",
+    "draw_fault",
+    "faults_text",
+    "parse_faults",
+    "register_faulty",
+    "strike_memory",
+]

@@ -1,0 +1,148 @@
+"""A process group whose results are damaged as they arrive; stock DDP runs on it like anything else."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.futures import Future
+
+from stretto.groups.collectives import Call
+from stretto.groups.private import part_of, private_group
+from stretto.groups.wrapped import WrappedGroup, register_over_gloo
+from stretto_lab.faults.injector import Injector
+from stretto_lab.faults.plan import FaultPlan, Site
+
+_SITES: Mapping[str, Site] = MappingProxyType(
+    {
+        "all_reduce": "all-reduced values",
+        "reduce": "all-reduced values",
+        "broadcast": "broadcast values",
+        "all_gather": "gathered values",
+        "reduce_scatter": "contribution",
+        "all_to_all": "contribution",
+    }
+)
+"""What arrives by each collective; what arrives by any other is left alone."""
+
+
+def register_faulty(plan: FaultPlan, name: str = "faulty") -> None:
+    """Make `name` a backend of `torch.distributed`: Gloo, whose results are damaged by `plan`.
+
+    To be called on every rank before `init_process_group(backend=name)`. All groups that a process makes with one
+    registration share one injector: `FaultyGroup.injector`.
+
+    Raises:
+        ConfigError: `name` is a backend of torch's own.
+    """
+    injectors: dict[int, Injector] = {}
+
+    def wrap(inner: dist.ProcessGroup, store: Store) -> FaultyGroup:
+        injector = injectors.setdefault(inner.rank(), Injector(plan, inner.rank()))
+        return FaultyGroup(inner, injector, store, name)
+
+    register_over_gloo(name, wrap)
+
+
+class FaultyGroup(WrappedGroup):
+    """A process group over an inner one; an injector may damage the results of its collectives.
+
+    Args:
+        inner: Performs the collectives.
+        injector: Of this rank.
+        store: Of this group; None for that of the inner one.
+        backend_name: The name under which torch knows it, if it does.
+    """
+
+    def __init__(
+        self,
+        inner: dist.ProcessGroup,
+        injector: Injector,
+        store: Store | None = None,
+        backend_name: str = "faulty",
+    ) -> None:
+        super().__init__(inner, store, backend_name)
+        self.injector = injector
+
+    def perform(self, call: Call) -> dist.Work:
+        """Let the inner group perform it; its outputs may be damaged when they have arrived."""
+        work = call.on(self._inner)
+        site = _site_of(call)
+        if site is None or not self.injector.is_interested(site):
+            return work
+        return DamagedWork(work, lambda: self.injector.offer(site, call.outputs))
+
+    def private(self) -> "FaultyGroup":
+        """Return a sibling over the inner group's sibling, damaged by the same injector."""
+        return FaultyGroup(private_group(self._inner), self.injector)
+
+    def part(self, members: Sequence[int]) -> "FaultyGroup":
+        """Return a group over some of the ranks, over such a part of the inner group, damaged by the same injector."""
+        return FaultyGroup(part_of(self._inner, members), self.injector)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the inner group offers, such as a virtual cluster's clock."""
+        if name == "_inner":  # not there yet
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def _site_of(call: Call) -> Site | None:
+    site = _SITES.get(call.operation.name)
+    # Records of the round report travel as int8; values never do.
+    if site == "gathered values" and all(tensor.dtype == torch.int8 for tensor in call.inputs):
+        return "round report"
+    return site
+
+
+class DamagedWork(dist.Work):
+    """A collective whose result is damaged once it is there, before anybody sees it."""
+
+    def __init__(self, work: dist.Work, damage: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+        self._damage: Callable[[], None] | None = damage
+        self._once = threading.Lock()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait as the inner collective does."""
+        self._work.wait(timeout)
+        self._strike()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the inner collective is over."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether the inner collective is over and did not fail; damage is no failure that a backend could see."""
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        """The inner collective's error."""
+        return self._work.exception()
+
+    def result(self) -> Any:
+        """The output tensors."""
+        self._strike()
+        return self._work.result()
+
+    def get_future(self) -> Future[Any]:
+        """A future of the output tensors."""
+        future: Future[Any] = self._work.get_future()
+        return future.then(self._struck)
+
+    def _struck(self, future: Future[Any]) -> Any:
+        value = future.value()
+        self._strike()
+        return value
+
+    def _strike(self) -> None:
+        with self._once:
+            damage, self._damage = self._damage, None
+            if damage is not None:
+                damage()

@@ -1,0 +1,242 @@
+"""The live display of a run: a panel on a terminal, plain lines elsewhere."""
+
+import collections
+import dataclasses
+import math
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import MissingExtra
+from stretto.records import Incident, Update
+from stretto_lab.observe.records import Observer
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+WINDOW = 20
+"""Updates over which loss and rates are averaged: short enough to follow, long enough not to flicker."""
+LINE_SECONDS = 5.0
+"""Time between two plain lines of updates; the first and the last update always have one."""
+CURVE_WIDTH = 48
+"""Characters of the loss curve, which has fewer; even."""
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What does not change during a run."""
+
+    title: str
+    """Strategy, workers, link, folder; the panel's title."""
+    updates: int | None
+    """Committed updates until the end; None where they do not end the run."""
+    seconds: float | None
+    """Training seconds until the end; None where they do not end the run."""
+    is_virtual: bool = False
+    """Whether the run has a virtual clock, so that its seconds are not those of who looks on."""
+
+
+class Progress(Observer):
+    """Shows loss, samples per second, exposed communication, the communication lane, and the time left.
+
+    The panel appears with the first evaluation or update; until then there are plain lines on a terminal too.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._recent: collections.deque[tuple[Update, float]] = collections.deque(maxlen=WINDOW + 1)
+        self._curve = Curve()
+        self._heldout = "not yet evaluated"
+        self._live: Any = None
+        self._last_line = -math.inf
+        self._shown_step = -1
+
+    def doing(self, what: str) -> None:
+        """Print what is being done before the first update can be."""
+        print(what, flush=True)
+
+    def updated(self, update: Update, training_seconds: float) -> None:
+        self._begin()
+        self._recent.append((update, training_seconds))
+        self._curve.append(update.loss)
+        for incident in update.incidents:
+            self.noticed(incident)
+        if self._live is None and time.monotonic() - self._last_line > LINE_SECONDS:
+            self._print_line()
+
+    def noticed(self, incident: Incident) -> None:
+        if self._live is None:
+            print(incident, flush=True)
+        else:
+            self._live.console.print(str(incident))  # above the panel
+
+    def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
+        self._begin()
+        self._heldout = f"{heldout_loss:.4f} after {step}"
+        if self._live is None:
+            self._print_last_line()
+            print(f"held-out loss {heldout_loss:.4f} after {step} updates", flush=True)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        if self._live is None:
+            self._print_last_line()
+        else:
+            self._live.stop()
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        """Draw the panel; rich calls this several times a second."""
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        rows = Table.grid(padding=(0, 2))
+        has_room = options.max_width >= CURVE_WIDTH + 28 and not options.ascii_only
+        for name, value in self._rows(f"  {self._curve}" if has_room else ""):
+            rows.add_row(f"[dim]{name}[/]", value)
+        whole = Table.grid(expand=True)
+        whole.add_row(ProgressBar(total=1.0, completed=self._share_done()))
+        whole.add_row(rows)
+        # A terminal echoes Ctrl-C as two characters behind the panel. On a new line they would shift the next drawing.
+        width = max(1, options.max_width - len("^C"))
+        yield Panel(whole, title=self._header.title, title_align="left", width=width)
+
+    def _begin(self) -> None:
+        """Start the panel, once and only on a terminal that can draw again what it has drawn."""
+        if self._live is not None or not sys.stdout.isatty():
+            return
+        try:
+            from rich.console import Console
+            from rich.live import Live
+        except ImportError as error:
+            raise MissingExtra("rich", "cli", "the live display") from error
+        console = Console()
+        if not console.is_dumb_terminal:
+            self._live = Live(self, console=console, refresh_per_second=4)
+            self._live.start()
+
+    def _rows(self, curve: str) -> list[tuple[str, str]]:
+        if len(self._recent) < 2:
+            return [("update", "waiting for the first ones"), ("held-out", self._heldout)]
+        averages = _Averages(self._recent)
+        rows = [
+            ("update", f"{self._step_text()}, {self._left_text()}"),
+            ("loss", f"{averages.loss:.4f}{curve}"),
+            ("held-out", self._heldout),
+            ("speed", f"{averages.samples_per_second:,.0f} samples/s"),
+            ("exposed", f"{averages.exposed_share:.1%} of the time waits for communication"),
+            ("lane", f"{averages.lane_share:.0%} busy, {averages.bytes_per_second / 1e6:,.1f} MB/s sent"),
+        ]
+        if averages.is_echoed:
+            rows.append(("echo", averages.echo_text))
+        if averages.waits:
+            rows.append(("data", f"{averages.wait_share:.1%} of the time waits for them"))
+        return rows
+
+    def _print_last_line(self) -> None:
+        if self._recent and self._shown_step != self._recent[-1][0].step:
+            self._print_line()
+
+    def _print_line(self) -> None:
+        self._last_line = time.monotonic()
+        update, _ = self._recent[-1]
+        self._shown_step = update.step
+        if len(self._recent) < 2:
+            print(f"update {self._step_text()}  loss {update.loss:.4f}", flush=True)
+            return
+        averages = _Averages(self._recent)
+        parts = [
+            f"update {self._step_text()}",
+            f"loss {averages.loss:.4f}",
+            f"{averages.samples_per_second:,.0f} samples/s",
+            f"exposed {averages.exposed_share:.1%}",
+            f"lane {averages.lane_share:.0%}",
+            f"{averages.bytes_per_second / 1e6:,.1f} MB/s",
+            self._left_text(),
+        ]
+        if averages.is_echoed:
+            parts.append(averages.echo_text)
+        if averages.waits:
+            parts.append(f"wait {averages.wait_share:.1%}")
+        print("  ".join(parts), flush=True)
+
+    def _step_text(self) -> str:
+        step = self._recent[-1][0].step
+        return str(step) if self._header.updates is None else f"{step}/{self._header.updates}"
+
+    def _left_text(self) -> str:
+        """Say how many hours, if any, minutes and seconds are left until the first of the run's two possible ends."""
+        update, training_seconds = self._recent[-1]
+        left = []
+        if self._header.updates is not None:
+            per_update = _Averages(self._recent).seconds_per_update
+            left.append((self._header.updates - update.step) * per_update)
+        if self._header.seconds is not None:
+            left.append(self._header.seconds - training_seconds)
+        if not left:
+            return "unknown left"
+        minutes, seconds = divmod(round(max(0.0, min(left))), 60)
+        hours, minutes = divmod(minutes, 60)
+        clock = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        return f"{clock} of virtual time left" if self._header.is_virtual else f"{clock} left"
+
+    def _share_done(self) -> float:
+        if not self._recent:
+            return 0.0
+        update, training_seconds = self._recent[-1]
+        plans = ((update.step, self._header.updates), (training_seconds, self._header.seconds))
+        return min(1.0, max((done / planned for done, planned in plans if planned), default=0.0))
+
+
+class Curve:
+    """The losses since the beginning as a line of bars, each the mean of equally many updates."""
+
+    def __init__(self) -> None:
+        self._means: list[float] = []
+        self._each = 1  # updates of a mean
+        self._open: list[float] = []
+
+    def append(self, loss: float) -> None:
+        """Add the loss of an update."""
+        self._open.append(loss)
+        if len(self._open) == self._each:
+            self._means.append(sum(self._open) / self._each)
+            self._open = []
+        if len(self._means) == CURVE_WIDTH:
+            pairs = zip(self._means[::2], self._means[1::2], strict=True)
+            self._means = [(one + other) / 2 for one, other in pairs]
+            self._each *= 2
+
+    def __str__(self) -> str:
+        """Return the bars, the highest for the highest loss; a gap where one is not finite."""
+        finite = [mean for mean in self._means if math.isfinite(mean)]
+        low, high = min(finite, default=0.0), max(finite, default=0.0)
+        steps = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+        return "".join(
+            _BARS[round((mean - low) * steps)] if math.isfinite(mean) else " " for mean in self._means
+        )
+
+
+class _Averages:
+    """Averages over the last updates: those after the oldest one kept, which marks the beginning of their time."""
+
+    def __init__(self, recent: "collections.deque[tuple[Update, float]]") -> None:
+        updates = [update for update, _ in recent][1:]
+        seconds = max(recent[-1][1] - recent[0][1], 1e-9)
+        fresh, echoed = sum(update.fresh for update in updates), sum(update.echoed for update in updates)
+        # An update may hold no batch in its first use.
+        first_losses = [one.first_use_loss for one in updates if math.isfinite(one.first_use_loss)]
+        self.loss = sum(update.loss for update in updates) / len(updates)
+        self.seconds_per_update = seconds / len(updates)
+        self.samples_per_second = sum(update.samples for update in updates) / seconds
+        self.exposed_share = sum(update.exposed_seconds for update in updates) / seconds
+        self.lane_share = sum(update.lane_seconds for update in updates) / seconds
+        self.bytes_per_second = sum(update.sent_bytes for update in updates) / seconds
+        self.wait_share = sum(update.wait_seconds for update in updates) / seconds
+        self.waits = self.wait_share >= 0.01
+        """Whether waiting for data takes a part of the time that is worth a place."""
+        self.is_echoed = echoed > 0
+        self.echo_text = f"{fresh / max(1, fresh + echoed):.0%} fresh batches"
+        if first_losses:
+            self.echo_text += f", loss on them {sum(first_losses) / len(first_losses):.4f}"

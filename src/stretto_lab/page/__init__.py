@@ -1,0 +1,64 @@
+"""A page about runs, made from their folders alone; and a trace for other viewers."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from stretto.errors import ConfigError
+from stretto_lab.page.document import write_page
+from stretto_lab.page.folder import read_folder
+from stretto_lab.page.perfetto import write_perfetto
+from stretto_lab.page.traces import open_traces
+
+__all__ = ["PAGE", "ReportConfig", "report"]
+
+PAGE = "report.html"
+"""Name of the page that a run writes into its folder."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReportConfig:
+    """What is made of folders."""
+
+    out: str = f"runs/{PAGE}"
+    """The page; one file that needs no network. It replaces what is there."""
+    updates: tuple[int, int] | None = None
+    """FIRST,LAST update that the timeline shows; beside those it shows anyway, which are all of a short run."""
+    perfetto: str | None = None
+    """Also write the trace of one run to this file; for ui.perfetto.dev or chrome://tracing."""
+
+    def __post_init__(self) -> None:
+        if self.updates is not None and not 0 <= self.updates[0] <= self.updates[1]:
+            raise ConfigError(
+                f"updates must be 0 <= FIRST <= LAST, found {self.updates[0]},{self.updates[1]}"
+            )
+
+
+def report(paths: Sequence[Path], config: ReportConfig) -> list[str]:
+    """Write the page about some folders, and return what is missing in them, one line each.
+
+    Args:
+        paths: Folders of runs, comparisons and campaigns.
+        config: What to write, and where.
+
+    Raises:
+        ConfigError: A folder is of another kind; or there is no trace to write.
+        MissingExtra: plotly is not installed.
+        DiskError: A file cannot be written.
+    """
+    paths = list(dict.fromkeys(paths))
+    names = [path.resolve().name for path in paths]
+    folders = [
+        read_folder(path, name if names.count(name) == 1 else str(path))
+        for path, name in zip(paths, names, strict=True)
+    ]
+    traces = [open_traces(folder.path, folder.gaps) if folder.is_traceable else [] for folder in folders]
+    if config.perfetto is not None:
+        if len(traces) != 1 or not traces[0]:
+            raise ConfigError(
+                f"perfetto {config.perfetto}: expected one folder, of a run with a trace (train --trace), found "
+                f"{', '.join(map(str, paths))}"
+            )
+        write_perfetto(traces[0], Path(config.perfetto))
+    write_page(folders, traces, Path(config.out), config.updates)
+    return [f"{folder.name}: {gap}" for folder in folders for gap in folder.gaps]

@@ -1,0 +1,127 @@
+"""What a page shows: runs with their curves and events, tables, and what is missing."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto_lab.page.records import items, mapping, number
+from stretto_lab.page.times import UpdateTime
+
+Column = NDArray[np.float64]
+
+UNKNOWN = "-"
+"""Stands for a number that is missing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that was found, done or left out in a run."""
+
+    step: float
+    """The update, counted from 1."""
+    kind: str
+    """fault, which was done on purpose; incident, restart or skipped."""
+    text: str
+    """What, where and by whom."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One run, or one arm of a comparison."""
+
+    name: str
+    columns: dict[str, Column]
+    """Numbers of every update by the name of their field, NaN where one is missing; empty for an arm."""
+    axes: dict[str, Column]
+    """Where every update lies, by axis: updates, samples of all ranks, those at their first use, training seconds,
+    bytes that rank 0 sent."""
+    evaluations: Column
+    """`(count, 2)`: step and held-out loss."""
+    evaluation_axes: dict[str, Column]
+    events: Sequence[Event]
+    time: UpdateTime | None
+    """Where the time of an average update went."""
+    memory: Sequence[tuple[float, float]] = ()
+    """Of rank 0: updates, and the most bytes in use until then; a line for each rise."""
+    micro_batches: Sequence[float] = ()
+    """Mean number per update, by rank."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of text under headings."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """What a folder holds, as far as it can be read."""
+
+    path: Path
+    name: str
+    facts: dict[str, str]
+    """What ran, in the order in which it is shown."""
+    runs: Sequence[Run]
+    tables: Sequence[Table] = ()
+    gaps: list[str] = dataclasses.field(default_factory=list)
+    """What could not be read."""
+    is_traceable: bool = False
+    """Whether it is the folder of one run, which may have a trace."""
+    against: str = "updates"
+    """The axis on which its losses are best compared; the page begins with that of its first folder."""
+
+
+def formatted(value: float, pattern: str) -> str:
+    """Return a number as a pattern of `str.format` writes it, or the sign for one that is missing."""
+    return pattern.format(value) if np.isfinite(value) else UNKNOWN
+
+
+def read_evaluations(records: Iterable[dict[str, Any]]) -> Column:
+    """Return one row per evaluation: step, held-out loss and training seconds."""
+    rows = [
+        [number(one.get(name)) for name in ("step", "heldout_loss", "training_seconds")] for one in records
+    ]
+    return np.array(rows, dtype=float).reshape(-1, 3)
+
+
+def describe_noise(noise: dict[str, Any]) -> str:
+    """Return what a configuration says of the noise on purpose, in words."""
+    ranks, burst = noise.get("rank"), items(noise.get("every"))
+    parts = [
+        f"variance {noise.get('variance')} of the mean gradient",
+        f"{burst[1]} at every update number {burst[0]}" if len(burst) == 2 else "",
+        f"mean {noise.get('mean')}" if noise.get("mean") else "",
+        f"variance {noise.get('averages')} of averaged weights" if noise.get("averages") else "",
+        "on all ranks" if ranks == "all" else f"on rank {', '.join(map(str, items(ranks) or [ranks]))}",
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def describe_machine(machine: dict[str, Any]) -> dict[str, str]:
+    """Return processor and versions, by label, as `describe_environment` of a run has written them."""
+    if not machine:
+        return {}
+    processor = f"{machine.get('processor')}, {machine.get('cores')} cores"
+    device = f"{machine['cuda']}; {processor}" if machine.get("cuda") else processor
+    commit = f", commit {machine['commit']}" if machine.get("commit") else ""
+    return {
+        "machine": f"{device}; {machine.get('system')}",
+        "versions": f"PyTorch {machine.get('torch')}, Python {machine.get('python')}{commit}",
+    }
+
+
+def describe_task(task: object) -> str:
+    """Return the settings of a recipe in one line; what is not set is left out, and so are the records in it."""
+    settings = [
+        f"{name} {value}"
+        for name, value in mapping(task).items()
+        if value is not None and not isinstance(value, dict | list)
+    ]
+    return ", ".join(settings) or "unknown"

@@ -1,0 +1,111 @@
+"""The page: one HTML file with everything in it, which opens offline and runs nothing but its own two scripts.
+
+What run folders hold is text or numbers: text is escaped where it is put into the page, numbers are JSON in an element
+that no browser runs. A content security policy names the two scripts by their digests and forbids all else, also every
+request.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from stretto.disk import replace_file
+from stretto.errors import MissingExtra
+from stretto_lab.page.contents import Contents
+from stretto_lab.page.curves import curves, memory, timeline
+from stretto_lab.page.sections import sections, text
+from stretto_lab.page.traces import RankTrace, rank_times, stretches
+
+MOST_RUNS = 40
+"""Whose curves are drawn."""
+
+
+def write_page(
+    folders: Sequence[Contents],
+    traces: Sequence[Sequence[RankTrace]],
+    out: Path,
+    chosen: tuple[int, int] | None = None,
+) -> None:
+    """Write the page of what some folders hold.
+
+    Args:
+        folders: In the order of the page.
+        traces: Of each folder; empty where it has none.
+        out: The file.
+        chosen: First and last update that timelines show, beside those that they show anyway.
+
+    Raises:
+        MissingExtra: plotly is not installed.
+        DiskError: The file cannot be written.
+    """
+    runs = [run for folder in folders for run in folder.runs][:MOST_RUNS]
+    traced = [
+        (folder, stretches(ranks, folder.runs[0].events, chosen), rank_times(ranks))
+        for folder, ranks in zip(folders, traces, strict=True)
+        if ranks
+    ]
+    times = {folder.path: found for folder, _, found in traced}
+    data = {
+        "runs": [curves(run) for run in runs],
+        "timelines": [timeline(folder.name, shown) for folder, shown, _ in traced],
+        "memory": [
+            memory(folder.runs[0], times.get(folder.path, ())) for folder in folders if folder.is_traceable
+        ],
+    }
+    body = "\n".join(sections(folders, runs, traced))
+    replace_file(out, lambda path: path.write_text(_whole(folders, body, data), encoding="utf-8"))
+
+
+def _whole(folders: Sequence[Contents], body: str, data: dict[str, Any]) -> str:
+    """Return the whole file."""
+    scripts = [_plotly(), _own("page.js")]
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            "script-src " + " ".join(f"'sha256-{_digest(script)}'" for script in scripts),
+            "style-src 'unsafe-inline'",  # Plotly makes its own style element
+            "img-src data: blob:",
+        ]
+    )
+    names = text(", ".join(folder.name for folder in folders))
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{names} - Stretto</title>",
+            f"<style>\n{_own('page.css')}</style></head><body>",
+            f"<header><h1>{names}</h1></header>",
+            "<noscript><p class=note>The charts need JavaScript; the tables do not.</p></noscript>",
+            body,
+            # No text in it can end the element, whatever it says.
+            f'<script type="application/json" id="data">{_json(data)}</script>',
+            *(f"<script>{script}</script>" for script in scripts),
+            "</body></html>\n",
+        ]
+    )
+
+
+def _json(data: dict[str, Any]) -> str:
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _own(name: str) -> str:
+    return resources.files("stretto_lab.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise MissingExtra("plotly", "cli", "the page of a report") from error
+    return str(get_plotlyjs())

@@ -1,0 +1,179 @@
+"""The folders of `compare`, `demo` and `campaign`: the arms of the first two, the tables of the last."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stretto_lab.page.contents import (
+    Contents,
+    Run,
+    Table,
+    describe_machine,
+    describe_noise,
+    describe_task,
+    formatted,
+    read_evaluations,
+)
+from stretto_lab.page.records import items, mapping, number, read_json
+from stretto_lab.page.run import read_run
+from stretto_lab.page.times import of_totals
+
+
+def read_comparison(path: Path, name: str) -> Contents:
+    """Return the arms of a comparison; what is missing is named among the gaps."""
+    gaps: list[str] = []
+    content = read_json(path / "compare.json", gaps)
+    arms = [mapping(one) for one in items(content.get("runs"))]
+    repeats = len({str(one.get("repeat")) for one in arms})
+    runs = [_arm(one, name if repeats < 2 else f"{name}, seed {one.get('seed')}") for one in arms]
+    environment, comparison = mapping(content.get("environment")), mapping(content.get("comparison"))
+    facts = {
+        "model and data": describe_task(comparison.get("task")),
+        "arms": ", ".join(map(str, items(comparison.get("strategies")))) or "unknown",
+        "ranks": str(environment.get("workers", "unknown")),
+        "link": str(environment.get("link", "unknown")),
+        **(
+            {"noise on purpose": describe_noise(mapping(comparison["noise"]))}
+            if comparison.get("noise")
+            else {}
+        ),
+        **describe_machine(environment),
+    }
+    if not runs:
+        gaps.append("no run of the comparison is recorded")
+    headings = (
+        "arm",
+        "seed",
+        "updates",
+        "s",
+        "samples per s",
+        "held-out loss",
+        "s to target",
+        "MB sent",
+        "peak MB",
+    )
+    fields = (
+        "updates",
+        "seconds",
+        "samples_per_second",
+        "heldout_loss",
+        "seconds_to_loss",
+        "sent_bytes",
+        "peak_bytes",
+    )
+    texts = ("{:,.0f}", "{:,.2f}", "{:,.0f}", "{:.4f}", "{:.1f}", "{:,.2f}", "{:,.0f}")
+    rows = []
+    for one in arms:
+        values = [number(one.get(field)) * (1e-6 if field.endswith("bytes") else 1) for field in fields]
+        cells = [formatted(value, text) for text, value in zip(texts, values, strict=True)]
+        rows.append([str(one.get("strategy")), str(one.get("seed")), *cells])
+    table = Table(title="Arms", headings=headings, rows=rows)
+    return Contents(path=path, name=name, facts=facts, runs=runs, tables=[table], gaps=gaps)
+
+
+def _arm(record: dict[str, Any], folder: str) -> Run:
+    """Return one run of a comparison; samples and bytes are spread evenly over its updates."""
+    strategy, updates = str(record.get("strategy")), number(record.get("updates"))
+    evaluations = read_evaluations(map(mapping, items(record.get("evaluations"))))
+    steps = evaluations[:, 0]
+    axes = {
+        "updates": steps,
+        "samples": steps * number(record.get("samples")) / (updates or np.nan),
+        "loads": steps * number(record.get("fresh_samples")) / (updates or np.nan),
+        "seconds": evaluations[:, 2],
+        "bytes": steps * number(record.get("sent_bytes")) / (updates or np.nan),
+    }
+    return Run(
+        name=f"{strategy} ({folder})",
+        columns={},
+        axes={},
+        evaluations=evaluations[:, :2],
+        evaluation_axes=axes,
+        events=(),
+        time=of_totals({name: number(value) for name, value in record.items()}, strategy),
+    )
+
+
+def read_demo(path: Path, name: str) -> Contents:
+    """Return the arms of a demonstration's first seed, and the table of all; what is missing is among the gaps."""
+    gaps: list[str] = []
+    content = read_json(path / "demo.json", gaps)
+    records = [mapping(one) for one in items(content.get("runs"))]
+    seed = str(records[0].get("seed")) if records else "unknown"
+    # Names in the file are looked up among the folders that are there: a path is never made of them.
+    folders = {
+        folder.name: folder for folder in path.glob("seed-*/*") if folder.parent.name == f"seed-{seed}"
+    }
+    runs: list[Run] = []
+    drawn = [one for one in records if str(one.get("seed")) == seed]
+    for arm in [str(one.get("arm")) for one in drawn]:
+        if (folder := folders.get(arm.replace(" ", "-"))) is None:
+            gaps.append(f"the run {arm} is missing")
+            continue
+        found = read_run(folder, arm)
+        runs += found.runs
+        gaps += [f"{arm}: {gap}" for gap in found.gaps]
+    if not records:
+        gaps.append("no run of the demonstration is recorded")
+    demo, struck = mapping(content.get("demo")), drawn[-1] if drawn else {}  # the clean run has no hazard
+    facts = {
+        "model and data": describe_task(demo.get("task")),
+        **{label: str(struck.get(key, "unknown")) for label, key in _HAZARDS.items()},
+        "target": f"held-out loss {formatted(number(struck.get('target')), '{:.4f}')}",
+        "drawn": f"seed {seed}",
+        **describe_machine(mapping(content.get("environment"))),
+    }
+    rows = [
+        [
+            *(str(one.get(key)) for key in ("arm", "seed", "strategy", "wire", "echo")),
+            ", ".join(map(str, items(one.get("guards")))) or "none",
+            *(formatted(number(one.get(key)), pattern) for key, pattern in _MEASURED.values()),
+            str(len(items(one.get("incidents")))),
+        ]
+        for one in records
+    ]
+    headings = ("arm", "seed", "strategy", "wire", "echo", "guards", *_MEASURED, "found")
+    table = Table(title="Arms", headings=headings, rows=rows)
+    return Contents(
+        path=path, name=name, facts=facts, runs=runs, tables=[table], gaps=gaps, against="seconds"
+    )
+
+
+_HAZARDS = {"slow link": "link", "slow loader, ms per micro-batch": "slow_loader", "faults": "faults"}
+"""Keys of an arm's record, by label."""
+_MEASURED = {
+    "updates": ("updates", "{:,.0f}"),
+    "s": ("seconds", "{:,.2f}"),
+    "s to target": ("seconds_to_loss", "{:.1f}"),
+    "held-out loss": ("heldout_loss", "{:.4f}"),
+    "s for link": ("exposed_seconds", "{:.1f}"),
+    "s for data": ("wait_seconds", "{:.1f}"),
+    "struck": ("faults_struck", "{:,.0f}"),
+}
+"""Keys of an arm's record and how they are written, by heading."""
+
+
+def read_campaign(path: Path, name: str) -> Contents:
+    """Return the tables of a campaign; what is missing is named among the gaps."""
+    gaps: list[str] = []
+    content = read_json(path / "campaign.json", gaps)
+    fields = ("faults", "applied", "on_real_workers", "clean_rounds", "false_alarms", "seconds")
+    facts = {field.replace("_", " "): formatted(number(content.get(field)), "{:,.0f}") for field in fields}
+    broken = [mapping(one) for one in items(content.get("broken"))]
+    sites = [mapping(one) for one in items(content.get("sites"))]
+    columns = ("site", "guard", "strategies", "applied", "harmful", "detected", "named", "identical")
+    tables = [
+        Table(
+            title="Promises broken",
+            headings=("fault", "why", "story"),
+            rows=[[str(one.get(name)) for name in ("number", "why", "story")] for one in broken],
+        ),
+        Table(
+            title="Damage",
+            headings=columns,
+            rows=[["-" if one.get(name) is None else str(one[name]) for name in columns] for one in sites],
+        ),
+    ]
+    facts |= describe_machine(mapping(content.get("environment")))
+    return Contents(path=path, name=name, facts=facts, runs=[], tables=tables, gaps=gaps)

@@ -1,0 +1,280 @@
+"""The sections of the page, one function for each: text, tables, and the places where charts are drawn.
+
+Whatever comes from a folder passes `text`.
+"""
+
+import html
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from stretto.terminal import printable
+from stretto_lab.page.contents import UNKNOWN, Contents, Run, Table, formatted
+from stretto_lab.page.traces import MOST_RANKS, ORDER, RankTimes, Stretch
+
+MOST_ROWS = 300
+"""Of a table."""
+MOST_LETTERS = 2000
+"""Of one text from a folder."""
+Traced = tuple[Contents, Sequence[Stretch], Sequence[RankTimes]]
+"""A run with what its trace says."""
+
+
+def text(value: str) -> str:
+    """Return text from a folder as text of the page."""
+    shown = value if len(value) <= MOST_LETTERS else value[:MOST_LETTERS] + "…"
+    return html.escape(printable(shown))
+
+
+def sections(folders: Sequence[Contents], runs: Sequence[Run], traced: Sequence[Traced]) -> Iterator[str]:
+    """Yield the sections of the page, in their order.
+
+    Args:
+        folders: What is shown.
+        runs: Those of all folders whose curves are drawn.
+        traced: Folders of runs with a trace.
+    """
+    yield from (_about(folder, "What ran" if len(folders) == 1 else folder.name) for folder in folders)
+    if any(len(run.evaluations) or run.columns for run in runs):
+        yield _loss(sum(len(folder.runs) for folder in folders) - len(runs), folders[0].against)
+    yield from _events(runs)
+    yield from _time(runs)
+    for index, (folder, shown, _) in enumerate(traced):
+        yield _timeline(index, folder, shown)
+    with_trace = [folder.path for folder, _, _ in traced]
+    untraced = [folder.name for folder in folders if folder.is_traceable and folder.path not in with_trace]
+    if untraced:
+        names = text(", ".join(untraced))
+        yield _section(
+            "What happened when",
+            f"<p class=note>{names}: not traced. Train with <code>--trace</code>, and there is a timeline of both "
+            "lanes of every rank, with the times and the memory of each rank.</p>",
+        )
+    yield from _averages(runs)
+    yield from _input(runs)
+    for folder, _, times in traced:
+        yield _ranks(folder, times)
+    yield from _memory([folder for folder in folders if folder.is_traceable], with_trace)
+
+
+def _section(title: str, *parts: str) -> str:
+    return "\n".join([f"<section><h2>{text(title)}</h2>", *parts, "</section>"])
+
+
+def _chart(name: str, label: str, *, small: bool = False) -> str:
+    size = "chart small" if small else "chart"
+    return f'<div class="{size}" id="{name}" role="group" aria-label="{html.escape(label)}"></div>'
+
+
+def _table(table: Table) -> str:
+    """Return a table; columns of numbers are aligned right."""
+    rows = table.rows[:MOST_ROWS]
+    width = len(table.headings)
+    is_number = [bool(rows) and all(_is_number(row[column]) for row in rows) for column in range(width)]
+    marks = [" class=number" if found else "" for found in is_number]
+    head = "".join(f"<th{mark}>{text(one)}</th>" for mark, one in zip(marks, table.headings, strict=True))
+    body = "\n".join(
+        "<tr>"
+        + "".join(f"<td{mark}>{text(cell)}</td>" for mark, cell in zip(marks, row, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    more = len(table.rows) - len(rows)
+    return (
+        (f"<h3>{text(table.title)}</h3>\n" if table.title else "")
+        + f"<div class=scroll tabindex=0><table><thead><tr>{head}</tr></thead>\n"
+        f"<tbody>\n{body}\n</tbody></table></div>" + (f"<p class=note>and {more:,} more</p>" if more else "")
+    )
+
+
+def _is_number(cell: str) -> bool:
+    return cell.strip(" %×").replace(",", "").replace(".", "").replace("-", "").isdigit() or cell == UNKNOWN
+
+
+def _about(folder: Contents, title: str) -> str:
+    facts = "\n".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in folder.facts.items())
+    gaps = "\n".join(f"<li>{text(gap)}</li>" for gap in folder.gaps)
+    tables = [_table(table) for table in folder.tables if table.rows]
+    missing = f"<ul class=gaps>\n{gaps}\n</ul>" if gaps else ""
+    return _section(title, f"<dl>{facts}</dl>", missing, *tables)
+
+
+def _loss(num_hidden: int, against: str) -> str:
+    axes = {
+        "updates": "committed updates",
+        "samples": "samples, echoes counted",
+        "loads": "samples loaded",
+        "seconds": "seconds of training",
+        "bytes": "bytes sent",
+    }
+    options = "".join(
+        f'<option value="{name}"{" selected" if name == against else ""}>{label}</option>'
+        for name, label in axes.items()
+    )
+    hidden = f"<p class=note>{num_hidden:,} more runs are not drawn.</p>" if num_hidden else ""
+    return _section(
+        "Loss",
+        hidden,
+        f"<div class=controls><label for=axis>against</label><select id=axis>{options}</select>"
+        "<label><input type=checkbox id=logarithmic> logarithmic</label></div>",
+        _chart("loss", "training and held-out loss of every run"),
+    )
+
+
+def _events(runs: Sequence[Run]) -> Iterator[str]:
+    rows = [
+        [run.name, UNKNOWN if np.isnan(event.step) else f"{event.step:,.0f}", event.kind, event.text]
+        for run in runs
+        for event in run.events
+    ]
+    if rows:
+        table = Table(
+            title="", headings=("run", "update", "what", "where, by whom, and what became of it"), rows=rows
+        )
+        yield _section("Faults, verdicts and repairs", _table(table))
+
+
+def _time(runs: Sequence[Run]) -> Iterator[str]:
+    rows = []
+    for run in runs:
+        if run.time is not None:
+            time = run.time
+            parts = (time.seconds, time.compute, time.exposed, time.data, time.lane)
+            model = np.nan if time.model is None else time.model
+            cells = [formatted(1000 * part, "{:,.2f}") for part in (*parts, model)]
+            rows.append([run.name, *cells, f"{time.updates:,}"])
+    if not rows:
+        return
+    headings = ("run", "update", "compute", "exposed", "data", "lane busy", "time model", "updates")
+    note = (
+        "An average update of rank 0 in milliseconds, without evaluations and checkpoints; of a run also without its "
+        "first updates, which are slower. Compute is all that is not waiting. The time model (docs/time-model.md) is "
+        "given this compute time and this lane; what the rank waited for data is added. It has no row for strategies "
+        "that average. Stock methods cannot tell their parts."
+    )
+    along = [
+        f"<h3>{text(run.name)}, along the run</h3>\n"
+        + _chart(f"parts-{index}", "parts of an update along the run", small=True)
+        for index, run in enumerate(runs)
+        if run.columns and len(run.columns["step"])
+    ]
+    yield _section(
+        "Where an update's time goes",
+        f"<p class=note>{note}</p>",
+        _chart("time", "compute, exposed communication and waiting for data", small=True),
+        _table(Table(title="", headings=headings, rows=rows)),
+        *along,
+    )
+
+
+def _timeline(index: int, folder: Contents, shown: Sequence[Stretch]) -> str:
+    name = f"timeline-{index}"
+    options = "".join(f"<option>{text(stretch.label)}</option>" for stretch in shown)
+    buttons = "".join(
+        f'<button type=button id="{name}-{move}" aria-label="{label}" title="{label}">{sign}</button>'
+        for move, label, sign in (
+            ("earlier", "earlier", "←"), ("later", "later", "→"), ("nearer", "zoom in", "+"),
+            ("farther", "zoom out", "−"), ("whole", "show all", "all"),
+        )
+    )  # fmt: skip
+    chart = _chart(name, "timeline of both lanes of every rank", small=True).replace(
+        "<div ", "<div tabindex=0 ", 1
+    )
+    return _section(
+        f"What happened when: {folder.name}",
+        "<p class=note>Both lanes of every rank. Drag to zoom, double-click for all; on the keyboard the arrows, "
+        f"+, - and 0 do the same. Up to {MOST_RANKS} ranks are drawn. Times are of the hosts' clocks.</p>",
+        f'<div class=controls><label for="{name}-stretch">show</label><select id="{name}-stretch">{options}</select>'
+        f"{buttons}</div>",
+        f'<ul class=legend id="{name}-legend"></ul>',
+        chart,
+    )
+
+
+def _averages(runs: Sequence[Run]) -> Iterator[str]:
+    parts = [
+        f"<h3>{text(run.name)}</h3>\n"
+        + _chart(f"averages-{index}", "noise, divergence and interval along the run", small=True)
+        for index, run in enumerate(runs)
+        if run.columns and np.isfinite(run.columns["noise"]).any()
+    ]
+    if parts:
+        note = (
+            "What averages found: the standard deviation of the noise per coordinate of the mean gradient, how far "
+            "replicas were from their mean, and the interval that was chosen (docs/paft.md). A zero has no place here."
+        )
+        yield _section("Noise and averages", f"<p class=note>{note}</p>", *parts)
+
+
+def _input(runs: Sequence[Run]) -> Iterator[str]:
+    parts = []
+    for index, run in enumerate(runs):
+        if not (run.columns and len(run.columns["step"])):
+            continue
+        fresh, echoed, waited = (np.nansum(run.columns[name]) for name in ("fresh", "echoed", "wait_seconds"))
+        parts.append(
+            f"<p>{text(run.name)}: rank 0 took {fresh:,.0f} fresh batches, used {echoed:,.0f} again, and waited "
+            f"{waited:,.2f} s for data.</p>"
+        )
+        if echoed > 0:
+            parts.append(_chart(f"input-{index}", "fresh and echoed batches", small=True))
+    if parts:
+        yield _section("Fresh and echoed batches", *parts)
+
+
+def _ranks(folder: Contents, times: Sequence[RankTimes]) -> str:
+    """Return the section about single ranks: who is slow, who is waited for, and how much memory each had."""
+    fastest = min((one.micro_batch for one in times if one.micro_batch > 0), default=np.nan)
+    counts = folder.runs[0].micro_batches
+    headings = ("rank", "ms per micro-batch", "of the fastest", "micro-batches", "last to reduce", "most MB")
+    rows = [
+        [
+            str(one.rank),
+            formatted(1000 * one.micro_batch, "{:,.2f}"),
+            formatted(one.micro_batch / fastest, "{:.2f} ×"),
+            formatted(counts[one.rank] if one.rank < len(counts) else np.nan, "{:.2f}"),
+            formatted(100 * one.last, "{:.0f} %"),
+            formatted(one.memory[-1][1] / 1e6 if one.memory else np.nan, "{:,.0f}"),
+        ]
+        for one in times
+    ]
+    kinds = sorted({kind for one in times for kind in one.per_update}, key=ORDER.index)
+    per_kind = [
+        [kind, *(formatted(1000 * one.per_update.get(kind, 0.0), "{:,.2f}") for one in times)]
+        for kind in kinds
+    ]
+    by_kind = Table(
+        title="Milliseconds per update",
+        headings=("lane and kind", *(f"rank {one.rank}" for one in times)),
+        rows=per_kind,
+    )
+    return _section(
+        f"Ranks and stragglers: {folder.name}",
+        f"<p class=note>{_straggler(times, fastest)} Means over updates at even distances.</p>",
+        _table(Table(title="By rank", headings=headings, rows=rows)),
+        _table(by_kind),
+    )
+
+
+def _memory(folders: Sequence[Contents], with_trace: Sequence[Path]) -> Iterator[str]:
+    parts = [
+        f"<h3>{text(folder.name)}</h3>\n" + _chart(f"memory-{index}", "memory along the run", small=True)
+        for index, folder in enumerate(folders)
+        if folder.runs[0].memory or folder.path in with_trace
+    ]
+    if parts:
+        note = (
+            "The most that the process of a rank had resident until then, or that was allocated on its GPU; of a run "
+            "without a trace, that of rank 0."
+        )
+        yield _section("Memory", f"<p class=note>{note}</p>", *parts)
+
+
+def _straggler(times: Sequence[RankTimes], fastest: float) -> str:
+    known = [one for one in times if one.micro_batch > 0]
+    if len(known) < 2:
+        return ""
+    slowest = max(known, key=lambda one: one.micro_batch)
+    ratio = slowest.micro_batch / fastest
+    return f"Rank {slowest.rank} is the slowest: its micro-batches take {ratio:.2f} times as long as the fastest."

@@ -1,0 +1,37 @@
+"""What to use: a job's work and link are measured, every strategy and wire is priced by them, and the prices ranked."""
+
+from stretto_lab.plan.choice import Choice, choose
+from stretto_lab.plan.measure import Machine, measure
+from stretto_lab.plan.price import Price, compute_of, price
+from stretto_lab.plan.ranking import (
+    EVIDENCE,
+    OF_WIRES,
+    SMALL,
+    UNEQUAL,
+    Evidence,
+    PlanConfig,
+    Ranking,
+    evidence_of,
+    plan,
+    rank_by_time,
+)
+
+__all__ = [
+    "EVIDENCE",
+    "OF_WIRES",
+    "SMALL",
+    "UNEQUAL",
+    "Choice",
+    "Evidence",
+    "Machine",
+    "PlanConfig",
+    "Price",
+    "Ranking",
+    "choose",
+    "compute_of",
+    "evidence_of",
+    "measure",
+    "plan",
+    "price",
+    "rank_by_time",
+]

@@ -1,0 +1,124 @@
+"""A plan for a loop of the user's own: what to hand to `DataParallel`."""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from stretto.engine import Clock, Options
+from stretto.groups import join_launched_group, launched_per_node
+from stretto.randomness import random_states, restore_random_states
+from stretto.strategies import Strategy
+from stretto_lab.plan.measure import Machine, Ranks, measure_task
+from stretto_lab.plan.ranking import SMALL, Ranking, rank_by_time
+from stretto_lab.recipes.task import Loss, Task
+from stretto_lab.train.arms import Arm, parse_arm
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """What a plan chose for a loop; equal on all ranks."""
+
+    arm: Arm
+    """As the command line takes it, with its wire."""
+    micro_batches: int | Clock
+    """For `DataParallel`: per rank and update, or by the clock where ranks are not equally fast and gain by it."""
+    ranking: Ranking | None
+    """The prices of all that could have been chosen, and what was measured; None where a rank is alone."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """For `DataParallel`."""
+        return self.arm.strategy()
+
+    @property
+    def wire(self) -> str:
+        """For `DataParallel`."""
+        return self.arm.wire
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """For `Options`; None unless ranks lie on nodes and gain by it."""
+        return self.arm.settings.get("ranks_per_node")
+
+
+def choose(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_function: Callable[[nn.Module, Any], Tensor],
+    loader: Iterable[Any],
+    *,
+    micro_batches: int | Clock = 1,
+    batches: int = 8,
+    bucket_bytes: int | None = None,
+) -> Choice:
+    """Measure a loop's work and link for some seconds, and return the strategy and wire whose updates are the fastest.
+
+    Only those take part whose price in held-out loss is known to be small. Measured is a copy of model and optimizer;
+    they, and the random states, are afterwards as they were. All ranks must call, before `DataParallel`. A rank that is
+    alone has nothing to choose, and takes the default.
+
+    Args:
+        model: On its device.
+        optimizer: Over its trainable parameters.
+        loss_function: Returns the scalar loss of a model on a batch; it is called with the copy.
+        loader: This rank's batches, `batches + 2` of which are taken; from the beginning again where it ends sooner.
+        micro_batches: Per rank and update; or a clock, by which strategies that overlap accumulate. Others then have
+            its minimum.
+        batches: Micro-batches to time.
+        bucket_bytes: That of the job's `Options`; None is the default.
+
+    Raises:
+        ConfigError: The loader ends too soon.
+        CommunicationError: The ranks did not find each other, or another one has failed.
+    """
+    fixed = micro_batches if isinstance(micro_batches, int) else micro_batches.minimum
+    device = next(model.parameters(), torch.empty(0)).device
+    join_launched_group(device)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Choice(parse_arm("zero1"), fixed, None)
+    ranks = Ranks(device, Options().timeout_seconds)
+    with ranks.together():
+        machine = _measured(ranks, model, optimizer, loss_function, loader, batches)
+        ranking = rank_by_time(
+            machine,
+            micro_batches=fixed,
+            clock="auto" if isinstance(micro_batches, int) else micro_batches,
+            bucket_bytes=Options().bucket_bytes if bucket_bytes is None else bucket_bytes,
+            most_nats=SMALL,
+        )
+        # Prices of other processors might differ in a last bit, so rank 0's choice is everybody's.
+        arms = sorted(one.arm for one in ranking.prices)
+        chosen = ranks.gather([arms.index(ranking.choice.arm)])[0]
+    arm = parse_arm(arms[int(chosen)])
+    return Choice(arm, arm.settings.get("clock", fixed), ranking)
+
+
+def _measured(
+    ranks: Ranks,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_function: Callable[[nn.Module, Any], Tensor],
+    loader: Iterable[Any],
+    batches: int,
+) -> Machine:
+    """Measure a copy, and put random states back."""
+    states = random_states(ranks.device)
+    try:
+        model, optimizer = copy.deepcopy((model, optimizer))
+        task = Task(
+            model=model,
+            optimizer=optimizer,
+            scheduler=None,
+            loader=loader,  # type: ignore[arg-type]  # only iterated
+            loss=lambda model, batch: Loss(loss_function(model, batch), 1.0, 1),
+            evaluate=lambda model: math.nan,
+        )
+        return measure_task(ranks, task, batches, launched_per_node())
+    finally:
+        restore_random_states(states, ranks.device)

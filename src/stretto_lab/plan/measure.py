@@ -1,0 +1,369 @@
+"""The numbers that decide how long an update takes, measured on the ranks of a job.
+
+Note [What is measured where]
+    Micro-batches and the optimizer are timed with all ranks at work, as in training. An exchange is timed twice: its
+    work on a rank that is alone, for every wire (packing, sums, norms, copies, the round report), and the link by
+    sending bytes that nobody looks at. All this takes seconds, and changes a model that nobody keeps.
+"""
+
+import dataclasses
+import math
+import socket
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from stretto.engine import Options
+from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector, Lifetime
+from stretto.engine.round import Progress
+from stretto.errors import ConfigError
+from stretto.groups import Link, SoloGroup, private_group
+from stretto.machine import share_of_cores, usable_cores
+from stretto.parallel import DataParallel
+from stretto.strategies import ZeRO1
+from stretto_lab.recipes import Task
+from stretto_lab.train.configuration import Job, TaskT
+from stretto_lab.train.state import slowed
+from stretto_lab.train.workers import RankInfo, choose_device, joined_group
+
+WIRES = ("fp32", "bf16", "int8", "int4")
+"""Wires that cost next to nothing in the loss."""
+_WARM_UP = 2
+"""First repeats of anything, which are left out: memory is new."""
+_EXCHANGES = 4
+"""Updates of a lone rank, by wire."""
+_ROUND_TRIPS = 10
+_LINK_SECONDS = 0.3
+"""How long a transfer has to take to tell the link's rate."""
+_AT_ONCE = 8
+"""Collectives that are under way together, as the buckets of a job are. One alone uses Gloo's links in one direction
+at a time, and takes up to twice as long."""
+_LARGEST_TRANSFER = 2**25
+"""Bytes that a rank sends at most to find out."""
+_MOST_CORES = 1024
+"""As many as a set of cores has on Linux."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """One rank's work, and the link to the others."""
+
+    ranks: int
+    parameters: int
+    """Trainable ones."""
+    forward_seconds: float
+    """Of one micro-batch."""
+    backward_seconds: float
+    """Of one micro-batch."""
+    load_seconds: float
+    """Until the loader has the next micro-batch, if nothing else is done meanwhile."""
+    step_seconds: float
+    """Of the optimizer, over all parameters."""
+    exchange_seconds: dict[str, float]
+    """By wire: what a whole exchange costs a rank that is alone, without the optimizer."""
+    link: Link
+    """Of every rank to the others, in each direction, with all ranks sending; or of every node to the others."""
+    cores: float
+    """Processor cores for each rank of a machine; infinite where a device computes."""
+    jitter: float = 0.0
+    """A micro-batch takes up to this share more or less than the mean, if all times between are equally likely."""
+    ranks_per_node: int = 1
+    """Consecutive ranks that share the link of their node."""
+    inside: Link = dataclasses.field(default_factory=Link)
+    """Of every rank to those of its node, in each direction, with all ranks sending."""
+    slowness: tuple[float, ...] = ()
+    """Factor on these times, but for the loader's, by rank; empty where all ranks are as fast."""
+
+    @property
+    def micro_batch_seconds(self) -> float:
+        """Forward and backward pass of one micro-batch."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def slowest(self) -> float:
+        """Factor on the times of the slowest rank."""
+        return max(self.slowness, default=1.0)
+
+    def with_ranks(self, ranks: int, slow: Mapping[int, float]) -> Self:
+        """Return the machine with as many ranks, some of them slower than they were measured.
+
+        Ranks that were not measured are as slow as the slowest one.
+        """
+        measured = self.slowness if len(self.slowness) == ranks else (self.slowest,) * ranks
+        factors = [factor * slow.get(rank, 1.0) for rank, factor in enumerate(measured)]
+        return dataclasses.replace(self, ranks=ranks, slowness=tuple(factors) if max(factors) != 1 else ())
+
+
+class Ranks:
+    """All ranks of the default process group, on a group that nobody else uses: an error on one reaches the others.
+
+    Args:
+        device: Where what they send each other lies.
+        timeout_seconds: How long to wait for a rank that neither answers nor dies.
+    """
+
+    def __init__(self, device: torch.device, timeout_seconds: float) -> None:
+        self.group = private_group(timeout_seconds=timeout_seconds + BACKEND_MARGIN_SECONDS)
+        self.device = device
+        self._failures = FailureDetector(self.group, device, timeout_seconds, Progress())
+        self._lifetime = Lifetime(self._failures, leave=lambda waits: None)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Tell the other ranks of an error in the block; at its end nobody may use the group any more."""
+        with self._lifetime.running():
+            yield
+        self._lifetime.finish()
+
+    def gather(self, values: Sequence[float]) -> Tensor:
+        """Return what every rank gives, `(world_size, len(values))`, in float64; it waits for the last of them.
+
+        Raises:
+            CommunicationError: Another rank does not come.
+        """
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        whole = own.new_empty(self.group.size() * len(values))
+        self._failures.wait(self.group.all_gather_single(whole, own), "times of all ranks")
+        return whole.view(-1, len(values)).cpu()
+
+    def send(self, outgoing: Sequence[Tensor], to: Sequence[int]) -> None:
+        """Send of each tensor an equal part to each rank of `to`, all at once; these do the same.
+
+        Raises:
+            CommunicationError: Another rank does not come.
+        """
+        part = outgoing[0].numel() // len(to)
+        splits = [part * (rank in to) for rank in range(self.group.size())]
+        works = [self.group.all_to_all_single(torch.empty_like(one), one, splits, splits) for one in outgoing]
+        for work in works:
+            self._failures.wait(work, "measurement of the link")
+
+
+def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
+    """Measure on all ranks, and return what they took; every rank calls this with equal settings.
+
+    Args:
+        info: Which rank this is.
+        job: What is trained, and over which link.
+        batches: Micro-batches to time.
+
+    Raises:
+        ConfigError: The recipe has no loss that trains, or its loader ends too soon.
+        CommunicationError: Another rank has failed, or does not answer.
+    """
+    torch.set_num_threads(job.threads)
+    device = choose_device(job.device, info)
+    with joined_group(info, Link.parse(job.link), device, job.timeout_seconds):
+        task = job.task.build(info.rank, info.world_size, job.seed, None)
+        task.model.to(device)
+        slow = dataclasses.replace(task, loader=slowed(job, task.loader, info.rank))
+        ranks = Ranks(device, job.timeout_seconds)
+        with ranks.together():
+            return measure_task(ranks, slow, batches, job.ranks_per_node or info.local_world_size)
+
+
+def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int) -> Machine:
+    """Measure a task on all ranks, and return what they took; changes the task's model. All ranks must call.
+
+    Args:
+        ranks: Which have the model on their device.
+        task: Of this rank; its loader, model, loss and optimizer are used.
+        batches: Micro-batches to time.
+        ranks_per_node: Ranks of this rank's node. Nodes count where there are several, all with equally many ranks.
+
+    Raises:
+        ConfigError: The loader ends too soon.
+        CommunicationError: Another rank does not come.
+    """
+    device = ranks.device
+    fresh = list(islice(_timed(task.loader), batches + _WARM_UP))
+    if len(fresh) <= _WARM_UP:
+        raise ConfigError(
+            f"plan: expected more than {_WARM_UP} micro-batches from the loader, found {len(fresh)}"
+        )
+    each = _agreed_ranks_per_node(ranks, ranks_per_node)
+    inside, link = measure_links(ranks, each)
+    passes = [_passes(task, batch, device) for batch, _ in fresh][_WARM_UP:]
+    exchanges = {wire: _exchange_seconds(task, fresh[0][0], wire) for wire in WIRES}
+    step_seconds = _step_seconds(task, fresh[0][0], device)
+    own = Machine(
+        ranks=ranks.group.size(),
+        parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
+        forward_seconds=statistics.median(forward for forward, _ in passes),
+        backward_seconds=statistics.median(backward for _, backward in passes),
+        load_seconds=statistics.fmean(seconds for _, seconds in fresh[_WARM_UP:]),
+        step_seconds=step_seconds,
+        exchange_seconds={wire: max(0.0, taken - step_seconds) for wire, taken in exchanges.items()},
+        link=link,
+        cores=float("inf") if device.type != "cpu" else _own_cores(ranks),
+        jitter=_jitter([sum(one) for one in passes]),
+        ranks_per_node=each,
+        inside=inside,
+    )
+    return _of_all(ranks, own, min(sum(one) for one in passes))
+
+
+def _agreed_ranks_per_node(ranks: Ranks, own: int) -> int:
+    """Return how many ranks each node has; 1 where there are no nodes to tell apart."""
+    world_size = ranks.group.size()
+    is_even = bool((ranks.gather([own]) == own).all()) and world_size % own == 0
+    return own if is_even and own < world_size else 1
+
+
+def _own_cores(ranks: Ranks) -> float:
+    """Return this rank's cores; ranks may be bound to some of their own, as Slurm does, or share all."""
+    own = {core % _MOST_CORES for core in usable_cores()}
+    host = float(zlib.crc32(socket.gethostname().encode()))
+    of_all = ranks.gather([host, *(float(core in own) for core in range(_MOST_CORES))])
+    same_host = of_all[of_all[:, 0] == host, 1:]
+    return share_of_cores(own, [row.nonzero().flatten().tolist() for row in same_host])
+
+
+def _of_all(ranks: Ranks, own: Machine, least_seconds: float) -> Machine:
+    """Return the machine of all ranks, which shall plan alike; of links and loaders the slowest counts.
+
+    Args:
+        ranks: All of them.
+        own: What this rank has measured.
+        least_seconds: Of its micro-batches, the shortest.
+    """
+    links = [
+        number
+        for link in (own.link, own.inside)
+        for number in (1 / (link.bits_per_second or math.inf), link.latency_seconds)
+    ]
+    work = [own.forward_seconds, own.backward_seconds, own.step_seconds, *own.exchange_seconds.values()]
+    rows = ranks.gather([least_seconds, own.jitter, *work, own.load_seconds, *links, -own.cores])
+    slowness, longest = by_speed(rows[:, 0], rows[:, 2 : 2 + len(work)])
+    forward, backward, step, *exchanges = longest.tolist()
+    load, per_bit, latency, per_bit_inside, latency_inside, cores = rows[:, -6:].amax(0).tolist()
+    return dataclasses.replace(
+        own,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        load_seconds=load,
+        step_seconds=step,
+        exchange_seconds=dict(zip(own.exchange_seconds, exchanges, strict=True)),
+        link=Link(bits_per_second=1 / per_bit if per_bit else None, latency_seconds=latency),
+        inside=Link(
+            bits_per_second=1 / per_bit_inside if per_bit_inside else None, latency_seconds=latency_inside
+        ),
+        cores=-cores,
+        jitter=rows[:, 1].mean().item(),  # few draws: their mean is nearer to the truth than their maximum
+        slowness=tuple(slowness.tolist()) if slowness.max() > 1 else (),
+    )
+
+
+def by_speed(least: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how slow each rank is, and the longest times of work, each by the speed of the rank it was measured on.
+
+    A disturbance only adds to a time. So a rank is as slow as its shortest micro-batch: a slow rank's is long too.
+
+    Args:
+        least: Seconds of the shortest micro-batch, by rank.
+        work: Seconds, by rank and kind.
+    """
+    slowness = least / least.min()
+    return slowness, (work / slowness[:, None]).amax(0)
+
+
+def measure_links(ranks: Ranks, ranks_per_node: int) -> tuple[Link, Link]:
+    """Return the link of every rank inside its node, and that of every node to the others; all ranks must call."""
+    world_size, rank, each = ranks.group.size(), ranks.group.rank(), ranks_per_node
+    if each == 1:
+        return Link(), measure_link(ranks, range(world_size))
+    first = rank // each * each
+    inside = measure_link(ranks, range(first, first + each))
+    between = measure_link(ranks, range(rank % each, world_size, each))
+    # All ranks of a node have sent at once.
+    return inside, dataclasses.replace(between, bits_per_second=each * (between.bits_per_second or math.inf))
+
+
+def measure_link(ranks: Ranks, to: Sequence[int]) -> Link:
+    """Return the link that every rank has to some others while all send; all ranks must call.
+
+    The latency is that of the smallest message, there. The rate is that of a transfer which is long enough.
+
+    Args:
+        ranks: All of them.
+        to: This rank and those it sends to, as many on every rank.
+    """
+    if len(to) == 1:
+        return Link()
+
+    def seconds(numel: int, at_once: int = _AT_ONCE) -> float:
+        outgoing = [
+            torch.zeros(len(to) * numel // at_once, dtype=torch.uint8, device=ranks.device)
+            for _ in range(at_once)
+        ]
+        return _seconds(lambda: ranks.send(outgoing, to), ranks.device)
+
+    latency = statistics.median(seconds(1, at_once=1) for _ in range(_ROUND_TRIPS))
+    numel = 2**14
+    longest = ranks.gather([seconds(numel)]).max().item()
+    while longest < _LINK_SECONDS and numel * (len(to) - 1) < _LARGEST_TRANSFER:
+        numel *= 4
+        longest = ranks.gather([seconds(numel)]).max().item()  # all ranks send equally much
+    sent_bytes = numel * (len(to) - 1)
+    return Link(bits_per_second=8 * sent_bytes / max(longest - latency, 1e-9), latency_seconds=latency)
+
+
+def _timed(loader: Any) -> Iterator[tuple[Any, float]]:
+    """Yield the loader's batches, epoch after epoch, with the seconds that each has taken."""
+    gives = True
+    while gives:
+        gives = False
+        batches, started = iter(loader), time.perf_counter()
+        for batch in batches:
+            gives = True
+            yield batch, time.perf_counter() - started
+            started = time.perf_counter()
+
+
+def _passes(task: Task, batch: Any, device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a forward and a backward pass."""
+    losses: list[Tensor] = []
+    forward = _seconds(lambda: losses.append(task.loss(task.model, batch).value), device)
+    return forward, _seconds(losses[0].backward, device)
+
+
+def _jitter(taken: list[float]) -> float:
+    """Return `Machine.jitter` from the spread of `taken`, in seconds; 0 where there is only one."""
+    return math.sqrt(3) * statistics.stdev(taken) / statistics.fmean(taken) if len(taken) > 1 else 0.0
+
+
+def _exchange_seconds(task: Task, batch: Any, wire: str) -> float:
+    """Return how long the communication lane of a rank that is alone is busy with an update."""
+    task.optimizer.zero_grad()
+    parallel = DataParallel(
+        task.model, task.optimizer, ZeRO1(), group=SoloGroup(), options=Options(wire=wire, allow_unused=True)
+    )
+    taken = []
+    for _ in range(_WARM_UP + _EXCHANGES):
+        update = parallel.backward(task.loss(task.model, batch).value)
+        taken.append(0.0 if update is None else update.lane_seconds)
+    parallel.finish()
+    return statistics.median(taken[_WARM_UP:])
+
+
+def _step_seconds(task: Task, batch: Any, device: torch.device) -> float:
+    """Return the seconds of an optimizer step over all parameters."""
+    task.loss(task.model, batch).value.backward()
+    return statistics.median(
+        [_seconds(task.optimizer.step, device) for _ in range(_WARM_UP + _EXCHANGES)][_WARM_UP:]
+    )
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started

@@ -1,0 +1,343 @@
+"""Which strategy and wire to use: the fastest of those whose price in loss is known to be small."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal
+
+from stretto.engine.options import Clock, Options
+from stretto.errors import ConfigError
+from stretto.exchange import check_nodes
+from stretto.fields import check_at_least
+from stretto.strategies.ledger import ledger_of
+from stretto_lab.plan.measure import WIRES, Machine, measure
+from stretto_lab.plan.price import Price, price
+from stretto_lab.train.arms import Arm, parse_arm
+from stretto_lab.train.configuration import Job, TaskT
+from stretto_lab.train.launch import Ranks
+from stretto_lab.virtual import parse_network
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a strategy costs in held-out loss, on the same samples as synchronous training."""
+
+    nats: float | None
+    """More of them; None where nothing is known."""
+    source: str
+    """Where that was measured; empty where it is exact, or rounds to 16 bits as everybody does."""
+
+
+_FRONTIER = "benchmarks/results/2026-11-23-frontier"
+_LEARNING = "benchmarks/results/2026-11-21-learning"
+EVIDENCE: Mapping[str, Evidence] = MappingProxyType(
+    {
+        "zero1": Evidence(0.0, ""),
+        "ddp": Evidence(0.0, ""),
+        "acco": Evidence(0.013, _FRONTIER),
+        "wp": Evidence(0.22, _LEARNING),
+        "dpu": Evidence(0.60, _LEARNING),
+        "local": Evidence(None, "replicas drift"),
+        "diloco": Evidence(None, "replicas drift"),
+    }
+)
+"""By strategy, in the order of preference where times are alike."""
+OF_WIRES: Mapping[str, Evidence] = MappingProxyType(
+    {
+        "fp32": Evidence(0.0, ""),
+        "bf16": Evidence(0.0, ""),
+        "int8": Evidence(0.0, _FRONTIER),
+        "int4": Evidence(0.010, _FRONTIER),
+    }
+)
+"""By wire."""
+SMALL = 0.02
+"""Nats that hardly anybody would notice: about the spread between seeds in the measurements."""
+ALIKE = 0.02
+"""Share of the time below which two prices count as the same."""
+RARE = ("local:rate=0.1", "local:rate=0.02", "diloco:interval=10:delay=1", "diloco:interval=50:delay=2")
+"""Strategies that send now and then; a long delay learns worse than waiting for a slow link (docs/diloco.md)."""
+UNEQUAL = 1.5
+"""How many times as slow as the fastest rank the slowest has to be, for a clock to be looked at that nobody asked for:
+time on a shared machine is uncertain by about as much."""
+MOST_GROWTH = 4
+"""Times the micro-batches of an update that such a clock lets a rank make in a round at most."""
+COUNTS = (1, 2, 4, 8, 16)
+"""Micro-batches per rank and update at which the choice is priced too."""
+_BASE = "zero1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig(Job[TaskT]):
+    """Which strategy and wire to use for a job: measured here, and priced for any ranks and network.
+
+    A job with another wire than fp32, the default, keeps it, and only the strategy is chosen.
+    """
+
+    ranks: tuple[int, ...] = ()
+    """Ranks to plan for, as 8,64,512, instead of those that measure."""
+    network: str | None = None
+    """free, datacenter, ethernet, office, internet, or a link such as 100mbit,2ms: of every rank, or where nodes have
+    several ranks of every node; None is the link that was measured."""
+    batches: int = 8
+    """Micro-batches to time."""
+
+    def __post_init__(self) -> None:
+        Job.__post_init__(self)
+        check_at_least(self, batches=1)
+        if any(ranks < 1 for ranks in self.ranks):
+            raise ConfigError(f"ranks={self.ranks}: expected at least 1")
+        if self.wire not in WIRES:
+            raise ConfigError(f"wire={self.wire!r}: a plan knows the prices of {', '.join(WIRES)} alone")
+        for name in ("changes", "estimates"):
+            if (found := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"{name}={found!r}: a plan prices one format for all that is sent: leave it out, and set it beside "
+                    "the strategy that you choose"
+                )
+        if self.network is not None:
+            parse_network(self.network)
+
+    def machines(self, measured: Machine) -> list[Machine]:
+        """Return the machines to plan for: as measured, but with the ranks, nodes and network that were asked for.
+
+        Raises:
+            ConfigError: Ranks do not fill their nodes, or nobody knows the link between these.
+        """
+        return [
+            self._machine(measured, ranks).with_ranks(ranks, self._slow(ranks))
+            for ranks in self.ranks or (measured.ranks,)
+        ]
+
+    def _slow(self, ranks: int) -> Mapping[int, float]:
+        if outside := sorted(rank for rank in self.slow if not 0 <= rank < ranks):
+            raise ConfigError(f"slow names rank {outside[0]}; the plan is for ranks 0 to {ranks - 1}")
+        return self.slow
+
+    def _machine(self, measured: Machine, ranks: int) -> Machine:
+        link = measured.link if self.network is None else parse_network(self.network).link
+        each = self.ranks_per_node or measured.ranks_per_node
+        if each == 1:
+            return dataclasses.replace(measured, link=link)
+        has_nodes = measured.ranks_per_node > 1
+        inside = measured.inside if has_nodes else measured.link
+        if ranks <= each:
+            return dataclasses.replace(measured, ranks_per_node=1, link=inside)
+        check_nodes(ranks, each)
+        if not has_nodes and self.network is None:
+            raise ConfigError(
+                f"plan for {ranks} ranks with ranks_per_node={each}: the link between nodes was not measured: expected "
+                "ranks on several nodes, or a network"
+            )
+        return dataclasses.replace(measured, ranks_per_node=each, link=link, inside=inside)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ranking:
+    """The prices of all arms on one machine, the fastest first."""
+
+    machine: Machine
+    prices: tuple[Price, ...]
+    bucket_bytes: int
+    """Of the job."""
+    micro_batches: int
+    """Of the job, per rank and update; by the clock there are others."""
+
+    @property
+    def choice(self) -> Price:
+        """The fastest arm that costs little in loss; of those that are alike, the most exact."""
+        exact = [one for one in self.prices if _nats(one.arm) <= SMALL]
+        limit = exact[0].seconds_per_micro_batch * (1 + ALIKE)
+        return min(
+            (one for one in exact if one.seconds_per_micro_batch <= limit),
+            key=lambda one: _preference(one.arm),
+        )
+
+    @property
+    def base(self) -> Price:
+        """What is exact and what nobody has to choose: the default."""
+        return min(self.prices, key=lambda one: _preference(one.arm))
+
+    def by_count(self) -> list[Price]:
+        """Price the choice at `COUNTS` micro-batches; what a larger batch does to the loss is not in it."""
+        arm = without_clock(self.choice.arm)
+        return [self._priced(arm, self.machine, count) for count in COUNTS if _fits(parse_arm(arm), count)]
+
+    def growth(self, one: Price) -> float:
+        """Return how many times as large as the job's batch that of an arm is."""
+        return one.micro_batches / self.micro_batches
+
+    def as_large(self) -> Price | None:
+        """Return the fastest price at fixed counts of about the choice's batch; None where it has fixed counts itself.
+
+        Looked at are the choice without its clock, and what would be chosen if there were none.
+        """
+        choice = self.choice
+        if choice.arm == without_clock(choice.arm):
+            return None
+        fixed = [one for one in self.prices if one.arm == without_clock(one.arm)]
+        arms = [without_clock(choice.arm), dataclasses.replace(self, prices=tuple(fixed)).choice.arm]
+        prices = [self._priced(arm, self.machine, round(choice.micro_batches)) for arm in arms]
+        return min(prices, key=lambda one: one.seconds_per_micro_batch)
+
+    def echoed(self) -> Price | None:
+        """Price the choice where batches are used again while the next one is read; None where the loader keeps up."""
+        if self.machine.load_seconds <= (1 + ALIKE) * self.machine.micro_batch_seconds:
+            return None
+        without_loading = dataclasses.replace(self.machine, load_seconds=0.0)
+        return self._priced(without_clock(self.choice.arm), without_loading, self.micro_batches)
+
+    def _priced(self, arm: str, machine: Machine, count: int) -> Price:
+        return price(parse_arm(arm), machine, micro_batches=count, bucket_bytes=self.bucket_bytes)
+
+    def why_not(self, other: Price) -> str:
+        """Return why an arm is not the choice, in a word or two."""
+        choice, evidence = self.choice, evidence_of(other.arm)
+        if other == choice:
+            return "the choice"
+        if _nats(other.arm) > SMALL:
+            return evidence.source if evidence.nats is None else f"costs {evidence.nats:.2f} nats"
+        slower = other.seconds_per_micro_batch / choice.seconds_per_micro_batch - 1
+        if slower <= ALIKE:
+            return "no faster"
+        return "waits" if other.exposed_seconds > ALIKE * other.seconds else "computes more"
+
+
+def rank_by_time(
+    machine: Machine,
+    *,
+    micro_batches: int,
+    bucket_bytes: int,
+    most_nats: float = math.inf,
+    ranks_per_node: int | None = None,
+    wire: str | None = None,
+    clock: Clock | Literal["auto"] | None = "auto",
+) -> Ranking:
+    """Return the ranking of strategies and wires on a machine, by the time to a number of samples.
+
+    Args:
+        machine: What was measured, perhaps with other ranks or another link.
+        micro_batches: Per rank and update.
+        bucket_bytes: Of the job.
+        most_nats: Leave out strategies that cost more in held-out loss, and those whose cost is not known, unless this
+            is infinite.
+        ranks_per_node: That of the job's options; None looks at one level too where the machine has nodes.
+        wire: The only one to look at; None looks at all.
+        clock: By which strategies that overlap accumulate; None lets all have fixed counts. "auto" looks at fixed
+            counts and, where ranks are not equally fast, at a clock too.
+    """
+    frequent = [arm for arm in EVIDENCE if arm not in ("local", "diloco")]
+    texts = [
+        _on_wire(arm, one)
+        for arms, wires in ((frequent, WIRES), (RARE, ("fp32", "int4")))
+        for arm in arms
+        for one in (wires if wire is None else (wire,))
+    ]
+    by_node = "" if machine.ranks_per_node == 1 else f":ranks_per_node={machine.ranks_per_node}"
+    if clock == "auto":
+        is_unequal = machine.slowest >= UNEQUAL * min(machine.slowness, default=1.0)
+        has_gain = is_unequal and machine.ranks_per_node == 1  # on nodes all ranks are priced alike
+        clocks = [None, Clock(maximum=MOST_GROWTH * micro_batches)] if has_gain else [None]
+    else:
+        clocks = [clock]
+    texts = [one for text in texts for one in _by_clocks(text, clocks)]
+    arms = [
+        arm
+        for text in texts
+        if _fits(arm := parse_arm(text + by_node), micro_batches) and _nats(text) <= most_nats
+    ]
+    prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in arms]
+    if by_node and ranks_per_node is None:
+        # What the second level is worth: there are few links on which another arm would win without it.
+        chosen = _ranked(machine, prices, bucket_bytes, micro_batches).choice.arm.removesuffix(by_node)
+        for text in dict.fromkeys((_on_wire(_BASE, wire or "fp32"), chosen)):
+            prices.append(
+                price(parse_arm(text), machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes)
+            )
+    return _ranked(machine, prices, bucket_bytes, micro_batches)
+
+
+def _by_clocks(text: str, clocks: Sequence[Clock | None]) -> list[str]:
+    """Return an arm by each of the clocks, if it overlaps; None are fixed counts."""
+    if not parse_arm(text).overlaps:
+        return [text]
+    name, colon, settings = text.partition(":")
+    return [
+        text if one is None else f"{name}:clock={one.minimum},{one.maximum}{colon}{settings}"
+        for one in clocks
+    ]
+
+
+def without_clock(arm: str) -> str:
+    """Return an arm with fixed counts."""
+    return re.sub(r":clock=\d+,\d+", "", arm)
+
+
+def _on_wire(arm: str, wire: str) -> str:
+    return arm if wire == "fp32" else f"{arm}:wire={wire}"
+
+
+def _ranked(machine: Machine, prices: list[Price], bucket_bytes: int, micro_batches: int) -> Ranking:
+    by_time = sorted(prices, key=lambda one: one.seconds_per_micro_batch)
+    return Ranking(machine, tuple(by_time), bucket_bytes, micro_batches)
+
+
+def plan(
+    job: PlanConfig[TaskT], ranks: Ranks, log: Callable[[str], None], *, most_nats: float = math.inf
+) -> list[Ranking]:
+    """Measure a job on all ranks, and return a ranking for each number of ranks that is asked for.
+
+    Args:
+        job: What to measure and to plan for.
+        ranks: The ranks that measure.
+        log: Called with one line of text at a time.
+        most_nats: Of `rank_by_time`.
+
+    Raises:
+        WorkerFailed: A rank failed.
+    """
+    log("measuring")
+    measured = ranks.call(measure, job, job.batches)[0]
+    log("pricing strategies and wires in virtual time")
+    return [
+        rank_by_time(
+            machine,
+            micro_batches=job.micro_batches,
+            bucket_bytes=job.bucket_bytes,
+            most_nats=most_nats,
+            ranks_per_node=job.ranks_per_node,
+            wire=None if job.wire == Options().wire else job.wire,
+            clock=job.clock or ("auto" if job.echo == "none" else None),  # an echo plans over fixed counts
+        )
+        for machine in job.machines(measured)
+    ]
+
+
+def _fits(arm: Arm, micro_batches: int) -> bool:
+    """Return whether there is a micro-batch for every round of an update."""
+    return ledger_of(arm.strategy()).rounds <= micro_batches
+
+
+def evidence_of(arm: str) -> Evidence:
+    """Return what an arm costs: the larger of what its strategy and its wire cost.
+
+    Together they cost no more, as far as was measured (`acco` on int4).
+    """
+    parsed = parse_arm(arm)
+    return max(OF_WIRES[parsed.wire], EVIDENCE[parsed.name], key=_in_nats)
+
+
+def _nats(arm: str) -> float:
+    return _in_nats(evidence_of(arm))
+
+
+def _in_nats(evidence: Evidence) -> float:
+    return math.inf if evidence.nats is None else evidence.nats
+
+
+def _preference(arm: str) -> tuple[int, int, int]:
+    """Return how exact an arm is: the smaller, the more; of two that are as exact, the one with fewer settings."""
+    parsed = parse_arm(arm)
+    return list(EVIDENCE).index(parsed.name), WIRES.index(parsed.wire), len(parsed.settings)

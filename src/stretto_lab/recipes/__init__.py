@@ -1,0 +1,58 @@
+"""Models and data that a run starts from, by name."""
+
+from collections.abc import Callable
+
+from stretto.fields import unknown_name
+from stretto_lab.recipes.batches import MicroBatches, reshard
+from stretto_lab.recipes.digits_resnet import DigitsResNet
+from stretto_lab.recipes.images import ImageClassification
+from stretto_lab.recipes.language import Language
+from stretto_lab.recipes.own import absolute, digest, names_own, own_recipe
+from stretto_lab.recipes.stdlib_gpt import StdlibGPT
+from stretto_lab.recipes.task import Loss, OverFiles, OverTokens, ResumableLoader, Task, TaskConfig
+
+RECIPES: dict[str, Callable[[], TaskConfig]] = {
+    "stdlib-gpt": StdlibGPT,
+    "digits-resnet": DigitsResNet,
+    "language": Language,
+    "images": ImageClassification,
+}
+"""From the name on the command line to the recipe: what it returns are the default options."""
+
+
+def recipe(name: str) -> TaskConfig:
+    """Return the default options of a recipe.
+
+    Args:
+        name: One of `RECIPES`, or the place of the user's own: path/to/file.py:function or package.module:function.
+
+    Raises:
+        UnknownName: There is no such recipe.
+        ConfigError: The user's own cannot be imported, or is no recipe.
+    """
+    if names_own(name):
+        return own_recipe(name)
+    if name not in RECIPES:
+        raise unknown_name("no recipe is called", name, [*RECIPES, "FILE.py:FUNCTION"])
+    return RECIPES[name]()
+
+
+__all__ = [
+    "RECIPES",
+    "DigitsResNet",
+    "ImageClassification",
+    "Language",
+    "Loss",
+    "MicroBatches",
+    "OverFiles",
+    "OverTokens",
+    "ResumableLoader",
+    "StdlibGPT",
+    "Task",
+    "TaskConfig",
+    "absolute",
+    "digest",
+    "names_own",
+    "recipe",
+    "reshard",
+]

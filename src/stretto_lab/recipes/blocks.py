@@ -1,0 +1,186 @@
+"""Documents as blocks of tokens: packed one behind the other, or each in a sequence of its own, padded.
+
+Packing needs the lengths of documents, which only the tokenizer knows. So the global order is one of *parcels*,
+consecutive runs of documents. A parcel is tokenised as a whole, in a worker, and cut into blocks; its last block is
+filled up with ends of documents, of which no loss is taken. So a rank can go on in the middle of a parcel without
+knowing what came before it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stretto import errors
+from stretto_lab.recipes.batches import MicroBatches
+from stretto_lab.recipes.instructions import Reading, Row, Turn
+from stretto_lab.recipes.text import IGNORED, Tokens, Window, Windows
+
+PARCELS, PARCEL = 64, 64
+"""A parcel has at most `PARCEL` documents, and fewer where an epoch would have less than `PARCELS` of them."""
+
+
+def rows_of(rows: Any, indices: Tensor) -> list[Row]:
+    """Return the rows with these indices."""
+    columns = rows[indices.tolist()]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Documents by index; a run of them is a stream of tokens."""
+
+    rows: Any
+    """Of `datasets`."""
+    reading: Reading
+    """How a row becomes text; the prompt is empty."""
+    tokens: Tokens
+    """The tokenizer."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, indices: Tensor) -> Tensor:
+        """Return the tokens of the documents `indices`, the end after each."""
+        texts = (self.reading(row).response for row in rows_of(self.rows, indices))
+        return self.tokens.stream([text.encode() for text in texts])
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Documents or instructions by index; a micro-batch is as long as its longest one."""
+
+    rows: Any
+    """Of `datasets`."""
+    reading: Reading
+    """How a row becomes text."""
+    tokens: Tokens
+    """The tokenizer."""
+    length: int
+    """Most tokens of one; of what is longer, first the prompt is cut down to a half, and then the response."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, indices: Tensor) -> Window:
+        """Return the rows `indices`, padded at their ends; of prompts and padding no loss is taken.
+
+        Padding needs no mask of attention: it stands behind all that a causal model reads to predict a token.
+        """
+        ends = self.tokens.end
+        pairs = [self._pair(self.reading(row)) for row in rows_of(self.rows, indices)]
+        longest = max(1, *(len(inputs) for inputs, _ in pairs))  # all may be empty
+        inputs, targets = (
+            torch.stack([functional.pad(row, (0, longest - len(row)), value=filler) for row in side])
+            for side, filler in zip(zip(*pairs, strict=True), (ends, IGNORED), strict=True)
+        )
+        return Window(inputs, targets, int((targets != IGNORED).sum()))
+
+    def _pair(self, turn: Turn) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets; of a prompt its end is kept, which stands beside the response."""
+        response = [*self.tokens.encode(turn.response.encode()), self.tokens.end]
+        room = max(self.length + 1 - len(response), (self.length + 1) // 2)
+        prompt = self.tokens.encode(turn.prompt.encode())[-room:]
+        kept = torch.tensor([*prompt, *response][: self.length + 1])
+        targets = kept[1:].clone()
+        targets[: max(0, len(prompt) - 1)] = IGNORED
+        return kept[:-1], targets
+
+
+class Packed:
+    """One rank's micro-batches of packed blocks, without end; a saved state continues at any of them.
+
+    Of `W` ranks, rank `r` takes the parcels `r, r + W, ...` of the global order. An update sees the same blocks at
+    every world size only where all parcels have equally many.
+
+    Args:
+        documents: The data.
+        length: Tokens of a block.
+        size: Blocks per micro-batch.
+        rank: This rank.
+        world_size: Number of ranks.
+        seed: Decides the order of the documents.
+        workers: Processes that read and tokenise ahead.
+
+    Raises:
+        ConfigError: As `MicroBatches`.
+    """
+
+    def __init__(
+        self,
+        documents: Streams,
+        *,
+        length: int,
+        size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        workers: int = 0,
+    ) -> None:
+        parcel = min(PARCEL, max(1, len(documents) // PARCELS))
+        self._parcels = MicroBatches(
+            documents, parcel, rank=rank, world_size=world_size, seed=seed, workers=workers
+        )
+        self._end = documents.tokens.end
+        self.length = length
+        self.size = size
+        self._before = self._parcels.state_dict()
+        """State before the parcel that is being cut."""
+        self._given = 0
+        """Blocks of it that have been given out."""
+
+    def __iter__(self) -> Iterator[Window]:
+        self._parcels.load_state_dict(self._before)
+        before, skipped = self._before, self._given
+        taken: list[Window] = []
+        missing = self.size
+        for stream in self._parcels:
+            windows = blocks_of(stream, self.length, self._end)
+            place, skipped = skipped, 0
+            while place < len(windows):
+                count = min(missing, len(windows) - place)
+                taken.append(windows.batch(torch.arange(place, place + count)))
+                place, missing = place + count, missing - count
+                if not missing:
+                    is_cut = place == len(windows)
+                    self._before, self._given = (self._parcels.state_dict(), 0) if is_cut else (before, place)
+                    yield joined(taken)
+                    taken, missing = [], self.size
+            before = self._parcels.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state before the parcel that is being cut, and the blocks of it that have been given out."""
+        return {**self._before, "length": self.length, "given": self._given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the saved loader of this rank stopped.
+
+        Raises:
+            ConfigError: The state belongs to another order, rank, world size or length of blocks.
+        """
+        if state.get("length") != self.length:
+            raise errors.ConfigError(
+                f"the saved data order does not continue here: saved with blocks of {state.get('length')} tokens, now "
+                f"{self.length}; use the same length"
+            )
+        self._parcels.load_state_dict(state)
+        self._before = self._parcels.state_dict()
+        self._given = int(state["given"])
+
+
+def blocks_of(stream: Tensor, length: int, end: int) -> Windows:
+    """Return a stream cut into blocks; the last one is filled up with ends of documents, which predict nothing."""
+    filled = max(length + 1, len(stream) + (1 - len(stream)) % length)
+    return Windows(functional.pad(stream, (0, filled - len(stream)), value=end), length, end)
+
+
+def joined(windows: list[Window]) -> Window:
+    """Return the windows as one micro-batch."""
+    return Window(
+        torch.cat([one.inputs for one in windows]),
+        torch.cat([one.targets for one in windows]),
+        sum(one.predicted for one in windows),
+    )

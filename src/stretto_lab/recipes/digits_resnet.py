@@ -1,0 +1,156 @@
+"""The recipe `digits-resnet`: an image classifier on scikit-learn's digits, 1,797 images of 8 x 8 pixels.
+
+A residual network with batch normalisation (He et al., 2016, arXiv:1512.03385), small enough for these images.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stretto import errors
+from stretto.fields import check_at_least, check_fields
+from stretto_lab.recipes.batches import MicroBatches
+from stretto_lab.recipes.classify import Images, class_accuracy, class_loss
+from stretto_lab.recipes.optimizers import SGD, AdamW, Schedule
+from stretto_lab.recipes.task import Task, extra, mean_loss
+
+CLASSES = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigitsResNet:
+    """A small residual network on pictures of handwritten digits; about 75,000 parameters, SGD with momentum."""
+
+    width: int = 16
+    """Channels of the first stage; the third has four times as many."""
+
+    blocks: int = 1
+    """Residual blocks per stage."""
+
+    batch: int = 32
+    """Images per micro-batch; at least 2, because batch normalisation takes its statistics from them."""
+
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Which of the two below trains the model."""
+
+    lr: float | None = None
+    """Learning rate after the warm-up; None takes 0.05 for sgd and 0.003 for adamw."""
+
+    heldout_share: float = 0.2
+    """Share of the images kept for evaluation, between 0 and 1."""
+
+    split_seed: int = 0
+    """Decides which images are held out. Not the run's seed, so that runs of different seeds can be compared."""
+
+    sgd: SGD = field(default_factory=SGD)
+    """Options of sgd."""
+
+    adamw: AdamW = field(default_factory=AdamW)
+    """Options of adamw."""
+
+    schedule: Schedule = field(default_factory=Schedule)
+    """The learning rate over the updates."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, width=1, blocks=1, batch=2, lr=0)
+        if not 0 < self.heldout_share < 1:
+            raise errors.ConfigError(f"heldout_share must be between 0 and 1, found {self.heldout_share}")
+
+    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
+        """Build the task of one rank; arguments and errors are those of `TaskConfig.build`."""
+        train, heldout = load_digits(self.heldout_share, self.split_seed)
+        model = ResNet(width=self.width, blocks=self.blocks, classes=CLASSES, seed=seed)
+        lr = {"sgd": 0.05, "adamw": 0.003}[self.optimizer] if self.lr is None else self.lr
+        optimizer = (self.sgd if self.optimizer == "sgd" else self.adamw).build(model, lr)
+        return Task(
+            model=model,
+            optimizer=optimizer,
+            scheduler=self.schedule.build(optimizer, updates),
+            loader=MicroBatches(Digits(train), self.batch, rank=rank, world_size=world_size, seed=seed),
+            loss=class_loss,
+            evaluate=partial(mean_loss, batches=[heldout], loss=class_loss),
+            accuracy=partial(class_accuracy, batches=[heldout]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """Images, read by index."""
+
+    images: Images
+
+    def __len__(self) -> int:
+        return len(self.images.classes)
+
+    def batch(self, indices: Tensor) -> Images:
+        return Images(self.images.pixels[indices], self.images.classes[indices])
+
+
+def load_digits(heldout_share: float, split_seed: int) -> tuple[Images, Images]:
+    """Return the images to train on and those held out.
+
+    Raises:
+        MissingExtra: scikit-learn is not installed.
+    """
+    digits = extra("sklearn.datasets", "the recipe digits-resnet").load_digits()
+    pixels = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
+    classes = torch.from_numpy(digits.target).long()
+    order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(split_seed))
+    heldout, train = order.tensor_split([round(len(classes) * heldout_share)])
+    return Images(pixels[train], classes[train]), Images(pixels[heldout], classes[heldout])
+
+
+class Block(nn.Module):
+    """`relu(shortcut(x) + norm(conv(relu(norm(conv(x))))))`, with 3 x 3 convolutions."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.first_norm = nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.second_norm = nn.BatchNorm2d(channels)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        inner = functional.relu(self.first_norm(self.first(images)))
+        return functional.relu(self.shortcut(images) + self.second_norm(self.second(inner)))
+
+
+class ResNet(nn.Sequential):
+    """Three stages of `blocks` blocks, the second and third with doubled width at half the resolution.
+
+    Args:
+        width: Channels of the first stage.
+        blocks: Blocks per stage.
+        classes: Number of logits.
+        seed: Decides the initial parameters; the random state of the caller is left as it was.
+    """
+
+    def __init__(self, *, width: int, blocks: int, classes: int, seed: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            super().__init__(
+                nn.Conv2d(1, width, 3, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+                *stage(width, width, blocks, stride=1),
+                *stage(width, 2 * width, blocks, stride=2),
+                *stage(2 * width, 4 * width, blocks, stride=2),
+                nn.AdaptiveAvgPool2d(1),
+                nn.Flatten(),
+                nn.Linear(4 * width, classes),
+            )
+
+
+def stage(channels_in: int, channels: int, blocks: int, stride: int) -> list[Block]:
+    """Return the blocks of one stage; the first one changes width and resolution."""
+    return [Block(channels_in, channels, stride), *(Block(channels, channels, 1) for _ in range(blocks - 1))]

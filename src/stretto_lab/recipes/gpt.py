@@ -1,0 +1,170 @@
+"""Language models of `transformers`, built from their configuration: nothing is downloaded."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from stretto import errors
+from stretto_lab.recipes.task import extra
+
+Architecture = Literal["gpt2", "llama"]
+Family = Literal["gpt2", "gpt_neo", "llama"]
+Size = Literal["0.1m", "0.2m", "0.5m", "1m", "2m", "5m", "10m", "20m", "50m", "100m"]
+
+
+class Shape(NamedTuple):
+    """The dimensions that decide the number of parameters."""
+
+    layers: int
+    width: int
+    heads: int
+
+    def scaled(self, scale: float) -> "Shape":
+        """Return about `scale` times as many layers, heads and width; heads stay of even width."""
+        heads = max(1, round(self.heads * scale))
+        return Shape(
+            max(1, round(self.layers * scale)),
+            heads * 2 * max(1, round(self.width * scale / heads / 2)),
+            heads,
+        )
+
+
+SHAPES: dict[Size, Shape] = {
+    # Within a tenth of their names with 256 tokens and a context of 128, for both architectures: a layer has
+    # about 12 width**2 parameters, the embeddings (256 + 128) width.
+    "0.1m": Shape(3, 48, 3),
+    "0.2m": Shape(4, 60, 3),
+    "0.5m": Shape(4, 96, 3),
+    "1m": Shape(4, 144, 4),
+    "2m": Shape(4, 200, 4),
+    "5m": Shape(6, 256, 4),
+    "10m": Shape(6, 384, 6),
+    "20m": Shape(8, 448, 7),
+    "50m": Shape(8, 720, 10),
+    "100m": Shape(12, 832, 13),
+}
+
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+def causal_lm(
+    architecture: Family,
+    shape: Shape,
+    *,
+    vocabulary: int,
+    context: int,
+    dtype: torch.dtype,
+    seed: int,
+    settings: Mapping[str, Any] = _NONE,
+) -> nn.Module:
+    """Return a causal language model: int64 tokens (sequences, at most `context`) in, an output with `logits` out.
+
+    Input and output embeddings are one parameter. There is no dropout, and no key-value cache.
+
+    Args:
+        architecture: GPT-2 (learned positions, LayerNorm, GELU), GPT-Neo (the same with every other attention over
+            the last 256 tokens alone) or Llama (rotary positions, RMSNorm, SwiGLU).
+        shape: Layers, width and heads.
+        vocabulary: Number of tokens.
+        context: Longest input.
+        dtype: Of the parameters.
+        seed: Decides the initial parameters; the random state of the caller is left as it was.
+        settings: Of the configuration, in the words of `transformers`; they win.
+
+    Raises:
+        ConfigError: The heads do not divide the width.
+        MissingExtra: `transformers` is not installed.
+    """
+    head_width, rest = divmod(shape.width, shape.heads)
+    if rest or (architecture == "llama" and head_width % 2):
+        parity = "even " if architecture == "llama" else ""
+        raise errors.ConfigError(
+            f"{architecture}: a width of {shape.width} cannot be cut into {shape.heads} heads of equal {parity}"
+            "width: change width or heads"
+        )
+    transformers = extra("transformers", "a language model")
+    usual = {
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": True,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    dimensions = _DIMENSIONS[architecture](shape, context)
+    return from_config(
+        transformers.AutoConfig.for_model(architecture, **{**usual, **dimensions, **settings}), dtype, seed
+    )
+
+
+def from_config(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
+    """Return a causal language model with new parameters; the arguments are those of `causal_lm`.
+
+    Args:
+        config: A configuration of `transformers`.
+        dtype: Of the parameters.
+        seed: Decides the initial parameters.
+    """
+    transformers = extra("transformers", "a language model")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return in_dtype(model, dtype)
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give the parameters of a model another dtype; not its buffers, as `model.to` would: rotary frequencies stay."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _gpt2(shape: Shape, context: int) -> dict[str, Any]:
+    return {
+        "n_positions": context,
+        "n_embd": shape.width,
+        "n_layer": shape.layers,
+        "n_head": shape.heads,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        # The same function as GPT-2's own `gelu_new`, in one kernel instead of eight.
+        "activation_function": "gelu_pytorch_tanh",
+    }
+
+
+def _llama(shape: Shape, context: int) -> dict[str, Any]:
+    return {
+        "max_position_embeddings": context,
+        "hidden_size": shape.width,
+        # Three matrices of 8/3 width have the parameters of GPT-2's two of 4 width.
+        "intermediate_size": round(shape.width / 3) * 8,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "attention_dropout": 0.0,
+    }
+
+
+def _gpt_neo(shape: Shape, context: int) -> dict[str, Any]:
+    pairs, last = divmod(shape.layers, 2)
+    return {
+        "max_position_embeddings": context,
+        "hidden_size": shape.width,
+        "num_layers": shape.layers,
+        "num_heads": shape.heads,
+        "attention_types": [[["global", "local"], pairs], [["global"], last]],
+        "window_size": 256,
+        "resid_dropout": 0.0,
+        "embed_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_function": "gelu_pytorch_tanh",
+    }
+
+
+_DIMENSIONS: Mapping[Family, Callable[[Shape, int], dict[str, Any]]] = MappingProxyType(
+    {"gpt2": _gpt2, "gpt_neo": _gpt_neo, "llama": _llama}
+)

@@ -1,0 +1,292 @@
+"""The recipe `language`: a causal language model on local text or instructions, from nothing or from a model folder."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from stretto import errors
+from stretto.disk import replace_folder
+from stretto.fields import check_at_least, check_fields
+from stretto_lab.recipes.batches import MicroBatches
+from stretto_lab.recipes.blocks import Packed, Sequences, Streams, blocks_of
+from stretto_lab.recipes.instructions import READINGS, Reading, read_text
+from stretto_lab.recipes.language_models import check_model, language_model, tokenizer_of, with_lora
+from stretto_lab.recipes.optimizers import (
+    Adafactor,
+    AdamW,
+    LanguageOptimizer,
+    Muon,
+    Schedule,
+    language_optimizer,
+)
+from stretto_lab.recipes.rows import Heldout, Sides, Unit, check_column, read_sides
+from stretto_lab.recipes.stdlib_gpt import next_token_loss
+from stretto_lab.recipes.task import ResumableLoader, Task, extra, mean_loss
+from stretto_lab.recipes.text import BytePairs, FolderTokens, Snippet, Window
+
+BYTES = 257
+"""Tokens of a BPE that has learned nothing: the bytes, and the end of a document."""
+TRAINED_ON = 100_000_000
+"""Most characters of text that a BPE is trained on; it takes about a minute."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """What one document is."""
+
+    unit: Unit = "file"
+    """In text files: a file, a paragraph (up to an empty line) or a line; in other formats it is a row."""
+
+    column: str = "text"
+    """Column of the rows that holds the text; without it, rows of prompt and response, or of instruction, input and
+    output, are instructions."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnTokens:
+    """The tokenizer that is made where there is none: a byte-level BPE."""
+
+    vocabulary: int = BYTES
+    """Number of its tokens; 257, the bytes and the end of a document, need no training."""
+
+    folder: str | None = None
+    """Where it is written, and read from once it is there; a run takes a folder in its own, so that it has the same
+    one after a resume."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, vocabulary=BYTES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """Adapters of LoRA, beside every linear layer but the last."""
+
+    alpha: float | None = None
+    """Factor on what the adapters add, times their rank; None takes twice the rank."""
+
+    dropout: float = 0.0
+    """Share of the adapters' inputs left out in training."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, alpha=0, dropout=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Language:
+    """A causal language model on your own text or instructions; pre-training, fine-tuning, LoRA, with no download."""
+
+    model: str = "gpt2"
+    """Folder, config.json or a size; a folder brings parameters, the others begin with new ones. Sizes are gpt2,
+    gpt-neo-36m, gpt-neo-125m, gpt-neo-2.7b, llama-tiny and llama-2-7b."""
+
+    data: str | None = None
+    """File or folder of text, JSON lines or Parquet; or what save_to_disk of datasets has written. The endings of files
+    say which (.txt, .md, .raw, .json, .jsonl, .parquet)."""
+
+    tokenizer: str | None = None
+    """Folder of a tokenizer; None takes that of the model's folder, or else one is made (own_tokens)."""
+
+    length: int = 256
+    """Tokens the model reads at once."""
+
+    pack: bool = True
+    """Cut documents in a row into blocks; otherwise each is padded or cut off by itself, as instructions always are."""
+
+    batch: int = 8
+    """Blocks or padded documents per micro-batch."""
+
+    lora_rank: int | None = None
+    """Rank of LoRA's adapters, which alone are trained; None trains the whole model."""
+
+    optimizer: LanguageOptimizer = "adamw"
+    """Which of those below trains the model."""
+
+    lr: float | None = None
+    """Learning rate after the warm-up; None takes 0.0006 for adamw and muon, and 0.01 for adafactor."""
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of parameters and activations."""
+
+    scale: float = 1.0
+    """Factor to rehearse with; on layers, width, heads, length and documents, above 0 and at most 1."""
+
+    readers: int = 1
+    """Processes per rank that read and tokenise ahead; 0 does it in the loop."""
+
+    documents: Documents = field(default_factory=Documents)
+    """What one document is."""
+
+    heldout: Heldout = field(default_factory=Heldout)
+    """What is evaluated on."""
+
+    own_tokens: OwnTokens = field(default_factory=OwnTokens)
+    """The tokenizer that is made where there is none."""
+
+    lora: Lora = field(default_factory=Lora)
+    """What else LoRA needs."""
+
+    adamw: AdamW = field(default_factory=AdamW)
+    """Options of adamw."""
+
+    muon: Muon = field(default_factory=Muon)
+    """Options of muon."""
+
+    adafactor: Adafactor = field(default_factory=Adafactor)
+    """Options of adafactor."""
+
+    schedule: Schedule = field(default_factory=Schedule)
+    """The learning rate over the updates."""
+
+    sample: Snippet = field(default_factory=lambda: Snippet(prompt="The "))
+    """The text written at the end."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, length=2, batch=1, lora_rank=1, lr=0, readers=0)
+        if not 0 < self.scale <= 1:
+            raise errors.ConfigError(f"scale must be above 0 and at most 1, found {self.scale}")
+        if self.optimizer == "muon" and self.lora_rank is not None:
+            raise errors.ConfigError(
+                f"optimizer=muon with lora_rank={self.lora_rank}: muon makes steps of whole matrices orthogonal, and "
+                "adapters are factors of them; expected adamw or adafactor"
+            )
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens of a block or padded document."""
+        return max(2, round(self.length * self.scale))
+
+    def check(self) -> None:
+        """Raise where files are missing or wrong, before there are workers; see `OverFiles`."""
+        check_model(self.model)
+        if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
+            raise errors.ConfigError(f"tokenizer {self.tokenizer} is not a folder")
+        for side in self._sides():
+            self._reading(side)
+
+    def kept_in(self, folder: str) -> "Language":
+        """Return the same with the tokenizer that is made here kept in a run's folder; see `OverFiles`."""
+        if self.own_tokens.folder is not None or self._given_tokenizer() is not None:
+            return self
+        own = dataclasses.replace(self.own_tokens, folder=str(Path(folder, "tokenizer")))
+        return dataclasses.replace(self, own_tokens=own)
+
+    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
+        """Build the task of one rank; arguments and errors are those of `TaskConfig.build`."""
+        train, heldout = self._sides()
+        reading = self._reading(train)
+        tokens = self._tokens(train, reading, rank)
+        length = self.tokens_per_sample
+        model = language_model(
+            self.model,
+            vocabulary=tokens.vocabulary,
+            length=length,
+            scale=self.scale,
+            dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype],
+            seed=seed,
+        )
+        if self.lora_rank is not None:
+            alpha = 2.0 * self.lora_rank if self.lora.alpha is None else self.lora.alpha
+            model = with_lora(model, self.lora_rank, alpha, self.lora.dropout, seed)
+        optimizer = language_optimizer(self, model, usual_lr=0.0006)
+        share = {"rank": rank, "world_size": world_size, "seed": seed, "workers": self.readers}
+        evaluated = Sequences(heldout, self._reading(heldout), tokens, length)
+        loader: ResumableLoader[Window]
+        if self._is_packed(reading):
+            documents = Streams(train, reading, tokens)
+            loader = Packed(documents, length=length, size=self.batch, **share)
+            batches = self._blocks(evaluated)
+        else:
+            sequences = Sequences(train, reading, tokens, length)
+            loader = MicroBatches(sequences, min(self.batch, len(sequences)), **share)
+            kept = torch.arange(min(len(evaluated), self.heldout.samples))
+            batches = [evaluated.batch(indices) for indices in kept.split(self.batch)]
+        if not any(batch.predicted for batch in batches):
+            raise errors.ConfigError(
+                f"the held-out side of {self.data} is empty: there is nothing to predict"
+            )
+        loss = partial(next_token_loss, weigh="token")
+        return Task(
+            model=model,
+            optimizer=optimizer,
+            scheduler=self.schedule.build(optimizer, updates),
+            loader=loader,
+            loss=loss,
+            evaluate=partial(mean_loss, batches=batches, loss=loss),
+            sample=partial(self.sample.write, tokens=tokens, context=length),
+            publish=partial(_publish, model, tokens),
+        )
+
+    def _sides(self) -> Sides:
+        return read_sides(self.data, self.heldout, self.documents.unit, self.scale)
+
+    def _reading(self, rows: Any) -> Reading:
+        """Return how the rows become text, by the columns that they have."""
+        column = self.documents.column
+        for columns, reading in READINGS.items():
+            if column not in rows.column_names and set(columns) <= set(rows.column_names):
+                return reading
+        check_column(rows, str(self.data), column)
+        return partial(read_text, column=column)
+
+    def _is_packed(self, reading: Reading) -> bool:
+        return self.pack and reading not in READINGS.values()
+
+    def _given_tokenizer(self) -> str | None:
+        return self.tokenizer or tokenizer_of(self.model)
+
+    def _tokens(self, rows: Any, reading: Reading, rank: int) -> BytePairs | FolderTokens:
+        """Return the tokenizer; where one is made, rank 0 writes it."""
+        given = self._given_tokenizer()
+        if given is not None:
+            return FolderTokens(given)
+        own = self.own_tokens
+        if own.folder is not None and Path(own.folder).is_dir():
+            return FolderTokens(own.folder)
+        made = BytePairs(self._texts(rows, reading) if own.vocabulary > BYTES else (), own.vocabulary)
+        if own.folder is not None and rank == 0:
+            replace_folder(Path(own.folder), made.write)
+        return made
+
+    def _texts(self, rows: Any, reading: Reading) -> list[bytes]:
+        """Return the text that a BPE is trained on, the first rows."""
+        size, texts = 0, []
+        for turn in map(reading, rows):
+            texts += [part.encode() for part in turn if part]
+            size += sum(map(len, turn))
+            if size >= TRAINED_ON:
+                break
+        return texts
+
+    def _blocks(self, heldout: Sequences) -> list[Window]:
+        """Return the first held-out documents, in a row and cut into blocks."""
+        needed = self.heldout.samples * heldout.length + 1
+        stream: list[int] = []
+        for row in heldout.rows:
+            stream += [*heldout.tokens.encode(heldout.reading(row).response.encode()), heldout.tokens.end]
+            if len(stream) >= needed:
+                break
+        windows = blocks_of(torch.tensor(stream[:needed]), heldout.length, heldout.tokens.end)
+        return [windows.batch(indices) for indices in torch.arange(len(windows)).split(self.batch)]
+
+
+def _publish(model: Any, tokens: BytePairs | FolderTokens, folder: Path) -> None:
+    """Write what `from_pretrained` reads: safetensors, of LoRA the adapters alone, and the tokenizer."""
+    tokens.write(folder)
+    logging = extra("transformers.utils.logging", "a model folder")
+    is_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would be drawn into the run's own display
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if is_shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,190 @@
+"""Language models from a folder, from a configuration, or by the name of a size. Nothing is downloaded.
+
+A folder of `transformers` brings parameters to go on from. A configuration and a name bring a shape alone, and the
+parameters are new.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from stretto import errors
+from stretto.fields import unknown_name
+from stretto_lab.recipes.gpt import Family, Shape, causal_lm, from_config, in_dtype
+from stretto_lab.recipes.task import extra
+
+
+class NamedShape(NamedTuple):
+    """The shape of a model that people know by its name."""
+
+    family: Family
+    """Architecture."""
+    shape: Shape
+    """Layers, width and heads."""
+    context: int
+    """Positions that it can read."""
+    settings: Mapping[str, Any] = MappingProxyType({})
+    """Where it differs from what its family has here."""
+
+
+SIZES: Mapping[str, NamedShape] = MappingProxyType(
+    {
+        "gpt2": NamedShape(family="gpt2", shape=Shape(12, 768, 12), context=1024),
+        # No paper gives the shape of 36 million: this one has 35.7 with the tokens of GPT-2.
+        "gpt-neo-36m": NamedShape(family="gpt_neo", shape=Shape(9, 384, 6), context=1024),
+        "gpt-neo-125m": NamedShape(family="gpt_neo", shape=Shape(12, 768, 12), context=2048),
+        "gpt-neo-2.7b": NamedShape(family="gpt_neo", shape=Shape(32, 2560, 20), context=2048),
+        "llama-tiny": NamedShape(family="llama", shape=Shape(6, 256, 4), context=1024),
+        "llama-2-7b": NamedShape(
+            family="llama",
+            shape=Shape(32, 4096, 32),
+            context=4096,
+            settings=MappingProxyType({"intermediate_size": 11008, "tie_word_embeddings": False}),
+        ),
+    }
+)
+"""The models of the papers, and a small Llama. The number of tokens is the tokenizer's."""
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def check_model(name: str) -> None:
+    """Raise unless `name` is a size, a configuration or a folder with a model; reads no parameters.
+
+    Raises:
+        UnknownName: There is nothing of this name.
+        ConfigError: It is no model.
+    """
+    path = Path(name)
+    if name in SIZES:
+        return
+    if not path.exists():
+        raise unknown_name("model is no folder, no config.json and no size:", name, SIZES)
+    config = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(config.read_bytes())
+        kind = found["model_type"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise errors.ConfigError(
+            f"model {config} is not the configuration of a model of transformers ({type(error).__name__}: {error})"
+        ) from error
+    if path.is_dir() and not any((path / weights).is_file() for weights in WEIGHTS):
+        raise errors.ConfigError(
+            f"model {path} has no {WEIGHTS[0]}: expected a folder written by save_pretrained; to begin with new "
+            f"parameters name its configuration, {config} ({kind})"
+        )
+
+
+def tokenizer_of(name: str) -> str | None:
+    """Return the folder of a model if it has a tokenizer too."""
+    return name if any(Path(name, file).is_file() for file in TOKENIZERS) else None
+
+
+def language_model(
+    name: str, *, vocabulary: int, length: int, scale: float, dtype: torch.dtype, seed: int
+) -> nn.Module:
+    """Return a causal language model.
+
+    Args:
+        name: A folder, a configuration or a size.
+        vocabulary: Tokens of the tokenizer.
+        length: Longest input.
+        scale: Factor on layers, width and heads of a size.
+        dtype: Of the parameters.
+        seed: Decides new parameters; the random state of the caller is left as it was.
+
+    Raises:
+        ConfigError: It cannot be read, or is too small for the tokenizer or the input.
+        MissingExtra: `transformers` is not installed.
+    """
+    check_model(name)
+    if name in SIZES:
+        size = SIZES[name]
+        scaled = {key: value for key, value in size.settings.items() if scale == 1 or not is_width(key)}
+        model = causal_lm(
+            size.family,
+            size.shape if scale == 1 else size.shape.scaled(scale),
+            vocabulary=vocabulary,
+            context=size.context,
+            dtype=dtype,
+            seed=seed,
+            settings=scaled,
+        )
+    elif scale != 1:
+        raise errors.ConfigError(f"scale {scale:g} shrinks a named size, not {name}: expected scale 1")
+    else:
+        model = _read(name, dtype, seed)
+    config: Any = model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise errors.ConfigError(
+            f"length {length} is longer than the {positions} positions that {name} reads"
+        )
+    if config.vocab_size < vocabulary:
+        raise errors.ConfigError(
+            f"the tokenizer has {vocabulary} tokens and {name} knows {config.vocab_size}: expected the model's own"
+        )
+    return model
+
+
+def is_width(setting: str) -> bool:
+    """Return whether a setting of a configuration has to shrink with the model, and so is left to its family."""
+    return setting.endswith("_size")
+
+
+def _read(name: str, dtype: torch.dtype, seed: int) -> nn.Module:
+    transformers = extra("transformers", "the recipe language")
+    transformers.logging.disable_progress_bar()  # every rank would write one into the display
+    path = Path(name)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config.use_cache = False
+        if path.is_file():
+            return from_config(config, dtype, seed)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            path, config=config, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise errors.ConfigError(f"model {name} cannot be read: {reason}") from error
+    return in_dtype(model, dtype).train()
+
+
+def with_lora(model: nn.Module, rank: int, alpha: float, dropout: float, seed: int) -> nn.Module:
+    """Return `model` with low-rank adapters beside every linear layer; they alone are trained.
+
+    Source: Hu et al., 2021, arXiv:2106.09685. An adapter adds `alpha / rank * B A x` to the layer's output.
+
+    Args:
+        model: Its own parameters are frozen.
+        rank: Of the adapters.
+        alpha: Factor on them, times the rank.
+        dropout: Share of their inputs that is left out.
+        seed: Decides `A`; `B` begins with zeros.
+
+    Raises:
+        MissingExtra: `peft` is not installed.
+    """
+    peft = extra("peft", "LoRA (lora_rank)")
+    conv1d = extra("transformers", "LoRA").pytorch_utils.Conv1D
+    adapters = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        # GPT-2 stores its matrices the other way round.
+        fan_in_fan_out=any(isinstance(module, conv1d) for module in model.modules()),
+    )
+    # The warnings are those of one library about the other.
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+        torch.manual_seed(seed)
+        adapted: nn.Module = peft.get_peft_model(model, adapters)
+    return adapted

@@ -1,0 +1,186 @@
+"""Rows of local files: text, JSON lines, Parquet, or a data set saved by `datasets`. Nothing is downloaded.
+
+`datasets` turns other formats into Arrow files in its own cache (`HF_DATASETS_CACHE` says where), once for every
+version of a file, and maps these into memory. So any row can be read at once, and several ranks share the memory.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from stretto import errors
+from stretto.fields import check_at_least, check_fields
+from stretto_lab.recipes.task import extra
+
+FORMATS = {
+    ".txt": "text",
+    ".md": "text",
+    ".raw": "text",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+}
+"""What files are read, by the ending of their names; of a folder, those of one format."""
+
+Unit = Literal["file", "paragraph", "line"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heldout:
+    """What is evaluated on, and never trained on."""
+
+    data: str | None = None
+    """Data of their own, in a format of the others; None takes what stands beside these, or else a share of them."""
+
+    share: float = 0.05
+    """That share, between 0 and 1. Which samples it is does not depend on the run's seed."""
+
+    samples: int = 256
+    """Blocks, documents or pictures that an evaluation reads, at most; the first ones."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_at_least(self, samples=1)
+        if not 0 < self.share < 1:
+            raise errors.ConfigError(f"share must be between 0 and 1, found {self.share}")
+
+
+class Sides(NamedTuple):
+    """What is trained on, and what is held out; both are `datasets.Dataset`, or what else gives rows by index."""
+
+    train: Any
+    heldout: Any
+
+
+def read_rows(place: str, unit: Unit = "file") -> Any:
+    """Return the rows of a file or folder, a `datasets.Dataset`.
+
+    Args:
+        place: A file, a folder of files of one format (read recursively), or a folder of `save_to_disk`. Of a
+            dictionary of splits the split `train` is read; where files are called train and so on, these alone.
+        unit: What a row is where the files are text.
+
+    Raises:
+        ConfigError: There is nothing, nothing of a known format, or nothing that can be read.
+        MissingExtra: `datasets` is not installed.
+    """
+    path = Path(place)
+    datasets = extra("datasets", "a recipe over local files")
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        with _read(datasets, place):
+            rows = datasets.load_from_disk(place)
+        if isinstance(rows, datasets.DatasetDict):
+            if "train" not in rows:
+                raise errors.ConfigError(f"{place} has no split 'train', only {sorted(rows)}")
+            rows = rows["train"]
+    else:
+        kind, files = _files(path)
+        settings = {"sample_by": "document" if unit == "file" else unit} if kind == "text" else {}
+        with _read(datasets, place):
+            # Not `load_dataset`, which tells the hub that it was called, also for files that never were there.
+            rows = getattr(datasets.Dataset, f"from_{kind}")(files, **settings)
+    if not len(rows):
+        raise errors.ConfigError(f"{place} is empty: expected at least one row")
+    return rows
+
+
+def _files(path: Path) -> tuple[str, list[str]]:
+    """Return the format of the files at `path`, and their names; empty ones are left out."""
+    if not path.exists():
+        raise errors.ConfigError(f"there are no data at {path}: expected a file or a folder")
+    found = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    found = [file for file in found if file.suffix.lower() in FORMATS and file.stem.upper() != "README"]
+    trained = [file for file in found if file.name.startswith("train")]
+    known = {str(file): FORMATS[file.suffix.lower()] for file in trained or found}
+    if len(set(known.values())) != 1:
+        formats = " and ".join(sorted(set(known.values()))) or "none of them"
+        raise errors.ConfigError(
+            f"{path} holds {formats}: expected files of one format, with names that end in {', '.join(FORMATS)}"
+        )
+    files = [file for file in known if Path(file).stat().st_size]
+    if not files:
+        raise errors.ConfigError(f"{path} is empty: expected at least one row")
+    return next(iter(known.values())), files
+
+
+@contextmanager
+def _read(datasets: Any, place: str) -> Iterator[None]:
+    """Let `datasets` be silent, and say in one line what it could not read.
+
+    Raises:
+        ConfigError: Any error left the block: files of other people make readers raise whatever they like.
+    """
+    verbosity, had_bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    if not hasattr(datasets.utils.tqdm, "_lock"):
+        # A bar that nobody sees would make a lock between processes, which a rank that is ended leaves behind.
+        datasets.utils.tqdm.set_lock(threading.RLock())
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())[:300]
+        raise errors.ConfigError(f"{place} cannot be read: {type(cause).__name__}: {reason}") from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if not had_bars:
+            datasets.enable_progress_bars()
+
+
+def check_column(rows: Any, place: str, column: str) -> None:
+    """Raise unless the rows have `column`.
+
+    Raises:
+        ConfigError: Names the columns that there are.
+    """
+    if column not in rows.column_names:
+        raise errors.ConfigError(f"{place} has no column {column!r}, only {', '.join(rows.column_names)}")
+
+
+def divided(count: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return which of `count` samples are trained on, and which held out, in ascending order.
+
+    Args:
+        count: How many there are.
+        share: To hold out, between 0 and 1; at least one sample is on either side.
+        seed: Decides which. Not the run's, so that runs of different seeds can be compared.
+
+    Raises:
+        ConfigError: There are fewer than two.
+    """
+    if count < 2:
+        raise errors.ConfigError(
+            f"{count} sample cannot be divided into training and held-out data: give more, or held-out data of "
+            "their own (heldout.data); where files are text, documents.unit says what one sample is"
+        )
+    heldout = min(count - 1, max(1, round(count * share)))
+    order = np.random.default_rng(seed).permutation(count)
+    return np.sort(order[heldout:]), np.sort(order[:heldout])
+
+
+def read_sides(place: str | None, heldout: Heldout, unit: Unit, limit: float) -> Sides:
+    """Return the rows to train on and those held out.
+
+    Args:
+        place: Where the rows are, as `read_rows` takes it.
+        heldout: What is held out.
+        unit: What a row is where the files are text.
+        limit: Share of the rows to use at all, the first ones; 1 for all.
+
+    Raises:
+        ConfigError: They cannot be read, or are too few.
+    """
+    if place is None:
+        raise errors.ConfigError("data is missing: name a file or a folder")
+    rows = read_rows(place, unit)
+    rows = rows.select(range(max(min(2, len(rows)), round(len(rows) * limit))))
+    if heldout.data is not None:
+        return Sides(rows, read_rows(heldout.data, unit))
+    kept, left_out = divided(len(rows), heldout.share)
+    return Sides(rows.select(kept, keep_in_memory=True), rows.select(left_out, keep_in_memory=True))

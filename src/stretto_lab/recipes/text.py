@@ -1,0 +1,270 @@
+"""Text as tokens, tokens as windows to learn from, and a text that a model writes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stretto import errors
+from stretto.fields import check_fields
+from stretto_lab.recipes.task import evaluating, extra
+
+END = 0
+"""The token after every document, of our own tokens. For bytes it is NUL, which text does not contain."""
+
+IGNORED = -100
+"""Target that no loss is taken of."""
+
+
+class Tokens(Protocol):
+    """A reversible cut of text into numbers below `vocabulary`."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of different tokens, `end` included."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """The token after every document."""
+        ...
+
+    def encode(self, document: bytes) -> list[int]:
+        """Return the tokens of one text, without `end`."""
+        ...
+
+    def stream(self, documents: Iterable[bytes]) -> Tensor:
+        """Return the tokens of all documents in a row, `end` after each: one dimension, of an integer dtype."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of `tokens`; incomplete UTF-8 becomes the replacement character."""
+        ...
+
+
+class Bytes:
+    """One token per byte."""
+
+    vocabulary = 256
+    end = END
+
+    def encode(self, document: bytes) -> list[int]:
+        return list(document)
+
+    def stream(self, documents: Iterable[bytes]) -> Tensor:
+        # A bytearray because torch wants writable memory; the tensor keeps it alive.
+        return torch.frombuffer(bytearray(b"".join(text + b"\0" for text in documents)), dtype=torch.uint8)
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
+
+
+class BytePairs:
+    """A byte-level BPE, trained on `documents`: the same documents give the same tokens in every process.
+
+    Args:
+        documents: The texts that it is trained on.
+        vocabulary: Number of tokens to reach, `END` included.
+
+    Raises:
+        ConfigError: The documents are too short for that many tokens.
+        MissingExtra: `tokenizers` is not installed.
+    """
+
+    end = END
+
+    def __init__(self, documents: Iterable[bytes], vocabulary: int) -> None:
+        tokenizers = extra("tokenizers", "a BPE trained on the spot (data.tokens bpe)")
+        byte_level = tokenizers.pre_tokenizers.ByteLevel
+        self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        self._tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+        self._tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=["<end>"],  # the first special token has number 0, which is END
+            initial_alphabet=byte_level.alphabet(),
+            show_progress=False,
+        )
+        self._tokenizer.train_from_iterator((_text(document) for document in documents), trainer)
+        self.vocabulary: int = self._tokenizer.get_vocab_size()
+        if self.vocabulary != vocabulary:
+            raise errors.ConfigError(
+                f"the training text is too short for a BPE of {vocabulary} tokens: it gave "
+                f"{self.vocabulary}; lower the vocabulary or give more text"
+            )
+
+    def encode(self, document: bytes) -> list[int]:
+        return list(self._tokenizer.encode(_text(document)).ids)
+
+    def stream(self, documents: Iterable[bytes]) -> Tensor:
+        encodings = self._tokenizer.encode_batch_fast([_text(document) for document in documents])
+        return torch.cat([torch.tensor([*encoding.ids, END], dtype=torch.int32) for encoding in encodings])
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
+
+    def write(self, folder: Path) -> None:
+        """Write what `FolderTokens`, and `transformers`, can read into a folder."""
+        transformers = extra("transformers", "a tokenizer in a folder")
+        whole = transformers.PreTrainedTokenizerFast(tokenizer_object=self._tokenizer, eos_token="<end>")
+        whole.save_pretrained(folder)
+
+
+class FolderTokens:
+    """The tokenizer in a folder of `transformers`, which is that of a model or one that `BytePairs` has written.
+
+    Args:
+        folder: With `tokenizer.json` or what else `AutoTokenizer` knows. Code in it is not run.
+
+    Raises:
+        ConfigError: It cannot be read, or has no token for the end of a text.
+        MissingExtra: `transformers` is not installed.
+    """
+
+    def __init__(self, folder: str) -> None:
+        transformers = extra("transformers", "a tokenizer in a folder")
+        try:
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # whatever a file of other people makes the reader raise
+            reason = " ".join(str(error).split())
+            raise errors.ConfigError(
+                f"{folder} holds no tokenizer that can be read: {reason}; set tokenizer"
+            ) from error
+        if self._tokenizer.eos_token_id is None:
+            raise errors.ConfigError(f"the tokenizer in {folder} has no eos_token, which has to end a text")
+        self.end: int = self._tokenizer.eos_token_id
+        self.vocabulary: int = len(self._tokenizer)
+
+    def encode(self, document: bytes) -> list[int]:
+        return list(self._tokenizer.encode(_text(document), add_special_tokens=False, verbose=False))
+
+    def stream(self, documents: Iterable[bytes]) -> Tensor:
+        # One after the other: threads of the tokenizer would not survive the fork into workers that read ahead.
+        tokens = [number for document in documents for number in (*self.encode(document), self.end)]
+        return torch.tensor(tokens, dtype=torch.int32)
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
+
+    def write(self, folder: Path) -> None:
+        """Write the same into another folder."""
+        self._tokenizer.save_pretrained(folder)
+
+
+def _text(document: bytes) -> str:
+    return document.decode("utf-8", "replace")
+
+
+class Window(NamedTuple):
+    """A micro-batch of windows, both tensors int64 of shape (windows, context)."""
+
+    inputs: Tensor
+    """The tokens read."""
+
+    targets: Tensor
+    """The token after each; `IGNORED` after the end of a document, where an unrelated one begins."""
+
+    predicted: int
+    """Number of targets that are not ignored, counted here so that nobody has to wait for the device."""
+
+
+class Windows:
+    """The windows of a stream of tokens: window `i` reads `context` tokens from `i * context` on.
+
+    Up to the end of the last full window, every token but the first is a target once.
+
+    Args:
+        stream: Integers, one dimension.
+        context: Tokens read per window.
+        end: The token after every document.
+
+    Raises:
+        ConfigError: The stream is shorter than one window and its last target.
+    """
+
+    def __init__(self, stream: Tensor, context: int, end: int = END) -> None:
+        if len(stream) <= context:
+            raise errors.ConfigError(
+                f"a text of {len(stream)} tokens has no window of {context} tokens and their targets: "
+                "give more text or a shorter context"
+            )
+        self.stream = stream
+        self.context = context
+        self.end = end
+
+    def __len__(self) -> int:
+        return (len(self.stream) - 1) // self.context
+
+    def batch(self, indices: Tensor) -> Window:
+        """Return the windows `indices` (int64, one dimension) as one micro-batch."""
+        places = indices.unsqueeze(1) * self.context + torch.arange(self.context + 1)
+        tokens = self.stream[places].long()
+        inputs = tokens[:, :-1].contiguous()
+        targets = tokens[:, 1:].masked_fill(inputs == self.end, IGNORED)
+        return Window(inputs, targets, int((targets != IGNORED).sum()))
+
+    def spread(self, count: int) -> Tensor:
+        """Return the indices of up to `count` windows, spread evenly over the stream."""
+        count = min(count, len(self))
+        return torch.arange(count) * len(self) // count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snippet:
+    """How the sample at the end of a run is written."""
+
+    prompt: str = "def "
+    """What the text begins with; not empty."""
+
+    length: int = 200
+    """Most tokens to add; the end of the document ends it sooner."""
+
+    temperature: float = 0.7
+    """Divides the logits before a token is drawn; 0 always takes the likeliest token."""
+
+    seed: int = 0
+    """Of the draws: equal models write equal texts."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.prompt:
+            raise errors.ConfigError("the prompt of the sample must not be empty: the model continues it")
+        if not 0 <= self.temperature < float("inf") or self.length < 0:
+            raise errors.ConfigError(
+                f"temperature and length of the sample must not be negative, found {self.temperature} and "
+                f"{self.length}"
+            )
+
+    def write(self, model: nn.Module, tokens: Tokens, context: int) -> str:
+        """Return the prompt as `model` continues it, without control characters.
+
+        Args:
+            model: Takes int64 tokens (1, at most `context`); its output has `logits`.
+            tokens: What its tokens mean.
+            context: How many of the last tokens it reads.
+        """
+        device = next(model.parameters()).device
+        generator = torch.Generator().manual_seed(self.seed)
+        written = tokens.encode(self.prompt.encode("utf-8"))
+        with evaluating(model):
+            for _ in range(self.length):
+                recent = torch.tensor([written[-context:]], device=device)
+                chosen = self._choose(model(recent).logits[0, -1].float().cpu(), generator)
+                if chosen == tokens.end:
+                    break
+                written.append(chosen)
+        # A model that has learned little writes bytes that a terminal would obey.
+        return "".join(
+            letter for letter in tokens.decode(written) if letter.isprintable() or letter in "\n\t"
+        )
+
+    def _choose(self, logits: Tensor, generator: torch.Generator) -> int:
+        if self.temperature == 0:
+            return int(logits.argmax())
+        shares = torch.softmax(logits / self.temperature, dim=0)
+        return int(torch.multinomial(shares, 1, generator=generator))

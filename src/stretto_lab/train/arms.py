@@ -1,0 +1,265 @@
+"""Arms of a comparison: a strategy, its options, and settings of the run for it alone, as one word.
+
+    name[:key=value]...        for example  acco:first=1:wire=bf16  or  wp:clock=1,8:lr=2e-3
+
+A run names its strategy in the same way. Strategies that take turns are joined by +, each later one with the number of
+committed updates behind which it begins:
+
+    name[:key=value]...[+name[:key=value]...@update]...        for example  zero1+acco:wire=int8@100+ddp@900
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from stretto.engine import Clock, Options
+from stretto.errors import ConfigError, UnknownName
+from stretto.exchange import Wire, wire_by_name
+from stretto.fields import (
+    Readers,
+    did_you_mean,
+    field_types,
+    read_settings,
+    read_value,
+    split_settings,
+    unknown_name,
+)
+from stretto.noise import Noise, parse_noise
+from stretto.schedules import Ramp, Schedule, parse_schedule
+from stretto.strategies import STRATEGIES, Strategy
+from stretto.strategies.ledger import ledger_of
+from stretto.switching import Phase, Switching, check_starts
+from stretto_lab.peers import PEERS
+
+SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {
+        **dict.fromkeys(("wire", "changes", "estimates"), Wire),
+        **dict.fromkeys(("micro_batches", "ranks_per_node", "bucket_bytes"), int),
+        **{"exchange": field_types(Options)["exchange"], "clock": Clock, "clip_norm": float, "lr": float},
+        "noise": field_types(Options)["noise"],
+    }
+)
+"""Settings of a run that an arm may have for itself, and their types."""
+_OF_PHASES = ("wire", "changes", "estimates", "clock")
+"""Those that a strategy may have for itself that takes turns with others."""
+AUTO = "auto"
+"""In the place of a strategy of `train`: the one that `stretto plan` would say."""
+AS_ECHO = "echo"
+"""In the place of a rate of averages: that at which the run's echo loads fresh batches."""
+_OF_PEERS = ("micro_batches", "clip_norm", "lr")
+"""Those that a stock method may have for itself."""
+
+
+def parse_clock(text: str) -> Clock:
+    """Read "MIN,MAX".
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    match = re.fullmatch(r"(\d+),(\d+)", text.strip())
+    if match is None:
+        raise ConfigError(f"cannot read the clock {text!r}: expected MIN,MAX micro-batches per round, as 1,8")
+    return Clock(minimum=int(match[1]), maximum=int(match[2]))
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    """Cut "ddp,acco:clock=1,8" into two: a comma before a digit belongs to a clock."""
+    return tuple(part.strip() for part in re.split(r",(?!\d)", text) if part.strip())
+
+
+def parse_learning_rates(text: str) -> dict[str, float]:
+    """Read "acco=2e-3,wp=1e-3".
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    pairs = [arm.rpartition("=") for arm in split_list(text)]
+    try:
+        if all(arm for arm, _, _ in pairs):
+            return {arm: read_value(rate, float) for arm, _, rate in pairs}
+    except ConfigError as error:
+        raise ConfigError(f"cannot read the learning rates {text!r}: {error}") from error
+    raise ConfigError(f"cannot read the learning rates {text!r}: expected ARM=RATE, as acco=2e-3,wp=1e-3")
+
+
+def parse_wire(text: str) -> str:
+    """Return the name of a wire format.
+
+    Raises:
+        UnknownName: No wire format is called so.
+    """
+    return wire_by_name(text).name
+
+
+def parse_rate(text: str) -> Schedule | str:
+    """Read a rate of averages: a number, a schedule, or `AS_ECHO`.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    return text if text == AS_ECHO else parse_schedule(text)
+
+
+_READERS: Readers = MappingProxyType(
+    {Clock: parse_clock, Wire: parse_wire, Schedule: parse_rate, Noise: parse_noise}
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arm:
+    """A strategy and what is set for it alone."""
+
+    text: str
+    """As the user wrote it: the arm's name in results."""
+    name: str
+    """Of the strategy or stock method."""
+    options: dict[str, Any]
+    """Options of the strategy's or the stock method's own."""
+    settings: dict[str, Any]
+    """Settings of the run, out of `SETTINGS`."""
+    phases: tuple[tuple[int, "Arm"], ...] = ()
+    """Strategies that take turns, each with the updates behind which it begins; none where one stays."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is a strategy of the library, and not a stock method."""
+        return bool(self.phases) or self.name in STRATEGIES
+
+    @property
+    def wire(self) -> str:
+        """The wire that is set for it, or else the default; strategies that take turns have their own."""
+        return str(self.settings.get("wire", "fp32"))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it has a communication lane that a clock could wait for."""
+        if self.phases:
+            return any(arm.overlaps for _, arm in self.phases)
+        return self.is_ours and STRATEGIES[self.name].overlaps
+
+    @property
+    def published(self) -> set[str]:
+        """What it sends in a format of its own: changes, estimates; see `Ledger.published`."""
+        parts = [arm for _, arm in self.phases] or [self]
+        return {name for arm in parts if arm.is_ours for name in ledger_of(arm.strategy()).published}
+
+    def strategy(self) -> Strategy:
+        """Return the strategy with its options, as it is without a run; only where `is_ours`, and it stays.
+
+        A rate that changes along a run is its mean; that of an echo is 1, which is the most.
+
+        Raises:
+            ConfigError: Several take turns.
+        """
+        if self.phases:
+            parts = ", ".join(arm.text for _, arm in self.phases)
+            raise ConfigError(f"{self.text}: expected one strategy; look at each of them by itself: {parts}")
+        return STRATEGIES[self.name](**{key: _without_run(value) for key, value in self.options.items()})
+
+    def plan(self, strategy_of: "Callable[[Arm], Strategy] | None" = None) -> Strategy | Switching:
+        """Return the strategy, or the plan of those that take turns; only where `is_ours`.
+
+        Args:
+            strategy_of: Returns the strategy of an arm in a run; None is `strategy`, without one.
+        """
+        make = strategy_of or Arm.strategy
+        if not self.phases:
+            return make(self)
+        return Switching({step: arm._phase(make) for step, arm in self.phases})
+
+    def _phase(self, make: "Callable[[Arm], Strategy]") -> Phase:
+        settings = dict(self.settings)
+        clock = settings.pop("clock", None)
+        return Phase(make(self), micro_batches=clock if self.overlaps else None, **settings)
+
+
+def _without_run(value: Any) -> Any:
+    if isinstance(value, Ramp) and value.steps is None:
+        return (value.start + value.stop) / 2
+    return 1.0 if value == AS_ECHO else value
+
+
+def parse_arm(text: str) -> Arm:
+    """Read one arm.
+
+    Raises:
+        UnknownName: No such strategy or stock method, or no such setting.
+        ConfigError: A value cannot be read, or cannot be.
+    """
+    first, *later = (part.strip() for part in re.split(r"\+(?=\s*[A-Za-z])", text))
+    if later or "@" in first:
+        phases = [_parse_phase(first if "@" in first else f"{first}@0", text)]
+        phases += [_parse_phase(part, text) for part in later]
+        check_starts([step for step, _ in phases])
+        return Arm(text, text, {}, {}, tuple(phases))
+    name, _ = split_settings(text)
+    if name == AUTO:
+        raise ConfigError(
+            f"{text!r}: auto takes no settings and no turns, and is of train alone: expected --strategy auto there, or "
+            "the name of a strategy"
+        )
+    if name not in STRATEGIES and name not in PEERS:
+        raise unknown_name("no strategy is called", name, [*STRATEGIES, *PEERS])
+    own = field_types(STRATEGIES[name] if name in STRATEGIES else PEERS[name].options_type)
+    settings = SETTINGS if name in STRATEGIES else {key: SETTINGS[key] for key in _OF_PEERS}
+    values = read_settings(text, {**own, **settings, **own}, _READERS)  # its own are named first
+    arm = Arm(
+        text,
+        name,
+        options={key: value for key, value in values.items() if key in own},
+        settings={key: value for key, value in values.items() if key not in own},
+    )
+    if arm.is_ours:
+        arm.strategy()  # refuses options that cannot be
+    else:
+        PEERS[name].options_type(**arm.options)
+    return arm
+
+
+def _parse_phase(part: str, whole: str) -> tuple[int, Arm]:
+    word, _, step = part.partition("@")
+    if not step.isdecimal():
+        start, colon, settings = step.partition(":")
+        moved = f"{word}{colon}{settings}@{start if start.isdecimal() else 100}"
+        raise ConfigError(
+            f"{whole!r}: cannot read {part!r}: expected the update behind which {word} begins, last, as {moved}"
+        )
+    arm = parse_arm(word)
+    if not arm.is_ours:
+        raise ConfigError(
+            f"{whole!r}: {arm.name} is a stock method, which takes turns with nothing; leave it out"
+        )
+    if others := sorted(arm.settings.keys() - set(_OF_PHASES)):
+        raise ConfigError(
+            f"{whole!r}: {others[0]} is of the whole run: expected {', '.join(_OF_PHASES)} or options of {arm.name}; "
+            "set it for the run"
+        )
+    return int(step), arm
+
+
+def parse_arms(texts: Sequence[str], learning_rates: Mapping[str, float]) -> list[Arm]:
+    """Read all arms; `learning_rates` by arm or strategy are for those that set none of their own.
+
+    Raises:
+        UnknownName: No such strategy or setting; or a learning rate for an arm that does not run.
+        ConfigError: A value cannot be read or cannot be, or two arms are the same.
+    """
+    if len(set(texts)) < len(texts):
+        raise ConfigError(f"an arm stands twice in {', '.join(texts)}; use repeats to run all of them again")
+    arms = [parse_arm(text) for text in texts]
+    known = {arm.text for arm in arms} | {arm.name for arm in arms}
+    if unknown := sorted(set(learning_rates) - known):
+        raise UnknownName(
+            f"learning rates for {', '.join(unknown)}, which does not run; there are {', '.join(texts)}"
+            f"{did_you_mean(unknown[0], known)}"
+        )
+    return [_with_default_rate(arm, learning_rates) for arm in arms]
+
+
+def _with_default_rate(arm: Arm, learning_rates: Mapping[str, float]) -> Arm:
+    rate = learning_rates.get(arm.text, learning_rates.get(arm.name))
+    if rate is None or "lr" in arm.settings:
+        return arm
+    return dataclasses.replace(arm, settings={**arm.settings, "lr": rate})

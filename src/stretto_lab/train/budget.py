@@ -1,0 +1,160 @@
+"""The length of a run: how many updates, or how many samples, and how much of that is done; the same on all ranks.
+
+A budget of samples counts those at their first use, behind committed updates, of all ranks: an echo is free. Where
+every update has the same number of them, the last update is known from the beginning, as with a budget of updates.
+Under a `Clock`, or with an echo, it shows: the run ends with the first update at or beyond the budget, and strategies
+that overlap commit one more, with what was computed while that update was under way.
+
+Schedules stretch over the budget. Those of learning rates count *nominal* updates: samples so far, by those of an
+update with the run's `micro_batches` on every rank, all fresh.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from stretto.echo import Auto, Ready
+from stretto.echo.text import parse_plan
+from stretto.errors import ConfigError
+from stretto.records import Update
+from stretto.schedules import Length
+from stretto.strategies.ledger import ledger_of
+from stretto_lab.train.arms import Arm, parse_arm
+from stretto_lab.train.configuration import RunConfig, TaskT, samples_of
+
+
+class Budget:
+    """How much a run may spend, and how much it has spent.
+
+    Args:
+        total: Updates or samples.
+        nominal: Samples of a nominal update; None where updates are counted.
+        of: Returns what an update has spent; None where all spend the same, so that the last one is known.
+    """
+
+    def __init__(
+        self, total: int, nominal: int | None = None, of: Callable[[Update], int] | None = None
+    ) -> None:
+        self.total = total
+        self.counts_samples = nominal is not None
+        self.nominal = nominal or 1
+        self.spent = 0
+        self._of = of
+        self._paced: Paced | None = None
+
+    @property
+    def length(self) -> int:
+        """Nominal updates of the whole run."""
+        return -(-self.total // self.nominal)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the last update is known beforehand."""
+        return self._of is None
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left."""
+        return self.spent >= self.total
+
+    @property
+    def samples(self) -> int | None:
+        """Fresh samples so far; None where updates are counted."""
+        return self.spent if self.counts_samples else None
+
+    def go_on(self, step: int, samples: int | None) -> None:
+        """Go on after so many updates, of so many fresh samples; None where they were not counted."""
+        self.spent = samples if self.counts_samples and samples is not None else step * self.nominal
+        if self._paced is not None:
+            self._paced.turn_to(self.spent // self.nominal)
+
+    @property
+    def left(self) -> int:
+        """Nominal updates that are not spent."""
+        return -(-max(0, self.total - self.spent) // self.nominal)
+
+    @property
+    def updates(self) -> Length:
+        """Length of schedules that count updates."""
+        return self.length if self.is_fixed else self.share
+
+    def share(self) -> float:
+        """Return the share that is spent, at most 1."""
+        return min(1.0, self.spent / self.total)
+
+    def last_update(self, step: int) -> int | None:
+        """Return the update with which the run ends, of which `step` are committed; None where it will show."""
+        return step + self.left if self.is_fixed else None
+
+    def paces(self, scheduler: LRScheduler | None) -> "LRScheduler | Paced | None":
+        """Return the scheduler, to be turned once per update by whoever trains; `count` turns it where that differs."""
+        if scheduler is None or not self.counts_samples:
+            return scheduler
+        self._paced = Paced(scheduler)
+        return self._paced
+
+    def count(self, update: Update) -> None:
+        """Count a committed update, and turn the scheduler as far."""
+        self.spent += self.nominal if self._of is None else self._of(update)
+        if self._paced is not None:
+            self._paced.turn_to(self.spent // self.nominal)
+
+
+class Paced:
+    """A scheduler that counts nominal updates; to whoever turns it at committed ones it does nothing.
+
+    Args:
+        scheduler: It.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler = scheduler
+
+    def step(self) -> None:
+        """Wait for `turn_to`."""
+
+    def turn_to(self, position: int) -> None:
+        """Turn the scheduler as often as it takes; never back."""
+        while self._scheduler.last_epoch < position:
+            self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state."""
+        return self._scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the scheduler's state."""
+        self._scheduler.load_state_dict(state)
+
+
+def budget_of(run: RunConfig[TaskT], world_size: int) -> Budget | None:
+    """Return the budget of a run on so many ranks; None where only time or loss end it.
+
+    Raises:
+        ConfigError: Ranks could not agree on how much is spent.
+    """
+    samples, updates = run.planned_samples, run.planned_updates
+    if samples is None:
+        return None if updates is None else Budget(updates)
+    batch = samples_of(run.task)
+    nominal = world_size * run.micro_batches * batch
+    arm = parse_arm(run.strategy)
+    parts = [part for _, part in arm.phases] or [arm]
+    has_clock = run.clock is not None or any("clock" in part.settings for part in parts)
+    if not has_clock and run.echo == "none":
+        return Budget(samples, nominal)
+    if not any(map(_steps_alone, parts)):
+        return Budget(samples, nominal, lambda update: update.fresh_samples)
+    if has_clock or isinstance(parse_plan(run.echo, 1), Ready | Auto) or run.nonfinite == "skip":
+        raise ConfigError(
+            f"{run.strategy} with a budget of samples: ranks that step alone do not hear how much the others load: "
+            "expected fixed counts, an echo that the seed decides (even or bernoulli), and nonfinite=raise; or a "
+            "number of updates"
+        )
+    # Seed and step decide, so every rank has loaded as much as this one.
+    return Budget(samples, nominal, lambda update: update.fresh * batch * world_size)
+
+
+def _steps_alone(arm: Arm) -> bool:
+    return arm.is_ours and ledger_of(arm.strategy()).local

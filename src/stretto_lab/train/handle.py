@@ -1,0 +1,228 @@
+"""What the training loop holds: `DataParallel` or a stock method with the same interface, as a run says."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from stretto.engine import Options
+from stretto.engine.round import Weighed
+from stretto.errors import ConfigError
+from stretto.exchange import check_nodes
+from stretto.groups import SoloGroup
+from stretto.guards.text import parse_guards
+from stretto.parallel import DataParallel
+from stretto.records import Incident, Update
+from stretto_lab.faults import Application, FaultPlan, FaultyGroup, Injector, strike_memory
+from stretto_lab.peers import make_peer
+from stretto_lab.recipes import OverFiles
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.budget import Budget, budget_of
+from stretto_lab.train.configuration import RunConfig, TaskT
+from stretto_lab.train.rates import strategy_of
+
+Batch = TypeVar("Batch")
+
+
+class Handle(Protocol):
+    """The part of `DataParallel` that the training loop uses; the names mean what they mean there."""
+
+    model: nn.Module
+    """Its forward pass gives the loss."""
+    late_incidents: tuple[Incident, ...]
+    """Found by `finish`, after the last update."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    def feed(
+        self,
+        loader: Iterable[Batch],
+        updates: int | None = None,
+        until: Literal["any", "all"] = "any",
+        on_update: Callable[[Update], None] | None = None,
+    ) -> Iterator[Batch]: ...
+
+    def micro_batch(
+        self, loss_function: Callable[[Batch], Tensor | Weighed], batch: Batch
+    ) -> Update | None: ...
+
+    def settled(self) -> AbstractContextManager[None]: ...
+
+    def stop(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def finish(self) -> list[Update]: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_handle(
+    run: RunConfig[TaskT],
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any = None,
+    group: ProcessGroup | None = None,
+    budget: Budget | None = None,
+) -> Handle:
+    """Wrap a model as the run says; all ranks of `group`, or of the default group, must call.
+
+    Args:
+        run: What says so.
+        model: What is trained.
+        optimizer: Over its parameters.
+        scheduler: Turned at every committed update.
+        group: Of all ranks; None is torch's default group.
+        budget: Along which rates of averages change that name no steps.
+
+    Raises:
+        ConfigError: Settings contradict each other, or do not fit the model or the optimizer.
+    """
+    arm = parse_arm(run.strategy)
+    if not arm.is_ours:
+        return make_peer(
+            arm.name,
+            model,
+            optimizer,
+            run.micro_batches,
+            clip_norm=run.clip_norm,
+            scheduler=scheduler,
+            noise=_seeded(run).noise,
+            **arm.options,
+        )
+    micro_batches = run.micro_batches if run.clock is None else run.clock
+    return DataParallel(
+        model,
+        optimizer,
+        arm.plan(partial(strategy_of, run=run, budget=budget)),
+        micro_batches=micro_batches,
+        scheduler=scheduler,
+        group=group,
+        guards=parse_guards(run.guards, run.seed),
+        options=_seeded(run),
+    )
+
+
+def _seeded(run: RunConfig[TaskT]) -> Options:
+    """Return the options of a run, whose noise is drawn from the run's seed unless it has one."""
+    if run.noise is None or run.noise.seed is not None:
+        return run.options
+    return dataclasses.replace(run.options, noise=dataclasses.replace(run.noise, seed=run.seed))
+
+
+def check_run(run: RunConfig[TaskT], world_size: int) -> None:
+    """Raise where settings of the run contradict each other, before there are workers, data or a folder.
+
+    What the parts of the library have to say about each other is found by wrapping a model of one weight on a rank
+    that is alone. A recipe over the user's files looks at these.
+
+    Raises:
+        ConfigError: They do.
+    """
+    _check_ranks(run, world_size)
+    if run.ranks_per_node is not None:
+        check_nodes(world_size, run.ranks_per_node)
+    if isinstance(run.task, OverFiles):
+        run.task.check()
+    arm = parse_arm(run.strategy)
+    if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
+        what = "faults strike" if run.faults else "noise hits averages of"
+        raise ConfigError(f"{arm.name}: {what} our own strategies only; leave out the one or the other")
+    if run.slow and not arm.is_ours:
+        raise ConfigError(
+            f"slow with strategy={arm.text!r}: a stock method tells nobody of its micro-batches: expected strategies "
+            "of the library"
+        )
+    if arm.phases and run.faults:
+        raise ConfigError(
+            f"{arm.text}: faults strike the parts of one strategy; rehearse them under each by itself"
+        )
+    if arm.phases and run.clock is not None:
+        raise ConfigError(
+            f"clock={run.clock.minimum},{run.clock.maximum} with strategies that take turns: write it where it counts, "
+            f"as acco:clock={run.clock.minimum},{run.clock.maximum}@100"
+        )
+    if arm.is_ours:
+        model = nn.ParameterList([torch.zeros(1)])
+        alone = dataclasses.replace(run, noise=None)  # which may be on ranks that only the real group has
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        budget = budget_of(run, world_size)
+        open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
+
+
+def _check_ranks(run: RunConfig[TaskT], world_size: int) -> None:
+    """Raise ConfigError where faults, noise or slowness are of ranks that the run does not have."""
+    named = {fault.rank for fault in run.faults if fault.rank != "all"}
+    if outside := sorted(rank for rank in named if not rank < world_size):
+        raise ConfigError(
+            f"faults name rank {', '.join(map(str, outside))}; the run has ranks 0 to {world_size - 1}"
+        )
+    if run.noise is not None:
+        run.noise.check(world_size)
+    if outside := sorted(rank for rank in run.slow if not 0 <= rank < world_size):
+        raise ConfigError(f"slow names rank {outside[0]}; the run has ranks 0 to {world_size - 1}")
+
+
+class Rehearsal:
+    """Puts the faults of a run into the job of one rank; does nothing where the run has none.
+
+    Args:
+        run: With its faults.
+        rank: This rank.
+    """
+
+    def __init__(self, run: RunConfig[TaskT], rank: int) -> None:
+        self._injector = Injector(FaultPlan(run.faults).drawn_from(run.seed), rank)
+        self._is_on = bool(run.faults)
+
+    def wrap(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """Return the group to train with: `group`, or one that damages what this rank receives over it.
+
+        None is torch's default group.
+        """
+        whole = dist.group.WORLD if group is None else group
+        return FaultyGroup(whole, self._injector) if self._is_on and whole is not None else group
+
+    def begin(self, handle: Handle) -> None:
+        """Begin to damage the memory of the job.
+
+        Raises:
+            ConfigError: The job is a stock method's.
+        """
+        if not self._is_on:
+            return
+        if not isinstance(handle, DataParallel):
+            raise ConfigError(f"faults strike jobs of DataParallel, not {type(handle).__name__}")
+        strike_memory(handle, self._injector)
+
+    @property
+    def applications(self) -> Sequence[Application]:
+        """Every strike on this rank so far, in order; the same object grows."""
+        return self._injector.applications
+
+    @property
+    def struck(self) -> int:
+        """How often faults have changed values on this rank."""
+        return sum(application.changed for application in self.applications)

@@ -1,0 +1,140 @@
+"""Where the ranks of a run come from: local processes, or ranks that a launcher has started."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any, Protocol, Self, TypeVar
+
+from stretto_lab.train.configuration import RunConfig, TaskT
+from stretto_lab.train.outcome import Outcome
+from stretto_lab.train.rank import train_rank
+from stretto_lab.train.workers import RankInfo, host_store, run_workers
+
+T = TypeVar("T")
+
+STEADY_AFTER = 3
+"""First updates that the measured rate of a run leaves out: memory is new, and overlapping only begins."""
+
+
+class Ranks(Protocol):
+    """Ranks that can train any number of times, each time in new processes, so that peak memory is each run's own."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process makes folders, writes results and prints them."""
+        ...
+
+    def without(self, ranks: Collection[int]) -> "Ranks | None":
+        """Return all ranks but these, numbered anew; None where this process did not start the others."""
+        ...
+
+    def call(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call `function(info, *args)` on every rank that this process starts and return their results.
+
+        Args:
+            function: Importable, like its arguments and result picklable.
+            args: The same for every rank.
+
+        Raises:
+            WorkerFailed: A rank failed; names it and the cause.
+        """
+        ...
+
+
+class LocalRanks:
+    """Starts all ranks on this machine; this process hosts the store, so that the store outlives every rank.
+
+    Args:
+        workers: How many.
+    """
+
+    is_first = True
+
+    def __init__(self, workers: int) -> None:
+        self._devices = tuple(range(workers))
+        self._workers = workers
+        self._store = host_store("127.0.0.1", 0)
+        self._runs = 0
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return len(self._devices)
+
+    def without(self, ranks: Collection[int]) -> Self:
+        """Return all ranks but these, numbered anew; those that stay keep their devices."""
+        remaining = copy.copy(self)
+        remaining._devices = tuple(device for rank, device in enumerate(self._devices) if rank not in ranks)
+        return remaining
+
+    def call(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call `function(info, *args)` in one new process per rank; see `Ranks.call`."""
+        self._runs += 1
+        infos = [
+            RankInfo(
+                rank=rank,
+                world_size=self.world_size,
+                local_rank=device,
+                local_world_size=self._workers,
+                host="127.0.0.1",
+                port=self._store.port,
+                store_prefix=str(self._runs),
+            )
+            for rank, device in enumerate(self._devices)
+        ]
+        return run_workers(function, infos, *args)
+
+
+class JoinedRank:
+    """This process is one of the ranks that a launcher has started.
+
+    Args:
+        info: Which rank it is.
+        hosts_store: Whether it opens the store; otherwise another process does.
+    """
+
+    def __init__(self, info: RankInfo, *, hosts_store: bool) -> None:
+        self._info = info
+        self._store = host_store(info.host, info.port) if hosts_store else None
+        self._runs = 0
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._info.world_size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._info.rank == 0
+
+    def without(self, ranks: Collection[int]) -> None:
+        """Return None: the launcher has started the others."""
+
+    def call(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call `function(info, *args)` in a new process of this rank; see `Ranks.call`."""
+        self._runs += 1
+        infos = [dataclasses.replace(self._info, store_prefix=str(self._runs))]
+        return run_workers(function, infos, *args)
+
+
+def train(
+    ranks: Ranks, run: RunConfig[TaskT], warmup_updates: int = STEADY_AFTER, *, shows_progress: bool
+) -> Outcome:
+    """Train on `ranks` and return the outcome of the first rank that this process has started.
+
+    Args:
+        ranks: All ranks of the run.
+        run: What to train.
+        warmup_updates: First updates that the outcome's rate leaves out.
+        shows_progress: Whether rank 0 shows the run as it goes.
+
+    Raises:
+        WorkerFailed: A rank failed; names it and the cause.
+    """
+    return ranks.call(train_rank, run, warmup_updates, shows_progress)[0]

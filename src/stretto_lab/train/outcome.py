@@ -1,0 +1,264 @@
+"""The outcome of a run on one rank, a description of the machine it ran on, and the run's folder.
+
+The folder holds config.json, updates.jsonl, evaluations.jsonl, memory.jsonl, tensorboard/, checkpoints/, traces/ and
+model.pt; where faults are done on purpose also strikes/; of a model that other libraries read also model/, and the
+tokenizer/ that was made for it.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.disk import UNFINISHED, read_whole
+from stretto.errors import ConfigError
+from stretto.machine import processor_name
+from stretto.records import Update
+from stretto_lab.observe import replace_json
+from stretto_lab.train.configuration import RunConfig, TaskT
+from stretto_lab.train.hold import LOCK
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """One measurement of the held-out loss."""
+
+    step: int
+    """Committed updates before it."""
+    training_seconds: float
+    """Training time before it."""
+    heldout_loss: float
+    """Mean loss over the held-out samples, at the committed parameters."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The outcome of a run on one rank; times and bytes are that rank's own."""
+
+    updates: int
+    """Committed updates, with those before the checkpoint that the run went on from."""
+    samples: int
+    """Samples behind the updates made here, over all ranks."""
+    fresh_samples: int
+    """Those at their first use."""
+    training_seconds: float
+    """Training time, without evaluations and checkpoints."""
+    cpu_seconds: float
+    """Processor time of all threads of the process, in the training time of the updates made here."""
+    samples_per_second: float | None
+    """Over all ranks, from the end of the warm-up to the last update that the loop received; None where there are
+    not two updates to measure between."""
+    exposed_seconds: float | None
+    """Time in which the compute lane waited for communication, in the updates made here; None where the method
+    cannot tell."""
+    lane_seconds: float | None
+    """Time in which the communication lane was busy, in the updates made here; None as above."""
+    sent_bytes: int
+    """Bytes handed to collectives for other ranks, in the updates made here."""
+    fresh_batches: int
+    """Micro-batches that this rank took from its loader, for the updates made here."""
+    echoed_batches: int
+    """Micro-batches that it used again."""
+    wait_seconds: float
+    """Time in which it waited for the loader."""
+    baseline_bytes: int
+    """Peak resident memory of the process when the task was built and nothing wrapped it yet."""
+    peak_bytes: int
+    """Peak resident memory of the process."""
+    heldout_before: float
+    """Held-out loss before the first update."""
+    heldout_loss: float
+    """Held-out loss at the end."""
+    seconds_to_loss: float | None
+    """Training time at which `to_loss` was reached; None where it was not, or not asked for."""
+    evaluations: tuple[Evaluation, ...]
+    """All evaluations, in order."""
+    accuracy: float | None
+    """Share of held-out samples classified rightly at the end; classifiers only."""
+    sample: str | None
+    """Text that the model generated at the end; language models only."""
+    pace: tuple[float, float] | None = None
+    """Seconds of an update at first and in the end, where the run has ended because they differ; the same on all
+    ranks."""
+    faults_struck: int = 0
+    """Times that faults of the run, which are done on purpose, changed values of this rank."""
+
+
+class Totals:
+    """Adds up the updates made here, and keeps all evaluations.
+
+    Args:
+        warmup_updates: First updates that the rate leaves out.
+        baseline_bytes: Peak resident memory of the process before the model was wrapped.
+    """
+
+    def __init__(self, warmup_updates: int, baseline_bytes: int) -> None:
+        self.baseline_bytes = baseline_bytes
+        self.evaluations: list[Evaluation] = []
+        self.samples = 0
+        self.fresh_samples = 0
+        self.sent_bytes = 0
+        self.exposed_seconds = 0.0
+        self.lane_seconds = 0.0
+        self.fresh_batches = 0
+        self.echoed_batches = 0
+        self.wait_seconds = 0.0
+        self._warmup_updates = warmup_updates
+        self._arrivals: list[tuple[float, int]] = []
+
+    def add(self, update: Update) -> None:
+        """Count an update."""
+        self.samples += update.samples
+        self.fresh_samples += update.fresh_samples
+        self.sent_bytes += update.sent_bytes
+        self.exposed_seconds += update.exposed_seconds
+        self.lane_seconds += update.lane_seconds
+        self.fresh_batches += update.fresh
+        self.echoed_batches += update.echoed
+        self.wait_seconds += update.wait_seconds
+
+    def arrived(self, update: Update, training_seconds: float) -> None:
+        """Note when the loop received an update, for the rate; updates of `finish` come at another pace."""
+        self._arrivals.append((training_seconds, update.samples))
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """The steady rate: from the last update of the warm-up to the last one received."""
+        steady = self._arrivals[max(0, self._warmup_updates - 1) :]
+        if len(steady) < 2:
+            return None
+        samples = sum(samples for _, samples in steady[1:])
+        return samples / (steady[-1][0] - steady[0][0])
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest resident memory that this process has had."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return versions, processor and commit; the commit is None where the sources are not a git checkout."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):  # no git, or sources that were installed from a package
+        return None
+    return found.stdout.strip()
+
+
+def new_run_folder(recipe: str) -> str:
+    """Return a name for the folder of a run that begins now."""
+    return str(Path("runs", f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"))
+
+
+def prepare_run_folder(run: RunConfig[TaskT], command: Mapping[str, Any] | None = None) -> None:
+    """Make the run's folder and write its configuration; one process calls this before the ranks start.
+
+    Args:
+        run: The run; one without a folder leaves no files.
+        command: What was written on the command line, to be kept with the configuration.
+
+    Raises:
+        ConfigError: The folder holds a run already, and this run does not resume it; or it holds what no run has
+            written. Nothing was written.
+        DiskError: It cannot be written.
+    """
+    if run.run_dir is None:
+        return
+    folder = Path(run.run_dir)
+    check_folder(folder, resume=run.resume)
+    described = {**dataclasses.asdict(run), "environment": describe_environment()}
+    if command is not None:
+        described["command"] = command
+    replace_json(folder / _CONFIG, described)
+
+
+_CONFIG = "config.json"
+"""The first file of a run: a folder without it, and with anything else, is not a run's."""
+_OURS = (
+    _CONFIG,
+    "updates.jsonl",
+    "evaluations.jsonl",
+    "memory.jsonl",
+    "incidents.jsonl",
+    "quarantine.jsonl",
+    "model.pt",
+)
+_OUR_FOLDERS = ("checkpoints", "model", "strikes", "tensorboard", "tokenizer", "traces")
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Raise unless the folder is new, empty, or that of a run to be resumed.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    try:
+        # A run that was killed while it wrote its first file has left that one.
+        names = (entry.name for entry in folder.iterdir())
+        found = sorted(name for name in names if name != LOCK and not name.endswith(UNFINISHED))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be the folder of a run: {error.strerror}") from error
+    if not found:
+        return
+    # A configuration that is gone can be written anew, among nothing but what runs write.
+    is_lost = _CONFIG not in found and set(found) <= {*_OURS, *_OUR_FOLDERS}
+    if not is_lost and not _is_configuration(folder / _CONFIG):
+        raise ConfigError(
+            f"{folder} holds {', '.join(found[:3])}{' and more' if len(found) > 3 else ''}, and not the {_CONFIG} of "
+            "a run: expected a folder that is new or empty; name another --run-dir"
+        )
+    if not resume:
+        raise ConfigError(
+            f"{folder} holds a run already: continue it with --resume, or name another --run-dir"
+        )
+    odd = [name for name in (*_OURS, *_OUR_FOLDERS) if not _has_kind(folder / name, name in _OUR_FOLDERS)]
+    if odd:
+        raise ConfigError(
+            f"{folder / odd[0]} is not what a run has written: expected a "
+            f"{'folder' if odd[0] in _OUR_FOLDERS else 'file'}, and no link; move it away"
+        )
+
+
+def _has_kind(path: Path, is_folder: bool) -> bool:
+    """Return whether a path is free, or holds what a run writes there."""
+    if path.is_symlink() or not path.exists():
+        return not path.is_symlink()
+    return path.is_dir() if is_folder else path.is_file()
+
+
+def _is_configuration(path: Path) -> bool:
+    try:
+        content = json.loads(read_whole(path))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and {"task", "strategy", "environment"} <= content.keys()

@@ -1,0 +1,309 @@
+"""One rank's whole run: join the others, build the task, begin or continue, train, look at the result."""
+
+import dataclasses
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from stretto.disk import replace_file, replace_folder
+from stretto.groups import Link
+from stretto.terminal import printable
+from stretto_lab.observe import (
+    Header,
+    Observer,
+    Progress,
+    Recorder,
+    StrikeRecorder,
+    TensorBoard,
+    Trace,
+    strikes_file,
+    trace_file,
+)
+from stretto_lab.recipes import Task
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.budget import Budget, budget_of
+from stretto_lab.train.configuration import RunConfig, TaskT
+from stretto_lab.train.handle import Handle, Rehearsal, open_handle
+from stretto_lab.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
+from stretto_lab.train.outcome import Outcome, Totals, peak_resident_bytes
+from stretto_lab.train.slow_rank import Wait, slow_down
+from stretto_lab.train.state import Saves, TrainState, loader_of
+from stretto_lab.train.workers import RankInfo, choose_device, joined_group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RankContext:
+    """Where a rank trains, once it has joined the others."""
+
+    rank: int
+    """From 0."""
+    world_size: int
+    """How many ranks there are."""
+    device: torch.device
+    """Where its model lives."""
+    group: dist.ProcessGroup | None = None
+    """The group of all ranks; None is torch's default group."""
+    now: Callable[[], float] = time.perf_counter
+    """The clock of the training time, in seconds."""
+    epoch: float = dataclasses.field(default_factory=lambda: time.time() - time.perf_counter())
+    """Seconds from 1970 to the zero of that clock; 0 for a virtual one."""
+    wait: Wait = time.sleep
+    """Lets as many seconds of that clock pass."""
+
+    @property
+    def whole(self) -> Any:
+        """The group of all ranks. Call its methods: the functions of torch.distributed know no virtual one."""
+        return self.group or dist.group.WORLD
+
+
+def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
+    """Train on this rank; every rank of the job calls this with equal settings.
+
+    Args:
+        info: Which rank this is.
+        run: What to train.
+        warmup_updates: First updates that the outcome's rate leaves out.
+        shows_progress: Whether rank 0 shows the run as it goes.
+
+    Raises:
+        StrettoError: A setting, the training or a rank failed.
+    """
+    torch.set_num_threads(run.threads)
+    device = choose_device(run.device, info)
+    with joined_group(info, Link.parse(run.link), device, run.timeout_seconds):
+        context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
+        progress = None
+        if shows_progress and info.rank == 0:
+            title = title_of(run, info.world_size)
+            progress = Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
+        return train_at(context, run, warmup_updates, progress)
+
+
+def train_at(
+    context: RankContext, run: RunConfig[TaskT], warmup_updates: int, progress: Progress | None = None
+) -> Outcome:
+    """Train on a rank that has joined the others, and show it as `progress`; the rest is as for `train_rank`."""
+    if progress is not None:
+        progress.doing(f"workers have started on {context.device}: reading the data and building the model")
+    budget = budget_of(run, context.world_size)
+    length = None if budget is None else budget.length
+    task = run.task.build(context.rank, context.world_size, run.seed, length)
+    task.model.to(context.device)
+    if progress is not None:
+        size = sum(parameter.numel() for parameter in task.model.parameters())
+        progress.doing(f"data and model are ready: {size:,} parameters")
+    loader = loader_of(run, task.loader, context.rank, context.group, budget)
+    task = dataclasses.replace(task, loader=loader)
+    totals = Totals(warmup_updates, baseline_bytes=peak_resident_bytes())
+    rehearsal = Rehearsal(run, context.rank)
+    scheduler = task.scheduler if budget is None else budget.paces(task.scheduler)
+    group = rehearsal.wrap(context.group)
+    with open_handle(run, task.model, task.optimizer, scheduler, group, budget) as handle:
+        rehearsal.begin(handle)
+        slow_down(handle, run.slow, context.device, context.now, context.wait)
+        _seed(run.seed, context.rank)
+        start = TrainState.restore(run, task, handle)
+        if budget is not None:
+            budget.go_on(start.step or 0, start.samples)
+        if progress is not None:
+            if start.step:
+                progress.doing(f"going on after update {start.step}")
+            for note in start.notes:
+                progress.doing(f"note: {note}")
+        totals.evaluations.extend(start.evaluations)
+        _begin_together(context)
+        stopwatch = Stopwatch(start.training_seconds, context.now)
+        observers = _observers(run, start, context, progress, rehearsal)
+        for observer, incident in itertools.product(observers, start.incidents):
+            observer.noticed(incident)
+        try:
+            outcome = _train(run, task, handle, budget, totals, stopwatch, observers)
+            if run.replan is not None:
+                outcome = dataclasses.replace(outcome, pace=_of_first(outcome.pace, context))
+        finally:
+            for observer in observers:
+                observer.close()
+    return dataclasses.replace(outcome, faults_struck=rehearsal.struck)
+
+
+def _begin_together(context: RankContext) -> None:
+    """Wait until all ranks are here: no clock of theirs starts before.
+
+    A broadcast lets its root go as soon as the buffers of its sockets have taken the last megabyte. On a slow link the
+    others arrive seconds later. Without this, the first exchange would wait for them within the training time: of one
+    strategy in the first update, which rates leave out, and of another one later.
+    """
+    here = torch.ones((), device=context.device)
+    context.whole.allreduce([here]).wait()
+    here.item()  # a device's work has ended only now
+
+
+def _train(
+    run: RunConfig[TaskT],
+    task: Task,
+    handle: Handle,
+    budget: Budget | None,
+    totals: Totals,
+    stopwatch: Stopwatch,
+    observers: Sequence[Observer],
+) -> Outcome:
+    """Train, from the first evaluation to the last."""
+    loop = Loop(
+        task,
+        handle,
+        _plan(run, budget),
+        observers=observers,
+        saves=Saves(run, task, handle, totals),
+        stopwatch=stopwatch,
+        totals=totals,
+    )
+    for observer in observers:
+        observer.begins(loop)
+    if not totals.evaluations:
+        loop.evaluate()
+    loop.run()
+    training_seconds, cpu_seconds = loop.stopwatch.seconds, loop.stopwatch.cpu_seconds
+    loop.evaluate()
+    if loop.plan.checkpoint_every is not None:
+        loop.save()
+    if handle.rank == 0 and run.run_dir is not None:
+        state = task.model.state_dict()
+        replace_file(Path(run.run_dir, "model.pt"), lambda path: torch.save(state, path))
+        if task.publish is not None:
+            replace_folder(Path(run.run_dir, "model"), task.publish)
+    outcome = _outcome(run, task, handle, totals, training_seconds, cpu_seconds)
+    return dataclasses.replace(outcome, pace=None if loop.pace is None else loop.pace.change)
+
+
+def _of_first(pace: tuple[float, float] | None, context: RankContext) -> tuple[float, float] | None:
+    """Return the change of pace that rank 0 has seen; all ranks must call."""
+    told = torch.tensor(pace or (0.0, 0.0), dtype=torch.float64, device=context.device)
+    context.whole.broadcast([told], dist.BroadcastOptions()).wait()
+    at_first, lately = told.tolist()
+    return (at_first, lately) if lately else None
+
+
+def _outcome(
+    run: RunConfig[TaskT],
+    task: Task,
+    handle: Handle,
+    totals: Totals,
+    training_seconds: float,
+    cpu_seconds: float,
+) -> Outcome:
+    """Return the outcome, with a look at the trained model."""
+    with handle.settled():
+        accuracy = None if task.accuracy is None else task.accuracy(task.model)
+        sample = None if task.sample is None else printable(task.sample(task.model))
+    return Outcome(
+        updates=handle.steps,
+        samples=totals.samples,
+        fresh_samples=totals.fresh_samples,
+        training_seconds=training_seconds,
+        cpu_seconds=cpu_seconds,
+        samples_per_second=totals.samples_per_second,
+        exposed_seconds=_known(totals.exposed_seconds),
+        lane_seconds=_known(totals.lane_seconds),
+        sent_bytes=totals.sent_bytes,
+        fresh_batches=totals.fresh_batches,
+        echoed_batches=totals.echoed_batches,
+        wait_seconds=totals.wait_seconds,
+        baseline_bytes=totals.baseline_bytes,
+        peak_bytes=peak_resident_bytes(),
+        heldout_before=totals.evaluations[0].heldout_loss,
+        heldout_loss=totals.evaluations[-1].heldout_loss,
+        seconds_to_loss=None if run.to_loss is None else seconds_to_loss(totals.evaluations, run.to_loss),
+        evaluations=tuple(totals.evaluations),
+        accuracy=accuracy,
+        sample=sample,
+    )
+
+
+def _plan(run: RunConfig[TaskT], budget: Budget | None) -> LoopPlan:
+    return LoopPlan(
+        budget=budget,
+        seconds=run.planned_seconds,
+        to_loss=run.to_loss,
+        evaluate_every=run.evaluate_every,
+        checkpoint_every=run.checkpoint_every if run.run_dir is not None else None,
+        pace=run.replan,
+    )
+
+
+def title_of(run: RunConfig[TaskT], world_size: int) -> str:
+    """Return what is trained where, in one line."""
+    workers = "1 worker" if world_size == 1 else f"{world_size} workers"
+    title = f"{run.strategy} on {workers}"
+    told = parse_arm(run.strategy).settings  # by the strategy's own text
+    formats = {"wire": run.wire, "changes": run.changes, "estimates": run.estimates}
+    for what, chosen in formats.items():
+        if what not in told and chosen is not None and (what, chosen) != ("wire", "fp32"):
+            title += f", {what} {chosen}"
+    if run.link != "none":
+        title += f", link {run.link}"
+    if run.slow:
+        title += ", slow " + ",".join(f"{rank}={factor:g}" for rank, factor in run.slow.items())
+    if run.echo != "none":
+        title += f", echo {run.echo}"
+    if run.run_dir:
+        title += f", {run.run_dir}"
+    return printable(title)
+
+
+def _observers(
+    run: RunConfig[TaskT],
+    start: TrainState,
+    context: RankContext,
+    progress: Progress | None,
+    rehearsal: Rehearsal,
+) -> list[Observer]:
+    """Return who hears of the run on this rank: but for a trace and for strikes, nobody but on rank 0."""
+    observers: list[Observer] = []
+    peak_bytes = partial(_peak_bytes, context.device)
+    with ExitStack() as opened:  # one whose file is damaged must not leave the others open
+
+        def add(observer: Observer) -> None:
+            observers.append(opened.enter_context(closing(observer)))
+
+        if run.trace and run.run_dir is not None:
+            path = trace_file(Path(run.run_dir), context.rank)
+            add(Trace(path, start.step, now=context.now, epoch=context.epoch, peak_bytes=peak_bytes))
+        if run.faults and run.run_dir is not None:
+            path = strikes_file(Path(run.run_dir), context.rank)
+            add(StrikeRecorder(path, start.step, rehearsal.applications))
+        if context.rank == 0 and run.run_dir is not None:
+            add(Recorder(Path(run.run_dir), start.step, peak_bytes))
+            if run.tensorboard:
+                add(TensorBoard(Path(run.run_dir, "tensorboard"), start.step))
+        if progress is not None:
+            observers.append(progress)
+        opened.pop_all()
+    return observers
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Return the most memory so far where the model lives: allocated on a GPU, resident on the host."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+
+
+def _seed(seed: int, rank: int) -> None:
+    """Seed the random numbers of dropout and augmentation, for every rank differently."""
+    torch_seed, numpy_seed, python_seed = np.random.SeedSequence([seed, rank]).generate_state(3)
+    torch.manual_seed(int(torch_seed))
+    np.random.seed(int(numpy_seed))
+    random.seed(int(python_seed))
+
+
+def _known(value: float) -> float | None:
+    """Return None for NaN and infinity: the method could not measure it."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,140 @@
+"""Restarts: a run that damage has ended goes on from its last checkpoint, without the ranks that caused it.
+
+A checkpoint of a guarded run is free of damage that guards can see: they check what is saved, and a checkpoint is
+compared with its checksums when it is read.
+"""
+
+import dataclasses
+import platform
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from stretto import checkpoint
+from stretto.errors import ConfigError, CorruptionError, Quarantined, WorkerFailed
+from stretto.guards.strikes import blame
+from stretto.records import Incident
+from stretto_lab.faults import FaultPlan
+from stretto_lab.observe import append_json_line
+from stretto_lab.train.configuration import RunConfig, TaskT
+from stretto_lab.train.handle import check_run
+from stretto_lab.train.launch import Ranks, train
+from stretto_lab.train.outcome import Outcome
+from stretto_lab.train.state import checkpoints_of
+
+FILE = "quarantine.jsonl"
+"""One line for every time that damage ended the run."""
+
+
+def train_on(ranks: Ranks, run: RunConfig[TaskT], log: Callable[[str], None]) -> Outcome:
+    """Train `run`, and after damage go on from its last checkpoint, `run.restarts` times at most.
+
+    Args:
+        ranks: All ranks of the first attempt.
+        run: What to train; its folder exists.
+        log: Called with one line of text at every restart.
+
+    Raises:
+        WorkerFailed: A rank failed for another reason, too often, or cannot be started again by this process.
+    """
+    try:
+        return train(ranks, run, shows_progress=True)
+    except WorkerFailed as failure:
+        if not failure.damages:
+            raise
+        left_out = to_leave_out(failure.damages, ranks.world_size)
+        remaining = None if left_out is None or run.restarts == 0 else ranks.without(left_out)
+        going_on = None if left_out is None or remaining is None else _without(left_out, run, remaining)
+        if ranks.is_first:
+            _record(run, failure, ranks, left_out or (), going_on)
+        if left_out is None or remaining is None or going_on is None:
+            raise
+        log(f"{failure}\n{_in_words(run, left_out, going_on)}")
+    return train_on(remaining, going_on, log)
+
+
+def _without(left_out: Collection[int], run: RunConfig[TaskT], remaining: Ranks) -> RunConfig[TaskT] | None:
+    """Return the run of the remaining ranks; None where its settings need those that have left."""
+    before = remaining.world_size + len(left_out)
+    going_on = dataclasses.replace(
+        run,
+        workers=remaining.world_size,
+        ranks_per_node=ranks_per_node(run.ranks_per_node, before, left_out),
+        faults=FaultPlan(run.faults).going_on(left_out).faults,
+        noise=None if run.noise is None else run.noise.going_on(left_out),
+        slow={
+            rank - sum(other < rank for other in left_out): factor
+            for rank, factor in run.slow.items()
+            if rank not in left_out
+        },
+        resume=True,
+        restarts=run.restarts - 1,
+        replan=None,  # who measures and chooses does not know which ranks are left
+    )
+    try:
+        check_run(going_on, remaining.world_size)
+    except ConfigError:  # a strategy whose workers are nodes
+        return None
+    return going_on
+
+
+def ranks_per_node(before: int | None, world_size: int, left_out: Collection[int]) -> int | None:
+    """Return how many ranks each node has once some have left; None where nodes are no longer equally large.
+
+    Args:
+        before: Ranks of each node.
+        world_size: Ranks before they left.
+        left_out: Ranks that have left.
+    """
+    nodes = [] if before is None else [range(rank, rank + before) for rank in range(0, world_size, before)]
+    are_whole = all(len(set(node) & set(left_out)) in (0, len(node)) for node in nodes)
+    return before if are_whole else None
+
+
+def to_leave_out(damages: Sequence[CorruptionError], world_size: int) -> tuple[int, ...] | None:
+    """Return the ranks that a run goes on without; None where it cannot go on.
+
+    These are the ranks that caused the damage; of a link, the sender. Where that is every rank, all of them go on,
+    unless they have been repaired as often as allowed already.
+    """
+    culprits = blame({link for damage in damages for link in damage.links}).values()
+    senders = {culprit if isinstance(culprit, int) else culprit[0] for culprit in culprits}
+    named = senders.union(*(damage.ranks for damage in damages))
+    if len(named) < world_size:
+        return tuple(sorted(named))
+    return None if any(isinstance(damage, Quarantined) for damage in damages) else ()
+
+
+def _record(
+    run: RunConfig[TaskT],
+    failure: WorkerFailed,
+    ranks: Ranks,
+    left_out: Collection[int],
+    going_on: RunConfig[TaskT] | None,
+) -> None:
+    found = dict.fromkeys(incident for damage in failure.damages for incident in damage.incidents)
+    latest = checkpoint.latest(checkpoints_of(run))
+    append_json_line(
+        Path(str(run.run_dir), FILE),
+        {
+            "error": type(failure.damages[0]).__name__,
+            "cause": str(failure),
+            "host": platform.node(),
+            "world_size": ranks.world_size,
+            "named": sorted({rank for damage in failure.damages for rank in damage.ranks}),
+            "links": sorted({link for damage in failure.damages for link in damage.links}),
+            "left_out": list(left_out),
+            "goes_on_with": None if going_on is None else going_on.workers,
+            "checkpoint": None if latest is None else latest.name,
+            "incidents": [incident.as_json() for incident in found if isinstance(incident, Incident)],
+        },
+    )
+
+
+def _in_words(run: RunConfig[TaskT], left_out: Collection[int], going_on: RunConfig[TaskT]) -> str:
+    latest = checkpoint.latest(checkpoints_of(run))
+    begin = "from the beginning, for want of a checkpoint" if latest is None else f"from {latest.name}"
+    without = f" without rank {', '.join(map(str, left_out))}" if left_out else ", with the same ranks"
+    workers = f"{going_on.workers} of {run.workers} workers"
+    if going_on.ranks_per_node != run.ranks_per_node:
+        workers += f", no longer summed in nodes of {run.ranks_per_node}, which are not whole any more"
+    return f"going on {begin}{without}: {workers}, {going_on.restarts} more restarts"

@@ -1,0 +1,169 @@
+"""A run on the virtual cluster: the usual training loop, on many ranks of this process, in virtual time."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from stretto.disk import replace_file
+from stretto.errors import ConfigError
+from stretto.fields import check_at_least
+from stretto_lab.faults import Fault
+from stretto_lab.observe import Header, Progress
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.configuration import RunConfig, TaskT, Training, part_of
+from stretto_lab.train.handle import check_run
+from stretto_lab.train.launch import STEADY_AFTER
+from stretto_lab.train.outcome import Outcome, prepare_run_folder
+from stretto_lab.train.rank import RankContext, train_at
+from stretto_lab.train.slow_loader import SlowStore
+from stretto_lab.virtual import Compute, Results, VirtualCluster, VirtualGroup, parse_network
+
+TRACE = "trace.jsonl"
+"""What every rank did and when; the other files are those of any run."""
+DEFAULT_UPDATES = 20
+"""Length of a run whose end nobody chose; a virtual one costs more time than it tells."""
+_NANOSECONDS_PER_MILLISECOND = 1e6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SimulateConfig(Training[TaskT]):
+    """What is trained on which virtual cluster."""
+
+    strategy: str = "zero1"
+    """ddp, zero1, dpu, wp, acco, local, diloco, paft-sync or paft-dyn; settings after colons as for `stretto train`."""
+    ranks: int = 64
+    """Ranks, all in this process; memory and real time grow with them."""
+    network: str = "office"
+    """free, datacenter, ethernet, office, internet, or a link of every rank's own such as 100mbit,2ms."""
+    nodes: int | None = None
+    """Nodes of equally many ranks, each with one link of the network to the others; links inside are free. None gives
+    every rank a link."""
+    micro_batch_ms: float = 100.0
+    """Virtual milliseconds that one micro-batch costs."""
+    step_ms: float = 0.0
+    """Virtual milliseconds that one optimizer step, or preview, costs."""
+    slow: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Ranks whose work takes longer, as 3=2.5,7=1.2."""
+    jitter: float = 0.0
+    """Share by which work costs more or less; drawn from the seed."""
+    seed: int = 0
+    """Decides initial parameters and all draws; and whose turn it is among ranks that are ready at the same instant.
+    Not negative."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where the models of all ranks live; auto takes a CUDA device where there is one. Times are virtual on all."""
+    updates: int | None = None
+    """Committed updates after which the run ends; 20 if nothing else ends it."""
+    slow_loader: str = "none"
+    """MS[,jitter=CV]: virtual milliseconds that a rank waits for each micro-batch, read ahead in the background."""
+    faults: tuple[Fault, ...] = ()
+    """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
+    with rank=all; see docs/guards.md."""
+    evaluate_every: int | None = None
+    """Updates between evaluations of the held-out loss, beside those before and after the run."""
+    run_dir: str | None = None
+    """Folder for config, records, trace and model; None writes no files."""
+    trace: bool = False
+    """Also record what both lanes of every rank do, in the form of `stretto train`; `stretto report` shows it. See
+    docs/report.md."""
+
+    def __post_init__(self) -> None:
+        Training.__post_init__(self)
+        check_at_least(self, ranks=1)
+        if not all(0 <= cost < math.inf for cost in (self.micro_batch_ms, self.step_ms)):
+            raise ConfigError(
+                f"micro_batch_ms and step_ms must be finite and at least 0, found {self.micro_batch_ms} and "
+                f"{self.step_ms}"
+            )
+        if outside := [rank for rank in self.slow if not 0 <= rank < self.ranks]:
+            raise ConfigError(f"slow names rank {outside[0]}; the run has ranks 0 to {self.ranks - 1}")
+        arm = parse_arm(self.strategy)
+        if not arm.is_ours:
+            raise ConfigError(
+                f"{arm.name} runs on real workers only: stretto compare RECIPE --strategies {arm.name}"
+            )
+        store = SlowStore.parse(self.slow_loader)
+        if store is not None and store.decodes:
+            raise ConfigError(
+                f"slow loader {self.slow_loader!r}: what decoding takes of a core is not modelled: expected one that "
+                "waits, as 30,jitter=0.5"
+            )
+        if self.trace and self.run_dir is None:
+            raise ConfigError("trace needs a folder to write to: set run_dir")
+        self.cluster()  # refuses a network and costs that cannot be
+
+    @property
+    def planned_updates(self) -> int | None:
+        """Committed updates after which the run ends, or None where samples end it."""
+        return DEFAULT_UPDATES if self.updates is None and self.planned_samples is None else self.updates
+
+    def as_run(self) -> RunConfig[TaskT]:
+        """Return the same as a run of real workers, which is what the training loop takes."""
+        run = RunConfig(
+            **{**part_of(self, Training), "updates": self.planned_updates},
+            strategy=self.strategy,
+            faults=self.faults,
+            run_dir=self.run_dir,
+            trace=self.trace,
+            workers=self.ranks,
+            device=self.device,
+            checkpoint_every=None,
+            tensorboard=False,
+        )
+        return run.run_of(parse_arm(self.strategy))
+
+    def cluster(self) -> VirtualCluster:
+        """Return the cluster that the run takes place on."""
+        compute = Compute(
+            micro_batch_ns=round(self.micro_batch_ms * _NANOSECONDS_PER_MILLISECOND),
+            step_ns=round(self.step_ms * _NANOSECONDS_PER_MILLISECOND),
+            slowness=self.slow,
+            jitter=self.jitter,
+        )
+        network = parse_network(self.network)
+        if self.nodes is not None:
+            network = network.between(self.nodes, self.ranks)
+        return VirtualCluster(self.ranks, network, compute, self.seed)
+
+
+def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False) -> Results[Outcome]:
+    """Run `simulation`, show how far rank 0 is if told to, and return the outcome of every rank; all times are virtual.
+
+    Raises:
+        ConfigError: Settings contradict each other, or the folder holds a run already.
+        StrettoError: A rank failed.
+    """
+    run, cluster = simulation.as_run(), simulation.cluster()
+    check_run(run, cluster.world_size)
+    prepare_run_folder(run)
+    torch.set_num_threads(run.threads)
+    device = _device(simulation.device)
+    title = f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}"
+    header = Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds, is_virtual=True)
+    progress = Progress(header) if shows_progress else None
+
+    def program(rank: int, group: VirtualGroup) -> Outcome:
+        context = RankContext(
+            rank=rank,
+            world_size=cluster.world_size,
+            device=device,
+            group=group,
+            now=lambda: group.now_ns / 1e9,
+            epoch=0.0,
+        )
+        return train_at(context, run, STEADY_AFTER, progress if rank == 0 else None)
+
+    results = cluster.run(program)
+    if run.run_dir is not None:
+        replace_file(Path(run.run_dir, TRACE), results.trace.write)
+    return results
+
+
+def _device(name: str) -> torch.device:
+    """Return where all ranks' models live."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError("device 'cuda': PyTorch finds no CUDA device here")
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")

@@ -1,0 +1,71 @@
+"""A rank that is slow on purpose: to see what a slower machine among the others would do to a run.
+
+After each micro-batch the rank waits, for its factor less one times what the micro-batch has taken. It computes
+nothing meanwhile, and leaves its core to others. Only micro-batches are slow, not optimizer steps or packing; and
+gradients that leave during the backward pass have left before the wait.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from stretto.engine.round import Listener, LossFunction
+from stretto.errors import ConfigError
+from stretto.parallel import DataParallel
+from stretto_lab.train.handle import Handle
+
+Wait = Callable[[float], None]
+
+
+class SlowRank(Listener):
+    """Waits after every micro-batch of a job.
+
+    Args:
+        factor: How many times as long a micro-batch takes, at least 1.
+        device: Where it is computed.
+        now: The clock, in seconds.
+        wait: Lets as many seconds of that clock pass.
+    """
+
+    def __init__(self, factor: float, device: torch.device, now: Callable[[], float], wait: Wait) -> None:
+        self._factor = factor
+        self._device = device
+        self._now = now
+        self._wait = wait
+        self._began = 0.0
+
+    def micro_batch_begins(self, loss_function: LossFunction, batch: object) -> None:
+        self._began = self._now()
+
+    def micro_batch_counted(self, weight: float, samples: int, fresh_samples: int) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the work has only been handed over
+        self._wait((self._factor - 1) * (self._now() - self._began))
+
+
+def slow_down(
+    handle: Handle,
+    slow: Mapping[int, float],
+    device: torch.device,
+    now: Callable[[], float] = time.perf_counter,
+    wait: Wait = time.sleep,
+) -> None:
+    """Make a rank slow from now on, if it is one of those that shall be.
+
+    Args:
+        handle: Of this rank.
+        slow: Factors by rank.
+        device: Where the rank computes.
+        now: The clock, in seconds.
+        wait: Lets as many seconds of that clock pass.
+
+    Raises:
+        ConfigError: The job is a stock method's, which tells nobody of its micro-batches.
+    """
+    if not slow:
+        return
+    if not isinstance(handle, DataParallel):
+        raise ConfigError(f"slow ranks are those of DataParallel, not of {type(handle).__name__}")
+    if (factor := slow.get(handle.rank, 1.0)) > 1:
+        handle.job.model.listeners.append(SlowRank(factor, device, now, wait))

@@ -1,0 +1,199 @@
+"""What a run reads, and what it saves beside model and optimizer to go on from there."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Generic, Self, cast
+
+from torch import distributed as dist
+
+from stretto import checkpoint
+from stretto.echo import EchoLoader, EchoOptions, Even, Plan
+from stretto.echo.text import parse_plan
+from stretto.errors import TornCheckpoint
+from stretto.parallel import DataParallel
+from stretto.records import Incident
+from stretto_lab.recipes import ResumableLoader, Task, reshard
+from stretto_lab.recipes.task import Batch
+from stretto_lab.train.budget import Budget
+from stretto_lab.train.configuration import RunConfig, TaskT, Training
+from stretto_lab.train.handle import Handle
+from stretto_lab.train.outcome import Evaluation, Totals
+from stretto_lab.train.processes import HeldStops
+from stretto_lab.train.slow_loader import SlowLoader, SlowStore
+from stretto_lab.virtual import VirtualGroup, VirtualStore
+
+
+def loader_of(
+    run: RunConfig[TaskT],
+    loader: ResumableLoader[Batch],
+    rank: int,
+    group: dist.ProcessGroup | None = None,
+    budget: Budget | None = None,
+) -> ResumableLoader[Batch]:
+    """Return the task's loader, slowed down and echoed where the run says so.
+
+    A slow loader is read ahead in the background even without an echo, as a loader with workers would: an echo has to
+    gain something over a loop that overlaps already.
+
+    Args:
+        run: What to train.
+        loader: The task's.
+        rank: This rank.
+        group: The group of all ranks; on a virtual one a slow loader takes virtual time.
+        budget: Along which an echo changes whose schedule names no steps.
+    """
+    if run.echo == "none" and run.slow_loader == "none":
+        return loader
+    return EchoLoader(
+        slowed(run, loader, rank, group), _plan(run, budget), options=EchoOptions(seed=run.seed)
+    )
+
+
+def slowed(
+    run: Training[TaskT],
+    loader: ResumableLoader[Batch],
+    rank: int,
+    group: dist.ProcessGroup | None = None,
+) -> ResumableLoader[Batch]:
+    """Return the task's loader, slowed down where the run says so; the arguments are those of `loader_of`."""
+    store = SlowStore.parse(run.slow_loader)
+    if store is None:
+        return loader
+    seed = run.seed + rank
+    if isinstance(group, VirtualGroup):
+        # It passes attributes of the loader on, such as `state_dict`.
+        return cast(ResumableLoader[Batch], VirtualStore(loader, group, store.durations(seed)))
+    return SlowLoader(loader, store, seed)
+
+
+def reshard_loader(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the loader state for `rank` of `world_size`, from those of all ranks of the saved run.
+
+    As `recipes.reshard`. Batches that an echo still holds are dropped with their remaining uses.
+    """
+    if "position" not in states[0]:
+        return reshard(states, rank, world_size)
+    after = reshard([state["after"] for state in states], rank, world_size)
+    position = {**states[0]["position"], "in_epoch": False}
+    return {**states[0], "position": position, "held": [], "before": after, "after": after, "batches": None}
+
+
+def _plan(run: RunConfig[TaskT], budget: Budget | None) -> Plan:
+    return Even(1) if run.echo == "none" else parse_plan(run.echo, None if budget is None else budget.updates)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainState:
+    """How far a run has come: the beginning, or what a checkpoint says."""
+
+    step: int | None = None
+    """Committed updates of the checkpoint; None for a new run."""
+    training_seconds: float = 0.0
+    """Training time so far."""
+    samples: int | None = None
+    """Fresh samples so far, where the run has a budget of them."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """All evaluations, with the one before the first update."""
+    incidents: tuple[Incident, ...] = ()
+    """One for every damaged checkpoint that this process did not use; not saved."""
+    notes: tuple[str, ...] = ()
+    """What could not be continued exactly; not saved."""
+
+    def save(self, run: RunConfig[TaskT], task: Task, parallel: Handle) -> None:
+        """Write a checkpoint; all ranks must call, right after an update."""
+        extra = dataclasses.asdict(self)
+        del extra["incidents"], extra["notes"]
+        checkpoint.save(
+            _savable(parallel),
+            checkpoints_of(run),
+            loader=task.loader,
+            extra=extra,
+            keep=run.checkpoints_kept,
+            async_save=run.async_save,
+        )
+
+    @classmethod
+    def restore(cls, run: RunConfig[TaskT], task: Task, parallel: Handle) -> Self:
+        """Load the last sound checkpoint, if the run resumes and there is one; all ranks must call.
+
+        Raises:
+            TornCheckpoint: There are checkpoints, and all of them are damaged.
+        """
+        paths = checkpoint.newest_first(checkpoints_of(run)) if run.resume else []
+        if not paths:
+            return cls(notes=("no checkpoint yet: the run begins at its beginning",) if run.resume else ())
+        restored = _load_first_sound(paths, task, parallel)
+        if len(restored.loader_states) != parallel.world_size:
+            states = restored.loader_states
+            task.loader.load_state_dict(reshard_loader(states, parallel.rank, parallel.world_size))
+        extra: dict[str, Any] = dict(restored.extra)
+        evaluations = tuple(Evaluation(**one) for one in extra.pop("evaluations"))
+        incidents = tuple(
+            Incident(
+                step=restored.step,
+                guard="checkpoint",
+                site="checkpoint",
+                part=path.name,
+                ranks=(),
+                action=f"went back to {restored.path.name}",
+            )
+            for path in paths[: paths.index(restored.path)]
+        )
+        found = {"evaluations": evaluations, "incidents": incidents, "notes": restored.notes}
+        return cls(**{**extra, **found, "step": restored.step})
+
+
+def _load_first_sound(paths: Sequence[Path], task: Task, parallel: Handle) -> checkpoint.Restored:
+    for path in paths[:-1]:
+        with contextlib.suppress(TornCheckpoint):  # found by all ranks alike, before anything has changed
+            return checkpoint.load(_savable(parallel), path, loader=task.loader)
+    return checkpoint.load(_savable(parallel), paths[-1], loader=task.loader)
+
+
+class Saves(Generic[TaskT]):
+    """Writes the checkpoints of a run; a stop signal waits for one that is written beside training.
+
+    Args:
+        run: What is trained.
+        task: Its model and loader.
+        parallel: Its job.
+        totals: Knows the evaluations.
+    """
+
+    def __init__(self, run: RunConfig[TaskT], task: Task, parallel: Handle, totals: Totals) -> None:
+        self._run, self._task, self._parallel, self._totals = run, task, parallel, totals
+        self._stops = HeldStops()
+
+    def write(self, training_seconds: float, samples: int | None) -> None:
+        """Write a checkpoint; all ranks must call, right after an update or at the end."""
+        if self._run.async_save:
+            checkpoint.wait(_savable(self._parallel))
+            self._stops.hold(False)  # one that has come waits for that save, and not for this one
+            self._stops.hold(True)
+        evaluations = tuple(self._totals.evaluations)
+        now = TrainState(
+            step=self._parallel.steps,
+            training_seconds=training_seconds,
+            samples=samples,
+            evaluations=evaluations,
+        )
+        now.save(self._run, self._task, self._parallel)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what an earlier save has failed with by now; all ranks must call, after an update or at the end."""
+        if self._run.async_save:
+            self._stops.hold(checkpoint.check(_savable(self._parallel)))
+
+
+def checkpoints_of(run: RunConfig[TaskT]) -> Path:
+    """Return the folder of a run's checkpoints."""
+    return Path(str(run.run_dir), "checkpoints")
+
+
+def _savable(parallel: Handle) -> DataParallel:
+    if not isinstance(parallel, DataParallel):
+        raise TypeError(f"only DataParallel can be saved, not {type(parallel).__name__}")
+    return parallel

@@ -1,0 +1,180 @@
+"""A virtual cluster's process group: every collective, checked strictly, in virtual time."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from stretto.engine.runtime import Runtime, Work
+from stretto.errors import CommunicationError, OutOfTurn
+from stretto.groups.collective_group import CollectiveGroup
+from stretto.groups.collectives import Call
+from stretto_lab.virtual.collectives import CollectiveMatcher, Rendezvous
+from stretto_lab.virtual.runtime import RankTime, VirtualRuntime
+
+
+class VirtualGroup(CollectiveGroup):
+    """One rank's view of a group of a virtual cluster.
+
+    Args:
+        matcher: Brings its calls together with those of the other ranks.
+        time: The rank's virtual time.
+    """
+
+    def __init__(self, matcher: CollectiveMatcher, time: RankTime) -> None:
+        description = f"{matcher.name} of a virtual cluster"
+        super().__init__(matcher.ranks.index(time.rank), len(matcher.ranks), matcher.name, description)
+        self._matcher = matcher
+        self._time = time
+
+    def perform(self, call: Call) -> dist.Work:
+        """Start a collective, which the last rank's call performs."""
+        _check_tensors(call)
+        return VirtualWork(self._matcher, self._matcher.enter(call), call)
+
+    @property
+    def now_ns(self) -> int:
+        """Virtual nanoseconds since the run began."""
+        return self._time.schedule.now_ns
+
+    def charge(self, work: Work, elements: int = 0) -> None:
+        """Let a piece of work take the time that the compute model says; `DataParallel` does this by itself."""
+        self._time.charge(work, elements)
+
+    def charge_ns(self, duration_ns: int) -> None:
+        """Let this rank be busy for `duration_ns`, with whatever its program does outside `DataParallel`."""
+        self._time.charge_ns("program", duration_ns)
+
+    def wait_until(self, at_ns: int) -> None:
+        """Let this rank be idle until `at_ns`, if that lies ahead.
+
+        Raises:
+            OutOfTurn: The caller is a thread that takes no turns: none of the rank's own.
+        """
+        if not self._time.schedule.current.is_here:
+            raise OutOfTurn(
+                f"rank {self.rank()}: virtual time passes on the rank's own threads only, not on one beside them: "
+                "expected an EchoLoader directly around a VirtualStore, and no other thread that reads it"
+            )
+        self._time.schedule.sleep_until(at_ns)
+
+    def lane_runtime(self, *, overlaps: bool) -> Runtime:
+        """Return what the communication lane of a job on this group runs on, as `DataParallel` asks.
+
+        Args:
+            overlaps: Whether the lane runs beside the program.
+        """
+        return VirtualRuntime(self._time, overlaps=overlaps)
+
+    def private(self) -> "VirtualGroup":
+        """Return another group of the same ranks; every rank must call, in the same order."""
+        return VirtualGroup(self._matcher.sibling(self.rank()), self._time)
+
+    def part(self, members: Sequence[int]) -> "VirtualGroup":
+        """Return another group over some of these ranks; every member must call, in the same order.
+
+        Its collectives wait for its own ranks only, and use no link but theirs.
+        """
+        return VirtualGroup(self._matcher.sibling(self.rank(), members), self._time)
+
+    def abort(self) -> None:
+        """Give the group up after an error: the other ranks wait no longer."""
+        self._matcher.leave(self.rank())
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Nothing ever times out: what cannot complete is an error at once."""
+
+    def get_group_store(self) -> NoReturn:
+        """Refused: failures need none, and a store that ranks wait for would wait in real time.
+
+        Raises:
+            RuntimeError: always, as torch's groups do that have none.
+        """
+        raise RuntimeError("a virtual cluster's group has no store")
+
+    def getBackendName(self) -> str:
+        """The name shown in messages."""
+        return "virtual"
+
+
+def _check_tensors(call: Call) -> None:
+    """Check that the tensors of one rank's call fit each other.
+
+    Raises:
+        CommunicationError: They do not.
+    """
+    method, name = call.method, call.operation.name
+    if method.single and (found := len(getattr(call, method.single))) != 1:
+        raise CommunicationError(f"{method.name}: expected one entry per rank, found {found}")
+    if method.is_listed or method.is_in_place or call.has_splits:
+        return
+    for output, input in zip(call.outputs, call.inputs, strict=True):
+        whole, part, numel = output, input, input.numel()
+        if name == "all_gather":
+            numel *= call.world_size
+        elif name == "reduce_scatter":
+            whole, part, numel = input, output, output.numel() * call.world_size
+        if whole.numel() != numel or whole.dtype != part.dtype:
+            raise CommunicationError(
+                f"rank {call.rank}: {name} over {call.world_size} ranks with tensors of {whole.numel()} elements "
+                f"of {whole.dtype} and {part.numel()} of {part.dtype}: expected {numel} for the former, in one dtype"
+            )
+
+
+class VirtualWork(dist.Work):
+    """The handle of a collective; waiting for it takes virtual time only.
+
+    A timeout has no effect: a collective that cannot complete is an error at once.
+    """
+
+    def __init__(self, matcher: CollectiveMatcher, rendezvous: Rendezvous, call: Call) -> None:
+        super().__init__()
+        self._matcher = matcher
+        self._rendezvous = rendezvous
+        self._rank = call.rank
+        self._outputs = call.outputs
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Let virtual time pass until the collective is over.
+
+        Raises:
+            CollectivesDisagree: Ranks called different collectives.
+            Deadlock: Not all ranks will ever come.
+            PeerFailed: A rank raised.
+        """
+        self._matcher.wait(self._rank, self._rendezvous)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` takes no time."""
+        over_ns = self._rendezvous.over_ns
+        return over_ns is not None and self._matcher.context.schedule.now_ns >= over_ns
+
+    def is_success(self) -> bool:
+        """Whether it is complete: what fails, fails the whole run."""
+        return self.is_completed()
+
+    def exception(self) -> Exception | None:
+        """None: what fails, fails the whole run."""
+        return None
+
+    def result(self) -> list[Tensor]:
+        """The output tensors."""
+        return self._outputs
+
+    def get_future(self) -> Future[Any]:
+        """Wait, and return a completed future of the output tensors.
+
+        Torch waits for futures in C++, out of reach of virtual time. So whoever asks for one waits here: stock DDP
+        computes the right values on a virtual cluster, and hides nothing.
+        """
+        self.wait()
+        future: Future[Any] = Future()
+        future.set_result(self._outputs)
+        return future
