@@ -25,7 +25,7 @@ from torch import Tensor
 from stretto.averaging.beside import WithLaneBeside
 from stretto.averaging.local import LocalReplica
 from stretto.averaging.outer import Fragment
-from stretto.engine.buffers import Buffer, changed_since
+from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.options import Options
 from stretto.engine.replica import Flight, Performer, flight_of
 from stretto.engine.report import RankReport, RoundReport, in_rank_order
@@ -392,8 +392,7 @@ def _buffers(flight: Flight) -> tuple[list[Buffer], bytes]:
     round, averages = flight.round, flight.reduction.statistics
     landed = moved(round.statistics, flight.snapshot, averages, round.first)
     buffers: list[Buffer] = [landed.get(index, value) for index, value in enumerate(round.statistics)]
-    agreed = [averages.get(index, value) for index, value in enumerate(round.agreed)]
-    return buffers, bytes(changed_since(agreed, buffers).tolist()) if buffers else b""
+    return buffers, changes_of([averages.get(i, value) for i, value in enumerate(round.agreed)], buffers)
 
 
 def _packed(trip: _Trip) -> dict[str, Any]:

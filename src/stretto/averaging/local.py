@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stretto.averaging.mean import ReplicaMean, Share
 from stretto.averaging.worker import WITHOUT_DATA, Worker, WorkersRound
-from stretto.engine.buffers import Buffer
+from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.report import RankReport, RoundReport, Totals, empty_report
 from stretto.engine.round import Reduction, Round
@@ -121,8 +121,8 @@ class LocalReplica(Replica):
         """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
         if not self.has_drifted:
             return super().gather_committed(flats, statistics)
-        own, changed = statistics.snapshot()
-        report = self._look_around(bytes(changed.tolist()) if own else b"")
+        own = statistics.copies
+        report = self._look_around(changes_of(statistics.agreed, own))
         self._mean.show(self._share(report), flats)
         means = average_statistics(self.exchange, own, report.changed, report.micro_batches, statistics.first)
         return [means.get(index, value) for index, value in enumerate(statistics.agreed)]

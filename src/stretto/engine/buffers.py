@@ -47,6 +47,11 @@ def changed_since(agreed: Sequence[Buffer], values: Sequence[Buffer]) -> Tensor:
     return torch.stack(flags).clamp_(-KIND, VALUE).abs_().to(torch.uint8)
 
 
+def changes_of(agreed: Sequence[Buffer], values: Sequence[Buffer]) -> bytes:
+    """Return what `changed_since` finds, for which the host waits."""
+    return bytes(changed_since(agreed, values).tolist()) if values else b""
+
+
 def remain_finite(values: Sequence[Buffer], before: Sequence[Buffer], changed: Tensor) -> Tensor:
     """Return whether no changed buffer has got an infinity or a NaN where its value before had none: `()` bool."""
     broken = count_of(values, before, of=lambda value, old: ~value.isfinite() & old.isfinite())

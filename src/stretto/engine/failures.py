@@ -98,7 +98,7 @@ class FailureDetector:
         self._completes = _within if may_wait_again(group, device) else _polled
         self._completed: collections.deque[dist.Work] = collections.deque(maxlen=_KEPT)
         self.orders_streams = orders_streams(group, device)
-        """Whether `follow` lets the host go on at once."""
+        """Whether works can be followed, and not only waited for."""
         self._followed: dict[range | None, Started] = {}
         """By the ranks that take part, what was followed last."""
 
@@ -115,14 +115,11 @@ class FailureDetector:
         return lambda work, what: self.follow(work, f"{what} inside a node", ranks)
 
     def follow(self, work: dist.Work, what: str, ranks: range | None = None) -> None:
-        """Go on after `work`: what the caller's stream is given next comes after it, and the host does not wait.
+        """Go on after `work`, which orders streams: what the caller's stream is given next comes after it.
 
-        Whether it has completed shows at the next `wait` for a work of the same group, or at `catch_up`. Arguments and
-        errors are those of `wait`, which is called where works do not order streams.
+        The host does not wait. Whether the work has completed shows at the next `wait` for one of the same group, or at
+        `catch_up`. Arguments and errors are those of `wait`.
         """
-        if not self.orders_streams:
-            self.wait(work, what, ranks)
-            return
         try:
             work.wait()
         except RuntimeError:  # it has failed already: say why

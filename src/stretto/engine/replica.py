@@ -170,7 +170,7 @@ class Replica:
         if not report.settings_agree:
             self.refuse_settings(round)
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
-        if not skipped:
+        if not skipped and self.exchange.feedback is not None:
             self.exchange.settle()
         statistics: dict[int, Buffer] = {}
         if any(report.changed) and not skipped:

@@ -31,6 +31,7 @@ from stretto.engine.buffers import (
     apart,
     are_alike,
     changed_since,
+    changes_of,
     copies_of,
     count_of,
     side_by_side,
@@ -79,19 +80,20 @@ class Statistics:
         found = [getattr(module, attribute, None) for module, attribute in self._owners]
         return [value.detach() if isinstance(value, Tensor) else None for value in found]
 
-    def snapshot(self) -> tuple[list[Buffer], Tensor]:
-        """Return copies of the live buffers, and how each differs from what is agreed; see `changed_since`."""
-        copies = copies_of(self.live)
-        return copies, changed_since(self.agreed, copies)
+    @property
+    def copies(self) -> list[Buffer]:
+        """Copies of the live buffers."""
+        return copies_of(self.live)
 
     @property
     def changes(self) -> bytes:
         """How each live buffer differs from what is agreed; the host waits for it."""
-        return bytes(changed_since(self.agreed, self.live).tolist()) if self.names else b""
+        return changes_of(self.agreed, self.live)
 
     def carried(self) -> Carried:
         """Return what a round carries of them."""
-        return *self.snapshot(), self.agreed, self.sound, self.first
+        copies = self.copies
+        return copies, changed_since(self.agreed, copies), self.agreed, self.sound, self.first
 
     def install(self, landing: Landing) -> None:
         """Install the averages that a round brought back for its snapshot.

@@ -16,13 +16,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from stretto.exchange.feedback import ErrorFeedback
+from stretto.exchange.scratch import IN_FLIGHT, Scratch
 from stretto.exchange.transfer import Add, Change, Level, Place, Prepare, Started, Transfer, Transfers, Wait
 from stretto.exchange.wire import PackedWire, PlainWire, Wire
 from stretto.flat import Layout
 from stretto.records import Incident
 
-IN_FLIGHT = 4
-"""Buckets that travel at a time: enough to keep a link busy while one is summed."""
 _MANY = 8
 """With more ranks than this, one call per rank costs more than another pass over memory."""
 
@@ -87,6 +86,8 @@ class Exchange:
         self.wire = wire
         self.wait = wait
         self.follow = follow or wait
+        self.waits = wait, follow
+        """As they were given."""
         self.orders_streams = follow is not None
         """Whether what comes after a collective can be queued before it is complete."""
         self.rank = group.rank()
@@ -101,16 +102,11 @@ class Exchange:
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
         self._contributed = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
         """The format of contributions, by flat set."""
-        self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
+        self.scratch = Scratch()
 
     def over(self, layout: Layout) -> Self:
         """Return an exchange of averages, of the same kind on the same group, over another layout."""
         return type(self)(self.group, layout, self.wire.for_averages, *self.waits)
-
-    @property
-    def waits(self) -> tuple[Wait, Wait | None]:
-        """What waits for a collective, and what follows one, as they were given."""
-        return self.wait, self.follow if self.orders_streams else None
 
     def take_account(self, other: "Exchange") -> None:
         """Count here what another exchange of this job has sent and found, and there no longer."""
@@ -381,18 +377,6 @@ class Exchange:
         if content.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(content.to(tensor.device).view(tensor.dtype).view(tensor.shape))
-
-    def scratch(self, role: str, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return `numel` reusable elements for a role in the `index`-th transfer, valid until that one ends."""
-        key = (role, index % IN_FLIGHT, dtype, device)
-        held = self._scratch.get(key)
-        if held is None or held.numel() < numel:
-            if (
-                held is not None and device.type == "cuda"
-            ):  # another stream than its own may be queued to use it
-                held.record_stream(torch.cuda.current_stream(device))
-            held = self._scratch[key] = torch.empty(numel, dtype=dtype, device=device)
-        return held[:numel]
 
 
 def in_flight(transfers: Iterable[Transfer], most: int = IN_FLIGHT) -> Transfers:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.exchange.exchange import IN_FLIGHT, Exchange, in_flight
+from stretto.exchange.exchange import Exchange, in_flight
+from stretto.exchange.scratch import IN_FLIGHT
 from stretto.exchange.transfer import Transfer, Transfers
 from stretto.exchange.wire import PlainWire
 
