@@ -5,7 +5,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-from stretto.virtual import VirtualCluster
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
@@ -14,6 +13,7 @@ from stretto.exchange import WIRES
 from stretto.groups.collectives import Call
 from stretto.groups.wrapped import WrappedGroup
 from stretto.strategies import Strategy
+from stretto_lab.virtual import VirtualCluster
 
 _OF_GRADIENTS = ("all_to_all", "all_reduce", "reduce_scatter")
 
