@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from stretto import DDP, DataParallel, Options, ZeRO1
+from stretto.errors import PeerFailed
 from stretto.exchange import WIRES
+from stretto.groups import SoloGroup
 from stretto.groups.collectives import Call
 from stretto.groups.wrapped import WrappedGroup
 from stretto.strategies import Strategy
@@ -103,3 +105,48 @@ def test_nine_in_ten_buckets_leave_before_any_is_known_to_have_arrived(
     shares, hidden, unhidden = shares_that_left(strategy, layers, draws.choice([2, 3]), **settings)
     assert min(shares) >= 0.9
     assert all(map(torch.equal, hidden, unhidden))
+
+
+class FailedWork(Work):
+    """A collective that streams were ordered after, and that has failed by the time the host asks."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+        self._is_queued = False
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._is_queued:
+            raise RuntimeError("communicator was aborted")
+        self._is_queued = True
+        return bool(self._work.wait())
+
+
+class FailingGroup(WrappedGroup):
+    """A group whose works order streams, and whose gathers of parameters fail afterwards, once it is told to."""
+
+    orders_streams = True
+    may_wait_again = False
+    fails = False
+
+    def perform(self, call: Call) -> Work:
+        work = super().perform(call)
+        is_gather = call.operation.name == "all_gather" and call.inputs[0].is_floating_point()
+        return FailedWork(work) if self.fails and is_gather else work
+
+    def private(self) -> "FailingGroup":
+        return self
+
+
+def test_a_job_does_not_end_before_the_host_knows_of_what_it_followed_last() -> None:
+    group = FailingGroup(SoloGroup(), None, "failing")
+    model = nn.Linear(4, 4)
+    parallel = DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), ZeRO1(), group=group)
+    parallel.backward(model(torch.ones(1, 4)).sum())
+    group.fails = True
+    parallel.backward(model(torch.ones(1, 4)).sum())
+    with pytest.raises(PeerFailed, match=r"gather of bucket 0.*aborted"):
+        parallel.finish()
