@@ -3,6 +3,7 @@
 Buffers are many and small. What is found of them stays on their device, so that nobody waits for it here.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -40,10 +41,12 @@ def changed_since(agreed: Sequence[Buffer], values: Sequence[Buffer]) -> Tensor:
     compared = [value if same else None for value, same in zip(values, alike, strict=True)]
     differ = count_of(agreed, compared, of=torch.ne)
     device = next((value.device for value in (*values, *agreed) if value is not None), None)
-    flags = [
-        differ[index].to(device) if index in differ else torch.full((), 0.0 if same else -KIND, device=device)
-        for index, same in enumerate(alike)
-    ]
+    flags = []
+    for index, same in enumerate(alike):
+        if index in differ:
+            flags.append(differ[index].to(device))
+        else:
+            flags.append(torch.full((), 0 if same else -KIND, dtype=torch.int32, device=device))
     return torch.stack(flags).clamp_(-KIND, VALUE).abs_().to(torch.uint8)
 
 
@@ -63,11 +66,14 @@ def remain_finite(values: Sequence[Buffer], before: Sequence[Buffer], changed: T
 
 
 def count_of(*columns: Sequence[Buffer], of: Callable[..., Tensor]) -> dict[int, Tensor]:
-    """Return by index, for rows of buffers of one shape, of how many elements `of` is true, `()` float32."""
+    """Return by index, for rows of buffers of one shape, of how many elements `of` is true, `()` int32."""
     found: dict[int, Tensor] = {}
     for indices, contents in side_by_side(*columns):
-        parts = apart(of(*contents).to(torch.float32), indices, columns[0])
-        found |= zip(indices, torch._foreach_norm(parts, 1), strict=True)
+        until = torch.nn.functional.pad(of(*contents).cumsum(0, dtype=torch.int32), (1, 0))
+        lengths = [value.numel() for index in indices if (value := columns[0][index]) is not None]
+        ends = torch.tensor([0, *itertools.accumulate(lengths)])
+        ends = (ends.pin_memory() if until.is_cuda else ends).to(until.device, non_blocking=True)
+        found |= zip(indices, until[ends].diff().unbind(), strict=True)
     return dict(sorted(found.items()))
 
 
