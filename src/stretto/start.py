@@ -177,7 +177,8 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
         parts=math.lcm(*(max(1, ledger.fragments) for ledger in ledgers)),
         whole_groups=whole_groups(parts.optimizer),  # a replicated one, too, sees flat slices where owners do
     )
-    exchange = exchange_of(parts.options, group, layout, failures.wait)
+    follow = failures.follow if failures.orders_streams else None
+    exchange = exchange_of(parts.options, group, layout, failures.wait, follow)
     plain = Exchange(group, layout, FP32, failures.wait)  # nobody knows yet that all ranks verify, or none
     agree(plain, {**_settings(phases), "model": layout.text()}, f"rank {group.rank()}, before step 1")
     exchange.take_account(plain)
@@ -378,7 +379,9 @@ def _settings(phases: Mapping[int, Parts]) -> dict[str, str]:
     }
 
 
-def exchange_of(options: Options, group: dist.ProcessGroup, layout: Layout, wait: Wait) -> Exchange:
+def exchange_of(
+    options: Options, group: dist.ProcessGroup, layout: Layout, wait: Wait, follow: Wait | None
+) -> Exchange:
     """Return an exchange of the kind and on the wire that the options name."""
     wire = WIRES[options.wire]
     device = layout.sets[0].device
@@ -386,10 +389,10 @@ def exchange_of(options: Options, group: dist.ProcessGroup, layout: Layout, wait
     native = options.exchange == "native" or (options.exchange == "auto" and is_over_nccl)
     if options.ranks_per_node is not None:
         nodes = VerifiedTwoLevelExchange if options.verified else TwoLevelExchange
-        return nodes(group, layout, wire, wait, options.ranks_per_node)
+        return nodes(group, layout, wire, wait, options.ranks_per_node, follow)
     kind = Exchange
     if options.verified:
         kind = VerifiedExchange
     elif native and not isinstance(wire, PackedWire):
         kind = NativeExchange
-    return kind(group, layout, wire, wait)
+    return kind(group, layout, wire, wait, follow)

@@ -19,6 +19,7 @@ from stretto.engine.options import Quota
 from stretto.engine.report import Vote
 from stretto.engine.round import Accounts, Landing, Reduction, Round
 from stretto.engine.runtime import Arrived, Pending
+from stretto.engine.statistics import Carried
 from stretto.errors import OutOfTurn, StepWithoutBackward
 from stretto.optimizer import Hyperparameters, Schedule, read_hyperparameters
 from stretto.records import Incident, Update
@@ -220,10 +221,11 @@ class ComputeLane:
     def close_round(self) -> Round:
         """Close the accumulating round and return it; it takes off next."""
         if self._ready is None:
+            nothing: Carried = ([], None, [], [], [])
             self._ready = Round(
                 self.accumulation.buffer,
                 self.accumulation.contribution,
-                *(self.statistics.carried() if self.statistics.names else ([], b"", [], [], [])),
+                *(self.statistics.carried() if self.statistics.names else nothing),
                 self.vote,
                 [],
                 incidents=self._incidents,

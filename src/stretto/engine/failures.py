@@ -39,8 +39,8 @@ from stretto.errors import (
     UnusedParameters,
     WorkerDisagrees,
 )
-from stretto.exchange.transfer import Wait
-from stretto.groups import connections_of, listens_at, may_wait_again, ranks_of, retire
+from stretto.exchange.transfer import Started, Wait
+from stretto.groups import connections_of, listens_at, may_wait_again, orders_streams, ranks_of, retire
 
 _POLL_SECONDS = 0.05
 """Seconds between two questions who has heard why this rank leaves."""
@@ -97,6 +97,10 @@ class FailureDetector:
         self._look_seconds = min(self._watcher.period, timeout_seconds)
         # Where nobody ends the job; also as Python ends, because no thread may come out of C++ then.
         weakref.finalize(self, self._watcher.end, leaves=False)
+        self.orders_streams = orders_streams(group, device)
+        """Whether works can be followed, and not only waited for."""
+        self._followed: dict[range | None, Started] = {}
+        """By the ranks that take part, what was followed last."""
 
     def among(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Wait:
         """Return what waits for collectives of `group`, which only these ranks of the job share; it ends with the job.
@@ -105,6 +109,28 @@ class FailureDetector:
         """
         self.groups.append(group)
         return lambda work, what: self.wait(work, f"{what} inside a node", ranks)
+
+    def follow_among(self, ranks: range) -> Wait:
+        """Return what follows collectives of a group that was given to `among`."""
+        return lambda work, what: self.follow(work, f"{what} inside a node", ranks)
+
+    def follow(self, work: dist.Work, what: str, ranks: range | None = None) -> None:
+        """Go on after `work`, which orders streams: what the caller's stream is given next comes after it.
+
+        The host does not wait. Whether the work has completed shows at the next `wait` for one of the same group, or at
+        `catch_up`. Arguments and errors are those of `wait`.
+        """
+        try:
+            work.wait()
+        except RuntimeError:  # it has failed already: say why
+            self.wait(work, what, ranks)
+        self._followed[ranks] = work, what
+
+    def catch_up(self) -> None:
+        """Wait for what was followed last; works of one group end in the order in which they began."""
+        while self._followed:
+            ranks, (work, what) = self._followed.popitem()
+            self.wait(work, what, ranks)
 
     def wait(self, work: dist.Work, what: str, ranks: Sequence[int] | None = None) -> None:
         """Wait for `work`; `what` names it in messages.
@@ -244,6 +270,7 @@ class Lifetime:
 
     def finish(self) -> None:
         """End the job without an error; no collective may be issued before this returns."""
+        self._failures.catch_up()
         self._leave(waits=True)
         self._failures.end()
         self._retire()

@@ -1,9 +1,15 @@
 """The streams of a device, which does later what its host has called: order between them, and times on them.
 
 Note [Streams]
-    Work starts after the stream that spawned it has reached the call. A stream that takes the result waits for the
-    side stream. Neither wait blocks host code. Buffers live longer than both streams use them, so the allocator needs
-    no `record_stream`.
+    Work starts after the stream that spawned it has reached the call. A stream that takes the result waits for
+    the side stream. Neither wait blocks host code, and neither does one for a collective that orders streams: what
+    is queued next comes after it. So the host may be through with a tensor that its stream has not read yet.
+
+    Memory that is freed goes back to the stream that allocated it, and is given again in that stream's order. So
+    each lane may free what it has allocated itself, at any time. What crosses from one lane to the other is freed
+    by nobody before a landing or a rejoining has ordered the streams: buffers, sums, scratch memory and masters
+    live as long as the job, a round and what a fragment carries until they have landed. Scratch memory that
+    becomes too small while a departure is queued is the only exception, and it is marked (`record_stream`).
 
 Note [Late times]
     Nobody waits for a time. A device ends a stretch long after the host has called for its end. So a stretch is counted
@@ -12,9 +18,9 @@ Note [Late times]
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -78,6 +84,28 @@ class CudaStreams:
     def beside(self) -> AbstractContextManager[object]:
         """Let the calling thread use the side stream."""
         return torch.cuda.stream(self._side)
+
+
+class SideStream:
+    """A stream beside the caller's, for work that the caller queues itself; see Note [Streams].
+
+    Args:
+        device: Of the stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def queued(self) -> Iterator[None]:
+        """Queue the block there, after all that the caller's stream has been given."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def rejoin(self) -> None:
+        """Let the caller's stream go on after all that was queued."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 class StreamTimer:

@@ -17,13 +17,12 @@ from torch import distributed as dist
 
 from stretto.exchange.feedback import ErrorFeedback
 from stretto.exchange.padding import Padding
-from stretto.exchange.transfer import Add, Change, Level, Prepare, Started, Transfer, Transfers, Wait
+from stretto.exchange.scratch import IN_FLIGHT, Scratch
+from stretto.exchange.transfer import Add, Change, Level, Place, Prepare, Started, Transfer, Transfers, Wait
 from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows, write_rows
 from stretto.flat import Layout
 from stretto.records import Incident
 
-IN_FLIGHT = 4
-"""Buckets that travel at a time: enough to keep a link busy while one is summed."""
 LARGEST_BROADCAST = 2**20
 """Bytes of a tensor that travel in one broadcast: a slow link has each of them through in time."""
 _MANY = 8
@@ -75,17 +74,25 @@ class Exchange:
         group: Used by nobody else.
         layout: Of the buffers.
         wire: The format of contributions, and of what else travels.
-        wait: Waits for a collective.
+        wait: Waits for a collective, whose result the host needs.
+        follow: Goes on after a collective in the order of streams; None where works do not order them.
     """
 
     is_verified: ClassVar[bool] = False
     """Whether what arrives is checked against what was sent."""
 
-    def __init__(self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait, follow: Wait | None = None
+    ) -> None:
         self.group = group
         self.layout = layout
         self.wire = wire
         self.wait = wait
+        self.follow = follow or wait
+        self.waits = wait, follow
+        """As they were given."""
+        self.orders_streams = follow is not None
+        """Whether what comes after a collective can be queued before it is complete."""
         self.rank = group.rank()
         self.world_size = group.size()
         self.everyone = Level(0, range(self.world_size), "")
@@ -98,11 +105,11 @@ class Exchange:
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
         self._contributed = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
         """The format of contributions, by flat set."""
-        self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
+        self.scratch = Scratch()
 
     def over(self, layout: Layout) -> Self:
         """Return an exchange of averages, of the same kind on the same group, over another layout."""
-        return type(self)(self.group, layout, self.wire.for_averages, self.wait)
+        return type(self)(self.group, layout, self.wire.for_averages, *self.waits)
 
     def begin_round(self, index: int) -> None:
         """Draw anew for what is sent from now on, on wires that draw; all ranks call with the same number."""
@@ -325,19 +332,27 @@ class Exchange:
         """Run transfers of values that are there, each bucket prepared right before it leaves."""
         for awaited in transfers:
             if not isinstance(awaited, int):
-                self.wait(*awaited)
+                self.follow(*awaited)
             elif prepare is not None:
                 prepare(awaited)
 
     # Small records, and single tensors
 
-    def gather_bytes(self, record: bytes) -> list[bytes]:
+    def gather_bytes(self, record: bytes, places: Sequence[Place] = ()) -> list[bytes]:
         """Return every rank's `record`, in rank order; all records must have one length.
 
         They travel as int8, a dtype that no values use, so that an observer can tell records from values.
+
+        Args:
+            record: Of this rank.
+            places: Parts of it that only a device knows. They are written there, so that the host waits once: for all
+                records together.
         """
         device = self.layout.sets[0].device
-        own = torch.frombuffer(bytearray(record), dtype=torch.int8).to(device)
+        own = torch.frombuffer(bytearray(record), dtype=torch.int8)
+        own = (own.pin_memory() if device.type == "cuda" else own).to(device, non_blocking=True)
+        for begin, part in places:
+            own[begin : begin + part.numel()].copy_(part)
         whole = torch.empty(self.world_size * own.numel(), dtype=torch.int8, device=device)
         self.wait(self.group.all_gather_single(whole, own), "round report")
         self.sent_bytes += (self.world_size - 1) * own.nbytes
@@ -378,21 +393,13 @@ class Exchange:
             with torch.no_grad():
                 tensor.copy_(content.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
-    def scratch(self, role: str, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return `numel` reusable elements for a role in the `index`-th transfer, valid until that one ends."""
-        key = (role, index % IN_FLIGHT, dtype, device)
-        held = self._scratch.get(key)
-        if held is None or held.numel() < numel:
-            held = self._scratch[key] = torch.empty(numel, dtype=dtype, device=device)
-        return held[:numel]
 
-
-def in_flight(transfers: Iterable[Transfer]) -> Transfers:
-    """Run transfers, at most `IN_FLIGHT` at a time, as Note [In flight] explains."""
+def in_flight(transfers: Iterable[Transfer], most: int = IN_FLIGHT) -> Transfers:
+    """Run transfers, at most `most` at a time, as Note [In flight] explains."""
     waiting = enumerate(transfers)
     under_way: deque[tuple[Transfer, Started]] = deque()
     while True:
-        while len(under_way) < IN_FLIGHT and (following := next(waiting, None)) is not None:
+        while len(under_way) < most and (following := next(waiting, None)) is not None:
             index, transfer = following
             yield index
             under_way.append((transfer, next(transfer)))

@@ -1,11 +1,14 @@
 """The native exchange: the backend adds the gradients, by its own reduce-scatter and all-reduce."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.exchange.exchange import Exchange
-from stretto.exchange.transfer import Transfer
+from stretto.exchange.exchange import Exchange, in_flight
+from stretto.exchange.scratch import IN_FLIGHT
+from stretto.exchange.transfer import Transfer, Transfers
 from stretto.exchange.wire import PlainWire
 
 
@@ -15,6 +18,18 @@ class NativeExchange(Exchange):
     Where the buffer is narrower than wire and sum, it travels as wide as they are: the backend's partial sums gain
     from the extra bits. Packed wires have no sum that a backend could know.
     """
+
+    def summing(
+        self, flats: Sequence[Tensor], sums: Sequence[Tensor], *, whole: bool, wire: PlainWire | None = None
+    ) -> Transfers:
+        """Sum `flats` over ranks; all buckets at a time, where each is summed in its place and needs no scratch."""
+        sum_up = self.sum_bucket if whole else self.sum_slice
+        transfers, needs_scratch = [], False
+        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
+            flat = flats[bucket.set_index]
+            needs_scratch |= not flat.dtype == total.dtype == self._dtype(total, wire)
+            transfers.append(sum_up(index, flat, total, wire))
+        yield from in_flight(transfers, IN_FLIGHT if needs_scratch else len(transfers))
 
     def sum_slice(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum this rank's slice of a bucket with the backend's reduce-scatter."""

@@ -54,12 +54,19 @@ class TwoLevelExchange(Exchange):
         wire: The format in which contributions cross between nodes, and in which everything else travels.
         wait: Waits for a collective.
         ranks_per_node: L; errors are those of `check_nodes`.
+        follow: Goes on after a collective, or None, as in `Exchange`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait, ranks_per_node: int
+        self,
+        group: dist.ProcessGroup,
+        layout: Layout,
+        wire: Wire,
+        wait: Wait,
+        ranks_per_node: int,
+        follow: Wait | None = None,
     ) -> None:
-        super().__init__(group, layout, wire, wait)
+        super().__init__(group, layout, wire, wait, follow)
         check_nodes(self.world_size, ranks_per_node)
         self._per_node = each = min(ranks_per_node, self.world_size)
         self._node, self._column = divmod(self.rank, each)
@@ -74,7 +81,8 @@ class TwoLevelExchange(Exchange):
 
     def over(self, layout: Layout) -> Self:
         """Return an exchange of averages, of the same kind on the same group, over another layout."""
-        return type(self)(self.group, layout, self.wire.for_averages, self.wait, self._per_node)
+        wait, follow = self.waits
+        return type(self)(self.group, layout, self.wire.for_averages, wait, self._per_node, follow)
 
     def _packed_by_rank(self, index: int, bucket: Tensor) -> tuple[Tensor, Tensor]:
         """Return what this rank has packed, a node's sums of its column; and where in the bucket these lie."""

@@ -17,7 +17,7 @@ from stretto.exchange.exchange import Exchange
 from stretto.exchange.missing import Missing, missing_anywhere
 from stretto.exchange.rows import SEAL_BYTES, opened, seal, seal_bytes, seed_of, values_of
 from stretto.exchange.sums import is_plausible_sum, sampled
-from stretto.exchange.transfer import Add, Change, Level, Transfer, Transfers, Wait
+from stretto.exchange.transfer import Add, Change, Level, Place, Transfer, Transfers, Wait, filled
 from stretto.exchange.two_level import TwoLevelExchange
 from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows
 from stretto.flat import Layout
@@ -52,8 +52,10 @@ class VerifiedExchange(Exchange):
 
     is_verified = True
 
-    def __init__(self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait) -> None:
-        super().__init__(group, layout, wire, wait)
+    def __init__(
+        self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait, follow: Wait | None = None
+    ) -> None:
+        super().__init__(group, layout, wire, wait, follow)
         self._attempts = 0
         """Phases so far, each repeat counted: the same on all ranks, and part of every row's seal."""
         self._records = 0
@@ -142,14 +144,14 @@ class VerifiedExchange(Exchange):
         super().perform(transfers)
         self._repeat("gathered values", transfers)
 
-    def gather_bytes(self, record: bytes) -> list[bytes]:
+    def gather_bytes(self, record: bytes, places: Sequence[Place] = ()) -> list[bytes]:
         """Return every rank's `record`, in rank order; every record travels three times, each with its seal.
 
         Raises:
             TransferCorrupt: All three copies of some rank's record are damaged.
         """
         self._records += 1
-        sealed = seal_bytes(record, seed_of(self._records, self.rank))
+        sealed = seal_bytes(filled(record, places), seed_of(self._records, self.rank))
         arrived = super().gather_bytes(sealed * _COPIES)
         found = [self._read(content, len(sealed), sender) for sender, content in enumerate(arrived)]
         if lost := [sender for sender, content in enumerate(found) if content is None]:

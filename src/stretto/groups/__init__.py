@@ -15,7 +15,7 @@ from stretto.groups.link import Link
 from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
 from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import ThrottledGroup, register_throttled
-from stretto.groups.wrapped import may_wait_again
+from stretto.groups.wrapped import may_wait_again, orders_streams
 
 __all__ = [
     "Connection",
@@ -34,6 +34,7 @@ __all__ = [
     "listens_at",
     "may_wait_again",
     "meeting_point",
+    "orders_streams",
     "part_of",
     "private_group",
     "ranks_of",

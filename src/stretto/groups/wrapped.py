@@ -77,6 +77,24 @@ def may_wait_again(group: dist.ProcessGroup, device: torch.device) -> bool:
     return group._get_backend(device).name() == "gloo"
 
 
+def orders_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether a wait for a work orders streams, and the host goes on at once.
+
+    So it is with NCCL: what the caller's stream is given afterwards comes after the collective. Groups that are written
+    in Python say so by an attribute `orders_streams`; one over another group leaves it to that, unless it has its own.
+
+    Args:
+        group: Performs the collectives.
+        device: Of their tensors.
+    """
+    own: bool | None = getattr(group, "orders_streams", None)
+    if own is not None:
+        return own
+    if isinstance(group, WrappedGroup):
+        return orders_streams(group.inner, device)
+    return type(group) is dist.ProcessGroup and group._get_backend(device).name() == "nccl"
+
+
 def register_over_gloo(
     name: str, wrap: Callable[[dist.ProcessGroup, Store], WrappedGroup], address: str | None = None
 ) -> None:

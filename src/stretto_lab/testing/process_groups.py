@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from stretto.errors import ConformanceFailed
-from stretto.exchange.exchange import IN_FLIGHT
+from stretto.exchange.scratch import IN_FLIGHT
 from stretto.groups.private import private_group, release
 from stretto.strategies import ZeRO1
 from stretto_lab.testing.collectives import (

@@ -206,18 +206,35 @@ class _Calls(TorchFunctionMode):
             if on_device and name in ("tensor", "as_tensor"):
                 counted.note()
         elif name in ("cpu", "to") and args and isinstance(args[0], Tensor):
-            return self._moved(name, args[0], result, [*args[1:], *named.values()])
+            return self._moved(name, args[0], result, [*args[1:], *named.values()], **named)
         return result
 
-    def _moved(self, name: str, tensor: Tensor, result: Any, given: list[object]) -> Any:
-        """Return what a tensor's method gives back: a copy where a device would have copied."""
+    def _moved(
+        self,
+        name: str,
+        tensor: Tensor,
+        result: Any,
+        given: list[object],
+        non_blocking: bool = False,
+        **_: object,
+    ) -> Any:
+        """Return what a tensor's method gives back: a copy where a device would have copied.
+
+        Args:
+            name: Of the method.
+            tensor: Whose it is.
+            result: What it gives back here.
+            given: All that it was given.
+            non_blocking: Of `to`: the host goes on at once, as it does with memory that is pinned.
+        """
         counted, is_on_device = self._counted, self._counted.is_on_device(tensor)
         if name == "cpu" and is_on_device:
             counted.note()
             result = result.clone()
             counted.place([result], on_device=False)
         elif name == "to" and not is_on_device and any(isinstance(one, str | torch.device) for one in given):
-            counted.note()
+            if not non_blocking:
+                counted.note()
             result = result.clone() if result is tensor else result
             counted.place([result], on_device=True)
         return result
@@ -233,6 +250,7 @@ class CountedGroup(WrappedGroup):
     """
 
     may_wait_again = False
+    orders_streams = True
 
     def __init__(self, inner: dist.ProcessGroup, counted: Synchronisations) -> None:
         super().__init__(inner, None, "counted")
