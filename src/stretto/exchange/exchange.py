@@ -21,6 +21,7 @@ from stretto.exchange.scratch import IN_FLIGHT, Scratch
 from stretto.exchange.transfer import Add, Change, Level, Place, Prepare, Started, Transfer, Transfers, Wait
 from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows, write_rows
 from stretto.flat import Layout
+from stretto.groups.collectives import method_of
 from stretto.records import Incident
 
 LARGEST_BROADCAST = 2**20
@@ -93,8 +94,9 @@ class Exchange:
         """As they were given."""
         self.orders_streams = follow is not None
         """Whether what comes after a collective can be queued before it is complete."""
-        self.rank = group.rank()
-        self.world_size = group.size()
+        self._all_gather = method_of(group, "all_gather_single")
+        self._all_to_all = method_of(group, "all_to_all_single")
+        self.rank, self.world_size = group.rank(), group.size()
         self.everyone = Level(0, range(self.world_size), "")
         self.sent_bytes = self.crossed_bytes = 0
         """Bytes this rank has sent to others since construction, and in sums and gathers to other nodes."""
@@ -305,7 +307,7 @@ class Exchange:
             sent_bytes = (self.world_size - 1) * outgoing.nbytes
             self.sent_bytes += sent_bytes
             self.crossed_bytes += sent_bytes * level.crosses
-            yield self.group.all_gather_single(whole, outgoing), what
+            yield self._all_gather(whole, outgoing), what
         else:
             yield self.send(level, whole, outgoing), what
 
@@ -326,7 +328,7 @@ class Exchange:
         self.crossed_bytes += sent_bytes * level.crosses
         is_everyone = len(level.ranks) == self.world_size
         splits = [] if is_everyone else [part * (rank in level.ranks) for rank in range(self.world_size)]
-        return self.group.all_to_all_single(received, outgoing, splits, splits)
+        return self._all_to_all(received, outgoing, splits, splits)
 
     def run(self, transfers: Transfers, prepare: Prepare | None = None) -> None:
         """Run transfers of values that are there, each bucket prepared right before it leaves."""
@@ -354,7 +356,7 @@ class Exchange:
         for begin, part in places:
             own[begin : begin + part.numel()].copy_(part)
         whole = torch.empty(self.world_size * own.numel(), dtype=torch.int8, device=device)
-        self.wait(self.group.all_gather_single(whole, own), "round report")
+        self.wait(self._all_gather(whole, own), "round report")
         self.sent_bytes += (self.world_size - 1) * own.nbytes
         records: list[bytes] = whole.cpu().numpy().view(f"V{len(record)}").tolist()
         return records

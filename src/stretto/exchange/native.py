@@ -10,6 +10,7 @@ from stretto.exchange.exchange import Exchange, in_flight
 from stretto.exchange.scratch import IN_FLIGHT
 from stretto.exchange.transfer import Transfer, Transfers
 from stretto.exchange.wire import PlainWire
+from stretto.groups.collectives import method_of
 
 
 class NativeExchange(Exchange):
@@ -37,7 +38,7 @@ class NativeExchange(Exchange):
         same = total.dtype == outgoing.dtype
         out = total if same else self.scratch("own", index, total.numel(), outgoing.dtype, total.device)
         self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
-        work = self.group.reduce_scatter_single(out, outgoing, dist.ReduceScatterOptions())
+        work = method_of(self.group, "reduce_scatter_single")(out, outgoing, dist.ReduceScatterOptions())
         yield work, f"reduction of bucket {index}"
         if not same:
             total.copy_(out)

@@ -80,7 +80,7 @@ class Call:
 
     def on(self, group: dist.ProcessGroup) -> dist.Work:
         """Call the same on another group."""
-        work: dist.Work = getattr(group, self.method.name)(*self.arguments, **self.named)
+        work: dist.Work = method_of(group, self.method.name)(*self.arguments, **self.named)
         return work
 
     @property
@@ -245,3 +245,15 @@ METHODS = (
     Method("barrier", _BARRIER, ()),
 )
 """Every collective of `torch.distributed.ProcessGroup`."""
+
+_IN_TORCH = {
+    method.name: method.name if hasattr(dist.ProcessGroup, method.name) else (*method.aliases, method.name)[0]
+    for method in METHODS
+}
+"""What the running PyTorch calls each: some were renamed in 2.13. Groups written in Python answer to both names."""
+
+
+def method_of(group: dist.ProcessGroup, name: str) -> Callable[..., dist.Work]:
+    """Return the method of a group that is called `name` since PyTorch 2.13, whatever the running one calls it."""
+    method: Callable[..., dist.Work] = getattr(group, _IN_TORCH[name])
+    return method

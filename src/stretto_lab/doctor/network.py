@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from stretto.groups.collectives import method_of
 from stretto.guards.strikes import Link
 
 _NUMEL = 4096
@@ -82,7 +83,7 @@ class Network:
             numel_to[receiver] = numel_from[sender] = numel
             self._group.barrier().wait()
             started = time.perf_counter()
-            self._group.alltoall_base(arrived, payload, numel_from, numel_to).wait()
+            method_of(self._group, "all_to_all_single")(arrived, payload, numel_from, numel_to).wait()
             arrived[-1].item()  # a device's work has ended only now
             result = results.setdefault(sender, LinkResult())
             result.seconds += time.perf_counter() - started
@@ -100,13 +101,15 @@ class Network:
     def _reduce_scatter(self, round_index: int) -> tuple[bool, set[Link]]:
         own = torch.cat([self._values(self._rank, owner, round_index) for owner in self._ranks])
         found = self._zeros(_NUMEL)
-        self._group.reduce_scatter_single(found, own, dist.ReduceScatterOptions()).wait()
+        method_of(self._group, "reduce_scatter_single")(found, own, dist.ReduceScatterOptions()).wait()
         parts = [self._values(rank, self._rank, round_index) for rank in self._ranks]
         return _equal(found, torch.stack(parts).sum(0)), set()
 
     def _all_gather(self, round_index: int) -> tuple[bool, set[Link]]:
         found = self._zeros(self._world_size * _NUMEL)
-        self._group.all_gather_single(found, self._values_for_all(self._rank, round_index)).wait()
+        method_of(self._group, "all_gather_single")(
+            found, self._values_for_all(self._rank, round_index)
+        ).wait()
         return self._compare_by_sender(found, lambda sender: self._values_for_all(sender, round_index))
 
     def _broadcast(self, round_index: int) -> tuple[bool, set[Link]]:
@@ -121,7 +124,7 @@ class Network:
     def _all_to_all(self, round_index: int) -> tuple[bool, set[Link]]:
         own = torch.cat([self._values(self._rank, receiver, round_index) for receiver in self._ranks])
         found = self._zeros(self._world_size * _NUMEL)
-        self._group.alltoall_base(found, own, [], []).wait()
+        method_of(self._group, "all_to_all_single")(found, own, [], []).wait()
         return self._compare_by_sender(found, lambda sender: self._values(sender, self._rank, round_index))
 
     def _compare_by_sender(self, found: Tensor, expected: Callable[[int], Tensor]) -> tuple[bool, set[Link]]:

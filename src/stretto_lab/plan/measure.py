@@ -25,6 +25,7 @@ from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector, Lif
 from stretto.engine.round import Progress
 from stretto.errors import ConfigError
 from stretto.groups import Link, SoloGroup, private_group
+from stretto.groups.collectives import method_of
 from stretto.machine import share_of_cores, usable_cores
 from stretto.parallel import DataParallel
 from stretto.strategies import ZeRO1
@@ -138,7 +139,7 @@ class Ranks:
         """
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         whole = own.new_empty(self.group.size() * len(values))
-        self._failures.wait(self.group.all_gather_single(whole, own), "times of all ranks")
+        self._failures.wait(method_of(self.group, "all_gather_single")(whole, own), "times of all ranks")
         return whole.view(-1, len(values)).cpu()
 
     def seconds(self, work: Callable[[], object]) -> float:
@@ -160,7 +161,7 @@ class Ranks:
         splits = [part * (rank in to) for rank in range(self.group.size())]
         arrives = [torch.empty_like(one) for one in outgoing]
         works = [
-            self.group.all_to_all_single(to_here, one, splits, splits)
+            method_of(self.group, "all_to_all_single")(to_here, one, splits, splits)
             for _ in range(times)
             for to_here, one in zip(arrives, outgoing, strict=True)
         ]
