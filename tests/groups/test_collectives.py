@@ -13,6 +13,8 @@ from stretto.groups.collectives import METHODS, Call, Method, method_of
 
 NOT_COLLECTIVE = {"send", "recv", "recv_anysource", "_end_coalescing"}
 """They return works too."""
+NOT_YET = {"gather_single", "gather_into_tensor", "reconfigure"}
+"""Of PyTorch 2.14: a group written in Python does not have them, and torch itself calls none of them."""
 WORLD_SIZE = 2
 
 
@@ -60,7 +62,7 @@ def test_the_table_has_every_collective_of_torch() -> None:
         if "c10d::Work" in str(getattr(dist.ProcessGroup, name).__doc__)
     }
     in_table = {name for method in METHODS for name in (method.name, *method.aliases)}
-    assert of_torch - NOT_COLLECTIVE <= in_table
+    assert of_torch - NOT_COLLECTIVE - NOT_YET <= in_table
     unknown = {method.name for method in METHODS if not of_torch & {method.name, *method.aliases}}
     assert unknown == set()  # a version has a method by one of its names
 
