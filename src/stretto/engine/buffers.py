@@ -6,6 +6,7 @@ Buffers are many and small. What is found of them stays on their device, so that
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -79,21 +80,29 @@ def count_of(*columns: Sequence[Buffer], of: Callable[..., Tensor]) -> dict[int,
 
 def side_by_side(*columns: Sequence[Buffer]) -> Iterator[tuple[list[int], list[Tensor]]]:
     """Yield, of rows of tensors of one shape, indices with the same dtypes and devices, and each column's values."""
-    kinds: dict[object, list[int]] = defaultdict(list)
+    kinds: dict[object, list[tuple[int, tuple[Tensor, ...]]]] = defaultdict(list)
     for index, row in enumerate(zip(*columns, strict=True)):
-        there = [value for value in row if value is not None]
-        if len(there) == len(row) and len({value.shape for value in there}) == 1:
-            kinds[tuple((value.dtype, value.device) for value in there)].append(index)
-    for indices in kinds.values():
-        yield indices, [torch.cat([_flat(column[index]) for index in indices]) for column in columns]
+        if _have_one_shape(row):
+            kinds[tuple([(value.dtype, value.device) for value in row])].append((index, row))
+    for rows in kinds.values():
+        indices, values = zip(*rows, strict=True)
+        columns_of = zip(*values, strict=True)
+        yield list(indices), [torch.cat([_in_a_row(value) for value in column]) for column in columns_of]
+
+
+def _have_one_shape(row: Sequence[Buffer]) -> TypeGuard[tuple[Tensor, ...]]:
+    """Return whether each is there, in the shape of the first."""
+    first = row[0]
+    return first is not None and all([value is not None and value.shape == first.shape for value in row])
 
 
 def apart(content: Tensor, indices: Sequence[int], like: Sequence[Buffer]) -> list[Tensor]:
     """Return views of `content`, in the shapes of those buffers."""
     shapes = [value.shape for index in indices if (value := like[index]) is not None]
     parts = content.split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _flat(value: Buffer) -> Tensor:
-    return torch.empty(0) if value is None else value.reshape(-1)
+def _in_a_row(value: Tensor) -> Tensor:
+    # Most have one dimension, and with many small ones the calls are what takes time.
+    return value if value.ndim == 1 else value.reshape(-1)
