@@ -23,3 +23,8 @@ class Scratch:
                 held.record_stream(torch.cuda.current_stream(device))
             held = self._held[key] = torch.empty(numel, dtype=dtype, device=device)
         return held[:numel]
+
+    @property
+    def held(self) -> list[Tensor]:
+        """All of the memory."""
+        return list(self._held.values())
