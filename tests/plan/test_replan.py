@@ -47,7 +47,7 @@ class VirtualRanks:
         factor: On all that happens behind it.
     """
 
-    world_size = WORKERS
+    world_size = local_world_size = WORKERS
     is_first = True
 
     def __init__(self, instant: float, factor: float) -> None:

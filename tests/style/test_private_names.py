@@ -29,7 +29,7 @@ def gloo() -> dist.ProcessGroup:
     return _gloo_group(dist.HashStore(), 0, 1, dist.default_pg_timeout, None)
 
 
-def worker_iterator() -> object:
+def worker_iterator() -> type:
     """The class of a loader's iterator over workers."""
     return torch.utils.data.dataloader._MultiProcessingDataLoaderIter
 
@@ -39,9 +39,9 @@ def has(owner: Callable[[], object], *names: str) -> Callable[[], bool]:
     return lambda: all(hasattr(owner(), name) for name in names)
 
 
-def assigns(owner: Callable[[], object], *names: str) -> Callable[[], bool]:
+def assigns(owner: Callable[[], type], *names: str) -> Callable[[], bool]:
     """A check that the source of a class gives its instances these attributes."""
-    return lambda: all(f"self.{name}" in inspect.getsource(owner()) for name in names)  # type: ignore[arg-type]
+    return lambda: all(f"self.{name}" in inspect.getsource(owner()) for name in names)
 
 
 NAMES: dict[str, Callable[[], bool]] = {

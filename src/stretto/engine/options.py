@@ -63,11 +63,11 @@ class Options:
 
     wire: str = "fp32"
     """fp32, bf16, int8, int4, int2, rotated4, rotated3, rotated2, rotated1; or your own: the format in which gradients
-    and parameters travel. See docs/adding-a-wire.md. bf16 halves the bytes, masters stay fp32. int8, int4 and int2 send gradients in
-    blocks of integers of 8, 4 or 2 bits with error feedback, and parameters as changes in the same format: about a
-    half, a quarter and a seventh of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory and as many
-    as the parameter has. Averages travel as bf16. int2 costs something in the loss. rotated4 to rotated1 send 4 to 1
-    bits without error feedback, right on average, and save these 4 bytes."""
+    and parameters travel. See docs/adding-a-wire.md. bf16 halves the bytes, masters stay fp32. int8, int4 and int2 send
+    gradients in blocks of integers of 8, 4 or 2 bits with error feedback, and parameters as changes in the same format:
+    about a half, a quarter and a seventh of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory and
+    as many as the parameter has. Averages travel as bf16. int2 costs something in the loss. rotated4 to rotated1 send 4
+    to 1 bits without error feedback, right on average, and save these 4 bytes."""
     changes: str | None = None
     """How owners tell all ranks what a step has changed, under strategies that shard the optimizer; None for the
     wire's format. A plain format sends the parameters themselves."""
