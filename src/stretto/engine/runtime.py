@@ -151,6 +151,41 @@ class _OnHost(Runtime):
         """Do nothing: real work takes real time."""
 
 
+class RuntimeOver(Runtime):
+    """A runtime that hands everything on to another; a subclass says what it does besides.
+
+    Args:
+        runtime: That one.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def spawn(self, work: Callable[[], T]) -> Pending[T]:
+        return self._runtime.spawn(work)
+
+    def now(self) -> float:
+        return self._runtime.now()
+
+    def timer(self) -> Timer:
+        return self._runtime.timer()
+
+    def keep_pace(self) -> None:
+        self._runtime.keep_pace()
+
+    def charge(self, work: Work, elements: int = 0) -> None:
+        self._runtime.charge(work, elements)
+
+    def pass_backward(self, share: float) -> None:
+        self._runtime.pass_backward(share)
+
+    def join(self) -> None:
+        self._runtime.join()
+
+    def leave(self) -> None:
+        self._runtime.leave()
+
+
 class InlineRuntime(_OnHost):
     """Performs work in the caller's thread, when its result is taken; for synchronous strategies, which wait anyway."""
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stretto.engine.runtime import Pending, Runtime, Timer, Work, choose_runtime
+from stretto.engine.runtime import Pending, Runtime, RuntimeOver, choose_runtime
 from stretto.groups.collectives import Call
 from stretto.groups.private import private_group
 from stretto.groups.wrapped import WrappedGroup
@@ -300,7 +300,7 @@ class _CountedWork(dist.Work):
         return self._work.result()
 
 
-class _WatchedRuntime(Runtime):
+class _WatchedRuntime(RuntimeOver):
     """A runtime whose work is watched.
 
     Args:
@@ -309,7 +309,7 @@ class _WatchedRuntime(Runtime):
     """
 
     def __init__(self, runtime: Runtime, counted: Synchronisations) -> None:
-        self._runtime = runtime
+        super().__init__(runtime)
         self._counted = counted
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
@@ -319,32 +319,4 @@ class _WatchedRuntime(Runtime):
             with self._counted.in_thread():
                 return work()
 
-        return self._runtime.spawn(watched)
-
-    def now(self) -> float:
-        """Return seconds on the runtime's clock."""
-        return self._runtime.now()
-
-    def timer(self) -> Timer:
-        """Return a timer for one lane."""
-        return self._runtime.timer()
-
-    def keep_pace(self) -> None:
-        """Let the host wait for work before."""
-        self._runtime.keep_pace()
-
-    def charge(self, work: Work, elements: int = 0) -> None:
-        """Advance a virtual clock by the time of `work`."""
-        self._runtime.charge(work, elements)
-
-    def pass_backward(self, share: float) -> None:
-        """Advance a virtual clock within a backward pass."""
-        self._runtime.pass_backward(share)
-
-    def join(self) -> None:
-        """Wait for everything that was spawned, then end."""
-        self._runtime.join()
-
-    def leave(self) -> None:
-        """End after an error, without waiting."""
-        self._runtime.leave()
+        return super().spawn(watched)
