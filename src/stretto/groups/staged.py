@@ -6,13 +6,13 @@ caller's goes on.
 """
 
 import dataclasses
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from stretto.groups.collectives import Call
 from stretto.groups.private import part_of, private_group
@@ -46,21 +46,10 @@ class StagedGroup(WrappedGroup):
         on_host = {id(one): one.to("cpu", copy=True) for one in call.inputs}  # waits for the stream
         for one in call.outputs:
             on_host.setdefault(id(one), torch.empty(one.shape, dtype=one.dtype))
-        arguments = _replaced(call.arguments, lambda tensor: on_host[id(tensor)])
-        named = _replaced(dict(call.named), lambda tensor: on_host[id(tensor)])
+        given = call.arguments, dict(call.named)
+        arguments, named = tree_map_only(Tensor, lambda tensor: on_host[id(tensor)], given)
         work = dataclasses.replace(call, arguments=arguments, named=named).on(self.inner)
         return StagedWork(work, [(one, on_host[id(one)]) for one in call.outputs])
-
-
-def _replaced(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
-    """Return lists, tuples and dicts of arguments with other tensors in place of theirs."""
-    if isinstance(value, Tensor):
-        return of(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_replaced(one, of) for one in value)
-    if isinstance(value, dict):
-        return {key: _replaced(one, of) for key, one in value.items()}
-    return value
 
 
 class StagedWork(dist.Work):
