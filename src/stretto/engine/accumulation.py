@@ -176,9 +176,8 @@ class Accumulation:
             totals.samples += samples
             totals.fresh_samples += fresh_samples
             if loss is not None:
-                there = (
-                    self.contribution.loss_sum.device
-                )  # a pipeline has its loss on the last of its devices
+                # A pipeline has its loss on the last of its devices.
+                there = self.contribution.loss_sum.device
                 self.contribution.loss_sum += loss.detach().to(there, torch.float64) * weight
                 totals.loss_weight += weight
         self.has_arrived = False

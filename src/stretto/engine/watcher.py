@@ -7,8 +7,8 @@ Note [Calls of the store]
 
 Note [How long a rank is silent]
     What counts is the time between looks that the store has answered, and of a longer pause no more than two periods.
-    A rank that was stopped itself, or could not reach the store, does not lay its own absence to the others. A thread
-    gives the signs, so a rank that computes, compiles, saves or stands in a debugger gives them too.
+    So a rank that was itself stopped, or could not reach the store, does not blame the others for its own absence. A
+    thread gives the signs, so a rank that computes, compiles, saves or stands in a debugger gives them too.
 """
 
 import contextlib

@@ -4,10 +4,12 @@ A wire that rotates a block brings noise to all of it. It would count in the nor
 remember it.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from stretto.flat import Layout
+from stretto.flat import Bucket, Layout, Slot
 
 
 class Padding:
@@ -21,7 +23,6 @@ class Padding:
     def __init__(self, layout: Layout, rank: int) -> None:
         self._layout = layout
         self._rank = rank
-        self._slots_by_bucket = layout.slots_by_bucket()
         self._places: list[tuple[Tensor, Tensor]] = []
 
     def clear(self, index: int, values: Tensor) -> Tensor:
@@ -33,20 +34,23 @@ class Padding:
         return values.index_fill_(0, whole if is_whole else own, 0.0)
 
     def _found(self) -> list[tuple[Tensor, Tensor]]:
-        """Return, by bucket, the places of padding in it and in this rank's slice of it; one copy to each device."""
-        layout, places = self._layout, []
-        for index, bucket in enumerate(layout.buckets):
-            is_padding = torch.full((bucket.numel,), bool(layout.slots))
-            for slot in self._slots_by_bucket[index]:
-                first, last = max(slot.start, bucket.start), min(slot.stop, bucket.stop)
-                is_padding[first - bucket.start : last - bucket.start] = False
-            of_owner = is_padding.view(layout.world_size, -1)[self._rank]
-            places += [some.nonzero().view(-1) for some in (is_padding, of_owner)]
-        sizes = [len(place) for place in places]
-        devices = {flat.device for flat in layout.sets}
-        copies = {device: torch.cat(places).to(device).split(sizes) for device in devices} if places else {}
-        return [
-            (there[2 * index], there[2 * index + 1])
-            for index, bucket in enumerate(layout.buckets)
-            for there in (copies[layout.sets[bucket.set_index].device],)
-        ]
+        """Return, by bucket, the places of padding in it and in this rank's slice; a flat set is copied at once."""
+        layout, slots = self._layout, self._layout.slots_by_bucket()
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for set_index, flat in enumerate(layout.sets):
+            indices = [index for index, bucket in enumerate(layout.buckets) if bucket.set_index == set_index]
+            places = [
+                place for index in indices for place in self._in_bucket(layout.buckets[index], slots[index])
+            ]
+            if places:
+                copies = torch.cat(places).to(flat.device).split([len(place) for place in places])
+                found |= zip(indices, zip(copies[::2], copies[1::2], strict=True), strict=True)
+        return [found[index] for index in range(len(layout.buckets))]
+
+    def _in_bucket(self, bucket: Bucket, slots: Sequence[Slot]) -> list[Tensor]:
+        is_padding = torch.full((bucket.numel,), bool(self._layout.slots))
+        for slot in slots:
+            first, last = max(slot.start, bucket.start), min(slot.stop, bucket.stop)
+            is_padding[first - bucket.start : last - bucket.start] = False
+        own = is_padding.view(self._layout.world_size, -1)[self._rank]
+        return [some.nonzero().view(-1) for some in (is_padding, own)]

@@ -171,9 +171,8 @@ def _levels_of_cells(bits: int, device: torch.device) -> Tensor:
     """Return for each cell the level that is nearest to its middle."""
     ends = torch.arange(_CELLS, dtype=torch.float32, device=device)
     ends[_CELLS // 2 :] -= _CELLS  # the last bits of negative integers
-    middles = (
-        ends + ends.sign() / 2
-    ) / _CELLS_OF_DEVIATION  # the end of a cell is the one that is nearer to zero
+    # The end of a cell is the one that is nearer to zero.
+    middles = (ends + ends.sign() / 2) / _CELLS_OF_DEVIATION
     levels = _levels(bits, device)
     nearest = (middles.unsqueeze(-1) - levels).abs().argmin(-1)
     return levels[nearest]

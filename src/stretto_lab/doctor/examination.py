@@ -51,8 +51,7 @@ class Examination:
     """How long to look, about. A longer look finds rarer faults."""
     memory_megabytes: int | None = None
     """Memory that every rank writes and reads per device, in units of 2^20 bytes; it takes three times that. None is 64
-    of the host's, and a quarter of what is free of a device, 8 GiB at
-    most."""
+    of the host's, and a quarter of what is free of a device, 8 GiB at most."""
     link_megabytes: float = 4.0
     """Payload that is sent over every link at a time, in units of 2^20 bytes."""
     faults: tuple[Fault, ...] = ()
@@ -143,9 +142,8 @@ def examine_rank(info: RankInfo, examination: Examination) -> Report:
     """
     torch.set_num_threads(1)
     torch.backends.cudnn.deterministic = True
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
-        False  # sums in bfloat16 are not exact
-    )
+    # Sums in bfloat16 are not exact.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     count = torch.cuda.device_count()
     own = [torch.device("cuda", i) for i in range(info.local_rank, count, info.local_world_size)]
     with joined_group(info, Link.parse("none"), torch.device("cpu"), examination.timeout_seconds):
