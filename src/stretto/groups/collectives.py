@@ -246,14 +246,11 @@ METHODS = (
 )
 """Every collective of `torch.distributed.ProcessGroup`."""
 
-_IN_TORCH = {
-    method.name: method.name if hasattr(dist.ProcessGroup, method.name) else (*method.aliases, method.name)[0]
-    for method in METHODS
-}
-"""What the running PyTorch calls each: some were renamed in 2.13. Groups written in Python answer to both names."""
+_OLDER = {method.name: method.aliases[0] for method in METHODS if method.aliases}
+"""What torch called some of them before version 2.13."""
 
 
 def method_of(group: dist.ProcessGroup, name: str) -> Callable[..., dist.Work]:
-    """Return the method of a group that is called `name` since PyTorch 2.13, whatever the running one calls it."""
-    method: Callable[..., dist.Work] = getattr(group, _IN_TORCH[name])
+    """Return the method of a group that is called `name` since PyTorch 2.13, also where the running one is older."""
+    method: Callable[..., dist.Work] = getattr(group, name if hasattr(group, name) else _OLDER[name])
     return method
