@@ -34,7 +34,7 @@ SMALLEST_SECONDS = 0.02
 
 def sha1(tensor: Tensor) -> bytes:
     """Return the digest that Megatron-LM compares replicas by: SHA-1 of one parameter, in fp32, on the CPU."""
-    return hashlib.sha1(tensor.detach().to(torch.float32).numpy().view("uint8").data).digest()
+    return hashlib.sha1(tensor.detach().to("cpu", torch.float32).numpy().view("uint8").data).digest()
 
 
 BY_TENSOR: dict[str, Callable[[Tensor], object]] = {
@@ -68,6 +68,7 @@ def in_turns(ways: Mapping[str, Callable[[], object]], seconds: float) -> dict[s
             begun = time.perf_counter()
             for _ in range(calls[name]):
                 ways[name]()
+            synchronize()
             found[name].append((time.perf_counter() - begun) / calls[name])
         turn += 1
         order.rotate(-1)
@@ -80,11 +81,19 @@ def read(way: Callable[[Tensor], object], values: list[Tensor]) -> None:
         way(value)
 
 
+def synchronize() -> None:
+    """Wait for a device that works."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def repeats_of(way: Callable[[], object]) -> int:
     """Return how often the values have to be read for a timing to be long enough."""
     way()
+    synchronize()
     begun = time.perf_counter()
     way()
+    synchronize()
     return max(1, round(SMALLEST_SECONDS / (time.perf_counter() - begun)))
 
 
@@ -115,14 +124,18 @@ def main() -> None:
         "--seconds", type=float, default=15.0, help="length of the measurement of one size and dtype"
     )
     parser.add_argument("--mebibytes", type=float, nargs="+", default=MEBIBYTES)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: where the values lie")
     options = parser.parse_args()
+    device = torch.device(options.device)
     torch.set_num_threads(1)
     results = []
     for size in options.mebibytes:
         for dtype in DTYPES:
             elements = int(size * 2**20) // TENSORS // DTYPES[dtype].itemsize
             generator = torch.Generator().manual_seed(0)
-            values = [torch.randn(elements, generator=generator).to(DTYPES[dtype]) for _ in range(TENSORS)]
+            values = [
+                torch.randn(elements, generator=generator).to(device, DTYPES[dtype]) for _ in range(TENSORS)
+            ]
             table = rows(measure(values, options.seconds), TENSORS * elements * DTYPES[dtype].itemsize)
             results.append({"mebibytes": size, "dtype": dtype, "tensors": TENSORS, "ways": table})
             for name, row in table.items():
@@ -131,7 +144,9 @@ def main() -> None:
                     f"of sum ({row['low']:.2f} to {row['high']:.2f}, quartiles of {row['turns']} turns)",
                     flush=True,
                 )
-    replace_json(options.out / "digests.json", {"environment": describe_environment(), "results": results})
+    replace_json(
+        options.out / "digests.json", {"environment": describe_environment(device), "results": results}
+    )
 
 
 if __name__ == "__main__":

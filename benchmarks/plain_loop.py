@@ -2,7 +2,8 @@
 
     python benchmarks/plain_loop.py --out benchmarks/results/DATE-plain-loop
 
-One thread. The plain loop runs twice in each turn, once under a second name, which says how sure a ratio is.
+One thread, or with --device cuda a device, which every update waits for. The plain loop runs twice in each turn, once
+under a second name, which says how sure a ratio is.
 """
 
 import argparse
@@ -46,15 +47,16 @@ def token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def cases() -> dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor], Tensor]]:
-    """Return model, loss and batch of every case."""
+def cases(device: torch.device) -> dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor], Tensor]]:
+    """Return model, loss and batch of every case, on `device`."""
     torch.manual_seed(0)
     gpt = StdlibGPT().build(0, 1, 0, None).model
-    return {
+    made = {
         "2 million parameters, 8 x 128 tokens": (gpt, token_loss, torch.randint(256, (8, 129))),
         "2 million parameters, 4 x 64 tokens": (gpt, token_loss, torch.randint(256, (4, 65))),
         "2,000 tensors of 16 x 16": (Chain(), lambda model, batch: model(batch), torch.randn(8, 16)),
     }
+    return {name: (model.to(device), loss, batch.to(device)) for name, (model, loss, batch) in made.items()}
 
 
 def plain(model: nn.Module, loss_of: Callable[[nn.Module, Tensor], Tensor], batch: Tensor) -> Update:
@@ -111,6 +113,8 @@ def measure(case: tuple[nn.Module, Any, Tensor], seconds: float) -> dict[str, li
         for name in order:
             started = time.perf_counter()
             arms[name]()
+            if case[2].is_cuda:
+                torch.cuda.synchronize()
             taken[name].append(time.perf_counter() - started)
     return {name: times[WARM_UP:] for name, times in taken.items()}
 
@@ -122,10 +126,12 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for plain_loop.json")
     parser.add_argument("--seconds", type=float, default=80, help="of every case")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: where the models live")
     options = parser.parse_args()
+    device = torch.device(options.device)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    for name, case in cases().items():
+    for name, case in cases(device).items():
         taken = measure(case, options.seconds)
         print(f"{name}: plain {1000 * statistics.median(taken['plain']):.2f} ms, {len(taken['plain'])} turns")
         found[name] = {}
@@ -134,7 +140,7 @@ def main() -> None:
             low, median, high = statistics.quantiles(speeds, n=4)
             found[name][arm] = {"seconds": times, "speed_quartiles": [low, median, high]}
             print(f"  {arm:12} {median:.3f} times as fast ({low:.3f} to {high:.3f})", flush=True)
-    content = {"command": sys.argv[1:], "cases": found, "environment": describe_environment()}
+    content = {"command": sys.argv[1:], "cases": found, "environment": describe_environment(device)}
     replace_json(options.out / "plain_loop.json", content)
 
 

@@ -59,21 +59,24 @@ def seconds_per_update(comparison: dict, strategy: str) -> float:
     return samples_per_update / statistics.median(rates)
 
 
-def step_seconds(repeats: int = 20) -> float:
+def step_seconds(device: str, repeats: int = 20) -> float:
     """Return the median seconds of the recipe's optimizer step over one rank's shard, half of the parameters."""
     torch.set_num_threads(1)
     task = StdlibGPT().build(0, 1, 0, None)
+    task.model.to(device)
     for parameter in task.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
         task.optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
     return statistics.median(times) / 2
 
 
-def time_model(comparison: dict) -> dict[str, dict[str, float]]:
+def time_model(comparison: dict, device: str) -> dict[str, dict[str, float]]:
     """Predict every fixed-count strategy from n·t, C and B; see docs/time-model.md.
 
     n·t is an update of `compute`. C is the time of ZeRO-1's communication lane, which has nothing beside it. O is the
@@ -87,7 +90,7 @@ def time_model(comparison: dict) -> dict[str, dict[str, float]]:
         return statistics.median(run[field] / run["updates"] for run in runs)
 
     compute = seconds_per_update(comparison, "compute")
-    step = step_seconds()
+    step = step_seconds(device)
     exchanges = {"ddp": per_update("ddp", "lane_seconds"), "zero1": per_update("zero1", "lane_seconds")}
     busy = max(0.0, per_update("zero1", "cpu_seconds") - per_update("compute", "cpu_seconds"))
 
@@ -125,8 +128,18 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", help="only these, `compute` among them; no time model then")
     parser.add_argument("--seconds", type=float, default=20.0, help="training time of a run")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, or cuda: where models live; a link can slow processors alone"
+    )
     options = parser.parse_args()
-    limits = ["--seconds", str(options.seconds), "--repeats", str(options.repeats)]
+    limits = [
+        "--seconds",
+        str(options.seconds),
+        "--repeats",
+        str(options.repeats),
+        "--device",
+        options.device,
+    ]
     for rate in options.rates:
         out = options.out / rate
         comparison = compare_behind(rate, options.arms or all_arms(rate), out, *limits, *EVALUATION)
@@ -134,7 +147,7 @@ def main() -> None:
             median, low, high = statistics.median(found), min(found), max(found)
             print(f"{rate:8} {strategy:30} {median:6.1%} of compute ({low:.1%} to {high:.1%})", flush=True)
         if options.arms is None:
-            report_time_model(rate, time_model(comparison), out)
+            report_time_model(rate, time_model(comparison, options.device), out)
 
 
 def report_time_model(rate: str, models: dict[str, dict[str, float]], out: Path) -> None:

@@ -59,9 +59,11 @@ CALIBRATED = Machine(
     step_seconds=0.0015, link=Link(), cores=1.0,
     exchange_seconds={
         "fp32": 0.0060, "bf16": 0.0064, "int8": 0.0208, "int4": 0.0294, "int2": 0.0294, "largest": 0.0294,
+        **{f"rotated{bits}": 0.0060 + 3.6 * (0.0294 - 0.0060) for bits in (4, 3, 2, 1)},
     },
 )  # fmt: skip
-"""What was measured of `stdlib-gpt` on a core of an AMD EPYC, benchmarks/results/2026-11-23-plan; others as int4."""
+"""What was measured of `stdlib-gpt` on a core of an AMD EPYC, benchmarks/results/2026-11-23-plan. Others as int4;
+rotated ones take 3.6 times as long to pack and unpack, on a core that others were using too."""
 PRICED_MICRO_BATCHES = 4
 LINKS = {"1 Mbit/s": 1e6, "10 Mbit/s": 1e7, "37 Mbit/s": 3.7e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
 TARGET_SHARE = 2 / 3
@@ -181,7 +183,10 @@ def final(run: dict[str, Any]) -> float:
 def planned(name: str, book: Book, seeds: int, arms: Sequence[str]) -> Iterator[Run]:
     """Yield the runs of a setting that are missing: first those that tune, then the arms, seed after seed."""
     setting = SETTINGS[name]
-    tuning = [Run(name, arm, rate, TUNING_SEED) for arm in setting.tuned for rate in setting.rates]
+    leaders = {leader_of(name, arm) for arm in arms or setting.arms}
+    tuning = [
+        Run(name, arm, rate, TUNING_SEED) for arm in setting.tuned if arm in leaders for rate in setting.rates
+    ]
     if missing := [run for run in tuning if not book.find(dataclasses.asdict(run))]:
         yield from missing
         return
@@ -194,8 +199,7 @@ def planned(name: str, book: Book, seeds: int, arms: Sequence[str]) -> Iterator[
 
 def rate_of(name: str, arm: str, book: Book) -> float:
     """Return the learning rate of an arm: its own best one, that of the arm it goes with, or that of `ddp`."""
-    setting = SETTINGS[name]
-    leader = next((one for one, others in setting.tuned.items() if arm in (one, *others)), SYNCHRONOUS)
+    setting, leader = SETTINGS[name], leader_of(name, arm)
     if leader not in setting.tuned:
         return rate_of("2-ranks", arm, book)
     losses = {
@@ -203,6 +207,12 @@ def rate_of(name: str, arm: str, book: Book) -> float:
         for rate in setting.rates
     }
     return min(losses, key=losses.__getitem__)
+
+
+def leader_of(name: str, arm: str) -> str:
+    """Return the arm whose rate an arm takes."""
+    tuned = SETTINGS[name].tuned
+    return next((one for one, others in tuned.items() if arm in (one, *others)), SYNCHRONOUS)
 
 
 def run_all(names: list[str], book: Book, seeds: int, arms: Sequence[str], processes: int) -> None:
@@ -266,8 +276,9 @@ def seconds(arm: str, ranks: int, link: Link, share_sent: float) -> float:
 def compared(name: str, book: Book) -> dict[str, Any]:
     """Compare the arms of a setting, each at its rate, with synchronous ones on the seeds that they share."""
     setting = SETTINGS[name]
-    rates = {arm: rate_of(name, arm, book) for arm in setting.arms}
-    runs: dict[str, dict[int, dict[str, Any]]] = {arm: {} for arm in setting.arms}
+    begun = {run["arm"] for run in book.runs if run["setting"] == name and run["seed"] != TUNING_SEED}
+    rates = {arm: rate_of(name, arm, book) for arm in setting.arms if arm in begun}
+    runs: dict[str, dict[int, dict[str, Any]]] = {arm: {} for arm in rates}
     for run in book.runs:
         if run["setting"] == name and run["seed"] != TUNING_SEED and run["lr"] == rates.get(run["arm"]):
             runs[run["arm"]][run["seed"]] = run
@@ -279,7 +290,7 @@ def compared(name: str, book: Book) -> dict[str, Any]:
             "sent_bytes": statistics.fmean(run["sent_bytes"] for run in found.values()),
             "heldout_loss": interval([final(run) for run in found.values()]),
             "against_ddp": over(found, base),
-            "against_same_wire": over(found, runs[SAME_WIRE[arm]]) if arm in SAME_WIRE else None,
+            "against_same_wire": over(found, runs[SAME_WIRE[arm]]) if SAME_WIRE.get(arm) in runs else None,
             "multiples_of_free": multiples(arm, setting.ranks, found, base),
         }
         for arm, found in runs.items()

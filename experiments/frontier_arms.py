@@ -64,6 +64,12 @@ HIDDEN_EXCHANGES = (
     "acco:wire=int4:changes=int2:micro_batches=4:lr=0.012", "acco:wire=int2:micro_batches=4:lr=0.012",
 )  # fmt: skip
 """Exchanges beside the next gradients, also with twice the batch."""
+ROTATED = (
+    "zero1:wire=rotated2:changes=int2", "zero1:wire=rotated2", "zero1:wire=rotated1:changes=int2",
+    "zero1:wire=rotated3:changes=int2", "acco:wire=rotated2:changes=int2",
+    "zero1:wire=rotated1:changes=int2+zero1:wire=rotated2:changes=int2@500",
+)  # fmt: skip
+"""1 to 3 bits that are right on average, for gradients and for changes; and a schedule of bits."""
 SAME_WIRE = {"acco": SYNCHRONOUS, "acco:wire=int4": "zero1:wire=int4"}
 """Synchronous arms that send in the same format."""
 
@@ -88,7 +94,7 @@ SETTINGS = {
     "2-ranks": Setting(
         size="0.1m", ranks=2, batch=4, rates=(4e-3, 8e-3, 1.6e-2),
         arms=(SYNCHRONOUS, *BITS, *DELAYED, *RARE, POWER_SGD, *AS_HIVEMIND, *AS_TORCHFT, COARSE[0],
-              *TWO_BITS, *SPARSE),
+              *TWO_BITS, *SPARSE, *ROTATED),
         tuned={
             SYNCHRONOUS: (), LOCAL: (), OUTER_30: (),
             LONG_DELAY: (EVERY_2, EVERY_4, EVERY_10, EVERY_30, PLAIN_10, *AS_HIVEMIND, *AS_TORCHFT, *TWO_BITS,
@@ -100,7 +106,7 @@ SETTINGS = {
         size="0.1m", ranks=8, batch=4,
         arms=(SYNCHRONOUS, EVERY_4, EVERY_30, "zero1:wire=int4", OUTER_30, EVERY_10, *LARGER_BATCHES,
               f"{EVERY_4}{BY_NODE}", f"{EVERY_30}{BY_NODE}", *OTHERS, *EXACT_END, *COARSE, *HIDDEN_EXCHANGES,
-              TWO_BITS[0]),
+              TWO_BITS[0], *ROTATED),
     ),
     "8-ranks-same-batch": Setting(
         size="0.1m", ranks=8, batch=1, arms=(SYNCHRONOUS, "zero1:wire=int4", EVERY_4)

@@ -27,6 +27,7 @@ from torch import nn
 
 from stretto import DataParallel, Options
 from stretto.groups import Link
+from stretto.groups.collectives import method_of
 from stretto_lab.observe import replace_json
 from stretto_lab.plan import SMALL, Machine, compute_of, rank_by_time
 from stretto_lab.train.arms import parse_arm
@@ -121,7 +122,7 @@ def measured(setting: Setting, draws: random.Random) -> Machine:
 
     def send(rank: int, group: Any) -> float:
         whole = [torch.zeros(each * setting.ranks, dtype=torch.uint8) for _ in range(TRANSFERS)]
-        works = [group.alltoall_base(torch.empty_like(one), one, [], []) for one in whole]
+        works = [method_of(group, "all_to_all_single")(torch.empty_like(one), one, [], []) for one in whole]
         for work in works:
             work.wait()
         return float(group.now_ns) / 1e9

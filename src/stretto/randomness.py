@@ -13,7 +13,8 @@ saved. `RandomStatesByRank` lets the ranks of one process take turns with it.
 
 import random
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,16 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
         torch.cuda.set_rng_state(states["cuda"], device)
     np.random.set_state(states["numpy"])
     random.setstate(states["python"])
+
+
+@contextmanager
+def kept_random_states(device: torch.device) -> Iterator[None]:
+    """Let what the block draws, here and on `device`, change no draw after it."""
+    states = random_states(device)
+    try:
+        yield
+    finally:
+        restore_random_states(states, device)
 
 
 class RandomStatesByRank:

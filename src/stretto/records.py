@@ -77,9 +77,10 @@ class Update:
     seconds: float
     """Wall time since the previous update was returned, on this rank."""
     lane_seconds: float
-    """Time the communication lane was busy with this update, on this rank."""
+    """Time the communication lane was busy with this update, on this rank. A device is asked for times that lie in
+    its past: what it has not done when the update is returned is counted in a later one."""
     exposed_seconds: float
-    """Part of `seconds` in which this rank's compute lane waited for the communication lane."""
+    """Part of `seconds` in which this rank's compute lane waited for the communication lane; late as above."""
     sent_bytes: int
     """Bytes this rank handed to collectives for other ranks, for this update."""
     learning_rates: tuple[float, ...]

@@ -21,6 +21,7 @@ from stretto.engine.failures import FailureDetector
 from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
+from stretto.engine.messages import check_messages
 from stretto.engine.model import UserModel
 from stretto.engine.noisy import NoisyRank
 from stretto.engine.options import BufferChoices, Clock, Options, Quota, check_formats, plan_quota
@@ -42,6 +43,7 @@ from stretto.exchange import (
 from stretto.exchange.transfer import Wait
 from stretto.exchange.verified import VerifiedTwoLevelExchange
 from stretto.flat import Layout, check_parameters, original_name, plan_layout
+from stretto.groups import may_wait_again
 from stretto.guards import Guard
 from stretto.guards.fitting import check_guards
 from stretto.guards.interpreter import GuardInterpreter, RehearsingOptimizer
@@ -140,7 +142,14 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup) -> Job:
     model: object = phases[0].model  # nobody has checked it yet
     devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
     device = devices[0] if devices else torch.device("cpu")
-    failures = FailureDetector(group, device, phases[0].options.timeout_seconds, progress)
+    options = phases[0].options
+    failures = FailureDetector(
+        group,
+        device,
+        timeout_seconds=options.timeout_seconds,
+        silent_seconds=options.silent_seconds,
+        progress=progress,
+    )
     try:
         return _start(phases, progress, failures)
     except BaseException as error:  # what only one rank cannot train is told to the others
@@ -156,6 +165,7 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
         check_guards(one.guards, one.strategy, one.ledger)
         check_worker(one.strategy, one.ledger, one.options)
         plan_quota(one.strategy, one.micro_batches, one.ledger.rounds)
+    check_messages(parts.model, [one.strategy for one in phases.values()], group)
     check_formats([(one.options, one.strategy, one.ledger) for one in phases.values()])
     check_parameters(parts.model)
     layout, parameters = plan_layout(
@@ -167,7 +177,8 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
         parts=math.lcm(*(max(1, ledger.fragments) for ledger in ledgers)),
         whole_groups=whole_groups(parts.optimizer),  # a replicated one, too, sees flat slices where owners do
     )
-    exchange = exchange_of(parts.options, group, layout, failures.wait)
+    follow = failures.follow if failures.orders_streams else None
+    exchange = exchange_of(parts.options, group, layout, failures.wait, follow)
     plain = Exchange(group, layout, FP32, failures.wait)  # nobody knows yet that all ranks verify, or none
     agree(plain, {**_settings(phases), "model": layout.text()}, f"rank {group.rank()}, before step 1")
     exchange.take_account(plain)
@@ -368,18 +379,20 @@ def _settings(phases: Mapping[int, Parts]) -> dict[str, str]:
     }
 
 
-def exchange_of(options: Options, group: dist.ProcessGroup, layout: Layout, wait: Wait) -> Exchange:
+def exchange_of(
+    options: Options, group: dist.ProcessGroup, layout: Layout, wait: Wait, follow: Wait | None
+) -> Exchange:
     """Return an exchange of the kind and on the wire that the options name."""
     wire = WIRES[options.wire]
-    native = options.exchange == "native" or (
-        options.exchange == "auto" and layout.sets[0].device.type == "cuda"
-    )
+    device = layout.sets[0].device
+    is_over_nccl = device.type == "cuda" and not may_wait_again(group, device)
+    native = options.exchange == "native" or (options.exchange == "auto" and is_over_nccl)
     if options.ranks_per_node is not None:
         nodes = VerifiedTwoLevelExchange if options.verified else TwoLevelExchange
-        return nodes(group, layout, wire, wait, options.ranks_per_node)
+        return nodes(group, layout, wire, wait, options.ranks_per_node, follow)
     kind = Exchange
     if options.verified:
         kind = VerifiedExchange
     elif native and not isinstance(wire, PackedWire):
         kind = NativeExchange
-    return kind(group, layout, wire, wait)
+    return kind(group, layout, wire, wait, follow)

@@ -172,12 +172,12 @@ def take_over(job: Job, old: Parts, new: Parts) -> None:
     """Let the strategy of `new` take over a job at rest; all ranks must call. See Note [A boundary]."""
     compute, model, before, progress = job.compute, job.model, job.exchange, job.comm.progress
     compute.show_committed()
-    sharded = job.replica.agreed_optimizer(model.statistics.snapshot()[1])
+    sharded = job.replica.agreed_optimizer(model.statistics.changes)
     progress.incidents = [incident for one in model.listeners for incident in one.ended()]
     guards = [one for one in model.listeners if isinstance(one, GuardedRounds)]
     model.listeners[:] = [one for one in model.listeners if one not in guards]
     compute.runtime.join()
-    exchange = exchange_of(new.options, before.group, job.layout, before.wait)
+    exchange = exchange_of(new.options, before.group, job.layout, *before.waits)
     exchange.take_account(before)
     if new.ownership != old.ownership:
         owner = owner_of(new, model.parameters, exchange)

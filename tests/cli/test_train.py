@@ -53,7 +53,7 @@ def test_one_command_trains_and_leaves_a_whole_folder(finished: tuple[Path, list
 
 def test_the_end_says_what_to_do_next(finished: tuple[Path, list[str]]) -> None:
     run, lines = finished
-    assert lines[:2] == [f"zero1 on 2 workers, {run}", "starting the workers"]
+    assert lines[:2] == [f"zero1 on 2 workers (cpu), {run}", "starting the workers"]
     assert lines[2].startswith("4 updates in ")
     assert lines[3].startswith("held-out loss 2.")
     assert lines[4].startswith("held-out accuracy ")
@@ -74,7 +74,7 @@ def test_a_launcher_of_torch_starts_the_same_run() -> None:
     with Command("-m", *launcher, "-m", *words) as torchrun:  # which starts the ranks from nothing
         shown, complaint = torchrun.communicate()
     assert torchrun.returncode == 0, complaint
-    assert shown.splitlines()[:2] == ["loading PyTorch", "zero1 on 2 workers, launched"]
+    assert shown.splitlines()[:2] == ["loading PyTorch", "zero1 on 2 workers (cpu), launched"]
     losses = [
         [record["loss"] for record in read_json_lines(folder / "updates.jsonl")]
         for folder in (Path("ours"), Path("launched"))
@@ -198,7 +198,7 @@ def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how
     *told, ready, evaluated, updated = started
     assert told == [
         *loading,
-        "zero1 on 2 workers, run\n",
+        "zero1 on 2 workers (cpu), run\n",
         "starting the workers\n",
         "workers have started on cpu: reading the data and building the model\n",
     ]

@@ -15,8 +15,9 @@ from torch import distributed as dist
 from stretto.errors import ConfigError
 from stretto_lab.cli import main
 from stretto_lab.doctor import Examination, Report, examine
-from stretto_lab.doctor.device import OPERATORS, Operator, write_and_read
+from stretto_lab.doctor.device import LARGE_OPERATORS, OPERATORS, Operator, repeat, write_and_read
 from stretto_lab.doctor.examination import Subject
+from stretto_lab.doctor.network import Network
 from stretto_lab.faults import Fault, FaultPlan, FaultyGroup
 from stretto_lab.faults.injector import Injector
 from stretto_lab.faults.plan import WireSite
@@ -79,6 +80,10 @@ def reports(rank: int, group: dist.ProcessGroup) -> dict[str, Report]:
     for site in ("contribution", "gathered values", "all-reduced values", "broadcast values"):
         injector = Injector(FaultPlan((arrivals(site),)), rank)
         found[site] = examine(FaultyGroup(group, injector), healthy, QUICK)
+    # The second network stands for NCCL's: what differs there is whose tensors it takes.
+    injector = Injector(FaultPlan((arrivals("gathered values"),)), rank)
+    between = Network(FaultyGroup(group, injector), torch.device("cpu"))
+    found["between devices"] = examine(group, dataclasses.replace(healthy, between_devices=between), QUICK)
     return found
 
 
@@ -107,6 +112,20 @@ def test_a_healthy_machine_passes_and_every_link_is_measured() -> None:
     }
 
 
+def test_links_between_devices_are_measured_beside_those_of_hosts() -> None:
+    found = outcomes()[0]["between devices"].findings
+    for check in ("link", "link over NCCL"):
+        links = {finding.link for finding in found if finding.check == check and finding.passed}
+        assert links == {(a, b) for a in range(RANKS) for b in range(RANKS) if a != b}
+
+
+@pytest.mark.parametrize("name", LARGE_OPERATORS)
+def test_work_for_devices_is_exact_on_a_host_that_is_healthy(name: str) -> None:
+    (found,) = repeat({name: LARGE_OPERATORS[name]}, torch.device("cpu"), 0.0, 1).values()
+    assert found.differing == 0
+    assert found.is_exact is (None if name == "attention" else True)
+
+
 @pytest.mark.parametrize(
     ("case", "failed"),
     [
@@ -117,6 +136,7 @@ def test_a_healthy_machine_passes_and_every_link_is_measured() -> None:
         ("contribution", {"reduce-scatter", "all-to-all", "link"}),
         ("gathered values", {"all-gather"}),
         ("all-reduced values", {"all-reduce"}),
+        ("between devices", {"all-gather over NCCL"}),
     ],
 )
 def test_the_bad_rank_is_named_by_every_rank(case: str, failed: set[str]) -> None:

@@ -69,7 +69,11 @@ class Broken(dist.Work):
 def detector(store: dist.Store, rank: int, world_size: int) -> FailureDetector:
     """The failure detector of one rank that can only reach the store."""
     return FailureDetector(
-        OnlyAStore(store, rank, world_size), torch.device("cpu"), timeout_seconds=600.0, progress=Progress()
+        OnlyAStore(store, rank, world_size),
+        torch.device("cpu"),
+        timeout_seconds=600.0,
+        silent_seconds=600.0,
+        progress=Progress(),
     )
 
 
@@ -83,7 +87,7 @@ def test_only_what_others_cannot_know_is_told() -> None:
     store = dist.HashStore()
     watches = [detector(store, rank, 2) for rank in range(2)]
     for kind in (NonFinite, RanksDisagree, UnusedParameters, PeerFailed):
-        assert not watches[1].tell(kind("known to all"))
+        assert not detector(dist.HashStore(), 1, 2).tell(kind("known to all"))
         assert detector(dist.HashStore(), 1, 2).tell(kind("of the user's own code"), is_users=True)
     watches[0].wait(LastMoment(), "round report")
     assert watches[1].tell(ParametersTouched("'weight' was written"))

@@ -82,7 +82,7 @@ def test_the_strategy_equals_acco_to_the_bit(load: Any) -> None:
 def test_the_strategy_trains_from_the_command_line_under_a_guard_that_acco_cannot_have() -> None:
     words = ("train", "digits-resnet", *SMALL, "--updates", "3", "--run-dir", "run")
     lines = printed("extend/strategy.py", *words, "--strategy", "replicated-acco", "--guards", "replica")
-    assert lines[0] == "replicated-acco on 2 workers, run"
+    assert lines[0] == "replicated-acco on 2 workers (cpu), run"
     assert [record["step"] for record in records("run/updates.jsonl")] == [1, 2, 3]
 
 

@@ -59,6 +59,8 @@ class Account:
     """How far rounding may have brought the two sides apart, as far as this rank's contributions say."""
     rounds: int = 0
     left_out: int = 0
+    squares: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Sums over rounds of the squares of what this rank has contributed, flat."""
 
 
 def zeros(model: nn.Module) -> dict[str, Tensor]:
@@ -96,6 +98,7 @@ class Bookkeeper:
         for slot in layout.slots:
             own = before[slot.set_index][slot.start : slot.stop].view(slot.shape)
             account.contributed[slot.name] += own
+            account.squares[slot.name] = account.squares.get(slot.name, 0.0) + own.square().view(-1)
             if used[slot.index]:
                 account.bound[slot.name] += own.abs().max() if own.numel() else 0.0
         pieces = (

@@ -19,6 +19,7 @@ from tests.exchange.accounts import SHAPES
 from tests.exchange.values import of_every_size
 
 PACKED = [name for name, wire in WIRES.items() if isinstance(wire, PackedWire)]
+OWING = [name for name in PACKED if WIRES[name].owes]
 LARGEST = {"int8": 127, "int4": 7, "int2": 1}
 """The largest integer of a format: a block is rounded to so many parts of its largest value."""
 SHARDING = ("zero1", "dpu", "wp", "acco")
@@ -96,8 +97,10 @@ def test_ranks_show_the_same_and_are_off_by_no_more_than_the_last_change_loses(w
                 assert torch.equal(flat, shown), case
                 assert torch.equal(inside(layout, flat.to(dtype)), inside(layout, anchor)), case
             change = (theta.double() - before.double()).view(-1, 64)
-            # Half a step of the block's scale, or all of it below the smallest scale; then the sum is rounded once.
-            lost = (change.abs().amax(1, keepdim=True) / LARGEST[wire] * 0.51 + 2.0**-126).expand_as(change)
+            # Half a step of the block's scale, or all of it below the smallest scale; then the sum is rounded once. An
+            # estimate lies at an angle to its block whose cosine is at least 1/8, that of one value beside 64 signs.
+            share = 0.51 / LARGEST[wire] if wire in LARGEST else 64.0
+            lost = (change.abs().amax(1, keepdim=True) * share + 2.0**-126).expand_as(change)
             size = (
                 theta.double().abs()
                 + before.double().abs()
@@ -110,7 +113,7 @@ def test_ranks_show_the_same_and_are_off_by_no_more_than_the_last_change_loses(w
             before = shown
 
 
-@pytest.mark.parametrize("wire", PACKED)
+@pytest.mark.parametrize("wire", OWING)
 def test_what_one_change_loses_the_next_ones_bring(wire: str) -> None:
     """While owners stand still, half a part of the largest missing value is all that is missing behind a gather."""
     case = Case(2, wire, 3, torch.float32, verified=False)
@@ -146,7 +149,8 @@ def test_a_value_that_is_not_finite_is_shown_once_and_leaves_nothing_behind(wire
     first, second = VirtualCluster(2).run(tell).values
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
     assert [bool(flat.isfinite().all()) for flat in first] == [False, False, True, True]
-    assert torch.allclose(first[-1], torch.ones_like(first[-1]), rtol=0.02)
+    # Of a rotated change up to 0.56 of the sum of squares is still missing behind a gather, and 0.56² behind the next.
+    assert float((first[-1] - 1).square().mean()) < (0.02**2 if wire in LARGEST else 2 * 0.56**2)
 
 
 def small_model() -> nn.Module:

@@ -13,8 +13,10 @@ CASES = 250
 OF_AVERAGES = {f"{name} of averages": wire.for_averages for name, wire in WIRES.items()}
 FORMATS = {**WIRES, **{name: wire for name, wire in OF_AVERAGES.items() if wire not in WIRES.values()}}
 PACKED = {name: wire for name, wire in FORMATS.items() if isinstance(wire, PackedWire)}
+OWING = {name: wire for name, wire in PACKED.items() if wire.owes}
 every_wire = pytest.mark.parametrize("wire", FORMATS.values(), ids=list(FORMATS))
 every_packed_wire = pytest.mark.parametrize("wire", PACKED.values(), ids=list(PACKED))
+every_wire_that_owes = pytest.mark.parametrize("wire", OWING.values(), ids=list(OWING))
 LOST = {"int8": 1 / 254, "int4": 1 / 14, "int2": 1 / 2, "int2 of averages": 7 / 9}
 """By how much of its block's largest value a value can be off: half of an integer; or the largest value itself by as
 much as it exceeds the scale, which is most in `UNEVEN`."""
@@ -45,7 +47,7 @@ def test_finite_values_stay_finite_and_zeros_stay_zeros(wire: Wire) -> None:
             assert bool(block.any()) or not bool(arrived.any()), case
 
 
-@every_packed_wire
+@every_wire_that_owes
 @pytest.mark.parametrize("largest", [LARGEST, 1e38, torch.finfo(torch.float32).tiny, 2.0**-149])
 def test_the_ends_of_float32_neither_overflow_nor_turn(wire: PackedWire, largest: float) -> None:
     values = torch.zeros(ALIGNMENT)
@@ -56,7 +58,7 @@ def test_the_ends_of_float32_neither_overflow_nor_turn(wire: PackedWire, largest
     assert bool((found.abs() <= values.abs()).all())
 
 
-@every_packed_wire
+@every_wire_that_owes
 def test_what_is_lost_and_what_is_sent_are_exactly_what_was_there(wire: PackedWire) -> None:
     for case in range(CASES):
         values = random_values(case)
@@ -64,7 +66,7 @@ def test_what_is_lost_and_what_is_sent_are_exactly_what_was_there(wire: PackedWi
         assert torch.equal(found.double() + (values - found).double(), values.double()), case
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", OWING)
 def test_a_value_is_off_by_a_known_part_of_the_largest_of_its_block(name: str) -> None:
     for case in range(CASES):
         values = torch.cat([random_values(case), UNEVEN])
@@ -75,7 +77,7 @@ def test_a_value_is_off_by_a_known_part_of_the_largest_of_its_block(name: str) -
         assert bool((lost <= bound).all()), case
 
 
-@every_packed_wire
+@every_wire_that_owes
 def test_errors_do_not_grow_because_a_part_of_every_block_arrives(wire: PackedWire) -> None:
     generator = torch.Generator().manual_seed(0)
     alike = [torch.randn(ALIGNMENT * 8, generator=generator) ** power for power in (1, 3, 9)]
@@ -127,6 +129,7 @@ def test_the_sizes_are_those_that_the_pages_say() -> None:
         "int8": 1 + 1 / 16,
         "int4": 1 / 2 + 1 / 32,
         "int2": 1 / 4 + 1 / 32,
+        **{f"rotated{bits}": bits / 8 + 1 / 32 for bits in (4, 3, 2, 1)},
     }
 
 

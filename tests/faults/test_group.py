@@ -9,6 +9,7 @@ from torch import distributed as dist
 from torch import nn
 
 from stretto.errors import ConfigError
+from stretto.groups.collectives import method_of
 from stretto_lab.faults import Fault, FaultPlan, FaultyGroup, register_faulty
 from stretto_lab.faults.plan import Site
 from tests.docs.pages import DOCS, code_blocks
@@ -95,11 +96,11 @@ def every_collective(rank: int) -> dict[str, list[bool]]:
         register_faulty(FaultPlan((Fault(site=site, rank=1, pattern="huge"),)))
         group: Any = dist.new_group(backend="faulty")
         ones, four = torch.ones(4), torch.zeros(4)
-        group.alltoall_base(four, ones, [], []).wait()
+        method_of(group, "all_to_all_single")(four, ones, [], []).wait()
         damaged = {"contribution": bool((four != 1).any())}
-        group.all_gather_single(torch.zeros(8), ones).wait()
+        method_of(group, "all_gather_single")(torch.zeros(8), ones).wait()
         eight = torch.zeros(8)
-        group.all_gather_single(eight, ones).get_future().wait()
+        method_of(group, "all_gather_single")(eight, ones).get_future().wait()
         damaged["gathered values"] = site == "gathered values" and bool(group.injector.applications)
         group.broadcast([ones], dist.BroadcastOptions()).wait()
         damaged["broadcast values"] = bool((ones != 1).any())
@@ -107,7 +108,7 @@ def every_collective(rank: int) -> dict[str, list[bool]]:
         group.allreduce([two]).wait()
         damaged["all-reduced values"] = bool((two != 2).any())
         record = torch.zeros(16, dtype=torch.int8)
-        group.all_gather_single(record, torch.ones(8, dtype=torch.int8)).wait()
+        method_of(group, "all_gather_single")(record, torch.ones(8, dtype=torch.int8)).wait()
         damaged["round report"] = bool((record != 1).any())
         changed[site] = [name for name, is_damaged in damaged.items() if is_damaged]
     return changed

@@ -1,7 +1,8 @@
 """On a CUDA device: exact where a CPU is, communication beside the computing, guards and checkpoints as everywhere.
 
-Every test runs in processes of its own, so that the one of the tests never holds a device. They need one GPU, and have
-not to be run where there is none: their number is printed at the end.
+Every test runs in processes of its own, so that the one of the tests never holds a device. Where there is none the same
+tests run on processors, so that a mistake in them shows before a device is lent; what has nothing to look at there is
+skipped, and counted at the end.
 """
 
 import json
@@ -22,11 +23,9 @@ from stretto.strategies.ledger import ledger_of
 from stretto_lab.faults import Fault, FaultPlan, Injector, strike_memory
 from tests.processes import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-DEVICE = "cuda"
+IS_CUDA = torch.cuda.is_available()
+DEVICE, BACKEND = ("cuda", "nccl") if IS_CUDA else ("cpu", "gloo")
+needs_cuda = pytest.mark.skipif(not IS_CUDA, reason="no CUDA device")
 STRATEGIES = {
     "ddp": st.DDP(),
     "zero1": st.ZeRO1(),
@@ -84,7 +83,7 @@ def trained(
     for batch in parallel.feed(batches()):
         update = parallel.backward(loss_of(model, batch, autocast))
         incidents += update.incidents if update is not None else ()
-        if waits:
+        if waits and IS_CUDA:
             torch.cuda.synchronize()
     parallel.finish()
     return [parameter.detach().cpu() for parameter in model.parameters()], incidents
@@ -122,15 +121,15 @@ def test_work_on_two_streams_gives_the_bits_of_work_that_waits(name: str) -> Non
     assert same(*alone(twice, name))
 
 
-def over_nccl(name: str) -> tuple[list[Tensor], list[Tensor]]:
+def over_backend(name: str) -> tuple[list[Tensor], list[Tensor]]:
     strategy = STRATEGIES[name]
-    assert dist.get_backend() == "nccl"
+    assert dist.get_backend() == BACKEND
     return trained(strategy)[0], trained(strategy, group=SoloGroup())[0]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_one_rank_over_nccl_has_the_bits_of_no_group(name: str) -> None:
-    assert same(*alone(over_nccl, name, backend="nccl"))
+def test_one_rank_over_the_backend_has_the_bits_of_no_group(name: str) -> None:
+    assert same(*alone(over_backend, name, backend=BACKEND))
 
 
 def streams_of_kernels(strategy: st.Strategy) -> set[int]:
@@ -146,6 +145,8 @@ def streams_of_kernels(strategy: st.Strategy) -> set[int]:
     return {event["args"]["stream"] for event in events if event.get("cat") == "kernel"}
 
 
+@pytest.mark.gpu
+@needs_cuda
 def test_a_strategy_that_overlaps_works_on_a_stream_of_its_own_and_another_one_does_not() -> None:
     assert len(alone(streams_of_kernels, st.ACCO())) == 2
     assert len(alone(streams_of_kernels, st.ZeRO1())) == 1
@@ -210,6 +211,8 @@ def held_bytes(strategy: st.Strategy) -> tuple[float, float]:
     return peak / count, ledger
 
 
+@pytest.mark.gpu
+@needs_cuda
 @pytest.mark.parametrize("name", ["ddp", "zero1", "acco"])
 def test_memory_is_what_the_ledger_says(name: str) -> None:
     """Beside it: a layer's gradient before it is added, activations, four buckets, a preview's copies of one."""
@@ -239,7 +242,7 @@ def save(parallel: st.DataParallel, update: st.Update) -> None:
         checkpoint.save(parallel, "checkpoints")
 
 
-@pytest.mark.parametrize(("first", "second"), [(DEVICE, DEVICE), (DEVICE, "cpu"), ("cpu", DEVICE)])
+@pytest.mark.parametrize(("first", "second"), sorted({(DEVICE, DEVICE), (DEVICE, "cpu"), ("cpu", DEVICE)}))
 def test_a_checkpoint_goes_on_on_another_device(first: str, second: str) -> None:
     assert same(*alone(resumed, first, second))
 

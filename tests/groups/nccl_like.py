@@ -3,6 +3,7 @@
 Source: `WorkNCCL::wait` and `checkTimeout` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp. A wait with a timeout
 that finds the collective incomplete at the end of it raises, keeps the error in the work and aborts the communicator.
 The timeout counts from the moment at which the collective was enqueued, which may be long ago: here it always is.
+Over NVLink or shared memory no connection closes when a rank dies: kernels of the others wait until they are aborted.
 """
 
 from datetime import timedelta
@@ -30,17 +31,22 @@ class NcclLikeWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it has ended, in an error or not."""
-        is_over = self._group.is_aborted or self._work.is_completed()
+        is_over = self._group.is_aborted or self._has_succeeded()
         store = dist.group.WORLD.get_group_store()
         if not is_over and store.check([LATE]):
             store.set(ASKED, "")
         return is_over
 
+    def _has_succeeded(self) -> bool:
+        try:
+            return self._work.is_completed() and self._work.wait()
+        except RuntimeError:  # a rank has died, which NCCL does not hear
+            return False
+
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Order streams behind the collective; with a timeout, wait for it and abort the group where it is late."""
         if timeout and not self.is_completed():
-            self._group.is_aborted = True
-            self._group.inner.abort()
+            self._group.abort()
         if self._group.is_aborted:
             raise RuntimeError("Watchdog caught collective operation timeout")
         return bool(self._work.wait())
@@ -63,6 +69,10 @@ class NcclLikeGroup(WrappedGroup):
         if self.is_aborted:
             raise RuntimeError("NCCL communicator was aborted")
         return NcclLikeWork(super().perform(call), self)
+
+    def abort(self) -> None:
+        """Let everything that is under way fail, and start nothing more."""
+        self.is_aborted = True
 
     def private(self) -> "NcclLikeGroup":
         """Return another group of the same ranks."""

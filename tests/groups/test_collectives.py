@@ -9,10 +9,12 @@ from torch import Tensor
 
 from stretto.errors import ConfigError
 from stretto.groups.collective_group import CollectiveGroup, CompletedWork, SoloGroup
-from stretto.groups.collectives import METHODS, Call, Method
+from stretto.groups.collectives import METHODS, Call, Method, method_of
 
 NOT_COLLECTIVE = {"send", "recv", "recv_anysource", "_end_coalescing"}
 """They return works too."""
+NOT_YET = {"gather_single", "gather_into_tensor", "reconfigure"}
+"""Of PyTorch 2.14: a group written in Python does not have them, and torch itself calls none of them."""
 WORLD_SIZE = 2
 
 
@@ -60,7 +62,14 @@ def test_the_table_has_every_collective_of_torch() -> None:
         if "c10d::Work" in str(getattr(dist.ProcessGroup, name).__doc__)
     }
     in_table = {name for method in METHODS for name in (method.name, *method.aliases)}
-    assert of_torch - NOT_COLLECTIVE == in_table
+    assert of_torch - NOT_COLLECTIVE - NOT_YET <= in_table
+    unknown = {method.name for method in METHODS if not of_torch & {method.name, *method.aliases}}
+    assert unknown == set()  # a version has a method by one of its names
+
+
+def test_a_method_is_found_by_the_name_that_this_torch_has_for_it() -> None:
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    assert all(callable(method_of(group, method.name)) for method in METHODS)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)

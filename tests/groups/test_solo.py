@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from stretto.errors import CommunicationError
 from stretto.groups.collective_group import SoloGroup
+from stretto.groups.collectives import method_of
 
 
 def values() -> torch.Tensor:
@@ -30,7 +31,7 @@ def test_siblings_share_nothing() -> None:
     [
         lambda group, output, input: group._allgather_base(output, input),
         lambda group, output, input: group._reduce_scatter_base(output, input),
-        lambda group, output, input: group.all_to_all_single(output, input, [], []),
+        lambda group, output, input: method_of(group, "all_to_all_single")(output, input, [], []),
         lambda group, output, input: group.allgather([output], input),
     ],
 )

@@ -39,8 +39,8 @@ def all_collectives(rank: int) -> list[torch.Tensor]:
     dist.broadcast(broadcast, src=1)
     dist.reduce(rooted, dst=0)
     gathered, scattered, exchanged, uneven = torch.empty(20), torch.empty(5), torch.empty(10), torch.empty(10)
-    dist.all_gather_single(gathered, new())
-    dist.reduce_scatter_single(scattered, new())
+    dist.all_gather_into_tensor(gathered, new())
+    dist.reduce_scatter_tensor(scattered, new())
     dist.all_to_all_single(exchanged, new())
     splits = [3, 7] if rank == 0 else [7, 3]
     dist.all_to_all_single(uneven, new(), splits, splits)
@@ -135,7 +135,7 @@ def die_in_a_collective(rank: int) -> str:
     assert work.is_completed()
     assert not work.is_success()
     with pytest.raises(RuntimeError):
-        dist.reduce_scatter_single(torch.empty(2), torch.ones(4))
+        dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
     return str(caught.value)
 
 

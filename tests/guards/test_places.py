@@ -251,7 +251,7 @@ def spare_memory(parallel: st.DataParallel) -> list[Tensor]:
     job: Any = parallel.job
     idle = [] if job.compute._idle is None else job.compute._idle.flats
     sums = [total for sums in job.replica._spare_sums for total in sums]
-    return [*idle, *sums, *job.exchange._scratch.values()]
+    return [*idle, *sums, *job.exchange.scratch.held]
 
 
 @EACH

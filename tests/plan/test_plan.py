@@ -246,9 +246,9 @@ def test_a_run_takes_the_choice_and_its_resume_keeps_to_it(capfd: pytest.Capture
     assert used[1] == " --wire bf16"
     chosen = json.loads(Path("run", "config.json").read_text())["command"]["options"][-1]
     assert chosen == used[0] + used[1].replace(" --wire ", ":wire=")
-    assert f"{chosen} on 2 workers, run" in shown
+    assert f"{chosen} on 2 workers (cpu), run" in shown
     assert main(["resume", "run", "--updates", "3"]) == 0
-    assert f"{chosen} on 2 workers, run" in capfd.readouterr().out
+    assert f"{chosen} on 2 workers (cpu), run" in capfd.readouterr().out
 
 
 def test_a_run_over_files_begins_in_an_empty_folder_and_the_same_command_goes_on_with_its_choice(
@@ -265,7 +265,7 @@ def test_a_run_over_files_begins_in_an_empty_folder_and_the_same_command_goes_on
     assert main([*command.split(), "--updates", "3", "--resume"]) == 0
     shown = capfd.readouterr().out
     assert "pricing" not in shown
-    assert f"{chosen} on 2 workers, run" in shown
+    assert f"{chosen} on 2 workers (cpu), run" in shown
     assert main([*command.split(), "--updates", "3"]) == 2
     told = capfd.readouterr()
     assert "run holds a run already" in told.err

@@ -47,7 +47,7 @@ class VirtualRanks:
         factor: On all that happens behind it.
     """
 
-    world_size = WORKERS
+    world_size = local_world_size = WORKERS
     is_first = True
 
     def __init__(self, instant: float, factor: float) -> None:
@@ -86,7 +86,7 @@ class VirtualRanks:
 def slowing(monkeypatch: pytest.MonkeyPatch) -> VirtualRanks:
     """Ranks of a command, whose updates of 0.4 s take 2 s from the thirtieth on."""
     ranks = VirtualRanks(instant=12.0, factor=5.0)
-    monkeypatch.setattr(commands, "find_ranks", lambda workers: ranks)
+    monkeypatch.setattr(commands, "find_ranks", lambda workers, device: ranks)
     return ranks
 
 

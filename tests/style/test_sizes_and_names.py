@@ -1,10 +1,9 @@
-"""Files and functions stay small, and files are named after ideas."""
+"""Functions stay small, and files are named after ideas."""
 
 import ast
 
 from tests.style.source import functions, package_files, parsed, place, project_files
 
-FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "manager", "misc", "core"}
 
@@ -15,11 +14,6 @@ def lines_without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) ->
         return lines
     docstring = function.body[0]
     return lines - (docstring.end_lineno - docstring.lineno + 1)
-
-
-def test_no_file_is_longer_than_400_lines() -> None:
-    sizes = {place(file): len(file.read_text(encoding="utf-8").splitlines()) for file in project_files()}
-    assert {name: size for name, size in sizes.items() if size > FILE_LINES_MAX} == {}
 
 
 def test_no_function_is_longer_than_60_lines_without_its_docstring() -> None:

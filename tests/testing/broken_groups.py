@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from stretto.groups.collective_group import CollectiveGroup, CompletedWork
+from stretto.groups.collectives import method_of
 from stretto.groups.private import private_group
 
 
@@ -33,13 +34,13 @@ class Spoiled(CollectiveGroup):
         return self.inner.allgather(outputs, inputs, *options)
 
     def all_gather_single(self, output: Tensor, input: Tensor, *options: Any) -> dist.Work:
-        return self.inner.all_gather_single(output, input, *options)
+        return method_of(self.inner, "all_gather_single")(output, input, *options)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, *options: Any) -> dist.Work:
-        return self.inner.reduce_scatter_single(output, input, *options)
+        return method_of(self.inner, "reduce_scatter_single")(output, input, *options)
 
     def all_to_all_single(self, output: Tensor, input: Tensor, *splits: Any) -> dist.Work:
-        return self.inner.alltoall_base(output, input, *splits)
+        return method_of(self.inner, "all_to_all_single")(output, input, *splits)
 
     def getBackendName(self) -> str:
         return "spoiled"

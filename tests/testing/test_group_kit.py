@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from stretto.errors import ConformanceFailed
 from stretto.groups.collective_group import SoloGroup
 from stretto.groups.link import Link
+from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import register_throttled
 from stretto_lab.testing import ProcessGroupConformance
 from stretto_lab.testing.conformance import Program
@@ -50,6 +52,20 @@ class TestThrottledGroup(ProcessGroupConformance):
     def run_ranks(self, world_size: int, program: Program) -> Sequence[Any]:
         prepare = functools.partial(register_throttled, Link.parse("200mbit,100us"))
         return run_program(world_size, program, backend="throttled", prepare=prepare)
+
+
+class TestStagedGroup(ProcessGroupConformance):
+    """On a host every tensor is copied all the same."""
+
+    world_sizes = (2,)
+    untimed = ("reduce_scatter_single",)
+
+    def run_ranks(self, world_size: int, program: Program) -> Sequence[Any]:
+        return run_program(world_size, functools.partial(staged, program))
+
+
+def staged(program: Program, rank: int, group: dist.ProcessGroup) -> Any:
+    return program(rank, StagedGroup(group))
 
 
 class TestVirtualGroup(ProcessGroupConformance):

@@ -35,6 +35,9 @@ QUIET: dict[str, Callable[[Tensor], object]] = {
     "arithmetic": lambda x: torch.add(x, 1.0, out=torch.empty_like(x)),
     "choice on the device": lambda x: torch.where(x > 0, x, -x),
     "the same device": lambda x: x.to(x.device),
+    "bytes to the device, without waiting": lambda x: torch.frombuffer(bytearray(8), dtype=torch.int8).to(
+        x.device, non_blocking=True
+    ),
     "another dtype": lambda x: x.to(torch.float64),
     "made there": lambda x: torch.zeros(3, device=x.device),
     "host's own": lambda x: torch.tensor(1.0).add(1).item(),

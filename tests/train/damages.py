@@ -238,7 +238,7 @@ class DamagedRuns:
 def perform(words: list[str]) -> None:
     """Train on one rank in this process, as `stretto train` would in a process of its own."""
     named, run = parse_options("train", words, CONFIGURE["train"])
-    with run_folder(run, named, words[1:]):
+    with run_folder(run, named, words[1:], torch.device("cpu")):
         context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), group=SoloGroup())
         train_at(context, run, 0)
 

@@ -120,16 +120,16 @@ def test_one_worker_is_enough() -> None:
 @pytest.mark.parametrize(
     ("settings", "title"),
     [
-        ({"wire": "fp32"}, "zero1 on 2 workers"),
-        ({"wire": "int8", "link": "1gbit"}, "zero1 on 2 workers, wire int8, link 1gbit"),
+        ({"wire": "fp32"}, "zero1 on 2 workers (cpu)"),
+        ({"wire": "int8", "link": "1gbit"}, "zero1 on 2 workers (cpu), wire int8, link 1gbit"),
         (
             {"changes": "int2", "strategy": "acco", "wire": "int4"},
-            "acco on 2 workers, wire int4, changes int2",
+            "acco on 2 workers (cpu), wire int4, changes int2",
         ),
-        ({"strategy": "acco:wire=int4", "wire": "int4"}, "acco:wire=int4 on 2 workers"),
+        ({"strategy": "acco:wire=int4", "wire": "int4"}, "acco:wire=int4 on 2 workers (cpu)"),
     ],
 )
 def test_the_title_names_the_formats_that_the_strategy_does_not_name_itself(
     settings: dict[str, str], title: str
 ) -> None:
-    assert title_of(RunConfig(task=Tiny(), **settings), 2) == title
+    assert title_of(RunConfig(task=Tiny(), **settings), 2, "cpu") == title

@@ -88,10 +88,10 @@ def test_a_rank_waits_for_its_factor_less_one_times_what_a_micro_batch_took() ->
 def test_the_run_says_which_ranks_are_slow(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--updates", "2", "--no-tensorboard", "--run-dir", "run", "--slow", "1=1.5"]
     assert main(["train", TINY, *words]) == 0
-    assert "zero1 on 2 workers, slow 1=1.5, run" in capfd.readouterr().out
+    assert "zero1 on 2 workers (cpu), slow 1=1.5, run" in capfd.readouterr().out
     assert json.loads(Path("run", "config.json").read_text())["slow"] == {"1": 1.5}
     assert "slow on purpose" in Path("run", "report.html").read_text()
-    assert title_of(tiny_run(slow={0: 2.0, 1: 3.0}), 2) == "zero1 on 2 workers, slow 0=2,1=3"
+    assert title_of(tiny_run(slow={0: 2.0, 1: 3.0}), 2, "cpu") == "zero1 on 2 workers (cpu), slow 0=2,1=3"
 
 
 def test_a_comparison_slows_every_arm_down_and_its_records_say_so() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from stretto import ACCO, DataParallel, ZeRO1
 from stretto.errors import CollectivesDisagree, CommunicationError, Deadlock, NoWayOn, PeerFailed
 from stretto.groups import Link
+from stretto.groups.collectives import method_of
 from stretto.strategies import Strategy
 from stretto_lab import virtual
 from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup
@@ -91,7 +92,7 @@ def test_a_root_that_differs_is_a_mismatch() -> None:
 def test_splits_that_do_not_fit_are_a_mismatch() -> None:
     def program(rank: int, group: VirtualGroup) -> None:
         splits = [1, 1, 1, 1] if rank else [1, 2, 1, 0]
-        group.all_to_all_single(torch.empty(4), torch.ones(4), [1, 1, 1, 1], splits).wait()
+        method_of(group, "all_to_all_single")(torch.empty(4), torch.ones(4), [1, 1, 1, 1], splits).wait()
 
     _, raised = errors_of(program)
     assert isinstance(raised, CollectivesDisagree)

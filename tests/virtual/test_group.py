@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.errors import CollectivesDisagree, CommunicationError, ConfigError
+from stretto.groups.collectives import method_of
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
 from tests.processes import run_ranks
 
@@ -40,16 +41,20 @@ def collectives(rank: int, group: dist.ProcessGroup) -> dict[str, list[Tensor]]:
     sent = own(rank)
     keep("broadcast", group.broadcast([sent], options), sent)
     whole = torch.empty(18)
-    keep("all_gather_single", group.all_gather_single(whole, own(rank)), whole)
+    keep("all_gather_single", method_of(group, "all_gather_single")(whole, own(rank)), whole)
     parts = [torch.empty(6) for _ in range(WORLD_SIZE)]
     keep("all_gather", group.allgather([parts], [own(rank)]), *parts)
     pairs = [[torch.empty(6), torch.empty(2)] for _ in range(WORLD_SIZE)]
     work = group.allgather_coalesced(pairs, [own(rank), own(rank, 2)])
     keep("all_gather of pairs", work, *[tensor for pair in pairs for tensor in pair])
     received = torch.empty(6)
-    keep("all_to_all", group.alltoall_base(received, own(rank), [], []), received)
+    keep("all_to_all", method_of(group, "all_to_all_single")(received, own(rank), [], []), received)
     ragged = torch.empty(3 * (rank + 1))
-    keep("all_to_all uneven", group.alltoall_base(ragged, own(rank), [rank + 1] * 3, [1, 2, 3]), ragged)
+    keep(
+        "all_to_all uneven",
+        method_of(group, "all_to_all_single")(ragged, own(rank), [rank + 1] * 3, [1, 2, 3]),
+        ragged,
+    )
     options = dist.GatherOptions()
     options.rootRank = 2
     gathered = [torch.empty(6) for _ in range(WORLD_SIZE)] if rank == 2 else []
@@ -78,7 +83,7 @@ def test_collectives_give_what_gloo_gives() -> None:
 def test_reductions_scattered_are_parts_of_the_reduction() -> None:
     def program(rank: int, group: VirtualGroup) -> tuple[Tensor, Tensor]:
         part, listed = torch.empty(2), torch.empty(2)
-        group.reduce_scatter_single(part, own(rank)).wait()
+        method_of(group, "reduce_scatter_single")(part, own(rank)).wait()
         group.reduce_scatter([listed], [list(own(rank).split(2))]).wait()
         return part, listed
 
@@ -104,7 +109,7 @@ def test_sums_are_in_rank_order() -> None:
 def test_outputs_that_do_not_fit_and_what_is_not_modelled_are_refused() -> None:
     def program(rank: int, group: VirtualGroup) -> None:
         with pytest.raises(CommunicationError, match="expected 18 for the former"):
-            group.all_gather_single(torch.empty(17), own(rank))
+            method_of(group, "all_gather_single")(torch.empty(17), own(rank))
         with pytest.raises(ConfigError, match="not send and recv"):
             group.send([own(rank)], 0, 0)
         with pytest.raises(ConfigError, match="reduces by sum, average"):

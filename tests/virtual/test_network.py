@@ -5,6 +5,7 @@ import torch
 
 from stretto.errors import ConfigError, UnknownName
 from stretto.groups import Link
+from stretto.groups.collectives import method_of
 from stretto_lab.virtual import NETWORKS, Network, Outage, Uplink, VirtualCluster, VirtualGroup, parse_network
 from stretto_lab.virtual.network import Wires
 
@@ -102,7 +103,9 @@ def test_an_outage_that_is_over_delays_nothing() -> None:
 def test_two_groups_of_the_same_ranks_share_their_links() -> None:
     def program(rank: int, group: VirtualGroup) -> int:
         works = [
-            one.all_gather_single(torch.empty(200, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8))
+            method_of(one, "all_gather_single")(
+                torch.empty(200, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+            )
             for one in (group.private(), group.private())
         ]
         for work in works:

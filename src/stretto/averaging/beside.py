@@ -1,14 +1,9 @@
 """A second lane of one rank's job, for what travels beside the user's thread while that goes on stepping."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
-from stretto.engine.runtime import Pending, Runtime, Work
-
-T = TypeVar("T")
+from stretto.engine.runtime import Runtime, RuntimeOver
 
 
-class WithLaneBeside(Runtime):
+class WithLaneBeside(RuntimeOver):
     """A runtime that ends together with a lane beside it.
 
     Args:
@@ -17,31 +12,15 @@ class WithLaneBeside(Runtime):
     """
 
     def __init__(self, runtime: Runtime, beside: Runtime) -> None:
+        super().__init__(runtime)
         self.beside = beside
-        self._runtime = runtime
-
-    def spawn(self, work: Callable[[], T]) -> Pending[T]:
-        """Start `work` on the lane of the rounds."""
-        return self._runtime.spawn(work)
-
-    def now(self) -> float:
-        """Return seconds on the clock that both share."""
-        return self._runtime.now()
-
-    def charge(self, work: Work, elements: int = 0) -> None:
-        """Advance a virtual clock by the time of `work`."""
-        self._runtime.charge(work, elements)
-
-    def pass_backward(self, share: float) -> None:
-        """Advance a virtual clock within a backward pass."""
-        self._runtime.pass_backward(share)
 
     def join(self) -> None:
         """Wait for both lanes, then end them."""
-        self._runtime.join()
+        super().join()
         self.beside.join()
 
     def leave(self) -> None:
         """End both lanes after an error, without waiting."""
-        self._runtime.leave()
+        super().leave()
         self.beside.leave()

@@ -27,10 +27,11 @@ from stretto.averaging.mean import ReplicaMean
 from stretto.averaging.probe import GradientProbe
 from stretto.checksums import digest
 from stretto.engine.accumulation import GradientBuffer
+from stretto.engine.buffers import Buffer
 from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.report import Vote
 from stretto.engine.round import Reduction, Round
-from stretto.engine.statistics import Buffer, Statistics
+from stretto.engine.statistics import Statistics
 from stretto.errors import NonFinite, StateCorrupt
 from stretto.exchange import Exchange
 from stretto.flat import Slices

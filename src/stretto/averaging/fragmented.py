@@ -25,12 +25,13 @@ from torch import Tensor
 from stretto.averaging.beside import WithLaneBeside
 from stretto.averaging.local import LocalReplica
 from stretto.averaging.outer import Fragment
+from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.options import Options
 from stretto.engine.replica import Flight, Performer, flight_of
 from stretto.engine.report import RankReport, RoundReport, in_rank_order
 from stretto.engine.round import Reduction, Round
 from stretto.engine.runtime import Pending, choose_runtime
-from stretto.engine.statistics import Buffer, at, average_statistics, changed_since, moved
+from stretto.engine.statistics import at, average_statistics, moved
 from stretto.exchange import Exchange
 from stretto.optimizer import ShardedOptimizer
 from stretto.strategies.contract import Land, Launch, Look, Moment
@@ -391,8 +392,7 @@ def _buffers(flight: Flight) -> tuple[list[Buffer], bytes]:
     round, averages = flight.round, flight.reduction.statistics
     landed = moved(round.statistics, flight.snapshot, averages, round.first)
     buffers: list[Buffer] = [landed.get(index, value) for index, value in enumerate(round.statistics)]
-    agreed = [averages.get(index, value) for index, value in enumerate(round.agreed)]
-    return buffers, changed_since(agreed, buffers)
+    return buffers, changes_of([averages.get(i, value) for i, value in enumerate(round.agreed)], buffers)
 
 
 def _packed(trip: _Trip) -> dict[str, Any]:

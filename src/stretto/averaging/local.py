@@ -14,10 +14,11 @@ from torch import Tensor
 
 from stretto.averaging.mean import ReplicaMean, Share
 from stretto.averaging.worker import WITHOUT_DATA, Worker, WorkersRound
+from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.report import RankReport, RoundReport, Totals, empty_report
 from stretto.engine.round import Reduction, Round
-from stretto.engine.statistics import Buffer, Statistics, average_statistics
+from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import RanksDisagree, ReplicaNonFinite
 from stretto.exchange import Exchange
 from stretto.flat import Slices
@@ -57,6 +58,8 @@ class LocalReplica(Replica):
         self._since = self._nothing_yet()
         self._states_are_equal = True
         """As far as the last average went; steps since then part them."""
+        self._changed = b""
+        """How the model's buffers differed from what ranks had agreed on in that round."""
         self._known: WorkersRound
         """Of the round whose gradients came last."""
 
@@ -88,7 +91,7 @@ class LocalReplica(Replica):
     def reduce(self, round: Round) -> Reduction:
         """Take the gradients of this rank's worker; nobody else is asked."""
         exchange, progress = self.exchange, self.progress
-        finite = round.is_finite  # before others' gradients are added
+        finite = round.look_at_gradients()  # before others' gradients are added
         flats, feedback = round.buffer.flats, exchange.feedback
         if feedback is not None:  # an earlier wire owes
             flats = feedback.begin(flats, round.contribution.used)
@@ -96,7 +99,9 @@ class LocalReplica(Replica):
                 feedback.add(index)
         sums = self._own_gradient(flats)
         self._worker.add_up(flats, sums)
-        own = round.report(finite=finite, norm_squared=ReducedGradient(sums, 0.0, 0.0, b"").measure())
+        measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
+        own = round.report().completed(measured)
+        self._changed = own.changed
         self._known = known = self._worker.look_at(round, own, self.where)
         report, norm_squared = known.report, known.norm_squared
         gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
@@ -104,7 +109,7 @@ class LocalReplica(Replica):
         if skipped:
             gradient.weight, gradient.used = 0.0, bytes(len(gradient.used))
             round.statistics = round.sound
-            own = empty_report(len(gradient.used), round.changed, progress.step)
+            own = empty_report(len(gradient.used), own.changed, progress.step)
             report = RoundReport.alone(own, exchange.rank, exchange.world_size)
         else:
             exchange.settle()
@@ -117,8 +122,8 @@ class LocalReplica(Replica):
         """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
         if not self.has_drifted:
             return super().gather_committed(flats, statistics)
-        own, changed = statistics.snapshot()
-        report = self._look_around(changed)
+        own = statistics.copies
+        report = self._look_around(changes_of(statistics.agreed, own))
         self._mean.show(self._share(report), flats)
         means = average_statistics(self.exchange, own, report.changed, report.micro_batches, statistics.first)
         return [means.get(index, value) for index, value in enumerate(statistics.agreed)]
@@ -189,7 +194,8 @@ class LocalReplica(Replica):
     def _own_report(self, round: Round) -> RankReport:
         """Return what this rank reports of its last round at an average."""
         return dataclasses.replace(
-            round.report(finite=True, norm_squared=0.0),
+            round.report(),
+            changed=self._changed,
             round_index=self.progress.round_index,
             step=self.progress.step,
             stepped=self.progress.stepped,

@@ -64,6 +64,8 @@ class Fragment:
         self.lost = self._new_shares() if isinstance(changed, PackedWire) else []
         """Likewise: what is still to be added to the anchor."""
         self._changed = changed.for_averages
+        self._trips = 0
+        """Since the job began."""
         self.begin_again()
 
     @property
@@ -103,6 +105,8 @@ class Fragment:
             share: This rank's part of the weight.
             step: Its learning rate and momentum.
         """
+        self.exchange.begin_round(self._trips)
+        self._trips += 1
         feedback = self.exchange.feedback
         flats = [flat.mul_(share) if share else flat.zero_() for flat in self._carried]
         sums = [torch.empty_like(velocity) for velocity in self.velocity]
@@ -152,7 +156,19 @@ class Fragment:
         self._left = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return anchor, velocity and rounding errors; it refers to the fragment's own tensors."""
+        """Return count, anchor, velocity and rounding errors; it refers to the fragment's own tensors."""
+        return {"trips": self._trips, **self._tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on the same rank; another wire has nothing to owe, or nothing lost."""
+        self._left = [torch.zeros_like(master) for master in self._masters][: len(state["left"])]
+        self._trips = state["trips"]
+        for name, tensors in self._tensors.items():
+            for tensor, saved in zip(tensors, state[name], strict=False):
+                tensor.copy_(saved)
+
+    @property
+    def _tensors(self) -> dict[str, list[Tensor]]:
         return {
             "anchor": self.anchor,
             "velocity": self.velocity,
@@ -160,13 +176,6 @@ class Fragment:
             "lost": self.lost,
             "left": self._left,
         }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on the same rank; another wire has nothing to owe, or nothing lost."""
-        self._left = [torch.zeros_like(master) for master in self._masters][: len(state["left"])]
-        for name, tensors in self.state_dict().items():
-            for tensor, saved in zip(tensors, state[name], strict=False):
-                tensor.copy_(saved)
 
     def _gather(self, carried: Sequence[Tensor]) -> None:
         """Let all ranks change the anchor as its owners have said, in their slices of `carried`."""

@@ -154,7 +154,8 @@ def exchange_inside(exchange: Exchange, failures: FailureDetector) -> Exchange |
         return None
     seconds = failures.timeout_seconds + BACKEND_MARGIN_SECONDS
     group = part_of(exchange.group, exchange.on_node, seconds)
-    return Exchange(group, exchange.layout, FP32, failures.among(group, exchange.on_node))
+    follow = failures.follow_among(exchange.on_node) if failures.orders_streams else None
+    return Exchange(group, exchange.layout, FP32, failures.among(group, exchange.on_node), follow)
 
 
 def worker_of(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Worker:

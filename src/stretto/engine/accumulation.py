@@ -176,7 +176,9 @@ class Accumulation:
             totals.samples += samples
             totals.fresh_samples += fresh_samples
             if loss is not None:
-                self.contribution.loss_sum += loss.detach().to(torch.float64) * weight
+                # A pipeline has its loss on the last of its devices.
+                there = self.contribution.loss_sum.device
+                self.contribution.loss_sum += loss.detach().to(there, torch.float64) * weight
                 totals.loss_weight += weight
         self.has_arrived = False
         self.contribution.count += 1

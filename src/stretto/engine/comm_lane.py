@@ -44,29 +44,32 @@ class CommLane:
         self.progress = replica.progress
         self.asks_ahead = asks_ahead
         self._performers = performers
+        self._timer = self.runtime.timer()
         self._script = self._updates() if weave is None else weave(self._updates())
         self._waits_for: Any = None
         """The effect that waits for its answer; None before the script begins."""
         self.progress.begin_update(replica.exchange.sent_bytes)
 
-    def advance(self, round: Round, opening: Pending[None]) -> Landing:
+    def advance(self, round: Round, opening: Pending[None] | None) -> Landing:
         """Hand `round` to the waiting reduction, and perform effects until the update ends or the next one waits.
 
         Args:
             round: The round, closed.
-            opening: A call of `open` that was spawned before; its error, if any, is raised here.
+            opening: A call of `open` that was spawned before, if one was; its error, if any, is raised here.
         """
-        opening.result()
+        if opening is not None:
+            opening.result()
         while not isinstance(self._waits_for, ACCUMULATIONS):  # guards may begin something too
             self.open()
-        progress, started = self.progress, self.runtime.now()
+        progress = self.progress
+        self._timer.start()
         reduction = round.reduction or self.replica.reduce(round)
         flight = Flight(round, reduction, round.statistics)
         progress.reductions.append(reduction)
         progress.hyperparameters = round.hyperparameters
         self._perform(flight)
         progress.round_index += 1
-        progress.lane_seconds += self.runtime.now() - started
+        progress.lane_seconds += self._timer.stop()
         commit = self._commit() if flight.at_boundary else None
         return Landing(
             round.buffer,
@@ -86,9 +89,9 @@ class CommLane:
         if self._waits_for is None:
             self._waits_for = next(self._script)
         if isinstance(self._waits_for, Begin):
-            started = self.runtime.now()
+            self._timer.start()
             self._perform(None)
-            self.progress.lane_seconds += self.runtime.now() - started
+            self.progress.lane_seconds += self._timer.stop()
 
     def _updates(self) -> Script:
         """Yield the effects of one update after the other, without end."""

@@ -19,6 +19,7 @@ from stretto.engine.options import Quota
 from stretto.engine.report import Vote
 from stretto.engine.round import Accounts, Landing, Reduction, Round
 from stretto.engine.runtime import Arrived, Pending
+from stretto.engine.statistics import Carried
 from stretto.errors import OutOfTurn, StepWithoutBackward
 from stretto.optimizer import Hyperparameters, Schedule, read_hyperparameters
 from stretto.records import Incident, Update
@@ -59,6 +60,7 @@ class ComputeLane:
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._schedule = None if scheduler is None else Schedule(scheduler)
         self._in_flight: Pending[Landing] | None = None
+        self._landing: Landing | None = None  # of the round in flight, once somebody has waited
         self._opening: Pending[None] | None = None  # the work that an update does ahead of its gradients
         self._hyperparameters: Hyperparameters = []
         self._incidents: list[Incident] = []
@@ -73,8 +75,10 @@ class ComputeLane:
     def take_up(self, comm: CommLane, quota: Quota, accumulate: Accumulate, buffer: GradientBuffer) -> None:
         """Work with this communication lane from now on, and accumulate in `buffer`; nothing is under way."""
         self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
+        self._timer = self.runtime.timer()  # of waits for the other lane
         self.layout, self.overlaps, self.quota = buffer.layout, comm.strategy.overlaps, quota
         self.accumulation = accumulate(self.model.parameters, buffer)  # of the round that accumulates
+        self._keeps_pace = not quota.is_fixed
         self._ready: Round | None = None  # the round that takes off next, once its quota is met
         self._accumulating_round = 0  # in its update; it is one ahead of the round in flight
         self._idle = GradientBuffer(self.layout) if self.overlaps else None
@@ -168,7 +172,9 @@ class ComputeLane:
         self._is_checked = False
         for listener in self.model.listeners:
             listener.micro_batch_counted(weight, samples, fresh_samples)
-        is_free = self._in_flight is None or self._in_flight.done()
+        if self._keeps_pace:
+            self.runtime.keep_pace()  # a clock counts what has been computed, not what has been called for
+        is_free = self._in_flight is None or self._landing is not None or self._in_flight.done()
         enough = self.quota.minima if is_free else self.quota.maxima
         if self.accumulation.contribution.count < enough[self._accumulating_round]:
             return None
@@ -203,7 +209,7 @@ class ComputeLane:
         ready.hyperparameters = self._hyperparameters
         ready.vote = self.vote
         self._ready = None
-        opening, self._opening = self._opening or Arrived(None), None
+        opening, self._opening = self._opening, None
         self._in_flight = self.runtime.spawn(functools.partial(self.comm.advance, ready, opening))
         if self._idle is not None:
             buffer, self._idle = self._idle, None
@@ -215,10 +221,11 @@ class ComputeLane:
     def close_round(self) -> Round:
         """Close the accumulating round and return it; it takes off next."""
         if self._ready is None:
+            nothing: Carried = ([], None, [], [], [])
             self._ready = Round(
                 self.accumulation.buffer,
                 self.accumulation.contribution,
-                *(self.statistics.carried() if self.statistics.names else ([], b"", [], [], [])),
+                *(self.statistics.carried() if self.statistics.names else nothing),
                 self.vote,
                 [],
                 incidents=self._incidents,
@@ -241,7 +248,7 @@ class ComputeLane:
 
     def _land(self) -> Update | None:
         """Wait for the round in flight, install what it brought, and return the update it committed."""
-        landing, self._in_flight = self.wait_for_lane(), None
+        landing, self._in_flight, self._landing = self.wait_for_lane(), None, None
         if landing is None:
             raise OutOfTurn(f"{self.where}: landing without take-off")
         for listener in self.model.listeners:
@@ -270,13 +277,11 @@ class ComputeLane:
 
     def wait_for_lane(self) -> Landing | None:
         """Wait until the round in flight can land; return what it will bring, or None without one."""
-        if self._in_flight is None:
-            return None
-        if not isinstance(self._in_flight, Arrived):
-            started = self.runtime.now()
-            self._in_flight = Arrived(self._in_flight.result())
-            self._accounts.exposed_seconds += self.runtime.now() - started
-        return self._in_flight.result()
+        if self._in_flight is not None and self._landing is None:
+            self._timer.start()
+            self._landing = self._in_flight.result()
+            self._accounts.exposed_seconds += self._timer.stop()
+        return self._landing
 
     def check_alike(self, what: str) -> None:
         """Raise `OutOfTurn` if a round is in flight that other ranks may not have handed over, under a `Clock`."""

@@ -1,9 +1,18 @@
-"""The departure of a round's gradients: their sum over ranks, which goes on as the gradients come."""
+"""The departure of a round's gradients: their sum over ranks, which goes on as the gradients come.
+
+Note [In the order of streams]
+    Where works order streams, the host is ahead of its device: no collective is complete while a backward pass is
+    queued, and a departure that asked would not go on. So it does not ask. It queues, on a stream of its own: each
+    bucket after what the caller's stream has been given until then, its sum after the collective. The stream that
+    finishes the departure waits for it once. Scratch memory and sums are used on this stream alone until then.
+"""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
+from stretto.engine.streams import SideStream
 from stretto.exchange.transfer import Prepare, Started, Transfers, Wait
 from stretto.flat import Slices
 
@@ -17,7 +26,9 @@ class Departure:
     Args:
         transfers: Sums gradients into `sums`.
         sums: Of this rank's slices.
-        wait: Waits for a collective.
+        wait: Goes on after a collective.
+        asks: Whether to ask if a collective is complete before `wait` is called; see Note [In the order of streams].
+        side: What is begun early is queued there; None for the caller's stream.
         prepare: Prepares a bucket whose gradients have come, before it leaves; or None.
     """
 
@@ -27,12 +38,16 @@ class Departure:
         sums: Slices,
         *,
         wait: Wait,
+        asks: bool,
+        side: SideStream | None,
         prepare: Prepare | None,
     ) -> None:
         self.sums = sums
         """Defined after `finish`."""
         self._transfers = transfers
         self._wait = wait
+        self._asks = asks
+        self._side = side
         self._prepare = prepare
         self._awaited: int | Started | None = next(transfers, None)
         self._left: list[tuple[Tensor, int]] = []
@@ -59,7 +74,7 @@ class Departure:
                 if views is None:
                     return
                 self._left += [(view, view._version) for view in views]
-            elif not self._awaited[0].is_completed():
+            elif self._asks and not self._awaited[0].is_completed():
                 return
             self._step(self._awaited)
 
@@ -67,11 +82,15 @@ class Departure:
         """Go on to the end, with all gradients there, and return the sums."""
         while self._awaited is not None:
             self._step(self._awaited)
+        if self._side is not None:
+            self._side.rejoin()
         return self.sums
 
     def _step(self, awaited: int | Started) -> None:
-        if not isinstance(awaited, int):
-            self._wait(*awaited)
-        elif self._prepare is not None:
-            self._prepare(awaited)
-        self._awaited = next(self._transfers, None)
+        queued: AbstractContextManager[None] = nullcontext() if self._side is None else self._side.queued()
+        with queued:
+            if not isinstance(awaited, int):
+                self._wait(*awaited)
+            elif self._prepare is not None:
+                self._prepare(awaited)
+            self._awaited = next(self._transfers, None)

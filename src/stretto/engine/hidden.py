@@ -3,7 +3,8 @@
 Note [Hidden reductions]
     In the last micro-batch of a round, a bucket leaves as soon as all its gradients have come. There is no other
     thread: hooks, which autograd calls for every gradient, start the next collectives and take up those that are
-    complete. None of them waits. What is still under way behind the backward pass is finished when the round takes off.
+    complete, or in any case where works order streams (`stretto.engine.departure`). None of them waits. What is still
+    under way behind the backward pass is finished when the round takes off.
 
     Order. What is started, and in which order, is fixed by the layout, for every round of the job. Only the moments
     differ. So a rank may leave early or not, as it likes: one without data, one whose gradients come in another order

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.buffers import Buffer
 from stretto.engine.holding import Mark, adding_node
 from stretto.engine.options import BufferChoices
 from stretto.engine.round import Listener, Shown
-from stretto.engine.statistics import Buffer, Statistics
+from stretto.engine.statistics import Statistics
 from stretto.errors import EstimateShown, OptimizerStepped, OutOfTurn, ParametersTouched, UsageError
 from stretto.flat import Layout, original_name
 from stretto.optimizer import Schedule, members_of

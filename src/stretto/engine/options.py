@@ -62,11 +62,12 @@ class Options:
     """Options of `DataParallel`; equal on all ranks."""
 
     wire: str = "fp32"
-    """fp32, bf16, int8, int4, int2 or your own; the format in which gradients and parameters travel. See
-    docs/adding-a-wire.md. bf16 halves the bytes, masters stay fp32. int8, int4 and int2 send gradients in blocks of
-    integers of 8, 4 or 2 bits with error feedback, and parameters as changes in the same format: about a half, a
-    quarter and a seventh of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory and as many as the
-    parameter has. Averages travel as bf16. int2 costs something in the loss."""
+    """fp32, bf16, int8, int4, int2, rotated4, rotated3, rotated2, rotated1; or your own: the format in which gradients
+    and parameters travel. See docs/adding-a-wire.md. bf16 halves the bytes, masters stay fp32. int8, int4 and int2 send
+    gradients in blocks of integers of 8, 4 or 2 bits with error feedback, and parameters as changes in the same format:
+    about a half, a quarter and a seventh of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory and
+    as many as the parameter has. Averages travel as bf16. int2 costs something in the loss. rotated4 to rotated1 send 4
+    to 1 bits without error feedback, right on average, and save these 4 bytes."""
     changes: str | None = None
     """How owners tell all ranks what a step has changed, under strategies that shard the optimizer; None for the
     wire's format. A plain format sends the parameters themselves."""
@@ -120,7 +121,11 @@ class Options:
     1e-4,every=500:0.1 has bursts; rank=1 hits one rank; mean=0.01 is a bias; averages=1e-4 hits averages of weights.
     See docs/paft.md."""
     timeout_seconds: float = 600.0
-    """How long a collective may wait for a rank that neither answers nor dies."""
+    """How long a collective may wait for a rank that lives but does not come."""
+    silent_seconds: float = 60.0
+    """How long a rank may give no sign of life while others wait for it. Each gives one twice a second, on a thread of
+    its own, whatever it computes; a process that is stopped, or a machine that is cut off, gives none. Long enough for
+    a network that is away for a while."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -140,10 +145,10 @@ class Options:
             found = getattr(self, limit)
             if found is not None and found < 1:
                 raise ConfigError(f"Options({limit}={found}): expected at least 1")
-        if not 0 < self.timeout_seconds < float("inf"):
-            raise ConfigError(
-                f"Options(timeout_seconds={self.timeout_seconds}): expected a positive, finite number of seconds"
-            )
+        for limit in ("timeout_seconds", "silent_seconds"):
+            found = getattr(self, limit)
+            if not 0 < found < float("inf"):
+                raise ConfigError(f"Options({limit}={found}): expected a positive, finite number of seconds")
         BufferChoices.read(self.buffers)
         self._check_exchange()
 

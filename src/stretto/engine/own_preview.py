@@ -90,7 +90,7 @@ class OwnPreviews(Replica):
         if self._keeps_own:
             for total, others in zip(sums.flats, self._own, strict=True):
                 total.add_(others)
-        norm_squared = ReducedGradient(sums, 0.0, 0.0, b"").measure()
+        norm_squared = float(ReducedGradient(sums, 0.0, 0.0, b"").measure())
         if not (own > 0 and weight > 0 and math.isfinite(norm_squared)):
             return "committed"
         gradient = ReducedGradient(sums, weight, norm_squared, self._used)

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from stretto.engine.accumulation import Contribution, GradientBuffer
 from stretto.engine.agreement import agree
+from stretto.engine.buffers import Buffer
 from stretto.engine.departure import Departure
 from stretto.engine.options import Options
 from stretto.engine.report import RoundReport, settings_text
 from stretto.engine.round import AtLanding, Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
-from stretto.engine.statistics import Buffer, Statistics, average_statistics
+from stretto.engine.statistics import Statistics, average_statistics
+from stretto.engine.streams import SideStream
 from stretto.errors import NonFinite
 from stretto.exchange import Exchange, PlainWire, Publication
 from stretto.exchange.transfer import Prepare, Transfers
@@ -93,8 +95,12 @@ class Replica:
         self.runtime = runtime
         self.hides = False
         """Whether gradients may leave before their round is closed (`stretto.engine.hidden`)."""
+        device = exchange.layout.sets[0].device
+        self._side = SideStream(device) if exchange.orders_streams and device.type == "cuda" else None
+        """Where a departure is queued during the backward pass."""
         self._options = options
         changes, estimates = options.wire_of_changes, options.wire_of_estimates
+        self._draws = any(wire.is_unbiased for wire in (exchange.wire, changes, estimates))
         self._publication = Publication(exchange, () if replicated else (changes, estimates))
         self._gathers = {
             "committed": self._publication.gather_on(changes),
@@ -154,11 +160,12 @@ class Replica:
 
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
-        finite = round.is_finite
+        finite = round.look_at_gradients()
         sums, is_torn = self.sum_up(round)
-        norm_squared = ReducedGradient(sums, 0.0, 0.0, b"").measure()
-        own = round.report(finite=finite, norm_squared=norm_squared, torn=is_torn)
-        records = self.exchange.gather_bytes(RoundReport.pack(own))
+        measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
+        own = round.report(torn=is_torn)
+        # The host waits here, for the first time in this round, with everything on its way.
+        records = self.exchange.gather_bytes(RoundReport.pack(own), own.places(measured))
         report = RoundReport.unpack(records, len(own.used), len(own.changed))
         if report.torn:
             self._stop_hiding(report.torn)
@@ -166,7 +173,7 @@ class Replica:
         if not report.settings_agree:
             self.refuse_settings(round)
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
-        if not skipped:
+        if not skipped and self.exchange.feedback is not None:
             self.exchange.settle()
         statistics: dict[int, Buffer] = {}
         if any(report.changed) and not skipped:
@@ -192,7 +199,15 @@ class Replica:
             contribution: Says which parameters are used, once the round is whole.
         """
         transfers, sums, prepare = self._begin_sum(buffer, contribution)
-        return Departure(transfers, sums, wait=self.exchange.wait, prepare=prepare)
+        exchange = self.exchange
+        return Departure(
+            transfers,
+            sums,
+            wait=exchange.follow,
+            asks=not exchange.orders_streams,
+            side=self._side,
+            prepare=prepare,
+        )
 
     def _begin_sum(
         self, buffer: GradientBuffer, contribution: Contribution
@@ -201,6 +216,8 @@ class Replica:
         sums = self._spare_sums.pop() if self._spare_sums else self.sharded.new_sums()
         self._lent_sums.append(sums)
         flats, feedback = buffer.flats, self.exchange.feedback
+        if self._draws:
+            self.exchange.begin_round(self.progress.round_index)
         if feedback is not None:
             flats = feedback.begin(flats, contribution.used, keeps=self.hides)
         transfers = self.exchange.summing(flats, sums, whole=self.replicated)
@@ -262,6 +279,8 @@ class Replica:
     def gather(self, effect: Gather, flight: Flight | None) -> None:
         """Replace every rank's buffer by the published shards of all ranks."""
         flight = flight_of(effect, flight)
+        if self._draws:  # also here: the sums of this round may come from a checkpoint
+            self.exchange.begin_round(self.progress.round_index)
         self._gathers[flight.shown](flight.round.buffer.flats)
 
     def end_update(self, effect: Boundary, flight: Flight | None) -> None:
@@ -294,6 +313,8 @@ class Replica:
         """
         self.sharded.publish(flats)
         if not self.replicated:
+            if self._draws:
+                self.exchange.begin_round(self.progress.round_index)
             self._gather_aside(flats)
         return statistics.agreed
 
@@ -343,10 +364,12 @@ class Replica:
     def _mean_norm(self, gradient: ReducedGradient) -> float:
         """Return the 2-norm of the mean gradient; the norm of a sum of two reductions is computed over ranks here."""
         if gradient.norm_squared is None:
-            norms = np.array([gradient.measure()])
-            if not self.replicated:
-                norms = np.frombuffer(b"".join(self.exchange.gather_bytes(norms.tobytes())))
-            gradient.norm_squared = sum(norms.tolist())
+            own = gradient.measure()
+            if self.replicated:
+                gradient.norm_squared = float(own)
+            else:
+                norms = self.exchange.gather_bytes(bytes(own.nbytes), [(0, own.view(1).view(torch.int8))])
+                gradient.norm_squared = sum(np.frombuffer(b"".join(norms)).tolist())
         return math.sqrt(gradient.norm_squared) / gradient.weight
 
     def _clip_factor(self, norm: float) -> float:

@@ -7,13 +7,16 @@ on an error to raise. They decide all of this from the same gathered records, so
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from stretto.exchange.transfer import Place, filled
 from stretto.optimizer import Hyperparameters
 
 
@@ -63,6 +66,23 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What a rank's device knows of a round: it goes into the rank's record there, so that the host need not wait.
+
+    Names and meanings are those of `RankReport`.
+    """
+
+    loss_sum: Tensor
+    """`()`, float64, like `norm_squared`."""
+    gradient_is_finite: Tensor
+    """`()`, bool, like `buffers_are_finite`."""
+    norm_squared: Tensor
+    changed: Tensor | None = None
+    """`(buffers,)`, uint8; None for a model without buffers."""
+    buffers_are_finite: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RankReport:
     """One rank's report of a round; at an average of replicas, of all rounds since the last average."""
 
@@ -87,6 +107,29 @@ class RankReport:
     """Whether gradients of this rank changed behind their departure, so that all ranks sum them again."""
     buffers_are_finite: bool = True
     """Whether no buffer of the model has got an infinity or a NaN in this round, by a micro-batch of any weight."""
+
+    def places(self, measured: Measured) -> list[Place]:
+        """Return where in this record, packed, what was measured belongs."""
+        fields: Mapping[str, Any] = record_dtype(len(self.used), len(self.changed)).fields or {}
+        places: list[Place] = []
+        for field in dataclasses.fields(measured):
+            value = getattr(measured, field.name)
+            if value is not None:
+                places.append((fields[field.name][1], value.view(-1).view(torch.int8)))
+        return places
+
+    def completed(self, measured: Measured) -> "RankReport":
+        """Return this report with what was measured, for which the host waits once."""
+        content = filled(RoundReport.pack(self), self.places(measured))
+        record = np.frombuffer(content, record_dtype(len(self.used), len(self.changed)))[0]
+        return dataclasses.replace(
+            self,
+            totals=dataclasses.replace(self.totals, loss_sum=float(record["loss_sum"])),
+            gradient_is_finite=bool(record["gradient_is_finite"]),
+            norm_squared=float(record["norm_squared"]),
+            changed=record["changed"].tobytes(),
+            buffers_are_finite=bool(record["buffers_are_finite"]),
+        )
 
 
 def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:

@@ -13,11 +13,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from stretto.engine.accumulation import Accumulation, Contribution, GradientBuffer
+from stretto.engine.buffers import remain_finite
 from stretto.engine.departure import Departure
-from stretto.engine.report import RankReport, RoundReport, Vote, settings_text
+from stretto.engine.report import Measured, RankReport, RoundReport, Vote, settings_text
 from stretto.errors import UnusedParameters
 from stretto.flat import Layout
 from stretto.optimizer import Hyperparameters, ReducedGradient
@@ -89,8 +91,8 @@ class Round:
     contribution: Contribution
     statistics: list[Tensor | None]
     """Snapshot of the model's floating-point buffers, taken with the gradient; None for one that is gone."""
-    changed: bytes
-    """One byte per entry of `statistics`: how it differs on this rank from what ranks last agreed on."""
+    changed: Tensor | None
+    """How each entry of `statistics` differs on this rank from what ranks last agreed on; None without entries."""
     agreed: list[Tensor | None]
     """The values of these buffers that ranks last agreed on; nobody may write them."""
     sound: list[Tensor | None]
@@ -106,43 +108,48 @@ class Round:
     departure: Departure | None = None
     """The sum of its gradients, if it began during the last backward pass."""
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether all accumulated gradients are finite."""
-        # A sum takes one pass and no memory; finite values may have one that is not.
-        return all(bool(flat.sum().isfinite()) or bool(flat.isfinite().all()) for flat in self.buffer.flats)
+    def look_at_gradients(self) -> Tensor:
+        """Return whether all accumulated gradients are finite, `()` bool: nobody waits for it here."""
+        # Extremes take one pass and no memory; one is not finite where any value is not.
+        extremes: list[Tensor] = []
+        for flat in self.buffer.flats:
+            for extreme in flat.aminmax():
+                extremes.append(extreme.to(self.buffer.flats[0].device, torch.float64))
+        return torch.stack(extremes).isfinite().all()
 
-    @property
-    def buffers_are_finite(self) -> bool:
-        """Whether no buffer has got an infinity or a NaN since the last round that counted; some begin with one."""
-        pairs = zip(self.statistics, self.sound, self.changed, strict=True)
-        return not any(
-            changed and bool((~value.isfinite() & sound.isfinite()).any())
-            for value, sound, changed in pairs
-            if value is not None and sound is not None and value.shape == sound.shape
-        )
-
-    def report(self, *, finite: bool, norm_squared: float, torn: bool = False) -> RankReport:
-        """Return this rank's part of the round report.
+    def measured(self, finite: Tensor, norm_squared: Tensor) -> Measured:
+        """Return what this rank's device knows of the round.
 
         Args:
-            finite: Whether the gradients were finite when the round was handed over.
-            norm_squared: Squared 2-norm of their sum, on the slices that this rank owns.
-            torn: Whether some of them changed behind their departure.
+            finite: What `look_at_gradients` has returned when the round was handed over.
+            norm_squared: Squared 2-norm of the gradients' sum, on the slices that this rank owns.
         """
-        return RankReport(
-            totals=dataclasses.replace(
-                self.contribution.totals,
-                loss_sum=float(self.contribution.loss_sum),  # waits for the device
-            ),
+        return Measured(
+            loss_sum=self.contribution.loss_sum,
             gradient_is_finite=finite,
             norm_squared=norm_squared,
+            changed=self.changed,
+            # Since the last round that counted; some begin with an infinity.
+            buffers_are_finite=None
+            if self.changed is None
+            else remain_finite(self.statistics, self.sound, self.changed),
+        )
+
+    def report(self, *, torn: bool = False) -> RankReport:
+        """Return this rank's part of the round report, as far as the host knows it.
+
+        Args:
+            torn: Whether some gradients changed behind their departure.
+        """
+        return RankReport(
+            totals=self.contribution.totals,
+            gradient_is_finite=True,
+            norm_squared=0.0,
             vote=self.vote,
             settings=zlib.crc32(settings_text(self.hyperparameters).encode()),
             used=bytes(self.contribution.used),
-            changed=self.changed,
+            changed=bytes(len(self.statistics)),
             torn=torn,
-            buffers_are_finite=not any(self.changed) or self.buffers_are_finite,
         )
 
 

@@ -5,10 +5,12 @@ A runtime separates the engine from the machine. The lane's code is the same on 
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
+
+from stretto.engine.streams import CudaStreams, Mark, OnStream, Streams, StreamTimer
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -29,6 +31,18 @@ class Pending(Protocol[T_co]):
         ...
 
 
+class Timer(Protocol):
+    """Measures stretches of one lane's work, one after the other; see Note [Late times] in `engine/streams.py`."""
+
+    def start(self) -> None:
+        """Begin a stretch where the calling lane is now."""
+        ...
+
+    def stop(self) -> float:
+        """End it, and return the seconds of all stretches that have become known since the last call."""
+        ...
+
+
 class Runtime(Protocol):
     """Runs one lane's work, one piece after the other."""
 
@@ -38,6 +52,14 @@ class Runtime(Protocol):
 
     def now(self) -> float:
         """Return seconds on this runtime's clock."""
+        ...
+
+    def timer(self) -> Timer:
+        """Return a timer for one lane, which shall measure how long work takes where it is done."""
+        ...
+
+    def keep_pace(self) -> None:
+        """Let the host wait until all work before its last call of this is done; called once per micro-batch."""
         ...
 
     def charge(self, work: Work, elements: int = 0) -> None:
@@ -74,7 +96,10 @@ def choose_runtime(group: object, device: torch.device, *, overlaps: bool) -> Ru
     """Return the runtime for the communication lane of a job on `group`."""
     if isinstance(group, BringsRuntime):
         return group.lane_runtime(overlaps=overlaps)
-    return ThreadRuntime(device) if overlaps else InlineRuntime()
+    if device.type != "cuda":
+        return ThreadRuntime(thread_of_lane(device)) if overlaps else InlineRuntime()
+    streams = CudaStreams(device)
+    return StreamRuntime(streams, thread_of_lane(device)) if overlaps else InlineOnDevice(streams)
 
 
 class Arrived(Generic[T]):
@@ -92,22 +117,81 @@ class Arrived(Generic[T]):
         return self._result
 
 
-class InlineRuntime:
-    """Performs work in the caller's thread, when its result is taken; for synchronous strategies, which wait anyway."""
+class HostTimer:
+    """A timer by the host's clock, or a virtual one: work ends before the call that asks for it returns."""
 
-    def spawn(self, work: Callable[[], T]) -> Pending[T]:
-        """Keep `work` until its result is taken."""
-        return _Deferred(work)
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+
+    def start(self) -> None:
+        """Begin a stretch."""
+        self._started = self._now()
+
+    def stop(self) -> float:
+        """Return the seconds of the stretch."""
+        return self._now() - self._started
+
+
+class _OnHost(Runtime):
+    """Work that the host does itself, in real time."""
 
     def now(self) -> float:
-        """Return seconds of the process's monotonic clock."""
         return time.perf_counter()
+
+    def timer(self) -> Timer:
+        return HostTimer(time.perf_counter)
+
+    def keep_pace(self) -> None:
+        """Do nothing: the host has done what it has called."""
 
     def charge(self, work: Work, elements: int = 0) -> None:
         """Do nothing: real work takes real time."""
 
     def pass_backward(self, share: float) -> None:
         """Do nothing: real work takes real time."""
+
+
+class RuntimeOver(Runtime):
+    """A runtime that hands everything on to another; a subclass says what it does besides.
+
+    Args:
+        runtime: That one.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def spawn(self, work: Callable[[], T]) -> Pending[T]:
+        return self._runtime.spawn(work)
+
+    def now(self) -> float:
+        return self._runtime.now()
+
+    def timer(self) -> Timer:
+        return self._runtime.timer()
+
+    def keep_pace(self) -> None:
+        self._runtime.keep_pace()
+
+    def charge(self, work: Work, elements: int = 0) -> None:
+        self._runtime.charge(work, elements)
+
+    def pass_backward(self, share: float) -> None:
+        self._runtime.pass_backward(share)
+
+    def join(self) -> None:
+        self._runtime.join()
+
+    def leave(self) -> None:
+        self._runtime.leave()
+
+
+class InlineRuntime(_OnHost):
+    """Performs work in the caller's thread, when its result is taken; for synchronous strategies, which wait anyway."""
+
+    def spawn(self, work: Callable[[], T]) -> Pending[T]:
+        """Keep `work` until its result is taken."""
+        return _Deferred(work)
 
     def join(self) -> None:
         """Do nothing: no work is ever under way."""
@@ -129,54 +213,39 @@ class _Deferred(Generic[T]):
         return self._work()
 
 
-class ThreadRuntime:
-    """Performs work on one thread beside the caller; on CUDA, also on a stream beside the caller's stream.
+class ThreadRuntime(_OnHost):
+    """Performs work on one thread beside the caller.
 
-    Note [Streams]
-        Work starts after the stream that spawned it has reached the call. A stream that takes the result waits for
-        the side stream. Neither wait blocks host code.
-
-        Who may free what. A block goes back to the stream that allocated it, which may give it to its next kernel at
-        once. So memory that both streams use is dropped only where they have been ordered: what the spawning thread has
-        allocated, by that thread and after `result`; what the lane has allocated and handed over, too, because the
-        lane's next work begins after an event of the taker. What one stream uses alone its own thread may drop at any
-        moment. Then the allocator needs no `record_stream`.
+    Args:
+        thread: Runs one piece of work after the other.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        # MKL keeps a thread count per calling thread, and uses all cores where none was set. Beside a busy compute
-        # lane, an optimizer step of 0.2 ms then took 40 ms.
-        self._executor = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="stretto-lane",
-            initializer=_begin_thread,
-            initargs=(torch.get_num_threads(), device),
-        )
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, thread: Executor) -> None:
+        self._thread = thread
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
         """Start `work` on the thread, after everything spawned before."""
-        if self._side is None:
-            return self._executor.submit(work)
-        return _OnStream(self._executor, self._side, work)
-
-    def now(self) -> float:
-        """Return seconds of the process's monotonic clock."""
-        return time.perf_counter()
-
-    def charge(self, work: Work, elements: int = 0) -> None:
-        """Do nothing: real work takes real time."""
-
-    def pass_backward(self, share: float) -> None:
-        """Do nothing: real work takes real time."""
+        return self._thread.submit(work)
 
     def join(self) -> None:
         """Wait for everything that was spawned, and end the thread."""
-        self._executor.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
 
     def leave(self) -> None:
         """End without waiting; work that has not started is dropped."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def thread_of_lane(device: torch.device) -> Executor:
+    """Return a thread for the communication lane of a job on `device`."""
+    # MKL keeps a thread count per calling thread, and uses all cores where none was set. Beside a busy compute
+    # lane, an optimizer step of 0.2 ms then took 40 ms.
+    return ThreadPoolExecutor(
+        max_workers=1,
+        thread_name_prefix="stretto-lane",
+        initializer=_begin_thread,
+        initargs=(torch.get_num_threads(), device),
+    )
 
 
 def _begin_thread(num_threads: int, device: torch.device) -> None:
@@ -190,26 +259,40 @@ def _begin_thread(num_threads: int, device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-class _OnStream(Generic[T]):
-    """Work on a side stream; see Note [Streams]."""
+class _OnDevice(_OnHost):
+    """Work that a device does after the host has called for it."""
 
-    def __init__(self, executor: ThreadPoolExecutor, side: torch.cuda.Stream, work: Callable[[], T]) -> None:
-        started = torch.cuda.current_stream(side.device).record_event()
-        self._side = side
-        self._future = executor.submit(self._run, started, work)
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._last: Mark | None = None  # where the host has kept pace
 
-    def _run(self, started: torch.cuda.Event, work: Callable[[], T]) -> tuple[T, torch.cuda.Event]:
-        with torch.cuda.stream(self._side):
-            self._side.wait_event(started)
-            result = work()
-            return result, self._side.record_event()
+    def timer(self) -> Timer:
+        return StreamTimer(self._streams)
 
-    def done(self) -> bool:
-        return self._future.done() and (
-            self._future.exception() is not None or self._future.result()[1].query()
-        )
+    def keep_pace(self) -> None:
+        before, self._last = self._last, self._streams.mark()
+        if before is not None:
+            before.synchronize()
 
-    def result(self) -> T:
-        result, finished = self._future.result()
-        torch.cuda.current_stream(self._side.device).wait_event(finished)
-        return result
+
+class InlineOnDevice(_OnDevice, InlineRuntime):
+    """Performs work in the caller's thread and on its stream, when its result is taken."""
+
+
+class StreamRuntime(_OnDevice, ThreadRuntime):
+    """Performs work on one thread beside the caller, and on a stream beside the caller's stream.
+
+    Note [Streams] in `engine/streams.py` says who waits for whom.
+
+    Args:
+        streams: Of the device.
+        thread: Runs one piece of work after the other.
+    """
+
+    def __init__(self, streams: Streams, thread: Executor) -> None:
+        _OnDevice.__init__(self, streams)
+        ThreadRuntime.__init__(self, thread)
+
+    def spawn(self, work: Callable[[], T]) -> Pending[T]:
+        """Start `work` on the thread and the side stream, after everything spawned before."""
+        return OnStream(self._thread, self._streams, work)

@@ -53,7 +53,7 @@ class JobState:
 
     def write(self) -> State:
         """Return the state as nested dictionaries of `PartedTensor`s and numbers; all ranks must call."""
-        sharded = self.job.replica.agreed_optimizer(self.job.model.statistics.snapshot()[1])
+        sharded = self.job.replica.agreed_optimizer(self.job.model.statistics.changes)
         masters = {
             slot.name: self.cut(slot, sharded.masters)
             for slot in self.slots

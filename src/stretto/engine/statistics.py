@@ -20,19 +20,29 @@ Note [Buffers of another kind]
 import functools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.buffers import (
+    KIND,
+    Buffer,
+    apart,
+    are_alike,
+    changed_since,
+    changes_of,
+    copies_of,
+    count_of,
+    side_by_side,
+)
 from stretto.engine.options import BufferChoices
 from stretto.engine.round import Landing
 from stretto.exchange import Exchange
 from stretto.flat import original_name
 
-Buffer = Tensor | None
-"""A buffer's value. None where there is none, or where ranks do not agree on one."""
-VALUE, KIND = 1, 2
-"""Bits of a report: a buffer has another value than ranks agreed on; it is of another kind."""
+Carried: TypeAlias = tuple[list[Buffer], Tensor | None, list[Buffer], list[Buffer], list[int]]
+"""What a round carries of buffers: the snapshot, its changes, what is agreed, what is sound, rank 0's."""
 
 
 class Statistics:
@@ -70,14 +80,20 @@ class Statistics:
         found = [getattr(module, attribute, None) for module, attribute in self._owners]
         return [value.detach() if isinstance(value, Tensor) else None for value in found]
 
-    def snapshot(self) -> tuple[list[Buffer], bytes]:
-        """Return copies of the live buffers, and one byte each: how it differs from what is agreed."""
-        copies = copies_of(self.live)
-        return copies, changed_since(self.agreed, copies)
+    @property
+    def copies(self) -> list[Buffer]:
+        """Copies of the live buffers."""
+        return copies_of(self.live)
 
-    def carried(self) -> tuple[list[Buffer], bytes, list[Buffer], list[Buffer], list[int]]:
-        """Return what a round carries of them: the snapshot, its changes, what is agreed, what is sound, rank 0's."""
-        return *self.snapshot(), self.agreed, self.sound, self.first
+    @property
+    def changes(self) -> bytes:
+        """How each live buffer differs from what is agreed; the host waits for it."""
+        return changes_of(self.agreed, self.live)
+
+    def carried(self) -> Carried:
+        """Return what a round carries of them."""
+        copies = self.copies
+        return copies, changed_since(self.agreed, copies), self.agreed, self.sound, self.first
 
     def install(self, landing: Landing) -> None:
         """Install the averages that a round brought back for its snapshot.
@@ -123,15 +139,18 @@ class Statistics:
     def _put(self, values: Mapping[int, Buffer]) -> None:
         """Write values into the model's buffers; one of another kind is replaced."""
         live = self.live
+        written: list[tuple[Tensor, Tensor]] = []
         for index, value in values.items():
             held = live[index]
             if value is None or held is None:  # what a module has removed stays away
                 continue
-            if _are_alike(held, value):
-                held.copy_(value)
+            if are_alike(held, value):
+                written.append((held, value))
             else:
                 module, attribute = self._owners[index]
                 setattr(module, attribute, value.clone())
+        if written:
+            torch._foreach_copy_([held for held, _ in written], [value for _, value in written])
 
 
 def _told(name: str, own: Buffer) -> str:
@@ -147,17 +166,6 @@ def kind_of(buffer: Buffer) -> str:
     return "missing" if buffer is None else f"{buffer.dtype} of shape {tuple(buffer.shape)}"
 
 
-def _are_alike(left: Buffer, right: Buffer) -> bool:
-    if left is None or right is None:
-        return left is right
-    return left.shape == right.shape and left.dtype == right.dtype
-
-
-def copies_of(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Return copies of what there is."""
-    return [None if buffer is None else buffer.clone() for buffer in buffers]
-
-
 def at(buffer: Buffer, device: torch.device) -> Buffer:
     """Return the buffer on `device`, if there is one."""
     return None if buffer is None else buffer.to(device)
@@ -165,7 +173,7 @@ def at(buffer: Buffer, device: torch.device) -> Buffer:
 
 def is_same(left: Buffer, right: Buffer) -> bool:
     """Return whether both are of one kind and equal, or both missing."""
-    return _are_alike(left, right) and (left is None or right is None or torch.equal(left, right))
+    return are_alike(left, right) and (left is None or right is None or torch.equal(left, right))
 
 
 def moved(
@@ -179,28 +187,35 @@ def moved(
     What has got another kind since the snapshot stays. `first` are those that rank 0 hands out: they are not moved.
     """
     become: dict[int, Tensor] = {}
+    columns: list[list[Buffer]] = [[None] * len(live) for _ in range(3)]
     for index, average in averages.items():
         now, before = live[index], snapshot[index]
-        if average is None or now is None or before is None or not _are_alike(now, before):
+        if average is None or now is None or before is None or not are_alike(now, before):
             continue
-        if torch.equal(now, before) or not _are_alike(average, now):
-            become[index] = average
-        elif index in first:  # rank 0 itself keeps what it has got since
-            become[index] = now if torch.equal(average, before) else average
-        else:
-            become[index] = now + (average - before)
+        become[index] = average
+        if are_alike(average, now):
+            for column, value in zip(columns, (now, before, average), strict=True):
+                column[index] = value
+    has_moved = count_of(*columns[:2], of=torch.ne)
+    differs = count_of(columns[2], columns[1], of=torch.ne) if first else {}
+    for indices, (now, before, average) in side_by_side(*columns):
+        moves = _of_elements(has_moved, indices, columns[0])
+        target = now + (average - before)
+        if first:  # rank 0 itself keeps what it has got since
+            keeps = torch.where(_of_elements(differs, indices, columns[0]), average, now)
+            is_first = {
+                index: now.new_full((), float(index in first), dtype=torch.float32) for index in indices
+            }
+            target = torch.where(_of_elements(is_first, indices, columns[0]), keeps, target)
+        parts = apart(torch.where(moves, target, average), indices, columns[0])
+        become |= zip(indices, parts, strict=True)
     return become
 
 
-def changed_since(agreed: Sequence[Buffer], values: Sequence[Buffer]) -> bytes:
-    """Return one byte per buffer: 0 if it is what ranks last agreed on, `VALUE` or `KIND` if not."""
-    return bytes(map(_change, agreed, values))
-
-
-def _change(agreed: Buffer, value: Buffer) -> int:
-    if is_same(agreed, value):
-        return 0
-    return VALUE if _are_alike(agreed, value) else KIND
+def _of_elements(flags: Mapping[int, Tensor], indices: Sequence[int], like: Sequence[Buffer]) -> Tensor:
+    """Return the flag of its buffer for each element of buffers side by side."""
+    shapes = [value.shape for index in indices if (value := like[index]) is not None]
+    return torch.cat([flags[i].expand(n.numel()) for i, n in zip(indices, shapes, strict=True)]).bool()
 
 
 def average_statistics(

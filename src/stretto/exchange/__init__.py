@@ -6,12 +6,15 @@ from stretto.exchange.int4 import Int4
 from stretto.exchange.int8 import Int8
 from stretto.exchange.native import NativeExchange
 from stretto.exchange.publication import Publication
+from stretto.exchange.rotated import Rotated
 from stretto.exchange.two_level import TwoLevelExchange, check_nodes
 from stretto.exchange.verified import VerifiedExchange
 from stretto.exchange.wire import BF16, FP32, PackedWire, PlainWire, Wire
 from stretto.fields import unknown_name
 
-WIRES: dict[str, Wire] = {wire.name: wire for wire in (FP32, BF16, Int8(), Int4(), Int2())}
+WIRES: dict[str, Wire] = {
+    wire.name: wire for wire in (FP32, BF16, Int8(), Int4(), Int2(), *map(Rotated, (4, 3, 2, 1)))
+}
 
 
 def wire_by_name(name: str) -> Wire:
@@ -37,6 +40,7 @@ __all__ = [
     "PackedWire",
     "PlainWire",
     "Publication",
+    "Rotated",
     "TwoLevelExchange",
     "VerifiedExchange",
     "Wire",

@@ -16,13 +16,16 @@ from torch import Tensor
 from torch import distributed as dist
 
 from stretto.exchange.feedback import ErrorFeedback
-from stretto.exchange.transfer import Add, Change, Level, Prepare, Started, Transfer, Transfers, Wait
-from stretto.exchange.wire import PackedWire, PlainWire, Wire
+from stretto.exchange.padding import Padding
+from stretto.exchange.scratch import IN_FLIGHT, Scratch
+from stretto.exchange.transfer import Add, Change, Level, Place, Prepare, Started, Transfer, Transfers, Wait
+from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows, write_rows
 from stretto.flat import Layout
+from stretto.groups.collectives import method_of
 from stretto.records import Incident
 
-IN_FLIGHT = 4
-"""Buckets that travel at a time: enough to keep a link busy while one is summed."""
+LARGEST_BROADCAST = 2**20
+"""Bytes of a tensor that travel in one broadcast: a slow link has each of them through in time."""
 _MANY = 8
 """With more ranks than this, one call per rank costs more than another pass over memory."""
 
@@ -72,34 +75,47 @@ class Exchange:
         group: Used by nobody else.
         layout: Of the buffers.
         wire: The format of contributions, and of what else travels.
-        wait: Waits for a collective.
+        wait: Waits for a collective, whose result the host needs.
+        follow: Goes on after a collective in the order of streams; None where works do not order them.
     """
 
     is_verified: ClassVar[bool] = False
     """Whether what arrives is checked against what was sent."""
 
-    def __init__(self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait, follow: Wait | None = None
+    ) -> None:
         self.group = group
         self.layout = layout
         self.wire = wire
         self.wait = wait
-        self.rank = group.rank()
-        self.world_size = group.size()
+        self.follow = follow or wait
+        self.waits = wait, follow
+        """As they were given."""
+        self.orders_streams = follow is not None
+        """Whether what comes after a collective can be queued before it is complete."""
+        self._all_gather = method_of(group, "all_gather_single")
+        self._all_to_all = method_of(group, "all_to_all_single")
+        self.rank, self.world_size = group.rank(), group.size()
         self.everyone = Level(0, range(self.world_size), "")
         self.sent_bytes = self.crossed_bytes = 0
         """Bytes this rank has sent to others since construction, and in sums and gathers to other nodes."""
-        self.feedback = ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) else None
-        """Errors of this rank's contributions; None where the wire loses nothing but a dtype's rounding, and no earlier
-        wire has left any."""
+        self.feedback = ErrorFeedback(layout, wire) if isinstance(wire, PackedWire) and wire.owes else None
+        """Errors of this rank's contributions; None where the wire owes none, and no earlier one has left any."""
+        self.padding, self.round_index = Padding(layout, self.rank), 0  # the index of what travels
         self.incidents: list[Incident] = []
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
         self._contributed = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
         """The format of contributions, by flat set."""
-        self._scratch: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
+        self.scratch = Scratch()
 
     def over(self, layout: Layout) -> Self:
         """Return an exchange of averages, of the same kind on the same group, over another layout."""
-        return type(self)(self.group, layout, self.wire.for_averages, self.wait)
+        return type(self)(self.group, layout, self.wire.for_averages, *self.waits)
+
+    def begin_round(self, index: int) -> None:
+        """Draw anew for what is sent from now on, on wires that draw; all ranks call with the same number."""
+        self.round_index = index
 
     def take_account(self, other: "Exchange") -> None:
         """Count here what another exchange of this job has sent and found, and there no longer."""
@@ -178,8 +194,10 @@ class Exchange:
         """
         bucket = self.layout.buckets[index]
         sent = self._contributed[bucket.set_index] if wire is None else wire.of(flat.dtype)
-        parts = flat.narrow(0, bucket.start, bucket.numel).view(self.world_size, -1)
-        yield from self.sum_parts(self.everyone, index, parts, total, sent)
+        whole = flat.narrow(0, bucket.start, bucket.numel)
+        yield from self.sum_parts(self.everyone, index, whole.view(self.world_size, -1), total, sent)
+        if sent.is_unbiased:
+            self.padding.clear(index, total)
 
     def sum_parts(self, level: Level, index: int, parts: Tensor, total: Tensor, sent: Wire) -> Transfer:
         """Send the ranks of a level their parts, and add up in `total` what comes from them.
@@ -194,7 +212,7 @@ class Exchange:
         numel, device = parts.numel(), parts.device
         if not isinstance(sent, PlainWire):
             outgoing = self.scratch("outgoing", index, sent.num_bytes(numel), torch.uint8, device)
-            sent.write(parts.view(-1), outgoing)
+            write_rows(sent.drawn("sums", self.round_index, self.rank), parts, outgoing)
         elif parts.dtype == sent.dtype and parts.is_contiguous():
             outgoing = parts.view(-1)
         else:
@@ -205,7 +223,7 @@ class Exchange:
             received = self.scratch("received", index, outgoing.numel(), outgoing.dtype, device)
         yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
         if not isinstance(sent, PlainWire):
-            received = sent.read(received)
+            received = read_rows(sent, received, "sums", self.round_index, level.ranks)
         self.add_up(received.view(len(level.ranks), -1), total)
 
     def sum_bucket(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
@@ -245,9 +263,11 @@ class Exchange:
             bucket = self.layout.buckets[index]
             device = self.layout.sets[bucket.set_index].device
             whole = self.scratch("packed", index, wire.num_bytes(bucket.numel), torch.uint8, device)
-            wire.write(change(index), whole.view(self.world_size, -1)[self.rank])
+            own = whole.view(self.world_size, -1)[self.rank]
+            wire.drawn("changes", self.round_index, self.rank).write(change(index), own)
             yield from self.gather(whole, index, whole.dtype, f"gather of bucket {index}")
-            add(index, wire.read(whole))
+            changes = read_rows(wire, whole, "changes", self.round_index, self.everyone.ranks)
+            add(index, self.padding.clear(index, changes.view(-1)) if wire.is_unbiased else changes.view(-1))
 
         self.perform([functools.partial(transfer, index) for index in range(len(self.layout.buckets))])
 
@@ -287,7 +307,7 @@ class Exchange:
             sent_bytes = (self.world_size - 1) * outgoing.nbytes
             self.sent_bytes += sent_bytes
             self.crossed_bytes += sent_bytes * level.crosses
-            yield self.group.all_gather_single(whole, outgoing), what
+            yield self._all_gather(whole, outgoing), what
         else:
             yield self.send(level, whole, outgoing), what
 
@@ -308,27 +328,35 @@ class Exchange:
         self.crossed_bytes += sent_bytes * level.crosses
         is_everyone = len(level.ranks) == self.world_size
         splits = [] if is_everyone else [part * (rank in level.ranks) for rank in range(self.world_size)]
-        return self.group.all_to_all_single(received, outgoing, splits, splits)
+        return self._all_to_all(received, outgoing, splits, splits)
 
     def run(self, transfers: Transfers, prepare: Prepare | None = None) -> None:
         """Run transfers of values that are there, each bucket prepared right before it leaves."""
         for awaited in transfers:
             if not isinstance(awaited, int):
-                self.wait(*awaited)
+                self.follow(*awaited)
             elif prepare is not None:
                 prepare(awaited)
 
     # Small records, and single tensors
 
-    def gather_bytes(self, record: bytes) -> list[bytes]:
+    def gather_bytes(self, record: bytes, places: Sequence[Place] = ()) -> list[bytes]:
         """Return every rank's `record`, in rank order; all records must have one length.
 
         They travel as int8, a dtype that no values use, so that an observer can tell records from values.
+
+        Args:
+            record: Of this rank.
+            places: Parts of it that only a device knows. They are written there, so that the host waits once: for all
+                records together.
         """
         device = self.layout.sets[0].device
-        own = torch.frombuffer(bytearray(record), dtype=torch.int8).to(device)
+        own = torch.frombuffer(bytearray(record), dtype=torch.int8)
+        own = (own.pin_memory() if device.type == "cuda" else own).to(device, non_blocking=True)
+        for begin, part in places:
+            own[begin : begin + part.numel()].copy_(part)
         whole = torch.empty(self.world_size * own.numel(), dtype=torch.int8, device=device)
-        self.wait(self.group.all_gather_single(whole, own), "round report")
+        self.wait(self._all_gather(whole, own), "round report")
         self.sent_bytes += (self.world_size - 1) * own.nbytes
         records: list[bytes] = whole.cpu().numpy().view(f"V{len(record)}").tolist()
         return records
@@ -358,26 +386,22 @@ class Exchange:
         content = tensor.detach().contiguous().view(-1).view(torch.uint8).to(self.layout.sets[0].device)
         if self.rank == source:
             self.sent_bytes += (self.world_size - 1) * content.numel()
-        self.wait(self.group.broadcast([content], options), what)
+
+        def transfer(part: Tensor) -> Transfer:
+            yield self.group.broadcast([part], options), what
+
+        self.run(in_flight(map(transfer, content.split(LARGEST_BROADCAST))))
         if content.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(content.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
-    def scratch(self, role: str, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return `numel` reusable elements for a role in the `index`-th transfer, valid until that one ends."""
-        key = (role, index % IN_FLIGHT, dtype, device)
-        held = self._scratch.get(key)
-        if held is None or held.numel() < numel:
-            held = self._scratch[key] = torch.empty(numel, dtype=dtype, device=device)
-        return held[:numel]
 
-
-def in_flight(transfers: Iterable[Transfer]) -> Transfers:
-    """Run transfers, at most `IN_FLIGHT` at a time, as Note [In flight] explains."""
+def in_flight(transfers: Iterable[Transfer], most: int = IN_FLIGHT) -> Transfers:
+    """Run transfers, at most `most` at a time, as Note [In flight] explains."""
     waiting = enumerate(transfers)
     under_way: deque[tuple[Transfer, Started]] = deque()
     while True:
-        while len(under_way) < IN_FLIGHT and (following := next(waiting, None)) is not None:
+        while len(under_way) < most and (following := next(waiting, None)) is not None:
             index, transfer = following
             yield index
             under_way.append((transfer, next(transfer)))

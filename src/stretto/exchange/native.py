@@ -1,12 +1,16 @@
 """The native exchange: the backend adds the gradients, by its own reduce-scatter and all-reduce."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.exchange.exchange import Exchange
-from stretto.exchange.transfer import Transfer
+from stretto.exchange.exchange import Exchange, in_flight
+from stretto.exchange.scratch import IN_FLIGHT
+from stretto.exchange.transfer import Transfer, Transfers
 from stretto.exchange.wire import PlainWire
+from stretto.groups.collectives import method_of
 
 
 class NativeExchange(Exchange):
@@ -16,13 +20,25 @@ class NativeExchange(Exchange):
     from the extra bits. Packed wires have no sum that a backend could know.
     """
 
+    def summing(
+        self, flats: Sequence[Tensor], sums: Sequence[Tensor], *, whole: bool, wire: PlainWire | None = None
+    ) -> Transfers:
+        """Sum `flats` over ranks; all buckets at a time, where each is summed in its place and needs no scratch."""
+        sum_up = self.sum_bucket if whole else self.sum_slice
+        transfers, needs_scratch = [], False
+        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
+            flat = flats[bucket.set_index]
+            needs_scratch |= not flat.dtype == total.dtype == self._dtype(total, wire)
+            transfers.append(sum_up(index, flat, total, wire))
+        yield from in_flight(transfers, IN_FLIGHT if needs_scratch else len(transfers))
+
     def sum_slice(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum this rank's slice of a bucket with the backend's reduce-scatter."""
         outgoing = self._outgoing(index, flat, total, wire)
         same = total.dtype == outgoing.dtype
         out = total if same else self.scratch("own", index, total.numel(), outgoing.dtype, total.device)
         self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
-        work = self.group.reduce_scatter_single(out, outgoing, dist.ReduceScatterOptions())
+        work = method_of(self.group, "reduce_scatter_single")(out, outgoing, dist.ReduceScatterOptions())
         yield work, f"reduction of bucket {index}"
         if not same:
             total.copy_(out)

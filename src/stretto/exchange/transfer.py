@@ -1,13 +1,16 @@
 """Transfers: what an exchange starts and waits for, with whom, and what it is handed to send."""
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 
 Wait = Callable[[dist.Work, str], None]
-"""Waits for a collective, which the text names in messages. Raises the job's error if it cannot complete."""
+"""Waits for a collective, which the text names in messages. Raises the job's error if it cannot complete. One that
+*follows* instead lets the host go on at once, where works order streams."""
 
 
 Started = tuple[dist.Work, str]
@@ -24,6 +27,22 @@ Add = Callable[[int, Tensor], None]
 """Takes what all ranks add to a bucket, `(bucket.numel,)`, by its index."""
 Prepare = Callable[[int], None]
 """Makes the values of a bucket, by its index, what is to be sent."""
+
+Place = tuple[int, Tensor]
+"""Bytes of a record that a device knows, `(n,)` int8, and where they begin."""
+
+
+def filled(record: bytes, places: Sequence[Place]) -> bytes:
+    """Return a record with the bytes that devices know; the host waits once for each device."""
+    content = bytearray(record)
+    by_device: dict[torch.device, list[Place]] = defaultdict(list)
+    for begin, part in places:
+        by_device[part.device].append((begin, part))
+    for parts in by_device.values():
+        known = torch.cat([part for _, part in parts]).cpu().numpy().tobytes()
+        for begin, part in parts:
+            content[begin : begin + part.numel()], known = known[: part.numel()], known[part.numel() :]
+    return bytes(content)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -54,12 +54,19 @@ class TwoLevelExchange(Exchange):
         wire: The format in which contributions cross between nodes, and in which everything else travels.
         wait: Waits for a collective.
         ranks_per_node: L; errors are those of `check_nodes`.
+        follow: Goes on after a collective, or None, as in `Exchange`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait, ranks_per_node: int
+        self,
+        group: dist.ProcessGroup,
+        layout: Layout,
+        wire: Wire,
+        wait: Wait,
+        ranks_per_node: int,
+        follow: Wait | None = None,
     ) -> None:
-        super().__init__(group, layout, wire, wait)
+        super().__init__(group, layout, wire, wait, follow)
         check_nodes(self.world_size, ranks_per_node)
         self._per_node = each = min(ranks_per_node, self.world_size)
         self._node, self._column = divmod(self.rank, each)
@@ -69,12 +76,13 @@ class TwoLevelExchange(Exchange):
         self._between = Level(2, range(self._column, self.world_size, each), " between nodes", crosses=True)
         self._packed: dict[int, Tensor] = {}
         """What this rank has packed of each bucket last, where the wire loses something of it."""
-        if isinstance(wire, PackedWire):
+        if isinstance(wire, PackedWire) and wire.owes:
             self.feedback = ErrorFeedback(layout, wire, self._packed_by_rank)
 
     def over(self, layout: Layout) -> Self:
         """Return an exchange of averages, of the same kind on the same group, over another layout."""
-        return type(self)(self.group, layout, self.wire.for_averages, self.wait, self._per_node)
+        wait, follow = self.waits
+        return type(self)(self.group, layout, self.wire.for_averages, wait, self._per_node, follow)
 
     def _packed_by_rank(self, index: int, bucket: Tensor) -> tuple[Tensor, Tensor]:
         """Return what this rank has packed, a node's sums of its column; and where in the bucket these lie."""
@@ -86,7 +94,7 @@ class TwoLevelExchange(Exchange):
         sent = self._contributed[bucket.set_index] if wire is None else wire.of(flat.dtype)
         by_column = self._slices(flat.narrow(0, bucket.start, bucket.numel)).transpose(0, 1)
         numel = bucket.numel // self._per_node
-        if isinstance(sent, PackedWire) and self.feedback is not None:
+        if isinstance(sent, PackedWire) and sent.owes:
             if index not in self._packed:
                 self._packed[index] = total.new_empty(numel)
             column = self._packed[index]
@@ -94,6 +102,8 @@ class TwoLevelExchange(Exchange):
             column = self.scratch("column", index, numel, total.dtype, flat.device)
         yield from self.sum_parts(self._inside, index, by_column, column, PlainWire("", flat.dtype))
         yield from self.sum_parts(self._between, index, column.view(-1, total.numel()), total, sent)
+        if sent.is_unbiased:
+            self.padding.clear(index, total)
 
     def gather(self, whole: Tensor, index: int, dtype: torch.dtype, what: str) -> Transfer:
         """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`: across nodes, then inside."""

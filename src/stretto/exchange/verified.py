@@ -17,9 +17,9 @@ from stretto.exchange.exchange import Exchange
 from stretto.exchange.missing import Missing, missing_anywhere
 from stretto.exchange.rows import SEAL_BYTES, opened, seal, seal_bytes, seed_of, values_of
 from stretto.exchange.sums import is_plausible_sum, sampled
-from stretto.exchange.transfer import Add, Change, Level, Transfer, Transfers, Wait
+from stretto.exchange.transfer import Add, Change, Level, Place, Transfer, Transfers, Wait, filled
 from stretto.exchange.two_level import TwoLevelExchange
-from stretto.exchange.wire import PackedWire, PlainWire, Wire
+from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows
 from stretto.flat import Layout
 from stretto.records import Incident
 
@@ -52,8 +52,10 @@ class VerifiedExchange(Exchange):
 
     is_verified = True
 
-    def __init__(self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait) -> None:
-        super().__init__(group, layout, wire, wait)
+    def __init__(
+        self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait, follow: Wait | None = None
+    ) -> None:
+        super().__init__(group, layout, wire, wait, follow)
         self._attempts = 0
         """Phases so far, each repeat counted: the same on all ranks, and part of every row's seal."""
         self._records = 0
@@ -87,12 +89,17 @@ class VerifiedExchange(Exchange):
         """Send the ranks of a level their sealed parts; sum what comes, and note what of it is damaged."""
         ranks, row_bytes = level.ranks, sent.num_bytes(total.numel()) + SEAL_BYTES
         outgoing = self.scratch("outgoing", index, len(ranks) * row_bytes, torch.uint8, total.device)
+        drawn = sent.drawn("sums", self.round_index, self.rank)
         for receiver, row, part in zip(ranks, outgoing.view(len(ranks), -1), parts, strict=True):
-            seal(row, part.reshape(-1), sent, self._seed(level, index, self.rank, receiver))
+            seal(row, part.reshape(-1), drawn, self._seed(level, index, self.rank, receiver))
         received = self.scratch("received", index, outgoing.numel(), torch.uint8, total.device)
         yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
         rows = received.view(len(ranks), -1)
-        self._sum_twice(level, index, [values_of(row, sent) for row in rows], total)
+        values = [
+            values_of(row, sent.drawn("sums", self.round_index, sender))
+            for sender, row in zip(ranks, rows, strict=True)
+        ]
+        self._sum_twice(level, index, values, total)
         for sender, row in zip(ranks, rows, strict=True):
             seed = self._seed(level, index, sender, self.rank)
             self._check("contribution", level, index, sender, row, seed)
@@ -115,11 +122,11 @@ class VerifiedExchange(Exchange):
 
     def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
         """Gather what every owner has to add to its slices, and repeat damaged buckets before anything is added."""
-        wholes = []
+        wholes, drawn = [], wire.drawn("changes", self.round_index, self.rank)
         for index, bucket in enumerate(self.layout.buckets):
             device = self.layout.sets[bucket.set_index].device
             whole = torch.empty(wire.num_bytes(bucket.numel), dtype=torch.uint8, device=device)
-            wire.write(change(index), whole.view(self.world_size, -1)[self.rank])
+            drawn.write(change(index), whole.view(self.world_size, -1)[self.rank])
             wholes.append(whole)
         self.perform(
             [
@@ -128,7 +135,8 @@ class VerifiedExchange(Exchange):
             ]
         )
         for index, whole in enumerate(wholes):
-            add(index, wire.read(whole))
+            changes = read_rows(wire, whole, "changes", self.round_index, self.everyone.ranks)
+            add(index, self.padding.clear(index, changes.view(-1)) if wire.is_unbiased else changes.view(-1))
 
     def perform(self, transfers: Sequence[Callable[[], Transfer]]) -> None:
         """Run gathers, one of every bucket in order, and repeat those with a damaged row."""
@@ -136,14 +144,14 @@ class VerifiedExchange(Exchange):
         super().perform(transfers)
         self._repeat("gathered values", transfers)
 
-    def gather_bytes(self, record: bytes) -> list[bytes]:
+    def gather_bytes(self, record: bytes, places: Sequence[Place] = ()) -> list[bytes]:
         """Return every rank's `record`, in rank order; every record travels three times, each with its seal.
 
         Raises:
             TransferCorrupt: All three copies of some rank's record are damaged.
         """
         self._records += 1
-        sealed = seal_bytes(record, seed_of(self._records, self.rank))
+        sealed = seal_bytes(filled(record, places), seed_of(self._records, self.rank))
         arrived = super().gather_bytes(sealed * _COPIES)
         found = [self._read(content, len(sealed), sender) for sender, content in enumerate(arrived)]
         if lost := [sender for sender, content in enumerate(found) if content is None]:

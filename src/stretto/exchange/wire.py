@@ -6,6 +6,8 @@ PackedWire   blocks of values, packed into fewer bytes, with error feedback; `st
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ class Wire(ABC):
 
     name: str
     """As `Options(wire=...)` and the command line call it."""
+    is_unbiased: ClassVar[bool] = False
+    """Whether it draws random numbers such that what arrives is, on average over draws, what was sent."""
 
     @property
     @abstractmethod
@@ -28,6 +32,14 @@ class Wire(ABC):
     @property
     def for_averages(self) -> "Wire":
         """How replicas tell how far they have moved: in this format, or in one of as many bytes that learns better."""
+        return self
+
+    def drawn(self, stream: str, round_index: int, rank: int) -> Self:
+        """Return the format of what a rank sends of a stream in a round: this one, unless it draws random numbers.
+
+        These are a function of the arguments. So receivers know what the sender has drawn, and what is sent again is
+        the same.
+        """
         return self
 
     @abstractmethod
@@ -91,7 +103,8 @@ class PackedWire(Wire):
     """Blocks of values, packed into fewer bytes; the base of formats that a subclass describes.
 
     A subclass sets `name`, `block` and `block_bytes`, and says how blocks are packed and unpacked. It has no state. The
-    exchange does the rest: error feedback (`stretto.exchange.feedback`), sums in rank order, counting of bytes.
+    exchange does the rest: error feedback (`stretto.exchange.feedback`), unless the format is unbiased, sums in rank
+    order, counting of bytes.
 
         Zeros unpack to zeros: a rank sends zeros for parameters that it has not used.
         Finite values unpack to finite values, the largest ones included.
@@ -116,6 +129,11 @@ class PackedWire(Wire):
     def values(self) -> PlainWire:
         """bf16."""
         return BF16
+
+    @property
+    def owes(self) -> bool:
+        """Whether ranks send with the next round what packing has lost of this one."""
+        return not self.is_unbiased
 
     @abstractmethod
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
@@ -145,6 +163,37 @@ class PackedWire(Wire):
     def num_bytes(self, numel: int) -> int:
         """Return the bytes of `numel` values."""
         return numel // self.block * self.block_bytes
+
+
+def write_rows(wire: Wire, parts: Tensor, content: Tensor) -> None:
+    """Write parts, `(receivers, numel)`, into as many equal parts of `content`.
+
+    A format with rotations packs each by itself: products of matrices of another shape may have other last bits, and
+    those of a part shall not depend on how it travels.
+    """
+    if not wire.is_unbiased:
+        wire.write(parts.view(-1), content)
+        return
+    for part, row in zip(parts, content.view(len(parts), -1), strict=True):
+        wire.write(part, row)
+
+
+def read_rows(wire: Wire, content: Tensor, stream: str, round_index: int, senders: Sequence[int]) -> Tensor:
+    """Return what ranks have written into equal parts of `content`, `(senders, numel)`; it may be a view.
+
+    Args:
+        wire: The format.
+        content: Bytes.
+        stream: Of `Wire.drawn`.
+        round_index: Likewise.
+        senders: The ranks, in the order of their parts.
+    """
+    if not wire.is_unbiased:
+        return wire.read(content).view(len(senders), -1)
+    rows = content.view(len(senders), -1)
+    return torch.stack(
+        [wire.drawn(stream, round_index, rank).read(row) for rank, row in zip(senders, rows, strict=True)]
+    )
 
 
 def block_scales(blocks: Tensor, largest: int, bits: int) -> Tensor:

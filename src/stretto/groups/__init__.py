@@ -1,6 +1,8 @@
 """Process groups: what every collective is, a rank alone, a launcher's, a slow link, the library's own."""
 
 from stretto.groups.collective_group import SoloGroup
+from stretto.groups.connections import Connection, listens_at
+from stretto.groups.deaths import announce_death, deaths
 from stretto.groups.launcher import (
     announce_rank,
     is_hosted_by_agent,
@@ -10,23 +12,32 @@ from stretto.groups.launcher import (
     meeting_point,
 )
 from stretto.groups.link import Link
-from stretto.groups.private import part_of, private_group, release, retire
+from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
+from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import ThrottledGroup, register_throttled
-from stretto.groups.wrapped import may_wait_again
+from stretto.groups.wrapped import may_wait_again, orders_streams
 
 __all__ = [
+    "Connection",
     "Link",
     "SoloGroup",
+    "StagedGroup",
     "ThrottledGroup",
+    "announce_death",
     "announce_rank",
+    "connections_of",
+    "deaths",
     "is_hosted_by_agent",
     "join_launched_group",
     "launched_per_node",
     "launched_rank",
+    "listens_at",
     "may_wait_again",
     "meeting_point",
+    "orders_streams",
     "part_of",
     "private_group",
+    "ranks_of",
     "register_throttled",
     "release",
     "retire",

@@ -31,6 +31,9 @@ class CollectiveGroup(dist.ProcessGroup):
 
     may_wait_again: bool = True
     """Whether a wait that times out leaves its work as it was. One that ends the group, as NCCL's does, says False."""
+    orders_streams: bool | None = None
+    """Whether a wait without a timeout orders streams, and lets the host go on at once; None where it is as with the
+    group below, if there is one."""
 
     def __init__(self, rank: int, world_size: int, name: str = "", description: str = "") -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]  # missing in torch's stub

@@ -80,7 +80,7 @@ class Call:
 
     def on(self, group: dist.ProcessGroup) -> dist.Work:
         """Call the same on another group."""
-        work: dist.Work = getattr(group, self.method.name)(*self.arguments, **self.named)
+        work: dist.Work = method_of(group, self.method.name)(*self.arguments, **self.named)
         return work
 
     @property
@@ -245,3 +245,12 @@ METHODS = (
     Method("barrier", _BARRIER, ()),
 )
 """Every collective of `torch.distributed.ProcessGroup`."""
+
+_OLDER = {method.name: method.aliases[0] for method in METHODS if method.aliases}
+"""What torch called some of them before version 2.13."""
+
+
+def method_of(group: dist.ProcessGroup, name: str) -> Callable[..., dist.Work]:
+    """Return the method of a group that is called `name` since PyTorch 2.13, also where the running one is older."""
+    method: Callable[..., dist.Work] = getattr(group, name if hasattr(group, name) else _OLDER[name])
+    return method

@@ -1,6 +1,7 @@
 """The library's own groups: nobody else issues collectives on them, so results cannot be mixed up."""
 
 import gc
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import cast
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from stretto.errors import CommunicationError, ConfigError
 from stretto.groups.collective_group import SoloGroup
+from stretto.groups.connections import Connection, connections
 from stretto.groups.wrapped import WrappedGroup
 
 
@@ -72,6 +74,11 @@ def part_of(
     return part(members)
 
 
+def ranks_of(group: dist.ProcessGroup) -> Sequence[int]:
+    """Return the ranks of a group in the default group, in its order; where torch does not know it, its own."""
+    return _registered_ranks(group) or _registered_ranks(_innermost(group)) or range(group.size())
+
+
 def release(group: dist.ProcessGroup) -> None:
     """Destroy a private group over the whole job; every rank calls it.
 
@@ -99,6 +106,17 @@ _retired: list[dist.ProcessGroup] = []
 
 _parts: list[dist.ProcessGroup] = []
 """Groups over a part of the job, of this process."""
+
+
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Connection]] = weakref.WeakKeyDictionary()
+"""What this process has opened while it made a group."""
+
+
+def connections_of(group: dist.ProcessGroup) -> set[Connection]:
+    """Return the connections that were opened while a private group was made: its own, and perhaps some of others."""
+    while group not in _opened and isinstance(group, WrappedGroup):
+        group = group.inner
+    return _opened.get(group, set())
 
 
 def retire(group: dist.ProcessGroup) -> None:
@@ -154,6 +172,7 @@ def _over(ranks: Sequence[int] | None, backend: str | None, timeout_seconds: flo
     if ranks is not None:
         _check(ranks, world_size, rank)
     part = ranks is not None and len(ranks) < world_size
+    before = connections()
     try:
         group: dist.ProcessGroup = dist.new_group(
             list(ranks) if part and ranks is not None else None,
@@ -167,6 +186,7 @@ def _over(ranks: Sequence[int] | None, backend: str | None, timeout_seconds: flo
             "of them has died or did not ask for it, or they have made different numbers of groups before"
         ) from error
     _parts.extend([group] * part)
+    _opened[group] = connections() - before
     return group
 
 

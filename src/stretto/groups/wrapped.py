@@ -21,6 +21,9 @@ class WrappedGroup(CollectiveGroup):
         backend_name: The name under which the subclass is registered.
     """
 
+    inner_device: torch.device | None = None
+    """Where the inner group's tensors lie; None for where this group's lie."""
+
     def __init__(self, inner: dist.ProcessGroup, store: Store | None, backend_name: str) -> None:
         super().__init__(inner.rank(), inner.size())
         self._inner = inner
@@ -68,10 +71,28 @@ def may_wait_again(group: dist.ProcessGroup, device: torch.device) -> bool:
         device: Of their tensors.
     """
     if isinstance(group, WrappedGroup):
-        return group.may_wait_again and may_wait_again(group.inner, device)
+        return group.may_wait_again and may_wait_again(group.inner, group.inner_device or device)
     if type(group) is not dist.ProcessGroup:
         return bool(getattr(group, "may_wait_again", True))
     return group._get_backend(device).name() == "gloo"
+
+
+def orders_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether a wait for a work orders streams, and the host goes on at once.
+
+    So it is with NCCL: what the caller's stream is given afterwards comes after the collective. Groups that are written
+    in Python say so by an attribute `orders_streams`; one over another group leaves it to that, unless it has its own.
+
+    Args:
+        group: Performs the collectives.
+        device: Of their tensors.
+    """
+    own: bool | None = getattr(group, "orders_streams", None)
+    if own is not None:
+        return own
+    if isinstance(group, WrappedGroup):
+        return orders_streams(group.inner, device)
+    return type(group) is dist.ProcessGroup and group._get_backend(device).name() == "nccl"
 
 
 def register_over_gloo(

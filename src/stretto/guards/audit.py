@@ -15,6 +15,7 @@ from stretto.checksums import digest, hexadecimal
 from stretto.engine.accumulation import Accumulation
 from stretto.errors import ConfigError, TransferCorrupt
 from stretto.fields import check_fields
+from stretto.groups.collectives import method_of
 from stretto.guards.contract import Guard, GuardScript, RoundWatch
 from stretto.guards.replay import GuardedRounds, KeptRound
 from stretto.randomness import coin, draw
@@ -263,7 +264,7 @@ class _RoundAudit:
         group = self._exchange.group
         self._on_lane(
             lambda: self._exchange.wait(
-                group.alltoall_base(arrived, outgoing, taken, sent), "audited micro-batches"
+                method_of(group, "all_to_all_single")(arrived, outgoing, taken, sent), "audited micro-batches"
             )
         )
         arrived = arrived.cpu()

@@ -60,6 +60,7 @@ from stretto_lab.train.outcome import Outcome, describe_environment, new_run_fol
 from stretto_lab.train.rank import title_of
 from stretto_lab.train.restarts import train_on
 from stretto_lab.train.simulation import SimulateConfig, simulate
+from stretto_lab.train.workers import described_device, device_of
 
 CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
     {
@@ -129,7 +130,8 @@ def train_command(words: Sequence[str]) -> None:
     named, given = parse_options("train", words, CONFIGURE["train"])
     run, options = _with_folder(named, given), list(words[1:])
     check_replan(words, options)
-    ranks = find_ranks(run.workers)
+    ranks = find_ranks(run.workers, run.device)
+    run, given = (dataclasses.replace(one, workers=ranks.world_size) for one in (run, given))
     if run.strategy == AUTO:
         # As it was given: with the run's folder in it, measuring would leave a tokenizer there.
         chosen = chosen_before(run) or choose(given, ranks, _log(ranks))
@@ -147,7 +149,8 @@ def resume_command(words: Sequence[str]) -> None:
     named, options = before["recipe"], going_on(before["options"], given)
     _, run = parse_options("train", [named, *options, "--run-dir", folder, "--resume"], CONFIGURE["train"])
     run = _with_folder(named, run)
-    ranks = find_ranks(run.workers)
+    ranks = find_ranks(run.workers, run.device)
+    run = dataclasses.replace(run, workers=ranks.world_size)
     if any(word.startswith("--strategy") for word in given):  # what was chosen before no longer counts
         options = going_on(without_auto(before["options"]), given)
     check_replan(given, options)
@@ -203,8 +206,10 @@ def _train_once(named: str, options: Sequence[str], run: RunConfig[TaskConfig], 
         check_run(run, ranks.world_size)
     if not ranks.is_first:
         return train_on(ranks, run, _log(ranks))
-    with run_folder(run, named, options):
-        _print_line(title_of(run, ranks.world_size))
+    device = device_of(run.device, 0, ranks.local_world_size)
+    with run_folder(run, named, options, device):
+        place = described_device(device, run.device, ranks.local_world_size)
+        _print_line(title_of(run, ranks.world_size, place))
         _print_line("starting the workers")  # they import PyTorch anew, which takes seconds
         return train_on(ranks, run, _print_line)
 
@@ -212,7 +217,7 @@ def _train_once(named: str, options: Sequence[str], run: RunConfig[TaskConfig], 
 def compare_command(words: Sequence[str]) -> None:
     """Run strategies side by side on the same link."""
     _, comparison = parse_options("compare", words, CONFIGURE["compare"])
-    ranks = find_ranks(comparison.workers)
+    ranks = find_ranks(comparison.workers, comparison.device)
     with named_as_options(comparison), named_as_options(comparison.task, TASK):
         runs = compare(comparison, ranks, _log(ranks))
     if ranks.is_first:
@@ -285,7 +290,7 @@ def report_command(words: Sequence[str]) -> None:
 def diagnose_command(words: Sequence[str]) -> None:
     """Measure whether the input is the bottleneck, and what an echo would gain."""
     _, job = parse_options("diagnose", words, CONFIGURE["diagnose"])
-    ranks = find_ranks(job.workers)
+    ranks = find_ranks(job.workers, job.device)
     with named_as_options(job), named_as_options(job.task, TASK):
         check_run(job.run_of(parse_arm(job.strategy)), ranks.world_size)
     _log(ranks)("measuring the loader, the step, and both together")
@@ -298,7 +303,7 @@ def diagnose_command(words: Sequence[str]) -> None:
 def plan_command(words: Sequence[str]) -> None:
     """Measure a recipe, and say which strategy and wire to use."""
     _, job = parse_options("plan", words, CONFIGURE["plan"])
-    ranks = find_ranks(job.workers)
+    ranks = find_ranks(job.workers, job.device)
     found = rankings(job, ranks, _log(ranks))
     if ranks.is_first:
         print_plan(found)

@@ -6,11 +6,15 @@ import sys
 
 from stretto.groups import is_hosted_by_agent, launched_rank, meeting_point
 from stretto_lab.train.launch import JoinedRank, LocalRanks, Ranks
-from stretto_lab.train.workers import RankInfo
+from stretto_lab.train.workers import DeviceKind, RankInfo, local_workers
 
 
-def find_ranks(workers: int) -> Ranks:
+def find_ranks(workers: int | None, device: DeviceKind = "cpu") -> Ranks:
     """Return the rank that a launcher has made of this process, or else `workers` local ones.
+
+    Args:
+        workers: How many; None is one per device of this kind.
+        device: Where their models shall live.
 
     Raises:
         ConfigError: A launcher's variables are incomplete.
@@ -24,7 +28,7 @@ def find_ranks(workers: int) -> Ranks:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     # torchft, in a comparison, prints several lines for each of its exchanges otherwise.
     os.environ.setdefault("RUST_LOG", "warn")
-    return LocalRanks(workers)
+    return LocalRanks(local_workers(workers, device))
 
 
 def is_joined() -> bool:

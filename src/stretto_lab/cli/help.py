@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             takes="RECIPE",
             basic=(
                 "preset", "strategy", "workers", "updates", "to-loss", "micro-batches", "wire", "link", "echo",
-                "guards", "seed", "run-dir", "resume",
+                "guards", "run-dir", "resume",
             ),
         ),
         "resume": Command(

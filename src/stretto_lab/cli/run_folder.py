@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stretto import checkpoint
 from stretto.disk import read_whole, replace_file
 from stretto.errors import ConfigError
@@ -21,7 +23,9 @@ CONFIG = "config.json"
 
 
 @contextmanager
-def run_folder(run: RunConfig[TaskConfig], recipe: str, words: Sequence[str]) -> Iterator[None]:
+def run_folder(
+    run: RunConfig[TaskConfig], recipe: str, words: Sequence[str], device: torch.device
+) -> Iterator[None]:
     """Make the folder of a run for the length of the block; it stays, unless the run fails before it has begun.
 
     A resume that trains nothing leaves the configuration as it was: options that do not fit the checkpoint would stand
@@ -31,6 +35,7 @@ def run_folder(run: RunConfig[TaskConfig], recipe: str, words: Sequence[str]) ->
         run: The run, whose folder is known.
         recipe: As the user wrote it.
         words: The options as the user wrote them.
+        device: Where the models of this machine's ranks live.
 
     Raises:
         ConfigError: The folder holds a run already, and this run does not resume it; or another run is in it.
@@ -50,7 +55,7 @@ def run_folder(run: RunConfig[TaskConfig], recipe: str, words: Sequence[str]) ->
     former = None if before is None else read_whole(folder / CONFIG)
     records = _records_in(folder)
     with held(folder):
-        prepare_run_folder(run, command)
+        prepare_run_folder(run, command, device)
         try:
             yield
         except Exception:

@@ -21,7 +21,8 @@ from stretto.checksums import digest, hexadecimal
 
 _SEED = 20
 _LARGEST = 8
-"""Operands are whole numbers up to this, so that the sum of 256 products stays far below 2^24."""
+"""Operands are whole numbers up to this, so that the sum of 2^17 products stays below 2^24. bfloat16 and the inner
+formats of tensor cores hold them exactly."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,19 +56,20 @@ _attention = _with_gradients(
 )
 
 
-def _exact_matmul(left: Tensor, right: Tensor, upstream: Tensor) -> list[Tensor]:
-    a, b, g = left.long(), right.long(), upstream.long()
-    return [(a @ b).float(), (g @ b.T).float(), (a.T @ g).float()]
+def _exactly(run: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """Return the same work in float64, where all sums are exact; results are rounded once, to the operands' dtype."""
+
+    def exact(*operands: Tensor) -> list[Tensor]:
+        return [result.to(operands[0].dtype) for result in run(*(one.double() for one in operands))]
+
+    return exact
 
 
-def _exact_convolution(images: Tensor, kernels: Tensor, upstream: Tensor) -> list[Tensor]:
-    return [result.float() for result in _convolution(images.double(), kernels.double(), upstream.double())]
-
-
-def _whole_numbers(*shapes: Sequence[int]) -> list[Tensor]:
+def _whole_numbers(*shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(_SEED)
     return [
-        torch.randint(-_LARGEST, _LARGEST + 1, tuple(shape), generator=generator).float() for shape in shapes
+        torch.randint(-_LARGEST, _LARGEST + 1, tuple(shape), generator=generator).to(dtype)
+        for shape in shapes
     ]
 
 
@@ -79,17 +81,33 @@ def _normal_numbers(*shapes: Sequence[int]) -> list[Tensor]:
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {
         "matmul": Operator(
-            lambda: _whole_numbers((192, 160), (160, 192), (192, 192)), _matmul, _exact_matmul
+            lambda: _whole_numbers((192, 160), (160, 192), (192, 192)), _matmul, _exactly(_matmul)
         ),
         "convolution": Operator(
             lambda: _whole_numbers((4, 8, 16, 16), (16, 8, 3, 3), (4, 16, 16, 16)),
             _convolution,
-            _exact_convolution,
+            _exactly(_convolution),
         ),
         "attention": Operator(lambda: _normal_numbers(*[(2, 4, 64, 32)] * 4), _attention),
     }
 )
 """Forward and backward of what models are made of; the last operand is the gradient of the result."""
+_WIDE = ((2048, 256), (256, 2048), (2048, 2048))
+LARGE_OPERATORS: Mapping[str, Operator] = MappingProxyType(
+    {
+        "matmul": Operator(lambda: _whole_numbers(*_WIDE), _matmul, _exactly(_matmul)),
+        "matmul in bf16": Operator(
+            lambda: _whole_numbers(*_WIDE, dtype=torch.bfloat16), _matmul, _exactly(_matmul)
+        ),
+        "convolution": Operator(
+            lambda: _whole_numbers((32, 32, 32, 32), (64, 32, 3, 3), (32, 64, 32, 32)),
+            _convolution,
+            _exactly(_convolution),
+        ),
+        "attention": Operator(lambda: _normal_numbers(*[(8, 16, 256, 64)] * 4), _attention),
+    }
+)
+"""The same for devices, of a size that gives each of some hundred multiprocessors a tile of its own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +187,8 @@ class MemoryResult:
     passes: int
     """How often the whole buffer was written and read."""
     damaged_words: int
+    megabytes: int
+    """Length of the buffer, in units of 2^20 bytes."""
     first: str
     """Where the first damaged word was, and what it held; empty if there is none."""
 
@@ -199,7 +219,7 @@ def write_and_read(
             first = _describe(words, expected, int(wrong[0]))
         damaged += len(wrong)
         passes += 1
-    return MemoryResult(passes=passes, damaged_words=damaged, first=first)
+    return MemoryResult(passes=passes, damaged_words=damaged, megabytes=megabytes, first=first)
 
 
 def _fill(words: Tensor, turn: int) -> None:

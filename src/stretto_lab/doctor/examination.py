@@ -22,6 +22,7 @@ from stretto.groups import Link
 from stretto.machine import processor_name, share_of_cores, usable_cores
 from stretto.packed import pack, unpack
 from stretto_lab.doctor.device import (
+    LARGE_OPERATORS,
     OPERATORS,
     MemoryResult,
     Operator,
@@ -32,8 +33,11 @@ from stretto_lab.doctor.device import (
 from stretto_lab.doctor.network import COLLECTIVES, CollectiveResult, LinkResult, Network
 from stretto_lab.doctor.report import Finding, Report
 from stretto_lab.faults import WIRE_SITES, Fault, FaultPlan, FaultyGroup, Injector
-from stretto_lab.train.workers import RankInfo, joined_group
+from stretto_lab.train.workers import RankInfo, device_of, joined_group
 
+_HOST_MEGABYTES = 64
+_DEVICE_MEGABYTES = 2**13
+"""At most: operations on CUDA count up to 2^31 elements, and this has 2^30 words."""
 _TIME_SHARES = {"arithmetic": 0.4, "memory": 0.2, "collectives": 0.2, "links": 0.2}
 
 
@@ -45,8 +49,9 @@ class Examination:
     """Local processes to start. Ranks that a launcher such as torchrun has started count instead."""
     seconds: float = 30.0
     """How long to look, about. A longer look finds rarer faults."""
-    memory_megabytes: int = 64
-    """Memory that every rank writes and reads per device, in units of 2^20 bytes; it takes three times that."""
+    memory_megabytes: int | None = None
+    """Memory that every rank writes and reads per device, in units of 2^20 bytes; it takes three times that. None is 64
+    of the host's, and a quarter of what is free of a device, 8 GiB at most."""
     link_megabytes: float = 4.0
     """Payload that is sent over every link at a time, in units of 2^20 bytes."""
     faults: tuple[Fault, ...] = ()
@@ -59,8 +64,8 @@ class Examination:
     def __post_init__(self) -> None:
         check_fields(self)
         for field in ("workers", "seconds", "memory_megabytes", "link_megabytes", "timeout_seconds"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"{field} must be positive, found {getattr(self, field)}")
+            if (value := getattr(self, field)) is not None and not value > 0:
+                raise ConfigError(f"{field} must be positive, found {value}")
         if inside := [fault.site for fault in self.faults if fault.site not in WIRE_SITES]:
             raise ConfigError(
                 f"a fault in {inside[0]} has no job to strike here: expected one of {', '.join(WIRE_SITES)}"
@@ -75,7 +80,11 @@ class Subject:
     threads: int
     """Threads that keep the host's cores busy."""
     operators: Mapping[str, Operator] = dataclasses.field(default_factory=lambda: OPERATORS)
-    """Work to repeat."""
+    """Work to repeat on the host."""
+    large_operators: Mapping[str, Operator] = dataclasses.field(default_factory=lambda: LARGE_OPERATORS)
+    """Work to repeat on other devices."""
+    between_devices: Network | None = None
+    """Collectives and links between devices; None where not every rank has one of its own."""
     disturb: Callable[[Tensor], None] | None = None
     """What happens to memory between writing and reading; for a rehearsal."""
 
@@ -99,8 +108,8 @@ class _RankResult:
     host: str
     devices: list[_DeviceResult]
     collectives: dict[str, CollectiveResult]
-    links: dict[int, LinkResult]
-    """By sender."""
+    links: dict[str, dict[int, LinkResult]]
+    """By network and sender."""
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "_RankResult":
@@ -118,7 +127,10 @@ class _RankResult:
                 for device in fields["devices"]
             ],
             collectives={name: CollectiveResult(**one) for name, one in fields["collectives"].items()},
-            links={sender: LinkResult(**one) for sender, one in fields["links"].items()},
+            links={
+                name: {sender: LinkResult(**one) for sender, one in links.items()}
+                for name, links in fields["links"].items()
+            },
         )
 
 
@@ -130,6 +142,8 @@ def examine_rank(info: RankInfo, examination: Examination) -> Report:
     """
     torch.set_num_threads(1)
     torch.backends.cudnn.deterministic = True
+    # Sums in bfloat16 are not exact.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     count = torch.cuda.device_count()
     own = [torch.device("cuda", i) for i in range(info.local_rank, count, info.local_world_size)]
     with joined_group(info, Link.parse("none"), torch.device("cpu"), examination.timeout_seconds):
@@ -138,8 +152,21 @@ def examine_rank(info: RankInfo, examination: Examination) -> Report:
             raise RuntimeError("expected a default group, which `joined_group` makes")
         plan = FaultPlan(examination.faults)
         struck = FaultyGroup(group, Injector(plan, info.rank)) if plan.faults else group
-        subject = Subject(devices=[torch.device("cpu"), *own], threads=_threads(_Meeting(group)))
+        subject = Subject(
+            devices=[torch.device("cpu"), *own],
+            threads=_threads(_Meeting(group)),
+            between_devices=_between_devices(info),
+        )
         return examine(struck, subject, examination)
+
+
+def _between_devices(info: RankInfo) -> Network | None:
+    """Return the ranks' devices as NCCL joins them, where each has one; machines are expected to be alike."""
+    device = device_of("auto", info.local_rank, info.local_world_size)
+    if device.type != "cuda" or info.world_size == 1:
+        return None
+    torch.cuda.set_device(device)
+    return Network(dist.new_group(backend="nccl"), device)
 
 
 def _threads(meeting: "_Meeting") -> int:
@@ -151,21 +178,28 @@ def _threads(meeting: "_Meeting") -> int:
 
 def examine(group: dist.ProcessGroup, subject: Subject, examination: Examination) -> Report:
     """Examine one rank of `group` among the others; all ranks must call, with equal settings."""
-    network, meeting = Network(group), _Meeting(group)
+    meeting = _Meeting(group)
+    networks = {"": Network(group, torch.device("cpu"))}
+    if subject.between_devices is not None:
+        networks[" over NCCL"] = subject.between_devices
     seconds = {check: share * examination.seconds for check, share in _TIME_SHARES.items()}
     devices = [_examine_device(device, subject, examination, seconds) for device in subject.devices]
-    collectives = {name: CollectiveResult() for name in COLLECTIVES}
-    for index in meeting.rounds("collectives", seconds["collectives"]):
-        network.check_collectives(index, collectives)
-    links: dict[int, LinkResult] = {}
-    for index in meeting.rounds("links", seconds["links"]):
-        network.check_links(examination.link_megabytes, index, links)
+    collectives: dict[str, CollectiveResult] = {}
+    links: dict[str, dict[int, LinkResult]] = {}
+    for over, network in networks.items():
+        of_network = {name: CollectiveResult() for name in COLLECTIVES}
+        for index in meeting.rounds(f"collectives{over}", seconds["collectives"] / len(networks)):
+            network.check_collectives(index, of_network)
+        collectives |= {f"{name}{over}": result for name, result in of_network.items()}
+        links[over] = {}
+        for index in meeting.rounds(f"links{over}", seconds["links"] / len(networks)):
+            network.check_links(examination.link_megabytes, index, links[over])
     own = _RankResult(host=platform.node(), devices=devices, collectives=collectives, links=links)
     results = [_RankResult.of(fields) for fields in meeting.gather(dataclasses.asdict(own))]
     findings = [
         *_judge_arithmetic(results),
-        *_judge_memory(results, examination.memory_megabytes),
-        *(_judge_collective(name, [result.collectives[name] for result in results]) for name in COLLECTIVES),
+        *_judge_memory(results),
+        *(_judge_collective(name, [result.collectives[name] for result in results]) for name in collectives),
         *_judge_links(results),
     ]
     return Report(hosts=tuple(result.host for result in results), findings=tuple(findings))
@@ -180,11 +214,26 @@ def _examine_device(
     return _DeviceResult(
         place=f"host {platform.node()}, {device}",
         kind=processor_name() if is_cpu else torch.cuda.get_device_name(device),
-        operators=repeat(subject.operators, device, share * seconds["arithmetic"], threads),
+        operators=repeat(
+            subject.operators if is_cpu else subject.large_operators,
+            device,
+            share * seconds["arithmetic"],
+            threads,
+        ),
         memory=write_and_read(
-            device, examination.memory_megabytes, share * seconds["memory"], subject.disturb
+            device,
+            examination.memory_megabytes or _megabytes_of(device),
+            share * seconds["memory"],
+            subject.disturb,
         ),
     )
+
+
+def _megabytes_of(device: torch.device) -> int:
+    """Return how long a buffer is of which three fit into what is free."""
+    if device.type == "cpu":
+        return _HOST_MEGABYTES
+    return min(_DEVICE_MEGABYTES, torch.cuda.mem_get_info(device)[0] // 2**22)
 
 
 class _Meeting:
@@ -257,11 +306,11 @@ def _compare_devices(name: str, kind: str, digests: Mapping[tuple[int, str], str
     )
 
 
-def _judge_memory(results: Sequence[_RankResult], megabytes: int) -> Iterator[Finding]:
+def _judge_memory(results: Sequence[_RankResult]) -> Iterator[Finding]:
     for rank, device in _devices(results):
         found = device.memory
         passed = found.damaged_words == 0
-        detail = f"{found.passes} passes over {megabytes} MiB"
+        detail = f"{found.passes} passes over {found.megabytes} MiB"
         if not passed:
             detail += f", {found.damaged_words} words damaged; {found.first}"
         suspects = () if passed else (rank,)
@@ -288,18 +337,22 @@ def _judge_collective(name: str, results: Sequence[CollectiveResult]) -> Finding
 
 
 def _judge_links(results: Sequence[_RankResult]) -> Iterator[Finding]:
-    for receiver, result in enumerate(results):
-        for sender, found in sorted(result.links.items()):
-            rate = found.bytes / found.seconds / 1e6
-            detail = f"{rate:,.1f} MB/s over {found.bytes / 1e6:,.0f} MB"
-            if found.damaged:
-                detail += f", {found.damaged} payloads damaged"
-            link = sender, receiver
-            yield Finding(
-                check="link",
-                link=link,
-                megabytes_per_second=rate,
-                passed=not found.damaged,
-                detail=detail,
-                damaged_links=(link,) if found.damaged else (),
-            )
+    for receiver, over, sender, found in (
+        (receiver, over, sender, found)
+        for receiver, result in enumerate(results)
+        for over, links in result.links.items()
+        for sender, found in sorted(links.items())
+    ):
+        rate = found.bytes / found.seconds / 1e6
+        detail = f"{rate:,.1f} MB/s over {found.bytes / 1e6:,.0f} MB"
+        if found.damaged:
+            detail += f", {found.damaged} payloads damaged"
+        link = sender, receiver
+        yield Finding(
+            check=f"link{over}",
+            link=link,
+            megabytes_per_second=rate,
+            passed=not found.damaged,
+            detail=detail,
+            damaged_links=(link,) if found.damaged else (),
+        )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from stretto.groups.collectives import method_of
 from stretto.guards.strikes import Link
 
 _NUMEL = 4096
@@ -44,11 +45,13 @@ class Network:
     """The collectives and links of a group, as one rank checks them; all ranks make the same calls in the same order.
 
     Args:
-        group: Takes tensors in the host's memory.
+        group: Performs the collectives.
+        device: Where the tensors lie that it takes.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
+        self._device = device
         self._rank, self._world_size = group.rank(), group.size()
         self._ranks = range(self._world_size)
 
@@ -75,12 +78,13 @@ class Network:
         for distance in range(1, self._world_size):
             receiver = (self._rank + distance) % self._world_size
             sender = (self._rank - distance) % self._world_size
-            payload, arrived = self._values(self._rank, receiver, round_index, numel), torch.zeros(numel)
+            payload, arrived = self._values(self._rank, receiver, round_index, numel), self._zeros(numel)
             numel_to, numel_from = [0] * self._world_size, [0] * self._world_size
             numel_to[receiver] = numel_from[sender] = numel
             self._group.barrier().wait()
             started = time.perf_counter()
-            self._group.alltoall_base(arrived, payload, numel_from, numel_to).wait()
+            method_of(self._group, "all_to_all_single")(arrived, payload, numel_from, numel_to).wait()
+            arrived[-1].item()  # a device's work has ended only now
             result = results.setdefault(sender, LinkResult())
             result.seconds += time.perf_counter() - started
             result.bytes += arrived.nbytes
@@ -96,29 +100,31 @@ class Network:
 
     def _reduce_scatter(self, round_index: int) -> tuple[bool, set[Link]]:
         own = torch.cat([self._values(self._rank, owner, round_index) for owner in self._ranks])
-        found = torch.zeros(_NUMEL)
-        self._group.reduce_scatter_single(found, own, dist.ReduceScatterOptions()).wait()
+        found = self._zeros(_NUMEL)
+        method_of(self._group, "reduce_scatter_single")(found, own, dist.ReduceScatterOptions()).wait()
         parts = [self._values(rank, self._rank, round_index) for rank in self._ranks]
         return _equal(found, torch.stack(parts).sum(0)), set()
 
     def _all_gather(self, round_index: int) -> tuple[bool, set[Link]]:
-        found = torch.zeros(self._world_size * _NUMEL)
-        self._group.all_gather_single(found, self._values_for_all(self._rank, round_index)).wait()
+        found = self._zeros(self._world_size * _NUMEL)
+        method_of(self._group, "all_gather_single")(
+            found, self._values_for_all(self._rank, round_index)
+        ).wait()
         return self._compare_by_sender(found, lambda sender: self._values_for_all(sender, round_index))
 
     def _broadcast(self, round_index: int) -> tuple[bool, set[Link]]:
         options = dist.BroadcastOptions()
         options.rootRank = root = round_index % self._world_size
         expected = self._values_for_all(root, round_index)
-        found = expected.clone() if self._rank == root else torch.zeros(_NUMEL)
+        found = expected.clone() if self._rank == root else self._zeros(_NUMEL)
         self._group.broadcast([found], options).wait()
         is_right = _equal(found, expected)
         return is_right, set() if is_right else {(root, self._rank)}
 
     def _all_to_all(self, round_index: int) -> tuple[bool, set[Link]]:
         own = torch.cat([self._values(self._rank, receiver, round_index) for receiver in self._ranks])
-        found = torch.zeros(self._world_size * _NUMEL)
-        self._group.alltoall_base(found, own, [], []).wait()
+        found = self._zeros(self._world_size * _NUMEL)
+        method_of(self._group, "all_to_all_single")(found, own, [], []).wait()
         return self._compare_by_sender(found, lambda sender: self._values(sender, self._rank, round_index))
 
     def _compare_by_sender(self, found: Tensor, expected: Callable[[int], Tensor]) -> tuple[bool, set[Link]]:
@@ -135,8 +141,13 @@ class Network:
     def _values(self, sender: int, receiver: int, round_index: int, numel: int = _NUMEL) -> Tensor:
         """Return whole numbers from -64 to 64, others for every sender, receiver and round."""
         start = 7 * sender + 31 * receiver + 127 * round_index
-        mixed = torch.arange(start, start + numel).mul_(0x9E3779B1).bitwise_right_shift_(9)
+        mixed = (
+            torch.arange(start, start + numel, device=self._device).mul_(0x9E3779B1).bitwise_right_shift_(9)
+        )
         return mixed.remainder_(129).sub_(64).float()
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, device=self._device)
 
 
 COLLECTIVES: Mapping[str, Callable[[Network, int], tuple[bool, set[Link]]]] = MappingProxyType(

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from stretto.errors import CommunicationError, ConfigError, MissingExtra
 from stretto.fields import check_at_least, check_fields
 from stretto.groups import ThrottledGroup, announce_rank
+from stretto.groups.collectives import method_of
 from stretto.records import Update
 from stretto_lab.peers.stock import Replicas, TorchDDP
 
@@ -309,7 +310,7 @@ class HivemindAverages(Replicas):
             failure = error
         own = torch.stack([value.double().sum() for value in self._left]).sum().view(1).cpu()
         everybody = own.new_empty(self.world_size)
-        self._control.all_gather_single(everybody, own).wait()
+        method_of(self._control, "all_gather_single")(everybody, own).wait()
         with self._averager.get_tensors() as shared, torch.no_grad():
             # Where a part fails, hivemind logs it and keeps a rank's own values.
             if not found or (everybody.unique().numel() > 1 and all(map(torch.equal, shared, self._left))):

@@ -17,6 +17,7 @@ from stretto.engine.noisy import add_noise, generator_of
 from stretto.engine.round import Weighed, weighed
 from stretto.errors import ConfigError
 from stretto.groups import SoloGroup, ThrottledGroup, private_group, release
+from stretto.groups.collectives import method_of
 from stretto.noise import Noise
 from stretto.optimizer import learning_rate
 from stretto.records import Incident, Update
@@ -112,7 +113,7 @@ class Peer:
         """Start to exchange tallies; the returned function waits for those of the other ranks."""
         own = tally.as_tensor()
         everybody = own.new_empty(self.world_size * len(own))
-        work = self._control.all_gather_single(everybody, own)
+        work = method_of(self._control, "all_gather_single")(everybody, own)
 
         def totals() -> Totals:
             work.wait()

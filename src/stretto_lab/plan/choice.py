@@ -82,7 +82,7 @@ def choose(
     join_launched_group(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Choice(parse_arm("zero1"), fixed, None)
-    ranks = Ranks(device, Options().timeout_seconds)
+    ranks = Ranks(device, Options())
     with ranks.together():
         machine = _measured(ranks, model, optimizer, loss_function, loader, batches)
         ranking = rank_by_time(

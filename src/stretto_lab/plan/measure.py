@@ -26,6 +26,7 @@ from stretto.engine.round import Progress
 from stretto.errors import ConfigError
 from stretto.flat import usual_bucket_bytes
 from stretto.groups import Link, SoloGroup, private_group
+from stretto.groups.collectives import method_of
 from stretto.machine import share_of_cores, usable_cores
 from stretto.parallel import DataParallel
 from stretto.strategies import ZeRO1
@@ -47,7 +48,9 @@ _AT_ONCE = 8
 """Collectives that are under way together, as the buckets of a job are. One alone uses Gloo's links in one direction
 at a time, and takes up to twice as long."""
 _LARGEST_TRANSFER = 2**25
-"""Bytes that a rank sends at most to find out."""
+"""Bytes above which a transfer does not grow, so that it needs no more memory: it is repeated."""
+_MOST_TRANSFERS = 2**12
+"""Enough for 2**37 bytes, which take 0.1 s at ten times the rate of today's fastest links between devices."""
 _MOST_CORES = 1024
 """As many as a set of cores has on Linux."""
 
@@ -109,13 +112,19 @@ class Ranks:
 
     Args:
         device: Where what they send each other lies.
-        timeout_seconds: How long to wait for a rank that neither answers nor dies.
+        options: How long to wait for a rank.
     """
 
-    def __init__(self, device: torch.device, timeout_seconds: float) -> None:
-        self.group = private_group(timeout_seconds=timeout_seconds + BACKEND_MARGIN_SECONDS)
+    def __init__(self, device: torch.device, options: Options) -> None:
+        self.group = private_group(timeout_seconds=options.timeout_seconds + BACKEND_MARGIN_SECONDS)
         self.device = device
-        self._failures = FailureDetector(self.group, device, timeout_seconds, Progress())
+        self._failures = FailureDetector(
+            self.group,
+            device,
+            timeout_seconds=options.timeout_seconds,
+            silent_seconds=options.silent_seconds,
+            progress=Progress(),
+        )
         self._lifetime = Lifetime(self._failures, leave=lambda waits: None)
 
     @contextmanager
@@ -133,18 +142,32 @@ class Ranks:
         """
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         whole = own.new_empty(self.group.size() * len(values))
-        self._failures.wait(self.group.all_gather_single(whole, own), "times of all ranks")
+        self._failures.wait(method_of(self.group, "all_gather_single")(whole, own), "times of all ranks")
         return whole.view(-1, len(values)).cpu()
 
-    def send(self, outgoing: Sequence[Tensor], to: Sequence[int]) -> None:
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Return how long `work` takes, until the device has done it."""
+        return _seconds(work, self.device)
+
+    def send(self, outgoing: Sequence[Tensor], to: Sequence[int], times: int = 1) -> None:
         """Send of each tensor an equal part to each rank of `to`, all at once; these do the same.
+
+        Args:
+            outgoing: What is sent; nobody looks at what arrives.
+            to: This rank and others.
+            times: How often.
 
         Raises:
             CommunicationError: Another rank does not come.
         """
         part = outgoing[0].numel() // len(to)
         splits = [part * (rank in to) for rank in range(self.group.size())]
-        works = [self.group.all_to_all_single(torch.empty_like(one), one, splits, splits) for one in outgoing]
+        arrives = [torch.empty_like(one) for one in outgoing]
+        works = [
+            method_of(self.group, "all_to_all_single")(to_here, one, splits, splits)
+            for _ in range(times)
+            for to_here, one in zip(arrives, outgoing, strict=True)
+        ]
         for work in works:
             self._failures.wait(work, "measurement of the link")
 
@@ -167,7 +190,7 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
         task = job.task.build(info.rank, info.world_size, job.seed, None)
         task.model.to(device)
         slow = dataclasses.replace(task, loader=slowed(job, task.loader, info.rank))
-        ranks = Ranks(device, job.timeout_seconds)
+        ranks = Ranks(device, job.options)
         with ranks.together():
             return measure_task(ranks, slow, batches, job.ranks_per_node or info.local_world_size)
 
@@ -194,7 +217,7 @@ def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int) ->
     each = _agreed_ranks_per_node(ranks, ranks_per_node)
     inside, link = measure_links(ranks, each)
     passes = [_passes(task, batch, device) for batch, _ in fresh][_WARM_UP:]
-    exchanges = {wire: _exchange_seconds(task, fresh[0][0], wire) for wire in WIRES}
+    exchanges = {wire: _exchange_seconds(task, fresh[0][0], wire, device) for wire in WIRES}
     step_seconds = _step_seconds(task, fresh[0][0], device)
     own = Machine(
         ranks=ranks.group.size(),
@@ -293,7 +316,9 @@ def measure_links(ranks: Ranks, ranks_per_node: int) -> tuple[Link, Link]:
 def measure_link(ranks: Ranks, to: Sequence[int]) -> Link:
     """Return the link that every rank has to some others while all send; all ranks must call.
 
-    The latency is that of the smallest message, there. The rate is that of a transfer which is long enough.
+    The latency is that of the smallest message, there. The rate is that of transfers which take long enough, together.
+    Where a transfer takes less than twice the latency, it cannot be told from it: the rate is then too low rather than
+    anything.
 
     Args:
         ranks: All of them.
@@ -302,21 +327,26 @@ def measure_link(ranks: Ranks, to: Sequence[int]) -> Link:
     if len(to) == 1:
         return Link()
 
-    def seconds(numel: int, at_once: int = _AT_ONCE) -> float:
+    def seconds(numel: int, times: int = 1, at_once: int = _AT_ONCE) -> float:
         outgoing = [
             torch.zeros(len(to) * numel // at_once, dtype=torch.uint8, device=ranks.device)
             for _ in range(at_once)
         ]
-        return _seconds(lambda: ranks.send(outgoing, to), ranks.device)
+        return ranks.seconds(lambda: ranks.send(outgoing, to, times))
+
+    def longest(numel: int, times: int) -> float:
+        return ranks.gather([seconds(numel, times)]).max().item()  # all ranks send equally much
 
     latency = statistics.median(seconds(1, at_once=1) for _ in range(_ROUND_TRIPS))
-    numel = 2**14
-    longest = ranks.gather([seconds(numel)]).max().item()
-    while longest < _LINK_SECONDS and numel * (len(to) - 1) < _LARGEST_TRANSFER:
-        numel *= 4
-        longest = ranks.gather([seconds(numel)]).max().item()  # all ranks send equally much
-    sent_bytes = numel * (len(to) - 1)
-    return Link(bits_per_second=8 * sent_bytes / max(longest - latency, 1e-9), latency_seconds=latency)
+    numel, times = 2**14, 1
+    while (taken := longest(numel, times)) < _LINK_SECONDS and times < _MOST_TRANSFERS:
+        if numel * (len(to) - 1) < _LARGEST_TRANSFER:
+            numel *= 4
+        else:
+            times *= 4
+    sending = max(taken - latency, taken / 2)  # all are under way together
+    bits = 8 * times * numel * (len(to) - 1)
+    return Link(bits_per_second=bits / sending if sending else None, latency_seconds=latency)
 
 
 def _timed(loader: Any) -> Iterator[tuple[Any, float]]:
@@ -343,7 +373,7 @@ def _jitter(taken: list[float]) -> float:
     return math.sqrt(3) * statistics.stdev(taken) / statistics.fmean(taken) if len(taken) > 1 else 0.0
 
 
-def _exchange_seconds(task: Task, batch: Any, wire: str) -> float:
+def _exchange_seconds(task: Task, batch: Any, wire: str, device: torch.device) -> float:
     """Return how long the communication lane of a rank that is alone is busy with an update."""
     task.optimizer.zero_grad()
     parallel = DataParallel(
@@ -353,6 +383,7 @@ def _exchange_seconds(task: Task, batch: Any, wire: str) -> float:
     for _ in range(_WARM_UP + _EXCHANGES):
         update = parallel.backward(task.loss(task.model, batch).value)
         taken.append(0.0 if update is None else update.lane_seconds)
+        _await(device)  # so that the next update knows the times of this one
     parallel.finish()
     return statistics.median(taken[_WARM_UP:])
 
@@ -368,6 +399,11 @@ def _step_seconds(task: Task, batch: Any, device: torch.device) -> float:
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     started = time.perf_counter()
     work()
+    _await(device)
+    return time.perf_counter() - started
+
+
+def _await(device: torch.device) -> None:
+    """Wait until a device has done what was called for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - started

@@ -1,6 +1,8 @@
 """What reviewers asked of the papers and nobody has answered with a number: our answers."""
 
 import math
+from collections.abc import Mapping
+from typing import Literal
 
 from stretto_lab.reproduce.acco import REAL as TEXT
 from stretto_lab.reproduce.echo import CURVE, LOADS, loads
@@ -60,6 +62,32 @@ _CLIPPED = {
     },
 }
 
+
+def _of_averages(
+    *,
+    id: str,
+    claim: str,
+    source: str,
+    cells: Mapping[str, Mapping[str, Cell]],
+    effects: tuple[Effect, ...],
+    answer: str,
+    kind: Literal["question", "answer"] = "question",
+) -> Record:
+    return Record(
+        id=id,
+        claim=claim,
+        kind=kind,
+        source=source,
+        setting=SMALL,
+        real=REAL,
+        cells=cells,
+        effects=effects,
+        scale=SCALE,
+        differences=DIFFERENCES,
+        answer=answer,
+    )
+
+
 QUESTIONS = (
     Record(
         id="acco.split",
@@ -87,13 +115,10 @@ QUESTIONS = (
         answer="The more gradients make the estimate, the nearer it is to the committed parameters. But a round has "
         "to be long enough to hide an exchange, and a small second half is not. The claim that is judged is ours.",
     ),
-    Record(
+    _of_averages(
         id="paft.sharded",
         claim="Why not avoid the divergence altogether? A sharded optimizer (ZeRO-1) undoes most of the damage",
-        kind="question",
         source="reviews 1 and 3 of PAFT",
-        setting=SMALL,
-        real=REAL,
         cells=table_1("DSGD", "Noised DSGD", "PAFT-Sync H = 10", "ZeRO-1"),
         effects=(
             Effect(
@@ -106,53 +131,38 @@ QUESTIONS = (
                 limits=Limits(least=50),
             ),
         ),
-        scale=SCALE,
-        differences=DIFFERENCES,
         answer="Every coordinate has one owner, whose values all ranks install: replicas cannot part. An average also "
         "divides the noise by the number of workers, which sharding does not. The claim that is judged is ours.",
     ),
-    Record(
+    _of_averages(
         id="paft.hit-averages",
         claim="Noise on the averages themselves matters much less than noise on gradients",
         kind="answer",
         source="answer to review 4 of PAFT",
-        setting=SMALL,
-        real=REAL,
         cells=_HIT,
         effects=tuple(
             lost(variance, "H = 10, averages hit too", Limits(most=SAME), to="PAFT-Sync H = 10")
             for variance in VARIANCES[:3]
         ),
-        scale=SCALE,
-        differences=DIFFERENCES,
         answer="What noisy gradients leave in the weights has a factor η², noise on the weights has none. With "
         "`verified=True` an average is checked on its way.",
     ),
-    Record(
+    _of_averages(
         id="paft.weights-instead",
         claim="Why not average weights at every update, instead of gradients? At equal noise that is the worse "
         "place to be hit",
-        kind="question",
         source="reviews 1 and 3 of PAFT",
-        setting=SMALL,
-        real=REAL,
         cells=_INSTEAD,
         effects=(lost("1e-3", _WEIGHTS, Limits(least=SAME), to="PAFT-Sync H = 10"),),
-        scale=SCALE,
-        differences=DIFFERENCES,
         answer="The claim that is judged is ours.",
     ),
-    Record(
+    _of_averages(
         id="paft.clipping",
         claim="Clipping mitigates large errors",
         kind="answer",
         source="answer to review 1 of PAFT, Q4",
-        setting=SMALL,
-        real=REAL,
         cells=_CLIPPED,
         effects=(lost("1e-2", "Noised DSGD", Limits(least=SAME), to="Noised DSGD, clipped at 1"),),
-        scale=SCALE,
-        differences=DIFFERENCES,
         answer="The noise is most of the norm that is clipped, so that every step becomes shorter: a smaller learning "
         "rate. That alone saves much, but less than averages do, and together with averages it costs accuracy. Damage "
         "that comes after the norm has been taken is out of a clip's reach.",

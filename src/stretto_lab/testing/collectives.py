@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from stretto.groups.collectives import method_of
+
 Started = tuple[dist.Work, Tensor]
 """A collective under way, and the tensor that holds this rank's result once it is complete."""
 
@@ -79,7 +81,7 @@ def _broadcast(group: dist.ProcessGroup, own: Tensor) -> Started:
 
 def _all_gather(group: dist.ProcessGroup, own: Tensor) -> Started:
     whole = own.new_empty(own.numel() * group.size())
-    return group.all_gather_single(whole, own), whole
+    return method_of(group, "all_gather_single")(whole, own), whole
 
 
 def _all_gather_list(group: dist.ProcessGroup, own: Tensor) -> Started:
@@ -89,12 +91,12 @@ def _all_gather_list(group: dist.ProcessGroup, own: Tensor) -> Started:
 
 def _reduce_scatter(group: dist.ProcessGroup, own: Tensor) -> Started:
     part = own.new_empty(own.numel() // group.size())
-    return group.reduce_scatter_single(part, own, dist.ReduceScatterOptions()), part
+    return method_of(group, "reduce_scatter_single")(part, own, dist.ReduceScatterOptions()), part
 
 
 def _all_to_all(group: dist.ProcessGroup, own: Tensor) -> Started:
     received = torch.empty_like(own)
-    return group.alltoall_base(received, own, [], []), received
+    return method_of(group, "all_to_all_single")(received, own, [], []), received
 
 
 def _all_to_all_uneven(group: dist.ProcessGroup, own: Tensor) -> Started:
@@ -102,7 +104,7 @@ def _all_to_all_uneven(group: dist.ProcessGroup, own: Tensor) -> Started:
     ones = [1] * group.size()
     ones[group.rank()] = own.numel() - (group.size() - 1)
     received = torch.empty_like(own)
-    return group.alltoall_base(received, own, ones, ones), received
+    return method_of(group, "all_to_all_single")(received, own, ones, ones), received
 
 
 def _uneven_result(rank: int, inputs: Sequence[Tensor]) -> Tensor:

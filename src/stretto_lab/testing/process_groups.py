@@ -12,7 +12,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from stretto.errors import ConformanceFailed
-from stretto.exchange.exchange import IN_FLIGHT
+from stretto.exchange.scratch import IN_FLIGHT
+from stretto.groups.collectives import method_of
 from stretto.groups.private import private_group, release
 from stretto.strategies import ZeRO1
 from stretto_lab.testing.collectives import (
@@ -183,7 +184,7 @@ def _gather_odd_bits(rank: int, group: dist.ProcessGroup) -> list[str]:
     patterns = torch.tensor([0x7FC00001, 0x7F800001, -0x80000000, 0x00000001, 0x7F800000], dtype=torch.int32)
     odd = (patterns + rank % 2).view(torch.float32)
     whole = torch.empty(odd.numel() * group.size())
-    group.all_gather_single(whole, odd).wait()
+    method_of(group, "all_gather_single")(whole, odd).wait()
     expected = torch.cat([(patterns + other % 2).view(torch.float32) for other in range(group.size())])
     return difference("all_gather_single of NaN, signed zero, subnormal and infinity", expected, whole)
 
@@ -297,5 +298,5 @@ def _start_disagreeing(kind: str, odd: bool, group: dist.ProcessGroup) -> dist.W
         options.rootRank = 1 if odd else 0
         return group.broadcast([tensor], options)
     if odd and kind == "collective":
-        return group.all_gather_single(tensor.new_empty(numel * group.size()), tensor)
+        return method_of(group, "all_gather_single")(tensor.new_empty(numel * group.size()), tensor)
     return group.allreduce([tensor])

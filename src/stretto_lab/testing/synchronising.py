@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stretto.engine.runtime import Pending, Runtime, Work, choose_runtime
+from stretto.engine.runtime import Pending, Runtime, RuntimeOver, choose_runtime
 from stretto.groups.collectives import Call
 from stretto.groups.private import private_group
 from stretto.groups.wrapped import WrappedGroup
@@ -206,18 +206,35 @@ class _Calls(TorchFunctionMode):
             if on_device and name in ("tensor", "as_tensor"):
                 counted.note()
         elif name in ("cpu", "to") and args and isinstance(args[0], Tensor):
-            return self._moved(name, args[0], result, [*args[1:], *named.values()])
+            return self._moved(name, args[0], result, [*args[1:], *named.values()], **named)
         return result
 
-    def _moved(self, name: str, tensor: Tensor, result: Any, given: list[object]) -> Any:
-        """Return what a tensor's method gives back: a copy where a device would have copied."""
+    def _moved(
+        self,
+        name: str,
+        tensor: Tensor,
+        result: Any,
+        given: list[object],
+        non_blocking: bool = False,
+        **_: object,
+    ) -> Any:
+        """Return what a tensor's method gives back: a copy where a device would have copied.
+
+        Args:
+            name: Of the method.
+            tensor: Whose it is.
+            result: What it gives back here.
+            given: All that it was given.
+            non_blocking: Of `to`: the host goes on at once, as it does with memory that is pinned.
+        """
         counted, is_on_device = self._counted, self._counted.is_on_device(tensor)
         if name == "cpu" and is_on_device:
             counted.note()
             result = result.clone()
             counted.place([result], on_device=False)
         elif name == "to" and not is_on_device and any(isinstance(one, str | torch.device) for one in given):
-            counted.note()
+            if not non_blocking:
+                counted.note()
             result = result.clone() if result is tensor else result
             counted.place([result], on_device=True)
         return result
@@ -233,6 +250,7 @@ class CountedGroup(WrappedGroup):
     """
 
     may_wait_again = False
+    orders_streams = True
 
     def __init__(self, inner: dist.ProcessGroup, counted: Synchronisations) -> None:
         super().__init__(inner, None, "counted")
@@ -282,7 +300,7 @@ class _CountedWork(dist.Work):
         return self._work.result()
 
 
-class _WatchedRuntime(Runtime):
+class _WatchedRuntime(RuntimeOver):
     """A runtime whose work is watched.
 
     Args:
@@ -291,7 +309,7 @@ class _WatchedRuntime(Runtime):
     """
 
     def __init__(self, runtime: Runtime, counted: Synchronisations) -> None:
-        self._runtime = runtime
+        super().__init__(runtime)
         self._counted = counted
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
@@ -301,24 +319,4 @@ class _WatchedRuntime(Runtime):
             with self._counted.in_thread():
                 return work()
 
-        return self._runtime.spawn(watched)
-
-    def now(self) -> float:
-        """Return seconds on the runtime's clock."""
-        return self._runtime.now()
-
-    def charge(self, work: Work, elements: int = 0) -> None:
-        """Advance a virtual clock by the time of `work`."""
-        self._runtime.charge(work, elements)
-
-    def pass_backward(self, share: float) -> None:
-        """Advance a virtual clock within a backward pass."""
-        self._runtime.pass_backward(share)
-
-    def join(self) -> None:
-        """Wait for everything that was spawned, then end."""
-        self._runtime.join()
-
-    def leave(self) -> None:
-        """End after an error, without waiting."""
-        self._runtime.leave()
+        return super().spawn(watched)

@@ -21,7 +21,7 @@ from stretto_lab.train.launch import Ranks, train
 from stretto_lab.train.outcome import Outcome, describe_environment
 from stretto_lab.train.slow_rank import slow_down
 from stretto_lab.train.state import slowed
-from stretto_lab.train.workers import RankInfo, choose_device, joined_group
+from stretto_lab.train.workers import RankInfo, choose_device, device_of, joined_group
 
 RESULTS = "compare.json"
 
@@ -46,7 +46,12 @@ def compare(
     arms = parse_arms(comparison.strategies, comparison.learning_rates)
     for arm in arms:
         check_run(_run_of(arm, comparison, 0), ranks.world_size)
-    environment = {**describe_environment(), "workers": ranks.world_size, "link": comparison.link}
+    device = device_of(comparison.device, 0, ranks.local_world_size)
+    environment = {
+        **describe_environment(device),
+        "workers": ranks.world_size,
+        "link": comparison.link,
+    }
     if ranks.is_first:
         Path(comparison.out).mkdir(parents=True, exist_ok=True)
     runs: list[dict[str, Any]] = []

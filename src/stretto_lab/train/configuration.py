@@ -108,8 +108,9 @@ class Training(Options, Generic[TaskT]):
 class Job(Training[TaskT]):
     """What is trained on which real workers, and when it ends."""
 
-    workers: int = 2
-    """Local processes to start. Ranks that a launcher such as torchrun has started count instead."""
+    workers: int | None = None
+    """Local processes to start; None is one per CUDA device, or 2 on processors. Ranks that a launcher such as torchrun
+    has started count instead."""
     threads: int = 1
     """Threads of each worker's tensor operations. Runs are reproducible to the bit for equal numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

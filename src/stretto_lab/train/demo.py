@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
+
 from stretto.errors import ConfigError
 from stretto.fields import check_at_least
 from stretto_lab.faults import Fault, faults_text, parse_faults
@@ -27,6 +29,7 @@ from stretto_lab.train.launch import STEADY_AFTER, Ranks
 from stretto_lab.train.loop import seconds_to_loss
 from stretto_lab.train.outcome import Outcome, describe_environment, new_run_folder, prepare_run_folder
 from stretto_lab.train.rank import train_rank
+from stretto_lab.train.workers import device_of
 
 RESULTS = "demo.json"
 CLEAN, ALL_OFF, ALL_ON = "clean", "all off", "all on"
@@ -140,21 +143,22 @@ def demonstrate(config: DemoConfig, ranks: Ranks, log: Callable[[str], None]) ->
     out = Path(config.out or new_run_folder("demo"))
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"out={out}: expected a folder that is new or empty; name another one")
+    device = device_of(config.device, 0, ranks.local_world_size)
     content: dict[str, Any] = {
         "out": str(out),
         "runs": [],
-        "environment": {**describe_environment(), "workers": ranks.world_size},
+        "environment": {**describe_environment(device), "workers": ranks.world_size},
         "demo": dataclasses.asdict(config),
     }
     for seed in range(config.seed, config.seed + config.seeds):
-        for record in _records(dataclasses.replace(config, seed=seed), ranks, out, log):
+        for record in _records(dataclasses.replace(config, seed=seed), ranks, device, out, log):
             content["runs"].append(record)
             replace_json(out / RESULTS, content)
     return content
 
 
 def _records(
-    config: DemoConfig, ranks: Ranks, out: Path, log: Callable[[str], None]
+    config: DemoConfig, ranks: Ranks, device: torch.device, out: Path, log: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """Yield the record of every arm of one seed; the clean run, which is the first, sets hazards and target."""
     hazards: dict[str, Any] = {}
@@ -163,7 +167,7 @@ def _records(
         folder = out / f"seed-{config.seed}" / name.replace(" ", "-")
         run = dataclasses.replace(arm, run_dir=str(folder), **hazards)
         log(f"seed {run.seed}: {name}")
-        prepare_run_folder(run)
+        prepare_run_folder(run, device=device)
         outcomes = ranks.call(train_rank, run, STEADY_AFTER, False)
         if target is None:
             target = _target(outcomes[0])

@@ -25,6 +25,11 @@ class Ranks(Protocol):
         ...
 
     @property
+    def local_world_size(self) -> int:
+        """How many of them share this machine's devices."""
+        ...
+
+    @property
     def is_first(self) -> bool:
         """Whether this process makes folders, writes results and prints them."""
         ...
@@ -65,6 +70,11 @@ class LocalRanks:
     def world_size(self) -> int:
         """How many ranks there are."""
         return len(self._devices)
+
+    @property
+    def local_world_size(self) -> int:
+        """How many there were at first: those that stay keep their devices."""
+        return self._workers
 
     def without(self, ranks: Collection[int]) -> Self:
         """Return all ranks but these, numbered anew; those that stay keep their devices."""
@@ -107,6 +117,11 @@ class JoinedRank:
     def world_size(self) -> int:
         """How many ranks there are."""
         return self._info.world_size
+
+    @property
+    def local_world_size(self) -> int:
+        """How many of them share this machine's devices."""
+        return self._info.local_world_size
 
     @property
     def is_first(self) -> bool:

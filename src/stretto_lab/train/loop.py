@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
+from stretto.randomness import kept_random_states
 from stretto.records import Update
 from stretto_lab.observe import Observer
 from stretto_lab.recipes import Task
@@ -189,6 +188,7 @@ class Loop:
         self.stopwatch = stopwatch
         self.totals = totals
         self.pace = None if plan.pace is None else Pace(plan.pace)
+        self._device = next(task.model.parameters()).device
         self._observers = observers
         self._saves = saves
 
@@ -213,7 +213,7 @@ class Loop:
         step = self.handle.steps
         if self.totals.evaluations and self.totals.evaluations[-1].step == step:
             return
-        with self.stopwatch.held(), torch.random.fork_rng(devices=[]), self.handle.settled():
+        with self.stopwatch.held(), kept_random_states(self._device), self.handle.settled():
             evaluation = Evaluation(
                 step=step,
                 training_seconds=self.stopwatch.seconds,

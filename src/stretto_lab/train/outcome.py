@@ -27,6 +27,8 @@ from stretto_lab.observe import replace_json
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.hold import LOCK
 
+_CPU = torch.device("cpu")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
@@ -146,15 +148,20 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def describe_environment() -> dict[str, Any]:
-    """Return versions, processor and commit; the commit is None where the sources are not a git checkout."""
+def describe_environment(device: torch.device = _CPU) -> dict[str, Any]:
+    """Return versions, processor, device and commit.
+
+    Args:
+        device: Where the model lives; `cuda` is its name, and None on processors, whatever else the machine has. The
+            commit is None where the sources are not a git checkout.
+    """
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": processor_name(),
         "cores": os.cpu_count(),
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "commit": _commit(),
     }
 
@@ -178,12 +185,15 @@ def new_run_folder(recipe: str) -> str:
     return str(Path("runs", f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
-def prepare_run_folder(run: RunConfig[TaskT], command: Mapping[str, Any] | None = None) -> None:
+def prepare_run_folder(
+    run: RunConfig[TaskT], command: Mapping[str, Any] | None = None, device: torch.device = _CPU
+) -> None:
     """Make the run's folder and write its configuration; one process calls this before the ranks start.
 
     Args:
         run: The run; one without a folder leaves no files.
         command: What was written on the command line, to be kept with the configuration.
+        device: Where the models of this machine's ranks live.
 
     Raises:
         ConfigError: The folder holds a run already, and this run does not resume it; or it holds what no run has
@@ -194,7 +204,7 @@ def prepare_run_folder(run: RunConfig[TaskT], command: Mapping[str, Any] | None 
         return
     folder = Path(run.run_dir)
     check_folder(folder, resume=run.resume)
-    described = {**dataclasses.asdict(run), "environment": describe_environment()}
+    described = {**dataclasses.asdict(run), "environment": describe_environment(device)}
     if command is not None:
         described["command"] = command
     replace_json(folder / _CONFIG, described)

@@ -38,7 +38,7 @@ from stretto_lab.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
 from stretto_lab.train.outcome import Outcome, Totals, peak_resident_bytes
 from stretto_lab.train.slow_rank import Wait, slow_down
 from stretto_lab.train.state import Saves, TrainState, loader_of
-from stretto_lab.train.workers import RankInfo, choose_device, joined_group
+from stretto_lab.train.workers import RankInfo, choose_device, described_device, joined_group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,9 @@ def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows
         context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
         progress = None
         if shows_progress and info.rank == 0:
-            title = title_of(run, info.world_size)
+            title = title_of(
+                run, info.world_size, described_device(device, run.device, info.local_world_size)
+            )
             progress = Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
         return train_at(context, run, warmup_updates, progress)
 
@@ -240,10 +242,10 @@ def _plan(run: RunConfig[TaskT], budget: Budget | None) -> LoopPlan:
     )
 
 
-def title_of(run: RunConfig[TaskT], world_size: int) -> str:
+def title_of(run: RunConfig[TaskT], world_size: int, device: str) -> str:
     """Return what is trained where, in one line."""
     workers = "1 worker" if world_size == 1 else f"{world_size} workers"
-    title = f"{run.strategy} on {workers}"
+    title = f"{run.strategy} on {workers} ({device})"
     told = parse_arm(run.strategy).settings  # by the strategy's own text
     formats = {"wire": run.wire, "changes": run.changes, "estimates": run.estimates}
     for what, chosen in formats.items():

@@ -48,7 +48,7 @@ def train_on(ranks: Ranks, run: RunConfig[TaskT], log: Callable[[str], None]) ->
             _record(run, failure, ranks, left_out or (), going_on)
         if left_out is None or remaining is None or going_on is None:
             raise
-        log(f"{failure}\n{_in_words(run, left_out, going_on)}")
+        log(f"{failure}\n{_in_words(run, left_out, going_on, ranks.world_size)}")
     return train_on(remaining, going_on, log)
 
 
@@ -130,11 +130,13 @@ def _record(
     )
 
 
-def _in_words(run: RunConfig[TaskT], left_out: Collection[int], going_on: RunConfig[TaskT]) -> str:
+def _in_words(
+    run: RunConfig[TaskT], left_out: Collection[int], going_on: RunConfig[TaskT], before: int
+) -> str:
     latest = checkpoint.latest(checkpoints_of(run))
     begin = "from the beginning, for want of a checkpoint" if latest is None else f"from {latest.name}"
     without = f" without rank {', '.join(map(str, left_out))}" if left_out else ", with the same ranks"
-    workers = f"{going_on.workers} of {run.workers} workers"
+    workers = f"{going_on.workers} of {before} workers"
     if going_on.ranks_per_node != run.ranks_per_node:
         workers += f", no longer summed in nodes of {run.ranks_per_node}, which are not whole any more"
     return f"going on {begin}{without}: {workers}, {going_on.restarts} more restarts"

@@ -19,6 +19,7 @@ from stretto_lab.train.launch import STEADY_AFTER
 from stretto_lab.train.outcome import Outcome, prepare_run_folder
 from stretto_lab.train.rank import RankContext, train_at
 from stretto_lab.train.slow_loader import SlowStore
+from stretto_lab.train.workers import device_of
 from stretto_lab.virtual import Compute, Results, VirtualCluster, VirtualGroup, parse_network
 
 TRACE = "trace.jsonl"
@@ -137,9 +138,9 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
     """
     run, cluster = simulation.as_run(), simulation.cluster()
     check_run(run, cluster.world_size)
-    prepare_run_folder(run)
+    device = device_of(simulation.device, 0, 1)  # all ranks share it
+    prepare_run_folder(run, device=device)
     torch.set_num_threads(run.threads)
-    device = _device(simulation.device)
     title = f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}"
     header = Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds, is_virtual=True)
     progress = Progress(header) if shows_progress else None
@@ -159,11 +160,3 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
     if run.run_dir is not None:
         replace_file(Path(run.run_dir, TRACE), results.trace.write)
     return results
-
-
-def _device(name: str) -> torch.device:
-    """Return where all ranks' models live."""
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise ConfigError("device 'cuda': PyTorch finds no CUDA device here")
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")

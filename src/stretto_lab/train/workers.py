@@ -5,10 +5,11 @@ import ipaddress
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, TypeVar
@@ -26,7 +27,7 @@ from stretto.errors import (
     StrettoError,
     WorkerFailed,
 )
-from stretto.groups import Link, register_throttled
+from stretto.groups import Link, announce_death, register_throttled
 from stretto.terminal import is_unread, print_to_nobody
 from stretto_lab.train.processes import Worker, supervised
 
@@ -95,10 +96,9 @@ def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_secon
     timeout = timedelta(seconds=timeout_seconds)
     register_throttled(link, address=_LOOPBACK if _is_loopback(info.host) else None)
     try:
-        store = TCPStore(info.host, info.port, is_master=False, timeout=timeout)
         dist.init_process_group(
             "throttled" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=PrefixStore(f"stretto/{info.store_prefix}", store),
+            store=_store_of(info, timeout),
             rank=info.rank,
             world_size=info.world_size,
             timeout=timeout,
@@ -113,14 +113,57 @@ def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_secon
     dist.destroy_process_group()
 
 
-def choose_device(kind: Literal["auto", "cpu", "cuda"], info: RankInfo) -> torch.device:
-    """Return this rank's device; auto takes CUDA where every local rank finds a device of its own."""
+def _store_of(info: RankInfo, timeout: timedelta) -> PrefixStore:
+    """Return the store at which the ranks of a job meet, with a prefix of its own."""
+    store = TCPStore(info.host, info.port, is_master=False, timeout=timeout)
+    return PrefixStore(f"stretto/{info.store_prefix}", store)
+
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
+CPU_WORKERS = 2
+"""Local workers where no device says how many: the fewest that exchange anything."""
+
+
+def local_workers(chosen: int | None, kind: DeviceKind) -> int:
+    """Return how many workers to start on this machine: as many as were chosen, else one per CUDA device."""
+    if chosen is not None:
+        return chosen
+    return (0 if kind == "cpu" else torch.cuda.device_count()) or CPU_WORKERS
+
+
+def device_of(kind: DeviceKind, local_rank: int, local_world_size: int) -> torch.device:
+    """Return a rank's device; auto takes CUDA where every local rank finds a device of its own.
+
+    Raises:
+        ConfigError: There is no CUDA device, or fewer than local ranks: NCCL wants one for each.
+    """
     found = torch.cuda.device_count()
-    if kind == "cpu" or (kind == "auto" and found < info.local_world_size):
+    if kind == "cpu" or (kind == "auto" and found < local_world_size):
         return torch.device("cpu")
-    device = torch.device("cuda", info.local_rank % max(1, found))
-    torch.cuda.set_device(device)
+    if found < local_world_size:
+        raise ConfigError(
+            f"device cuda: PyTorch finds {found} CUDA devices here, for {local_world_size} workers: expected one for "
+            "each; start fewer workers, or choose device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def choose_device(kind: DeviceKind, info: RankInfo) -> torch.device:
+    """Return this rank's device, made current; see `device_of`."""
+    device = device_of(kind, info.local_rank, info.local_world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
+
+
+def described_device(device: torch.device, kind: DeviceKind, local_world_size: int) -> str:
+    """Return what a device is, for people; and where there are others, why it is none of them."""
+    if device.type == "cuda":
+        return f"cuda, {torch.cuda.get_device_name(device)}"
+    found = torch.cuda.device_count()
+    if kind == "auto" and found:
+        return f"cpu: {found} CUDA device{'s' * (found > 1)} for {local_world_size} workers"
+    return "cpu"
 
 
 T = TypeVar("T")
@@ -157,11 +200,11 @@ def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: An
     """
     with supervised() as workers:
         started = {info.rank: workers.start(_work, function, info, args) for info in infos}
-        return _collect(started, infos[0].world_size)
+        return _collect(started, infos[0])
 
 
-def _collect(workers: Mapping[int, Worker], world_size: int) -> list[Any]:
-    """Wait for every rank's report; after the first failure, for `GRACE_SECONDS` at most."""
+def _collect(workers: Mapping[int, Worker], first: RankInfo) -> list[Any]:
+    """Wait for every rank's report; after the first failure, for `GRACE_SECONDS` at most. `first` is one of them."""
     pending = {worker.pipe: rank for rank, worker in workers.items()}
     results: dict[int, Any] = {}
     failures: dict[int, _Failure] = {}
@@ -172,13 +215,13 @@ def _collect(workers: Mapping[int, Worker], world_size: int) -> list[Any]:
             break
         for pipe in [pipe for pipe in pending if pipe in ready]:
             rank = pending.pop(pipe)
-            succeeded, report = _report(workers[rank])
+            succeeded, report = _report(workers[rank], dataclasses.replace(first, rank=rank))
             (results if succeeded else failures)[rank] = report
         if failures and deadline is None:
             deadline = time.monotonic() + GRACE_SECONDS
     if failures:
         damages = [failure.damage for failure in failures.values() if failure.damage is not None]
-        raise WorkerFailed(_describe(failures, len(workers), world_size), damages)
+        raise WorkerFailed(_describe(failures, len(workers), first.world_size), damages)
     return [results[rank] for rank in workers]
 
 
@@ -186,13 +229,21 @@ def _silent(failures: Mapping[int, _Failure]) -> set[int]:
     return {rank for failure in failures.values() for rank in failure.silent}
 
 
-def _report(worker: Worker) -> tuple[bool, Any]:
+def _report(worker: Worker, info: RankInfo) -> tuple[bool, Any]:
     """Return whether a rank succeeded, with its result or failure."""
     try:
         succeeded, report = worker.receive()
     except WorkerFailed as failure:
+        # A store whose host is stopped does not answer, and nobody waits for this.
+        threading.Thread(target=_announce, args=(info, str(failure)), daemon=True).start()
         return False, _Failure(text=str(failure))
     return succeeded, report
+
+
+def _announce(info: RankInfo, how: str) -> None:
+    """Tell the other ranks that this one has ended, and how."""
+    with suppress(RuntimeError):  # the store has ended with it
+        announce_death(_store_of(info, timedelta(seconds=GRACE_SECONDS)), info.rank, how)
 
 
 def _describe(failures: Mapping[int, _Failure], num_workers: int, world_size: int) -> str:

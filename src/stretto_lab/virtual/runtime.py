@@ -13,7 +13,7 @@ from zlib import crc32
 
 import numpy as np
 
-from stretto.engine.runtime import InlineRuntime, Pending, Runtime, Work
+from stretto.engine.runtime import HostTimer, InlineRuntime, Pending, Runtime, Timer, Work
 from stretto.errors import ConfigError
 from stretto.fields import check_fields
 from stretto_lab.virtual.clock import Schedule, Stopped, Task
@@ -167,6 +167,12 @@ class VirtualRuntime(Runtime):
     def now(self) -> float:
         """Return virtual seconds since the run began."""
         return self._time.schedule.now_ns / 1e9
+
+    def timer(self) -> Timer:
+        return HostTimer(self.now)
+
+    def keep_pace(self) -> None:
+        """Do nothing: a program goes on when its work is done."""
 
     def charge(self, work: Work, elements: int = 0) -> None:
         self._time.charge(work, elements)

@@ -1,0 +1,181 @@
+"""What a bucket costs the host: launches, calls that wait for the device, and time of the communication lane.
+
+    python benchmarks/launches.py
+
+One process, one rank, one thread. Each job is run with few buckets and with many, all of 64 elements, where work itself
+takes no time; what a bucket costs is the difference over the number of buckets that it has more. Launches are PyTorch's
+operations on the lane that are no views: on a device each is a kernel or a few. Waits are those of both lanes, counted
+as `stretto_lab.testing.synchronising` says, and what a round has without any bucket is shown beside. Time is the
+processor's, of the lane's thread, in microseconds: the median over updates, and the least of several runs.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import stretto as st
+from stretto.engine.runtime import Pending, Runtime, choose_runtime
+from stretto.groups import SoloGroup
+from stretto_lab.testing.synchronising import Synchronisations
+
+T = TypeVar("T")
+FEW, MANY = 50, 200
+"""Buckets."""
+WARM_UP, UPDATES = 4, 12
+NUMEL = 64
+ROWS: dict[str, tuple[st.Strategy, dict[str, Any]]] = {
+    "zero1": (st.ZeRO1(), {}),
+    "ddp": (st.DDP(), {}),
+    "wp": (st.WeightPrediction(), {}),
+    "acco": (st.ACCO(), {}),
+    "zero1 int8": (st.ZeRO1(), {"wire": "int8"}),
+    "zero1 verified": (st.ZeRO1(), {"verified": True}),
+    "zero1 guards": (st.ZeRO1(), {"guards": "standard"}),
+    "acco guards": (st.ACCO(), {"guards": "standard"}),
+}
+
+
+class Cost(NamedTuple):
+    """Of one update."""
+
+    launches: float
+    waits: float
+    microseconds: float
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        makes_nothing = func.is_view or func.overloadpacket.__name__.startswith(("empty", "detach"))
+        self.count += not makes_nothing
+        return func(*args, **(kwargs or {}))
+
+
+class WatchedRuntime(Runtime):
+    """A lane's runtime whose work is counted and timed."""
+
+    def __init__(self, runtime: Runtime, group: "WatchedGroup") -> None:
+        self._runtime = runtime
+        self._group = group
+
+    def spawn(self, work: Callable[[], T]) -> Pending[T]:
+        """Start work, and note what it takes."""
+
+        def watched() -> T:
+            with self._group.watching():
+                return work()
+
+        return self._runtime.spawn(watched)
+
+    now = property(lambda self: self._runtime.now)
+    charge = property(lambda self: self._runtime.charge)
+    pass_backward = property(lambda self: self._runtime.pass_backward)
+    join = property(lambda self: self._runtime.join)
+    leave = property(lambda self: self._runtime.leave)
+
+
+class WatchedGroup(SoloGroup):
+    """One rank, whose lane is watched."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.operations = Operations()
+        self.seconds = 0.0
+        self._counts = counts
+
+    def private(self) -> "WatchedGroup":
+        """Return this group: nobody else uses it."""
+        return self
+
+    def lane_runtime(self, *, overlaps: bool) -> Runtime:
+        """Return what the lane of a job runs on."""
+        return WatchedRuntime(choose_runtime(SoloGroup(), torch.device("cpu"), overlaps=overlaps), self)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count and time the block."""
+        with self.operations if self._counts else nullcontext():
+            started = time.thread_time()
+            yield
+            self.seconds += time.thread_time() - started
+
+
+def trained(
+    strategy: st.Strategy, group: Any, buckets: int, after_update: Callable[[int], None], **settings: Any
+) -> int:
+    """Train a model of so many buckets; return how many they are."""
+    guards = settings.pop("guards", ())
+    model = nn.ParameterList([nn.Parameter(torch.randn(NUMEL)) for _ in range(buckets)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    micro_batches = 2 if strategy.name == "acco" else 1
+    parallel = st.DataParallel(
+        model, optimizer, strategy, micro_batches=micro_batches, group=group, guards=guards,
+        options=st.Options(bucket_bytes=4 * NUMEL, **settings),
+    )  # fmt: skip
+    for index in range(WARM_UP + UPDATES):
+        for _ in range(micro_batches):
+            parallel.backward(torch.stack([parameter.sum() for parameter in model]).sum())
+        after_update(index)
+    if len(parallel.job.layout.buckets) != buckets:
+        raise SystemExit(f"expected {buckets} buckets, found {len(parallel.job.layout.buckets)}")
+    parallel.finish()
+
+
+def per_update(totals: list[float]) -> float:
+    """Return the median of what updates after the first ones have added."""
+    return statistics.median(after - before for before, after in itertools.pairwise(totals[WARM_UP:]))
+
+
+def cost_of(strategy: st.Strategy, buckets: int, settings: dict[str, Any]) -> Cost:
+    """Return what an update costs."""
+    group, operations = WatchedGroup(counts=True), []
+    trained(strategy, group, buckets, lambda _: operations.append(group.operations.count), **settings)
+    counted, waits = Synchronisations(), []
+    with counted.watching():
+        trained(
+            strategy,
+            counted.on(SoloGroup()),
+            buckets,
+            lambda _: waits.append(counted.lines.total()),
+            **settings,
+        )
+    timed, seconds = WatchedGroup(counts=False), []
+    trained(strategy, timed, buckets, lambda _: seconds.append(timed.seconds), **settings)
+    launches, waits_each, lasts = map(per_update, (operations, waits, seconds))
+    return Cost(launches, waits_each, 1e6 * lasts)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=3, help="runs of each job; the quickest counts")
+    runs = parser.parse_args().runs
+    torch.set_num_threads(1)
+    print("per bucket and update     launches  waits  microseconds    waits without buckets")
+    for name, (strategy, settings) in ROWS.items():
+        best: list[Cost] = []
+        for buckets in (FEW, MANY):
+            found = [cost_of(strategy, buckets, settings) for _ in range(runs)]
+            best.append(min(found, key=lambda cost: cost.microseconds))
+        each = [(many - few) / (MANY - FEW) for few, many in zip(*best, strict=True)]
+        rest = best[0].waits - FEW * each[1]
+        print(f"{name:24s} {each[0]:9.1f} {each[1]:6.2f} {each[2]:13.0f} {rest:24.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

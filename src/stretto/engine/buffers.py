@@ -1,0 +1,108 @@
+"""A model's floating-point buffers side by side: copies and comparisons with a few operations for all of them.
+
+Buffers are many and small. What is found of them stays on their device, so that nobody waits for it here.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+Buffer = Tensor | None
+"""A buffer's value. None where there is none, or where ranks do not agree on one."""
+VALUE, KIND = 1, 2
+"""Bits of a report: a buffer has another value than ranks agreed on; it is of another kind."""
+
+
+def are_alike(left: Buffer, right: Buffer) -> bool:
+    """Return whether both are of one kind: shape and dtype, or both missing."""
+    if left is None or right is None:
+        return left is right
+    return left.shape == right.shape and left.dtype == right.dtype
+
+
+def copies_of(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Return copies of what there is; they may share memory with each other."""
+    copies: list[Buffer] = [None] * len(buffers)
+    for indices, (content,) in side_by_side(buffers):
+        for index, part in zip(indices, apart(content, indices, buffers), strict=True):
+            copies[index] = part
+    return copies
+
+
+def changed_since(agreed: Sequence[Buffer], values: Sequence[Buffer]) -> Tensor:
+    """Return one byte per buffer: 0 if it is what ranks last agreed on, `VALUE` or `KIND` if not; `(buffers,)` uint8.
+
+    It lies on the device of the first buffer that there is.
+    """
+    alike = [are_alike(left, right) for left, right in zip(agreed, values, strict=True)]
+    compared = [value if same else None for value, same in zip(values, alike, strict=True)]
+    differ = count_of(agreed, compared, of=torch.ne)
+    device = next((value.device for value in (*values, *agreed) if value is not None), None)
+    flags = []
+    for index, same in enumerate(alike):
+        if index in differ:
+            flags.append(differ[index].to(device))
+        else:
+            flags.append(torch.full((), 0 if same else -KIND, dtype=torch.int32, device=device))
+    return torch.stack(flags).clamp_(-KIND, VALUE).abs_().to(torch.uint8)
+
+
+def changes_of(agreed: Sequence[Buffer], values: Sequence[Buffer]) -> bytes:
+    """Return what `changed_since` finds, for which the host waits."""
+    return bytes(changed_since(agreed, values).tolist()) if values else b""
+
+
+def remain_finite(values: Sequence[Buffer], before: Sequence[Buffer], changed: Tensor) -> Tensor:
+    """Return whether no changed buffer has got an infinity or a NaN where its value before had none: `()` bool."""
+    broken = count_of(values, before, of=lambda value, old: ~value.isfinite() & old.isfinite())
+    if not broken:
+        return torch.ones((), dtype=torch.bool, device=changed.device)
+    looked_at = changed if len(broken) == len(changed) else torch.stack([changed[index] for index in broken])
+    flags = torch.stack([flag.to(changed.device) for flag in broken.values()])
+    return ~(flags * looked_at).any()
+
+
+def count_of(*columns: Sequence[Buffer], of: Callable[..., Tensor]) -> dict[int, Tensor]:
+    """Return by index, for rows of buffers of one shape, of how many elements `of` is true, `()` int32."""
+    found: dict[int, Tensor] = {}
+    for indices, contents in side_by_side(*columns):
+        until = torch.nn.functional.pad(of(*contents).cumsum(0, dtype=torch.int32), (1, 0))
+        lengths = [value.numel() for index in indices if (value := columns[0][index]) is not None]
+        ends = torch.tensor([0, *itertools.accumulate(lengths)])
+        ends = (ends.pin_memory() if until.is_cuda else ends).to(until.device, non_blocking=True)
+        found |= zip(indices, until[ends].diff().unbind(), strict=True)
+    return dict(sorted(found.items()))
+
+
+def side_by_side(*columns: Sequence[Buffer]) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """Yield, of rows of tensors of one shape, indices with the same dtypes and devices, and each column's values."""
+    kinds: dict[object, list[tuple[int, tuple[Tensor, ...]]]] = defaultdict(list)
+    for index, row in enumerate(zip(*columns, strict=True)):
+        if _have_one_shape(row):
+            kinds[tuple([(value.dtype, value.device) for value in row])].append((index, row))
+    for rows in kinds.values():
+        indices, values = zip(*rows, strict=True)
+        columns_of = zip(*values, strict=True)
+        yield list(indices), [torch.cat([_in_a_row(value) for value in column]) for column in columns_of]
+
+
+def _have_one_shape(row: Sequence[Buffer]) -> TypeGuard[tuple[Tensor, ...]]:
+    """Return whether each is there, in the shape of the first."""
+    first = row[0]
+    return first is not None and all([value is not None and value.shape == first.shape for value in row])
+
+
+def apart(content: Tensor, indices: Sequence[int], like: Sequence[Buffer]) -> list[Tensor]:
+    """Return views of `content`, in the shapes of those buffers."""
+    shapes = [value.shape for index in indices if (value := like[index]) is not None]
+    parts = content.split([shape.numel() for shape in shapes])
+    return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _in_a_row(value: Tensor) -> Tensor:
+    # Most have one dimension, and with many small ones the calls are what takes time.
+    return value if value.ndim == 1 else value.reshape(-1)

@@ -1,0 +1,270 @@
+"""The watcher: a thread of each rank that gives signs of life in the job's store, and looks there at those of others.
+
+Note [Calls of the store]
+    No call of a `TCPStore` gives up on a host that is stopped or cut off. So nobody calls the store but this thread, on
+    a connection of its own. Others read what it has found last, hand it what it shall write, and wait for it for a
+    bounded time.
+
+Note [How long a rank is silent]
+    What counts is the time between looks that the store has answered, and of a longer pause no more than two periods.
+    So a rank that was itself stopped, or could not reach the store, does not blame the others for its own absence. A
+    thread gives the signs, so a rank that computes, compiles, saves or stands in a debugger gives them too.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+from torch import distributed as dist
+from torch._C._distributed_c10d import Store
+
+from stretto.groups import deaths
+
+_log = logging.getLogger("stretto")
+
+PERIOD_SECONDS = 0.5
+"""Between two looks; a rank that raised is noticed within twice this time."""
+_LONGEST_PAUSE = 2
+"""Periods that one pause counts at most; see Note [How long a rank is silent]."""
+_PERIODS = 4
+"""In the time after which a rank counts as silent, at least."""
+_WATCHED = 8
+"""Ranks whose signs one rank reads: those that follow it, and so a whole node's."""
+_LATE = 6
+"""Part of the time after which a rank counts as silent, after which it is told as late."""
+_ARRIVE_SECONDS = 5.0
+"""How long a job waits at its start for the store to answer."""
+_JOIN_SECONDS = 1.0
+"""How long its end waits for a call of the store to come back."""
+_BEAT, _PLACE, _TROUBLE, _LEFT = "beat", "place", "trouble", "left"
+"""Topics, the one key that is read while no rank has written anything else, and the last sign of a rank that ends."""
+_WORDS = ("failure", "finding", "alarm", "heard")
+"""What ranks write where something has gone wrong."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """What the others may want to know of a rank when it is gone."""
+
+    keeps_store: bool
+    """Whether the store ends with its process."""
+    connections: frozenset[str]
+    """Names of those that its group has opened."""
+
+    def __str__(self) -> str:
+        return " ".join([str(int(self.keeps_store)), *sorted(self.connections)])
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return the place that `text` was written from."""
+        keeps_store, *names = text.split(" ")
+        return cls(keeps_store == "1", frozenset(names))
+
+
+class Watcher:
+    """Gives signs of this rank's life, and knows what others have written.
+
+    Args:
+        store: Of the job's group; None, or a rank alone, watches nobody.
+        members: Of the job: their ranks in the default group, by which whoever has started them calls them.
+        rank: Of this process among them.
+        place: Of this rank.
+        silent_seconds: After which a rank without a sign of life counts as silent.
+        aborts: Groups to abort once a rank is known to be gone, because nothing else ends what waits for them.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        members: Sequence[int],
+        rank: int,
+        place: Place,
+        silent_seconds: float,
+        aborts: Sequence[dist.ProcessGroup],
+    ) -> None:
+        self.others = [other for other in range(len(members)) if other != rank]
+        self.rank = rank
+        self.silent_seconds = silent_seconds
+        self.period = min(PERIOD_SECONDS, silent_seconds / _PERIODS)
+        self.place = place
+        self.places: dict[int, Place] = {}
+        """Of the other ranks, as far as they have been read."""
+        self.words: Mapping[str, Mapping[int, str]] = {}
+        """What other ranks have written, by topic and rank, and their deaths."""
+        self.beats: Mapping[int, str] = {}
+        """The last signs of those ranks whose signs are read here."""
+        self.answers = 0
+        """Looks that the store has answered."""
+        self.lost: str | None = None
+        """Why the store can no longer be asked, if it cannot."""
+        self.is_over = False
+        """Whether this rank has ended the job."""
+        self._members = members
+        self._aborts = aborts
+        self.has_aborted = False
+        """Whether it has aborted the groups that it was given."""
+        following = [(rank + distance) % len(members) for distance in range(1, len(members))]
+        self._watched = following[:_WATCHED]
+        self._silence: dict[int, float] = {}
+        self._late: set[int] = set()
+        self._errands: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
+        self._overdue = threading.Event()  # of the last errand that was not done in time: set once it is
+        self._overdue.set()
+        self._goodbye: str | None = None
+        self._thread: threading.Thread | None = None
+        if store is not None and self.others:
+            self._thread = threading.Thread(
+                target=self._run, args=(store,), name="stretto-watch", daemon=True
+            )
+            self._thread.start()
+            self._do(lambda: None, _ARRIVE_SECONDS)  # its place is known before anything can happen to it
+
+    # What others ask
+
+    def say(self, topic: str, text: str, seconds: float) -> bool:
+        """Write `text` for the other ranks; return whether it is there within `seconds`."""
+
+        def write() -> None:
+            self._store.set(f"{topic}/{self.rank}", text)
+            self._store.set(_TROUBLE, "")
+
+        return self._do(write, seconds)
+
+    def look(self, seconds: float) -> bool:
+        """Look now; return whether the store has answered within `seconds`."""
+        return self._do(self._look, seconds)
+
+    def watch(self, ranks: Sequence[int]) -> None:
+        """Read the signs of these ranks too, from the next look on."""
+        self._watched = [*self._watched, *(rank for rank in ranks if rank not in self._watched)]
+
+    def heard(self, topic: str) -> Mapping[int, str]:
+        """Return what other ranks had written about `topic` at the last look."""
+        return self.words.get(topic, {})
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is anybody to watch, and a store to look into."""
+        return self._thread is not None
+
+    @property
+    def left(self) -> set[int]:
+        """Ranks that have ended the job in their own way, of those whose signs are read here."""
+        return {rank for rank, beat in self.beats.items() if beat == _LEFT}
+
+    @property
+    def silent(self) -> list[int]:
+        """Ranks without a sign of life for as long as they may be, of those whose signs are read here."""
+        return sorted(rank for rank, seconds in self._silence.items() if seconds >= self.silent_seconds)
+
+    @property
+    def keeper(self) -> int | None:
+        """The other rank with whose process the store ends, where it is known."""
+        return next((rank for rank, place in self.places.items() if place.keeps_store), None)
+
+    def end(self, *, leaves: bool = True) -> None:
+        """Give no more signs; a rank that leaves says so, and nobody takes it for dead."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self._goodbye = _LEFT if leaves else None
+        if self._thread is not None:
+            self._errands.put((lambda: None, threading.Event()))
+            if self._thread is not threading.current_thread():
+                self._thread.join(_JOIN_SECONDS)  # it must not come out of the store while Python ends
+
+    # The thread
+
+    def _do(self, errand: Callable[[], None], seconds: float) -> bool:
+        """Have it done; return whether it is within `seconds`. Nobody waits while one that was due is not done."""
+        if self._thread is None or self.is_over:
+            return False
+        done, is_stuck = threading.Event(), not self._overdue.is_set()
+        self._errands.put((errand, done))
+        if not done.wait(0.0 if is_stuck else seconds):
+            self._overdue = done
+            return False
+        return self.lost is None
+
+    def _run(self, store: Store) -> None:
+        self._try(lambda: self._arrive(store))
+        while not self.is_over:
+            self._try(self._look)
+            with contextlib.suppress(queue.Empty):
+                errand, done = self._errands.get(timeout=self.period)
+                while True:  # also those that came meanwhile: what a rank says at its end is said
+                    self._try(errand)
+                    done.set()
+                    errand, done = self._errands.get_nowait()
+        if self._goodbye is not None:
+            self._try(lambda: self._store.set(f"{_BEAT}/{self.rank}", _LEFT))
+        del self._store
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if self.lost is None:
+            try:
+                call()
+            except RuntimeError as error:  # whoever keeps the store has ended
+                self.lost = str(error).splitlines()[0]
+
+    def _arrive(self, store: Store) -> None:
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
+        self._looked_at = time.monotonic()
+        self._beat = 0
+        self._store.set(f"{_PLACE}/{self.rank}", str(self.place))
+
+    def _look(self) -> None:
+        self._beat += 1
+        self._store.set(f"{_BEAT}/{self.rank}", str(self._beat))
+        beats = self._hear(_BEAT, watched := self._watched)
+        now = time.monotonic()
+        self._count(watched, beats, min(now - self._looked_at, _LONGEST_PAUSE * self.period))
+        self._looked_at = now
+        if unknown := [rank for rank in self.others if rank not in self.places]:
+            self.places |= {rank: Place.read(text) for rank, text in self._hear(_PLACE, unknown).items()}
+        words: dict[str, Mapping[int, str]] = {}
+        if self._store.check([_TROUBLE]):
+            words = {topic: self._hear(topic, self.others) for topic in _WORDS}
+        if died := deaths(self._store):
+            words["death"] = {rank: died[name] for rank, name in enumerate(self._members) if name in died}
+        self.words = words
+        self.answers += 1
+        self._abort_if_gone()
+
+    def _hear(self, topic: str, ranks: Sequence[int]) -> dict[int, str]:
+        keys = {rank: f"{topic}/{rank}" for rank in ranks}
+        if not self._store.check(list(keys.values())):  # of those that have come, one by one
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        found = self._store.multi_get(list(keys.values())) if keys else []
+        return {rank: text.decode() for rank, text in zip(keys, found, strict=True)}
+
+    def _count(self, watched: Sequence[int], beats: Mapping[int, str], seconds: float) -> None:
+        for rank in watched:
+            is_new = beats.get(rank) != self.beats.get(rank) or beats.get(rank) == _LEFT
+            self._silence[rank] = 0.0 if is_new else self._silence.get(rank, 0.0) + seconds
+        self.beats = beats
+        follower = watched[0]  # one rank is enough to tell it
+        is_late = self._silence[follower] >= self.silent_seconds / _LATE
+        if is_late and follower not in self._late:
+            self._late.add(follower)
+            _log.warning(
+                "rank %d: no sign of life from rank %d for %.3g s; the job ends if it stays away for %.3g s "
+                "(Options.silent_seconds)",
+                self.rank, follower, self._silence[follower], self.silent_seconds,
+            )  # fmt: skip
+        elif not is_late and follower in self._late:
+            self._late.remove(follower)
+            _log.warning("rank %d: rank %d is back", self.rank, follower)
+
+    def _abort_if_gone(self) -> None:
+        is_told = any(self.words.get(topic) for topic in ("failure", "finding", "death"))
+        if is_told or self.silent:
+            self.has_aborted = bool(self._aborts)
+            for group in self._aborts:
+                group.abort()
+            self._aborts = ()

@@ -1,0 +1,178 @@
+"""A rank that is killed, stopped or silent at any moment of a job: all others end in time, and name it."""
+
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+import stretto as st
+from stretto.groups.collectives import Call
+from stretto.groups.private import private_group
+from stretto.groups.wrapped import WrappedGroup
+from stretto.strategies import STRATEGIES
+from tests.errors.test_failures import default_store, move_store_to_rank_0
+from tests.errors.tiny import tiny_model
+from tests.groups.nccl_like import NcclLikeGroup
+from tests.processes import rank_outcomes
+
+SILENT_SECONDS = 6.0
+"""More than a busy machine keeps a process waiting."""
+NEVER = 600.0
+LONG = timedelta(seconds=60)
+MARGIN_SECONDS = 5.0
+WIRES = ("fp32", "bf16", "int8", "int4")
+MOST_CALLS = 40
+"""Collectives of the start and of some updates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strike:
+    """What happens to one rank of a job."""
+
+    how: Literal["kill", "stop", "silence"]
+    world_size: int
+    victim: int
+    call: int
+    """Of its collectives, the one at which it happens."""
+    has_begun: bool
+    """Whether it happens after that one was started."""
+    strategy: str
+    wire: str
+    is_nccl_like: bool
+    keeps_store: bool
+    """Whether the store ends with rank 0."""
+
+    @property
+    def limit_seconds(self) -> float:
+        """After which the others may know at the earliest."""
+        shows = not self.is_nccl_like or (
+            self.keeps_store and self.victim == 0
+        )  # something closes when it dies
+        return 0.0 if self.how == "kill" and shows else SILENT_SECONDS
+
+    @property
+    def options(self) -> st.Options:
+        """Where the time-out has to find it, nothing else may; where it must not, it comes too late."""
+        waits_for = {"timeout_seconds": NEVER, "silent_seconds": NEVER}
+        if self.limit_seconds:
+            waits_for["timeout_seconds" if self.how == "silence" else "silent_seconds"] = SILENT_SECONDS
+        return st.Options(bucket_bytes=64, wire=self.wire, **waits_for)
+
+
+def drawn(seed: int, **chosen: Any) -> Strike:
+    """A random strike."""
+    rng = random.Random(seed)
+    world_size = rng.randint(2, 4)
+    values = {
+        "how": rng.choice(["kill", "stop", "silence"]),
+        "world_size": world_size,
+        "victim": rng.randrange(world_size),
+        "call": rng.randrange(MOST_CALLS),
+        "has_begun": rng.random() < 0.5,
+        "strategy": rng.choice(list(STRATEGIES)),
+        "wire": rng.choice(WIRES),
+        "is_nccl_like": rng.random() < 0.5,
+        "keeps_store": rng.random() < 0.3,
+    }
+    return Strike(**values | chosen)
+
+
+class Struck(WrappedGroup):
+    """A group in which it happens."""
+
+    def __init__(self, strike: Strike, shared: dist.Store) -> None:
+        inner = (
+            NcclLikeGroup() if strike.is_nccl_like else private_group(dist.group.WORLD, timeout_seconds=NEVER)
+        )
+        super().__init__(inner, None, "struck")
+        self._strike = strike
+        self._shared = shared
+        self._calls = 0
+
+    def private(self) -> "Struck":
+        """Return another such group."""
+        return Struck(self._strike, self._shared)
+
+    def perform(self, call: Call) -> dist.Work:
+        """Let the inner group perform it, and strike before or after."""
+        is_now = self.rank() == self._strike.victim and self._calls == self._strike.call
+        self._calls += 1
+        if is_now and not self._strike.has_begun:
+            self._happen()
+        work = super().perform(call)
+        if is_now and self._strike.has_begun:
+            self._happen()
+        return work
+
+    def _happen(self) -> None:
+        self._shared.set("struck", str(time.monotonic()))
+        if self._strike.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self._strike.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            self._shared.wait(over(self._strike), LONG)
+
+
+def over(strike: Strike) -> list[str]:
+    """What is in the store once every other rank has ended."""
+    return [f"over/{rank}" for rank in range(strike.world_size) if rank != strike.victim]
+
+
+def train(rank: int, strike: Strike) -> tuple[str, str, float]:
+    """Train until an error; return its kind, its text, and the seconds since it happened."""
+    shared = default_store()
+    shared.set(f"process/{rank}", str(os.getpid()))
+    shared.wait([f"process/{other}" for other in range(strike.world_size)], LONG)
+    if strike.keeps_store:
+        move_store_to_rank_0(rank, strike.world_size)
+    found = ("nothing", "", 0.0)
+    try:
+        model = tiny_model()
+        parallel = st.DataParallel(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            STRATEGIES[strike.strategy](),
+            micro_batches=2,
+            group=Struck(strike, shared),
+            options=strike.options,
+        )
+        for _ in range(50 * MOST_CALLS):
+            parallel.backward(model(torch.ones(2, 4)).square().mean())
+    except st.StrettoError as error:
+        found = type(error).__name__, str(error), time.monotonic() - float(shared.get("struck"))
+    shared.set(f"over/{rank}", "")
+    if rank != strike.victim:
+        shared.wait(over(strike), LONG)
+        if strike.how == "stop":
+            os.kill(int(shared.get(f"process/{strike.victim}")), signal.SIGCONT)
+    return found
+
+
+def check(strike: Strike) -> None:
+    """All others have ended in time and name the victim; where it lives, it ends too."""
+    for outcome in rank_outcomes(strike.world_size, train, strike):
+        if outcome.rank == strike.victim:
+            assert (outcome.error is None) == (strike.how != "kill"), (strike, outcome.error)
+            continue
+        assert outcome.error is None, (strike, outcome.error)
+        kind, text, seconds = outcome.value
+        assert kind == ("PeerFailed" if strike.limit_seconds == 0 else "PeerSilent"), (strike, outcome.value)
+        names = (f"rank {strike.victim} died", f"from ranks [{strike.victim}]", f"rank {strike.victim} keeps")
+        assert any(name in text or f"rank {strike.victim}, which keeps" in text for name in names), (
+            strike,
+            text,
+        )
+        assert seconds < MARGIN_SECONDS + 1.2 * strike.limit_seconds, (strike, seconds)
+
+
+def test_whoever_is_struck_at_any_moment_is_named_by_all_others_in_time() -> None:
+    with ThreadPoolExecutor(4) as pool:  # side by side, as all they do is wait
+        list(pool.map(check, map(drawn, range(12))))

@@ -1,0 +1,218 @@
+"""What a rank learns beside its collectives: of deaths that Gloo tells nobody, of ranks that are late, or have left."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stretto as st
+from stretto.engine.failures import FailureDetector
+from stretto.engine.round import Progress
+from stretto.errors import PeerFailed, PeerSilent, WorkerFailed
+from stretto.groups import Link, private_group
+from stretto.groups.deaths import announce_death
+from stretto_lab.train.launch import LocalRanks
+from stretto_lab.train.workers import RankInfo, joined_group
+from tests.errors.test_failures import SECONDS_TO_NOTICE, default_store
+from tests.errors.test_watch import OnlyAStore
+from tests.errors.tiny import TinyJob, says, tiny_model
+from tests.groups.nccl_like import NcclLikeGroup
+from tests.processes import rank_outcomes, run_ranks
+
+NEVER = 600.0
+LONG = timedelta(seconds=60)
+
+
+class Forgotten(dist.Work):
+    """What has been sent and will never be told to be over, or only after some waits."""
+
+    def __init__(self, waits: float = float("inf")) -> None:
+        super().__init__()
+        self._left = waits
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Time out as Gloo does."""
+        self._left -= 1
+        if self._left > 0:
+            threading.Event().wait(timeout.total_seconds())
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        """Only at the end."""
+        return self._left <= 0
+
+
+def detector(group: dist.ProcessGroup, silent_seconds: float = NEVER) -> FailureDetector:
+    return FailureDetector(
+        group,
+        torch.device("cpu"),
+        timeout_seconds=NEVER,
+        silent_seconds=silent_seconds,
+        progress=Progress(),
+    )
+
+
+def forgotten_by_gloo(rank: int) -> str:
+    group = private_group()
+    failures = detector(group)
+    failures.wait(group.barrier(), "barrier")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        failures.wait(Forgotten(), "reduction of bucket 3")
+    except PeerFailed as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_death_is_seen_where_gloo_has_forgotten_the_transfer() -> None:
+    outcomes = rank_outcomes(3, forgotten_by_gloo)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.error is None, outcome.error
+        assert "waiting for the reduction of bucket 3: rank 1 died or closed its connection" in outcome.value
+        assert outcome.finished - outcomes[1].finished < SECONDS_TO_NOTICE
+
+
+def others_end_before_rank_0(rank: int) -> bool:
+    """Rank 0 waits for so long that it looks several times after the others have closed their connections."""
+    group = private_group()
+    failures = detector(group, silent_seconds=2.0)
+    failures.wait(group.barrier(), "barrier")
+    store = default_store()
+    if rank:
+        failures.end()
+        store.set(f"ended/{rank}", str(os.getpid()))
+        return True
+    store.wait(["ended/1", "ended/2"], LONG)
+    pids = [int(store.get(f"ended/{other}")) for other in (1, 2)]
+    while any(os.path.exists(f"/proc/{pid}/fd/0") for pid in pids):
+        time.sleep(0.01)
+    failures.wait(Forgotten(waits=10), "gather of bucket 0")
+    failures.end()
+    return True
+
+
+def test_a_rank_that_has_ended_its_job_is_not_taken_for_dead() -> None:
+    assert run_ranks(3, others_end_before_rank_0) == [True, True, True]
+
+
+class Waker(logging.Handler):
+    """Lets a stopped process go on as soon as somebody says that it is late."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        self._pid = pid
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note it."""
+        self.said.append(record.getMessage())
+        if "no sign of life" in self.said[-1]:
+            os.kill(self._pid, signal.SIGCONT)
+
+
+def last_rank_is_stopped_for_a_while(rank: int) -> tuple[int, list[str]]:
+    store, last = default_store(), rank == 1
+    store.set(f"process/{rank}", str(os.getpid()))
+    job = TinyJob("zero1", options=st.Options(silent_seconds=12.0))
+    waker = Waker(int(store.get("process/1")))
+    if not last:
+        logging.getLogger("stretto").addHandler(waker)
+    job.until_update()
+    if last:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    for _ in range(4):
+        job.until_update()
+    if last:
+        store.wait(["back"], LONG)
+    while not last and "is back" not in waker.said[-1]:
+        time.sleep(0.01)
+    store.set("back", "")
+    job.parallel.finish()
+    return job.parallel.steps, waker.said
+
+
+def test_a_process_that_is_stopped_for_a_while_is_told_as_late_and_goes_on() -> None:
+    (steps, said), (others, _) = run_ranks(2, last_rank_is_stopped_for_a_while)
+    assert steps == others == 5
+    late, back = said
+    assert late.startswith("rank 0: no sign of life from rank 1 for ")
+    assert back == "rank 0: rank 1 is back"
+
+
+def host_blocked_by_a_device(rank: int) -> str:
+    """Rank 0 waits for a collective where nothing can look around, as for a kernel on a device."""
+    store = default_store()
+    store.set(f"process/{rank}", str(os.getpid()))
+    model = tiny_model()
+    parallel = st.DataParallel(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        micro_batches=1,
+        group=NcclLikeGroup(),
+        options=st.Options(silent_seconds=4.0),
+    )
+    parallel.backward(model(torch.ones(2, 4)).square().mean())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "went on"
+    group = parallel.job.exchange.group
+    while not group.is_aborted:
+        time.sleep(0.01)
+    try:
+        parallel.backward(model(torch.ones(2, 4)).square().mean())
+    except PeerSilent as error:
+        return str(error)
+    finally:
+        os.kill(int(store.get("process/1")), signal.SIGCONT)
+    return "nothing"
+
+
+def test_a_host_that_waits_for_its_device_is_released_where_only_an_abort_ends_a_collective() -> None:
+    told, _ = run_ranks(2, host_blocked_by_a_device)
+    assert (
+        "no sign of life for 4 s from ranks [1]; look at what they do, or raise Options(silent_seconds=...)"
+        in told
+    )
+
+
+def test_who_supervises_a_process_tells_its_death() -> None:
+    store = dist.PrefixStore("job", dist.HashStore())
+    announce_death(store, 1, "the process was killed by SIGKILL\nand more")
+    with pytest.raises(
+        PeerFailed, match=r"waiting for the round report: rank 1: the process was killed by SIGKILL$"
+    ):
+        detector(OnlyAStore(store, 0, 2)).wait(Forgotten(), "round report")
+
+
+def killed_beside_a_group_that_hears_nothing(info: RankInfo) -> None:
+    with joined_group(info, Link.parse("none"), torch.device("cpu"), NEVER):
+        model = tiny_model()
+        options = st.Options(silent_seconds=NEVER)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallel = st.DataParallel(model, optimizer, micro_batches=1, group=NcclLikeGroup(), options=options)
+        for index in range(10):
+            if info.rank == 1 and index == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                parallel.backward(model(torch.ones(2, 4)).square().mean())
+            except PeerFailed as error:
+                raise ValueError(f"told: {error}") from error  # a consequence would not be shown
+
+
+def test_the_supervisor_of_local_workers_tells_the_others_of_a_death_at_once() -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        LocalRanks(2).call(killed_beside_a_group_that_hears_nothing)
+    assert says(caught.value, "rank 1 of 2 local workers failed: the process was killed by SIGKILL")
+    assert says(
+        caught.value,
+        "told: rank 0, after step 3, waiting for the ",
+        ": rank 1: the process was killed by SIGKILL",
+    )
