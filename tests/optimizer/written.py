@@ -230,11 +230,21 @@ class CountsOnItself(Written):
         super().update(p, g / self.count, group, state)
 
 
-class EveryThirdStep(CountsOnItself):
-    """Its count is right again whenever a multiple of three steps is left out."""
+class EverySecondStep(CountsOnItself):
+    """Its count is right again whenever a multiple of two steps is left out."""
+
+    every = 2
 
     def update(self, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        Written.update(self, p, g if self.count % 3 else -g, group, state)
+        Written.update(self, p, g if self.count % self.every else -g, group, state)
+
+
+class EveryThirdStep(EverySecondStep):
+    every = 3
+
+
+class EveryFifthStep(EverySecondStep):
+    every = 5
 
 
 class NewStorage(Written):
@@ -338,7 +348,9 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "NormalisesGroups": (NormalisesGroups, "depends on others"),
     "CountsInGroup": (CountsInGroup, r"parameter groups \(count\)"),
     "CountsOnItself": (CountsOnItself, "outside optimizer.state"),
+    "EverySecondStep": (EverySecondStep, "outside optimizer.state"),
     "EveryThirdStep": (EveryThirdStep, "outside optimizer.state"),
+    "EveryFifthStep": (EveryFifthStep, "outside optimizer.state"),
     "NewStorage": (NewStorage, "another storage"),
     "WritesGradient": (WritesGradient, r"write into .grad.*p.grad.add\(...\)"),
     "Noisy": (Noisy, "random numbers"),

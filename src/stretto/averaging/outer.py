@@ -82,8 +82,9 @@ class Fragment:
         """Take the present masters, alike on all ranks, for the anchor, and forget the velocity."""
         self._left = []
         self._carried = []
-        torch._foreach_copy_(self.anchor_by_bucket, self._masters)
-        torch._foreach_zero_([*self.velocity, *self.lost])
+        if self.members:  # a call over no tensors is refused
+            torch._foreach_copy_(self.anchor_by_bucket, self._masters)
+            torch._foreach_zero_([*self.velocity, *self.lost])
         if self.exchange.feedback is not None:
             self.exchange.feedback.load_state_dicts([])
 
@@ -93,7 +94,8 @@ class Fragment:
             self._left = [master.clone() for master in self._masters]
         self._carried = self._new()
         carried = self._views(self._carried)
-        torch._foreach_copy_(carried, self._masters)
+        if self.members:
+            torch._foreach_copy_(carried, self._masters)
         if narrow := [index for index in range(len(carried)) if self._is_narrow(index)]:
             anchors = self.anchor_by_bucket
             torch._foreach_sub_([carried[index] for index in narrow], [anchors[index] for index in narrow])
@@ -145,10 +147,10 @@ class Fragment:
             torch._foreach_add_(self._left, self._masters)
             torch._foreach_add_(self._left, targets)
             targets = self._left
-        if mix:
+        if self.members and mix:
             torch._foreach_mul_(self._masters, mix)
             torch._foreach_add_(self._masters, targets, alpha=1 - mix)
-        else:
+        elif self.members:
             torch._foreach_copy_(self._masters, targets)
         # Not sooner: on CUDA the lane's stream may still read it when the lane's host code is through, and memory that
         # is freed goes back to the stream that allocated it. Whoever lands has been ordered after that stream.

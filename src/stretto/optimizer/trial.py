@@ -22,7 +22,8 @@ from stretto.optimizer.state import adopt_states, piece_states
 
 _UPDATES = 6
 """The warm-up of RAdam and the period of Lookahead, as these are usually set, are over at the last."""
-_REPLACED_BEFORE = 3
+_REPLACED_BEFORE = (2, 5)
+"""Not at multiples of one number: whoever counts steps, to whatever number, has lost count after one of the two."""
 _OWNERS = 2
 _NUMEL_MIN, _NUMEL_MAX = 3 * ALIGNMENT, 8192
 """Elements of a trial tensor: enough to be cut; 8-bit optimizers treat those above 4096 in another way."""
@@ -117,7 +118,7 @@ class PlainLoop:
 class Owners:
     """What owners make of the trial tensors, as in a job whose optimizer is sharded.
 
-    They preview every step. Once they are replaced by others that get the masters and the state by parameter, and
+    They preview every step. Twice they are replaced by others that get the masters and the state by parameter, and
     nothing else, as from a checkpoint.
 
     Args:
@@ -147,7 +148,7 @@ class Owners:
         )
         self._owners = self._new_owners()
         for update, (gradients, settings) in enumerate(zip(trial.gradients, trial.settings, strict=True)):
-            if update == _REPLACED_BEFORE:
+            if update in _REPLACED_BEFORE:
                 self._replace()
             self._step(gradients, settings)
             self.later_state = self._kinds_of_state()
