@@ -1,13 +1,16 @@
+import os
 import random
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from stretto import DDP, DataParallel
 from stretto.errors import ConfigError
 from stretto.groups.collective_group import SoloGroup
 from stretto.groups.link import Link
-from stretto.groups.private import part_of, private_group, release
+from stretto.groups.private import part_of, private_group, ranks_of, release, retire
 from stretto.groups.throttled import ThrottledGroup, register_throttled
 from tests.processes import run_ranks
 
@@ -120,24 +123,75 @@ def test_ranks_that_do_not_exist_are_named() -> None:
     assert "ranks [-1] do not exist" in negative
 
 
-def whole_and_part(rank: int) -> list[float]:
-    draws, whole, results = random.Random(3), [], []
-    for _ in range(24):
-        kind = draws.choice(["whole", "release", "part", "part"])
-        if kind == "whole":
-            whole.append(private_group(timeout_seconds=20))
-        elif kind == "release" and whole:
-            release(whole.pop(draws.randrange(len(whole))))
-        elif kind == "part" and rank != 1:
-            group = private_group(ranks=[0, 2], timeout_seconds=20)
-            tensor = torch.full((4,), float(rank))
-            group.allreduce([tensor]).wait()
-            results.append(tensor.mean().item())
-    return results
+RANKS = 4
 
 
-def test_groups_over_parts_and_over_all_ranks_follow_each_other_in_any_order() -> None:
-    first, other, last = run_ranks(3, whole_and_part)
-    assert first == last == [2.0] * len(first)
-    assert len(first) > 5
-    assert other == []
+def groups_in_turns(rank: int, seed: int) -> list[str]:
+    """Make groups over random ranks, with groups of torch between; give them back in an order of this rank's own."""
+    draws, own = random.Random(seed), random.Random(100 * seed + rank)
+    wrong: list[str] = []
+    kept: list[dist.ProcessGroup] = []
+    for turn in range(40):
+        ranks = draws.sample(range(RANKS), draws.choice([1, 2, 3, RANKS, RANKS]))
+        if draws.random() < 0.2:
+            dist.new_group()
+        if draws.random() < 0.2:
+            dist.new_group(ranks)
+        asked = draws.choice([{}, {"group": dist.group.WORLD}]) if len(ranks) == RANKS else {"ranks": ranks}
+        if rank not in ranks:
+            continue
+        group = private_group(**asked, timeout_seconds=20)
+        tensor = torch.tensor([2.0**rank])
+        group.allreduce([tensor]).wait()
+        if tensor.item() != sum(2.0**member for member in ranks) or ranks_of(group) != sorted(ranks):
+            wrong.append(f"turn {turn}, ranks {ranks}: {tensor.item()} over {ranks_of(group)}")
+        kept.append(group)
+        while len(kept) > own.randrange(1, 6):
+            own.choice([release, retire])(kept.pop(own.randrange(len(kept) - 1)))
+    return wrong
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_over_any_ranks_follow_each_other_and_end_in_any_order(seed: int) -> None:
+    assert run_ranks(RANKS, groups_in_turns, seed) == [[]] * RANKS
+
+
+def jobs_in_turns(rank: int, seed: int) -> list[float]:
+    draws, found = random.Random(seed), []
+    for _ in range(16):
+        ranks = draws.choice([None, None, [0, 2], [1, 2], [1]])
+        if ranks is not None and rank not in ranks:
+            continue
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        job = DataParallel(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), DDP(), ranks=ranks, micro_batches=1
+        )
+        job.backward(model(torch.tensor([[2.0**rank]])).mean())
+        job.finish()
+        found.append(
+            model.weight.item() + sum(2.0**member for member in ranks or range(3)) / len(ranks or range(3))
+        )
+    return found
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_jobs_over_all_ranks_and_over_a_part_of_them_take_turns(seed: int) -> None:
+    for found in run_ranks(3, jobs_in_turns, seed):
+        assert found
+        assert found == pytest.approx(
+            [0.0] * len(found), abs=1e-6
+        )  # the mean of three powers of two, rounded
+
+
+def many_over_a_part(rank: int) -> int:
+    if rank:
+        for _ in range(40):
+            retire(private_group(ranks=[1, 2], timeout_seconds=20))
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
+def test_groups_over_a_part_are_given_back_too() -> None:
+    none, *held = run_ranks(3, many_over_a_part)
+    assert max(held) - none <= 5 * 9 + 16  # as in test_released.py; 40 groups hold 200

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from stretto.errors import ConfigError
 from stretto.groups.link import Link
 from stretto.groups.throttled import ThrottledGroup, register_throttled
+from stretto.groups.wrapped import _gloo_group
 from tests.processes import rank_outcomes, run_ranks
 
 
@@ -46,14 +47,12 @@ def all_collectives(rank: int) -> list[torch.Tensor]:
     dist.all_to_all_single(uneven, new(), splits, splits)
     listed = [torch.empty(10), torch.empty(10)]
     dist.all_gather(listed, new())
-    parts = [torch.empty(5), torch.empty(5)]
-    dist.all_to_all(parts, list(new().chunk(2)))
     part, halves = torch.empty(5), list(new().chunk(2))
     dist.scatter(part, halves if rank == 0 else None, src=0)
     collected = [torch.empty(10), torch.empty(10)]
     dist.gather(new(), collected if rank == 1 else None, dst=1)
     dist.barrier()
-    results = [reduced, mean, broadcast, gathered, scattered, exchanged, uneven, *listed, *parts, part]
+    results = [reduced, mean, broadcast, gathered, scattered, exchanged, uneven, *listed, part]
     return results + ([rooted] if rank == 0 else collected)
 
 
@@ -73,12 +72,35 @@ def test_collectives_equal_plain_gloo_to_the_bit_and_are_counted(link: str) -> N
         assert all(map(torch.equal, results, expected))
     symmetric = {"all_reduce": 40 + 40, "all_gather": 40 + 40, "reduce_scatter": 40, "barrier": 0}
     assert throttled[0][1] == symmetric | {  # 28: the seven floats that rank 0 has for rank 1
-        "all_to_all": 20 + 28 + 20, "broadcast": 0, "reduce": 20, "gather": 40, "scatter": 20
+        "all_to_all": 20 + 28, "broadcast": 0, "reduce": 20, "gather": 40, "scatter": 20
     }  # fmt: skip
     assert throttled[1][1] == symmetric | {
-        "all_to_all": 20 + 28 + 20, "broadcast": 40, "reduce": 20 + 20, "gather": 0, "scatter": 0
+        "all_to_all": 20 + 28, "broadcast": 40, "reduce": 20 + 20, "gather": 0, "scatter": 0
     }  # fmt: skip
     assert all(total == sum(sent.values()) for _, sent, total in throttled)
+
+
+def gloo_has_lists_for_all() -> bool:
+    group = _gloo_group(dist.HashStore(), 0, 1, dist.default_pg_timeout, None)
+    try:
+        group.alltoall([torch.empty(1)], [torch.ones(1)], dist.AllToAllOptions()).wait()
+    except RuntimeError:
+        return False
+    return True
+
+
+def lists_for_all(rank: int) -> tuple[list[torch.Tensor], int]:
+    parts, values = [torch.empty(5), torch.empty(5)], torch.arange(10.0) + 100 * rank
+    dist.all_to_all(parts, list(values.chunk(2)))
+    return parts, getattr(world(), "sent", {}).get("all_to_all", 0)
+
+
+@pytest.mark.skipif(not gloo_has_lists_for_all(), reason="Gloo of this PyTorch has no all-to-all of lists")
+def test_an_all_to_all_of_lists_equals_plain_gloo_to_the_bit_and_is_counted() -> None:
+    plain = run_ranks(2, lists_for_all)
+    for (expected, _), (parts, sent) in zip(plain, run_throttled("none", lists_for_all), strict=True):
+        assert all(map(torch.equal, parts, expected))
+        assert sent == 20
 
 
 def timed_all_reduces(rank: int) -> float:

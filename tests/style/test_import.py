@@ -15,6 +15,7 @@ EXTRAS = (
     "datasets",
     "docstring_parser",
     "lightning",
+    "plotly",
     "rich",
     "sklearn",
     "tensorboard",

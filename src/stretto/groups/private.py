@@ -1,12 +1,22 @@
-"""The library's own groups: nobody else issues collectives on them, so results cannot be mixed up."""
+"""The library's own groups: nobody else issues collectives on them, so results cannot be mixed up.
+
+Note [Names of groups]
+    The ranks of a group find each other in the store under its name. Torch makes a name from how many groups the
+    process has made, or has: two ranks with other groups beside this one would get different names, and a count that
+    falls gives a name again, whose old addresses are still there. What its ranks have in common is how many private
+    groups they have made over just these ranks. That number is in the name, and it is kept in the store itself, so no
+    name comes twice in one store, whichever groups were released.
+"""
 
 import gc
+import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName
 
 from stretto.errors import CommunicationError, ConfigError
 from stretto.groups.collective_group import SoloGroup
@@ -21,9 +31,8 @@ def private_group(
 ) -> dist.ProcessGroup:
     """Return a new group over the ranks of `group`, over `ranks`, or over all ranks of the job.
 
-    Every rank of the new group must call, in the same order as its other private groups; ranks outside need not.
-    Groups over a part of the job are named by torch after how many groups this process has: their ranks must
-    have made equally many.
+    Every rank of the new group must call, in the same order as its other private groups; ranks outside need not. See
+    Note [Names of groups].
 
     Args:
         group: A group to copy ranks and backend from. One that torch does not know (a virtual cluster's) must
@@ -35,13 +44,13 @@ def private_group(
         ConfigError: contradictory arguments, or a rank that is not in the group or the job.
         CommunicationError: not all ranks came.
     """
-    _release_retired()
     if group is not None and ranks is not None:
         raise ConfigError("give either a group or ranks, not both: a group has its ranks already")
     if group is not None:
         return _sibling(group, timeout_seconds)
     if dist.is_initialized():
-        return _over(ranks, None, timeout_seconds)
+        whole = range(dist.get_world_size())
+        return _over(whole if ranks is None else ranks, dist.get_backend(), timeout_seconds)
     if ranks is not None:
         raise ConfigError(
             f"ranks {list(ranks)} need torch.distributed: call init_process_group first, or leave ranks out "
@@ -80,15 +89,9 @@ def ranks_of(group: dist.ProcessGroup) -> Sequence[int]:
 
 
 def release(group: dist.ProcessGroup) -> None:
-    """Destroy a private group over the whole job; every rank calls it.
-
-    A group over a part of the job stays until the process ends, and from the first one on so do all others. Torch names
-    one over a part after the number of groups that there are: with fewer than before it would give a name again, whose
-    ranks find the addresses of the old group in the store. Groups unknown to torch have nothing to release.
-    """
+    """Destroy a private group; every one of its ranks calls it. Groups unknown to torch have nothing to release."""
     group = _innermost(group)
-    ranks = _registered_ranks(group)
-    if ranks is not None and len(ranks) == dist.get_world_size() and not _parts:
+    if _registered_ranks(group) is not None:
         dist.destroy_process_group(group)
 
 
@@ -99,13 +102,9 @@ def _innermost(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 _MOST_RETIRED = 8
-"""Groups of ended jobs that are kept. On two ranks each of them holds five descriptors and three threads."""
+"""Groups of ended jobs over the same ranks that are kept. On two ranks each has five descriptors and three threads."""
 _retired: list[dist.ProcessGroup] = []
 """Of this process, like torch's own table of groups."""
-
-
-_parts: list[dist.ProcessGroup] = []
-"""Groups over a part of the job, of this process."""
 
 
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Connection]] = weakref.WeakKeyDictionary()
@@ -130,12 +129,16 @@ def retire(group: dist.ProcessGroup) -> None:
         _retired.append(group)
 
 
-def _release_retired() -> None:
-    if len(_retired) < _MOST_RETIRED:
+def _release_retired(ranks: Sequence[int]) -> None:
+    """Release what has retired over these ranks, once there is much: they all come here at the same group."""
+    known = {group: _registered_ranks(group) for group in _retired}
+    ended = [group for group, over in known.items() if over == ranks]
+    if len(ended) < _MOST_RETIRED:
         return
-    for group in _retired:
+    for group in ended:
         release(group)
-    _retired.clear()
+    _retired[:] = [group for group, over in known.items() if over not in (ranks, None)]
+    del known, ended
     gc.collect()  # the parts of a job refer to each other; sockets close when the last reference to the group goes
 
 
@@ -167,26 +170,43 @@ def _registered_ranks(group: dist.ProcessGroup) -> list[int] | None:
         return None
 
 
-def _over(ranks: Sequence[int] | None, backend: str | None, timeout_seconds: float) -> dist.ProcessGroup:
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    if ranks is not None:
-        _check(ranks, world_size, rank)
-    part = ranks is not None and len(ranks) < world_size
+def _over(ranks: Sequence[int], backend: str, timeout_seconds: float) -> dist.ProcessGroup:
+    rank = dist.get_rank()
+    _check(ranks, dist.get_world_size(), rank)
+    ranks = sorted(ranks)
+    _release_retired(ranks)
     before = connections()
     try:
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks) if part and ranks is not None else None,
-            timeout=timedelta(seconds=timeout_seconds),
-            backend=backend,
-            use_local_synchronization=part,
+        group = _named_group(
+            _next_name(ranks, rank), ranks, rank, backend, timedelta(seconds=timeout_seconds)
         )
-    except (RuntimeError, ValueError) as error:  # a name comes again where others have destroyed groups
+    except RuntimeError as error:
         raise CommunicationError(
-            f"rank {rank}: no group over ranks {list(ranks or range(world_size))} ({str(error).splitlines()[0]}): one "
-            "of them has died or did not ask for it, or they have made different numbers of groups before"
+            f"rank {rank}: no group over ranks {ranks} ({str(error).splitlines()[0]}): one of them has died or did not "
+            "ask for it, or they have made different numbers of groups over these ranks before"
         ) from error
-    _parts.extend([group] * part)
     _opened[group] = connections() - before
+    return group
+
+
+def _next_name(ranks: list[int], rank: int) -> GroupName:
+    over = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+    number = dist.distributed_c10d._get_default_store().add(f"stretto/groups/{over}/{rank}", 1)
+    return GroupName(f"stretto-{over}-{number}")
+
+
+def _named_group(
+    name: GroupName, ranks: list[int], rank: int, backend: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Do what `dist.new_group` does for those who are in the group, under a name of ours."""
+    c10d = dist.distributed_c10d
+    default, own = c10d._get_default_group(), ranks.index(rank)
+    group: dist.ProcessGroup
+    group, _ = c10d._new_process_group_helper(
+        len(ranks), own, ranks, dist.Backend(backend), c10d._get_default_store(), name,
+        timeout=timeout, device_id=default.bound_device_id,
+    )  # fmt: skip
+    c10d._world.pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}
     return group
 
 

@@ -1,0 +1,33 @@
+"""Without the packages of the extra `cli`, what needs one says how to install it, and the rest works."""
+
+import subprocess
+import sys
+
+import pytest
+
+HIDDEN = """
+import sys
+for package in ("docstring_parser", "plotly", "rich", "tensorboard"):
+    sys.modules[package] = None
+from stretto_lab.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", HIDDEN, *words], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "presets", "simulate digits-resnet --updates 1"])
+def test_the_rest_works(words: str) -> None:
+    done = command(*words.split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_the_help_of_a_command_says_what_to_install() -> None:
+    done = command("train", "--help")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "stretto: the help needs docstring_parser: pip install 'stretto[cli]'"
+    ]
