@@ -189,7 +189,7 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
             parameters[slot.index].grad_dtype = flat.accumulation_dtype
     share_start(exchange, parameters, GradientBuffer(layout), parts.model)
     if any(one.guards for one in phases.values()):
-        progress.versions = {name: tensor._version for name, tensor in _fixed(parts.model)}
+        progress.watch(_fixed(parts.model))
     sharded = owner_of(parts, parameters, exchange)
     if any(ledger.local or ledger.averages for ledger in ledgers[1:]):
         StateKinds(sharded).check_averages()  # now, and not when its turn comes
@@ -272,6 +272,7 @@ def lane_of(
         options=parts.options,
         runtime=runtime,
         progress=progress,
+        hides=_hides(parts, ledger, exchange, quota),
     )
     performers = dict(replica.performers)
     interpreter = _interpreter(parts, ledger, replica, strikes)
@@ -285,7 +286,7 @@ def lane_of(
     return Lane(
         comm=CommLane(parts.strategy, replica, performers, asks_ahead=ledger.asks_ahead, weave=weave),
         quota=quota,
-        accumulate=_accumulation(parts, ledger, replica, quota),
+        accumulate=_accumulation(parts, replica, quota),
         interpreter=interpreter,
     )
 
@@ -316,14 +317,14 @@ def _interpreter(
     )
 
 
-def _accumulation(parts: Parts, ledger: Ledger, replica: Replica, quota: Quota) -> Accumulate:
-    """Return what makes the job's accumulation: one from which gradients leave early, where they may.
+def _hides(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bool:
+    """Return whether gradients may leave early.
 
     The round's end must be known ahead; nothing else may be sent beside the gradients; and nobody may have to look at
     them before. All this is the same on all ranks.
     """
-    layout, owes = replica.exchange.layout, replica.exchange.feedback is not None
-    replica.hides = (
+    layout, owes = exchange.layout, exchange.feedback is not None
+    return (
         parts.options.hide_reductions
         and layout.world_size > 1
         and quota.is_fixed
@@ -333,6 +334,10 @@ def _accumulation(parts: Parts, ledger: Ledger, replica: Replica, quota: Quota) 
         # Autograd has a thread for every device, and calls hooks on them side by side.
         and len({flat.device for flat in layout.sets}) == 1
     )
+
+
+def _accumulation(parts: Parts, replica: Replica, quota: Quota) -> Accumulate:
+    """Return what makes the job's accumulation: one from which gradients leave early, where they may."""
     if not replica.hides:
         return Accumulation
     return functools.partial(

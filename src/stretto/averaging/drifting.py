@@ -191,7 +191,7 @@ class DriftingReplica(Replica):
                     ranks=[self.exchange.rank],
                 )
         divergence = None if probe is None else self._divergence(probe, conditions, before)
-        self.progress.divergence = divergence
+        progress.measure(divergence)
         self._mean.begin_again()
         self._rounds, self.keeps_states_equal = 0, effect.state
         if flight is None:

@@ -78,8 +78,7 @@ class FragmentedReplica(LocalReplica):
             Fragment(exchange, sharded, buckets[first::fragments], options.wire_of_changes)
             for first in range(fragments)
         ]
-        if self._mean.last is not None:
-            self._mean.last = self._anchor_by_bucket()  # as good as the last mean: equal on all ranks
+        self._mean.measure_from(self._anchor_by_bucket())  # as good as the last mean: equal on all ranks
         self._beside = choose_runtime(exchange.group, sharded.masters[0].device, overlaps=True)
         self.runtime = WithLaneBeside(self.runtime, self._beside)
         self._under_way: Pending[_Trip] | None = None
@@ -233,7 +232,7 @@ class FragmentedReplica(LocalReplica):
         if not is_due:
             trip = self._arrive()
             self._left_at = trip.round_index
-            self.progress.round_index = trip.round_index
+            self.progress.wait_until(trip.round_index)
             if trip.is_end:
                 self._unite(trip, flight)
                 return False
@@ -253,7 +252,7 @@ class FragmentedReplica(LocalReplica):
         if has_waited:
             self._catch_up(trip.report)
         elif not self._known.is_without_data:
-            self.progress.stepped = True  # like every step of a rank that does not ask the others
+            self.progress.take_step()  # like every step of a rank that does not ask the others
         self._tell(trip, flight, has_waited=has_waited)
 
     # On the lane beside
@@ -321,15 +320,14 @@ class FragmentedReplica(LocalReplica):
         """Let the round end with what a departure, of this round or of an earlier one, has made known."""
         reduction, ranks = flight.reduction, self._worker.ranks
         earlier, was_met = reduction.report, reduction.met
-        reduction.report, reduction.met = trip.report.news(earlier, ranks), True
-        if was_met:
-            reduction.report = earlier.with_news(reduction.report, ranks)
+        report = trip.report.news(earlier, ranks)
+        reduction.meet(
+            earlier.with_news(report, ranks) if was_met else report,
+            {**reduction.statistics, **trip.averages},
+        )
         # The model holds this round's buffers, or where the round is left out, what ranks agreed on before it.
         taken = flight.round.statistics if has_waited or reduction.skipped else trip.snapshot
-        flight.snapshot = [
-            taken[index] if index in trip.averages else value for index, value in enumerate(flight.snapshot)
-        ]
-        reduction.statistics = {**reduction.statistics, **trip.averages}
+        flight.take_snapshot({index: taken[index] for index in trip.averages})
         self._rounds = 0
         self._states_are_equal = False
 

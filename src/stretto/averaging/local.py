@@ -14,9 +14,10 @@ from torch import Tensor
 
 from stretto.averaging.mean import ReplicaMean, Share
 from stretto.averaging.worker import WITHOUT_DATA, Worker, WorkersRound
+from stretto.engine.accumulation import Totals
 from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.replica import Flight, Performer, Replica
-from stretto.engine.report import RankReport, RoundReport, Totals, empty_report
+from stretto.engine.report import RankReport, RoundReport, empty_report
 from stretto.engine.round import Reduction, Round
 from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import RanksDisagree, ReplicaNonFinite
@@ -50,7 +51,7 @@ class LocalReplica(Replica):
         self, exchange: Exchange, sharded: ShardedOptimizer, *, worker: Worker, **others: Any
     ) -> None:
         super().__init__(exchange, sharded, **others)
-        exchange.feedback = None  # gradients never travel to other ranks, so packing loses nothing of them
+        exchange.keep_gradients()
         self._worker = worker
         self._mean = ReplicaMean(exchange, sharded)
         self._own_sums: list[Tensor] | None = None
@@ -106,8 +107,8 @@ class LocalReplica(Replica):
         gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
         skipped = self.is_left_out(report, norm_squared, ReplicaNonFinite)
         if skipped:
-            gradient.weight, gradient.used = 0.0, bytes(len(gradient.used))
-            round.statistics = round.sound
+            gradient.leave_out()
+            round.leave_out_buffers()
             own = empty_report(len(gradient.used), own.changed, progress.step)
             report = RoundReport.alone(own, exchange.rank, exchange.world_size)
         else:
@@ -178,7 +179,7 @@ class LocalReplica(Replica):
             raise TypeError("a strategy must step with AllReduce to average ahead of its gradients")
         report = self._meet(self._own_report(flight.round))
         self._check_settings(report, flight.round)
-        flight.reduction.statistics = average_statistics(
+        statistics = average_statistics(
             self.exchange, flight.round.statistics, report.changed, report.micro_batches, flight.round.first
         )
         share = report.share(self.exchange.rank)
@@ -188,8 +189,7 @@ class LocalReplica(Replica):
         self.begin_again()
         self._states_are_equal = states_are_equal
         self.sharded.publish(flight.round.buffer.flats)
-        flight.reduction.report = report.news(flight.reduction.report, self._worker.ranks)
-        flight.reduction.met = True
+        flight.reduction.meet(report.news(flight.reduction.report, self._worker.ranks), statistics)
         self._catch_up(report)
 
     def _own_report(self, round: Round) -> RankReport:
@@ -210,17 +210,17 @@ class LocalReplica(Replica):
 
     def _catch_up(self, report: RoundReport) -> None:
         """Take over where the others are, on a rank that came early."""
-        progress = self.progress
-        progress.round_index = int(report.records["round_index"].max())
         steps = report.records["step"]
-        before, progress.step = progress.step, int(steps.max())
+        step = int(steps.max())
         # What the others have done is news, and reported; at the very end a step that nobody took is none.
         is_over = all(vote in WITHOUT_DATA for vote in report.votes)
         # A rank that came early has stepped in an earlier round than this one.
-        has_stepped = int((steps + report.records["stepped"]).max()) > progress.step
-        progress.stepped = has_stepped or (report.weight > 0 and not is_over)
-        if not progress.stepped and progress.step > before:
-            progress.step, progress.stepped = progress.step - 1, True  # the last of their steps tells it
+        has_stepped = int((steps + report.records["stepped"]).max()) > step
+        self.progress.catch_up(
+            int(report.records["round_index"].max()),
+            step,
+            stepped=has_stepped or (report.weight > 0 and not is_over),
+        )
 
     def _meet(self, own: RankReport) -> RoundReport:
         """Gather the reports of an average.

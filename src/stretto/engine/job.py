@@ -32,3 +32,11 @@ class Job:
     comm: CommLane
     num_checkpoints: int = 0
     """Saved so far; the first one is checked for whether this job could load it."""
+
+    def count_checkpoint(self) -> None:
+        """One more has been saved."""
+        self.num_checkpoints += 1
+
+    def work_with(self, comm: CommLane, exchange: Exchange, sharded: ShardedOptimizer) -> None:
+        """Take the parts of another strategy in the place of those that were there."""
+        self.exchange, self.sharded, self.replica, self.comm = exchange, sharded, comm.replica, comm

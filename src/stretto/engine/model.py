@@ -40,24 +40,15 @@ def _no_hook() -> Callable[..., None]:
     return _do_nothing
 
 
-class _Hook:
+class _Hook(functools.partial[Any]):
     """A hook that does nothing in copies of the model; see Note [Hooks and copies].
 
-    Args:
-        call: What the hook does.
-        before_copy: Called when something that has the hook is copied or pickled.
+    An argument `before_copy` is called when something that has the hook is copied or pickled.
     """
 
-    def __init__(self, call: Callable[..., Any], before_copy: Callable[[], None] | None = None) -> None:
-        self._call = call
-        self._before_copy = before_copy
-
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args)
-
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        if self._before_copy is not None:
-            self._before_copy()
+        if "before_copy" in self.keywords:
+            self.keywords["before_copy"]()
         return _no_hook, ()
 
 
@@ -104,7 +95,7 @@ class UserModel:
         """Receive the installed values and the other events of the compute lane."""
         self.mark = Mark()
         """Says who holds the job."""
-        self._before: Held | None = None
+        self.held_back: Held | None = None
         """Inside `settled`, what the model showed before; otherwise None."""
         self._ids = {id(parameter) for parameter in parameters}
         self._groups = [member.param_groups for member in self._members]
@@ -122,15 +113,15 @@ class UserModel:
         self,
         *,
         before_gradient: Callable[[int, Gradients], Gradients | None],
-        before_forward: Callable[[], None],
-        where: Callable[[], str],
+        before_forward: Callable[[nn.Module, object], None],
+        where: object,
     ) -> None:
         """Install the hooks.
 
         Args:
             before_gradient: Called with a slot's index and a gradient, alone in a tuple, before that is added to the
                 slot's; may return another one in the same form.
-            before_forward: Called before every training forward pass.
+            before_forward: Called before every forward pass of the model, with it and the arguments.
             where: Rank and step, for messages.
         """
 
@@ -140,46 +131,41 @@ class UserModel:
         self._hook_model(before_forward, where)
         self._hook_optimizer(where)
 
-    def _hook_model(self, before_forward: Callable[[], None], where: Callable[[], str]) -> None:
-        def training_forward(module: nn.Module, _: object) -> None:
-            # Traced code has no take-off of its own: the backward pass brings it.
-            if torch.compiler.is_compiling():
-                return
-            if module is self.model and module.training and torch.is_grad_enabled():
-                before_forward()
-
+    def _hook_model(self, before_forward: Callable[[nn.Module, object], None], where: object) -> None:
         def refuse_estimate() -> None:
             if self.shown == "estimate":
                 raise EstimateShown(
-                    f"{where()}: state_dict(), a copy or a pickle of the model (or of a part of it) while it shows an "
+                    f"{where}: state_dict(), a copy or a pickle of the model (or of a part of it) while it shows an "
                     "estimate: expected the committed parameters; do it inside `with parallel.settled():`, or after "
                     "finish()"
                 )
 
         modules = {id(module) for module in self.model.modules()}
 
-        def state_dict(module: nn.Module, *_: object) -> None:
+        def state_dict(module: nn.Module, *_: object, before_copy: Callable[[], None]) -> None:
             if id(module) in modules:
-                refuse_estimate()
+                before_copy()
 
         # A scripted module takes no hooks: its backward pass brings a take-off, and its own state_dict() is not seen.
         hooked = [module for module in self.model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         if self.model in hooked:
-            self._handles.append(self.model.register_forward_pre_hook(_Hook(training_forward)))
+            self._handles.append(self.model.register_forward_pre_hook(_Hook(before_forward)))
         for module in hooked:
-            self._handles.append(module.register_state_dict_pre_hook(_Hook(state_dict, refuse_estimate)))
+            self._handles.append(
+                module.register_state_dict_pre_hook(_Hook(state_dict, before_copy=refuse_estimate))
+            )
 
-    def _hook_optimizer(self, where: Callable[[], str]) -> None:
+    def _hook_optimizer(self, where: object) -> None:
         def step(*_: object) -> None:
             raise OptimizerStepped(
-                f"{where()}: optimizer.step() was called by hand (or by a GradScaler): the library steps a "
+                f"{where}: optimizer.step() was called by hand (or by a GradScaler): the library steps a "
                 "private optimizer at every update and reads the learning rates from this one; remove the call, and a "
                 "GradScaler with it: bfloat16 needs none"
             )
 
         def state(*_: object) -> None:
             raise UsageError(
-                f"{where()}: the state of this optimizer is empty during the job, because a private one is stepped in "
+                f"{where}: the state of this optimizer is empty during the job, because a private one is stepped in "
                 "its place: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
             )
 
@@ -216,11 +202,6 @@ class UserModel:
         torch.clear_autocast_cache()  # it may hold casts of the old values where autocast is on around the loop
         self.remember()
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the model shows the committed parameters for the duration of `settled`."""
-        return self._before is not None
-
     def settle(self, values: Sequence[Tensor] | None, statistics: Sequence[Buffer]) -> None:
         """Show committed values, and keep what was shown.
 
@@ -229,16 +210,16 @@ class UserModel:
             statistics: The buffers that belong to them.
         """
         committed = Held("committed", None if values is None else list(values), list(statistics))
-        self._before = self._swap(committed)
+        self.held_back = self._swap(committed)
 
     def show_again(self) -> bool:
         """Restore what was shown before `settle`; return whether these are parameters that were never replaced."""
-        before, self._before = self._before, None
+        before, self.held_back = self.held_back, None
         if before is not None:
             self._swap(before)
         return before is not None and before.parameters is None
 
-    def accept_writes(self, differing: Callable[[], str | None], where: str) -> None:
+    def accept_writes(self, differing: Callable[[], str | None], where: object) -> None:
         """Accept writes to parameters that were shown all along and hold again what they held.
 
         Args:
@@ -261,7 +242,7 @@ class UserModel:
         """Let the next micro-batch restore what was shown before `settle`."""
         self._settled_until_training = True
 
-    def train_on(self, where: str) -> None:
+    def train_on(self, where: object) -> None:
         """Restore what was shown before `settle`, if the model was settled only until now.
 
         Raises:
@@ -275,14 +256,14 @@ class UserModel:
     @contextmanager
     def unsettled(self) -> Iterator[None]:
         """Restore, for the block, what was shown before `settle`; do nothing if the model is not settled."""
-        if self._before is None:
+        if self.held_back is None:
             yield
             return
-        committed, self._before = self._swap(self._before), None
+        committed, self.held_back = self._swap(self.held_back), None
         try:
             yield
         finally:
-            self._before = self._swap(committed)
+            self.held_back = self._swap(committed)
 
     def begin_again(self) -> None:
         """Declare the model's present values, equal on all ranks, to be committed and agreed on."""
@@ -291,7 +272,7 @@ class UserModel:
             listener.installed([parameter.detach() for parameter in self.parameters])
         self.statistics.agree()
         self.shown = "committed"
-        self._before = None
+        self.held_back = None
         self._settled_until_training = False
 
     def _swap(self, held: Held) -> Held:
@@ -309,7 +290,7 @@ class UserModel:
         """Load what `model.state_dict()` returned before `torch.compile` wrapped any part of the model."""
         self.model.load_state_dict({self._keys.get(name, name): value for name, value in state.items()})
 
-    def stepped(self, schedule: Schedule | None, times: int, where: str) -> None:
+    def stepped(self, schedule: Schedule | None, times: int, where: object) -> None:
         """Let schedulers know that the optimizer has been stepped, or they warn; turn the job's so many times."""
         for one in (self.optimizer, *self._members):
             one._opt_called = True  # type: ignore[attr-defined]  # PyTorch's own mark
@@ -323,7 +304,7 @@ class UserModel:
         self._addresses = list(map(Tensor.data_ptr, self.parameters))
         self._versions = list(map(_version, self.parameters))
 
-    def check_unwritten(self, where: str) -> None:
+    def check_unwritten(self, where: object) -> None:
         """Raise if a parameter was rebound or written since `remember`; quick enough for every micro-batch.
 
         Raises:
@@ -347,7 +328,7 @@ class UserModel:
             "through a checkpoint"
         )
 
-    def check_complete(self, where: str) -> None:
+    def check_complete(self, where: object) -> None:
         """Raise if a trainable parameter was added, removed or replaced since the model was wrapped, or a group added.
 
         Raises:

@@ -75,7 +75,7 @@ class OwnPreviews(Replica):
             self._own_weight = gradient.weight - self._own_weight
             for part, total in zip(self._own, gradient.sums, strict=True):
                 torch.sub(total, part, out=part)
-        flight.at_landing = self._show
+        flight.change_at_landing(self._show)
 
     def _show(self, flats: list[Tensor], accumulation: Accumulation) -> Shown:
         """Write the estimate into `flats`, which hold the committed parameters, if this rank has anything to add."""
@@ -89,7 +89,7 @@ class OwnPreviews(Replica):
         if not (own > 0 and weight > 0 and math.isfinite(norm_squared)):
             return "committed"
         gradient = ReducedGradient(sums, weight, norm_squared, self._used)
-        clip = self._clip_factor(math.sqrt(norm_squared) / weight)
+        _, clip = self._clip(gradient)
         self.sharded.preview(gradient, self.progress.hyperparameters, clip, flats)
         self.runtime.charge("preview", self.sharded.numel)
         return "estimate"

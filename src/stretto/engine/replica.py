@@ -49,6 +49,14 @@ class Flight:
     at_boundary: bool = False
     at_landing: AtLanding | None = None
 
+    def take_snapshot(self, taken: Mapping[int, Buffer]) -> None:
+        """Take buffers, by index, of which averages have come, in the place of this round's."""
+        self.snapshot = [taken.get(index, value) for index, value in enumerate(self.snapshot)]
+
+    def change_at_landing(self, change: AtLanding) -> None:
+        """Let what is shown depend on what has accumulated until the landing."""
+        self.at_landing = change
+
 
 Performer: TypeAlias = Callable[[Any, Flight | None], Any]
 """Performs an effect; without a flight, it comes before the next gradients and may run while they accumulate."""
@@ -66,6 +74,7 @@ class Replica:
         options: Say how to clip, and what to do with rounds that are not finite.
         runtime: Charged for the time of steps and previews.
         progress: Shared with the communication lane.
+        hides: Whether gradients may leave before their round is closed.
     """
 
     interval: int | None = None
@@ -86,13 +95,14 @@ class Replica:
         options: Options,
         runtime: Runtime,
         progress: Progress,
+        hides: bool,
     ) -> None:
         self.exchange = exchange
         self.sharded = sharded
         self.replicated = replicated
         self.progress = progress
         self.runtime = runtime
-        self.hides = False
+        self.hides = hides
         """Whether gradients may leave before their round is closed (`stretto.engine.hidden`)."""
         device = exchange.layout.sets[0].device
         self._side = SideStream(device) if exchange.orders_streams and device.type == "cuda" else None
@@ -183,8 +193,8 @@ class Replica:
 
     def sum_up(self, round: Round) -> tuple[list[Tensor], bool]:
         """Sum the gradients of `round` over ranks; return the sums, and whether any changed behind their departure."""
-        departure, round.departure = round.departure, None
-        if departure is not None:
+        if (departure := round.departure) is not None:
+            round.take_back()
             return departure.finish(), departure.is_torn
         transfers, sums, prepare = self._begin_sum(round.buffer, round.contribution)
         self.exchange.run(transfers, prepare)
@@ -241,8 +251,7 @@ class Replica:
         norm_squared = report.norm_squared(replicated=self.replicated)
         gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
         if skipped:
-            gradient.weight = gradient.norm_squared = 0.0
-            gradient.used = bytes(len(report.used))
+            gradient.leave_out()
             for total in sums:
                 total.zero_()
         return Reduction(gradient, report, statistics, skipped)
@@ -252,10 +261,10 @@ class Replica:
         gradient = _reduced(effect.gradient)
         gradient.merge()
         if gradient.weight > 0:
-            norm = self.progress.gradient_norm = self._mean_norm(gradient)
-            self.sharded.step(gradient, self.progress.hyperparameters, self._clip_factor(norm))
+            norm, clip = self._clip(gradient)
+            self.sharded.step(gradient, self.progress.hyperparameters, clip)
             self.runtime.charge("step", self.sharded.numel)
-            self.progress.stepped = True
+            self.progress.take_step(norm)
         flight = flight_of(effect, flight)
         self.sharded.publish(flight.round.buffer.flats)
         flight.shown = "committed"
@@ -269,7 +278,7 @@ class Replica:
             self.sharded.publish(flight.round.buffer.flats)
             flight.shown = "committed"
             return
-        clip = self._clip_factor(self._mean_norm(gradient))
+        _, clip = self._clip(gradient)
         hyperparameters = self.progress.hyperparameters
         self.sharded.preview(gradient, hyperparameters, clip, flight.round.buffer.flats)
         self.runtime.charge("preview", self.sharded.numel)
@@ -360,21 +369,21 @@ class Replica:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned on the same rank of the same layout."""
 
-    def _mean_norm(self, gradient: ReducedGradient) -> float:
-        """Return the 2-norm of the mean gradient; the norm of a sum of two reductions is computed over ranks here."""
-        if gradient.norm_squared is None:
+    def _clip(self, gradient: ReducedGradient) -> tuple[float, float]:
+        """Return the 2-norm of the mean gradient, and the factor that scales it down to the limit.
+
+        The norm of a sum of two reductions is computed over ranks here.
+        """
+        norm_squared = gradient.norm_squared
+        if norm_squared is None:
             own = gradient.measure()
             if self.replicated:
-                gradient.norm_squared = float(own)
+                norm_squared = gradient.know_norm(float(own))
             else:
                 norms = self.exchange.gather_bytes(bytes(own.nbytes), [(0, own.view(1).view(torch.int8))])
-                gradient.norm_squared = sum(np.frombuffer(b"".join(norms)).tolist())
-        return math.sqrt(gradient.norm_squared) / gradient.weight
-
-    def _clip_factor(self, norm: float) -> float:
-        """Return the factor that scales a gradient of this norm down to the limit."""
-        limit = self._options.clip_norm
-        return 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
+                norm_squared = gradient.know_norm(sum(np.frombuffer(b"".join(norms)).tolist()))
+        norm, limit = math.sqrt(norm_squared) / gradient.weight, self._options.clip_norm
+        return norm, 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
 
 
 def _reduced(gradient: object) -> ReducedGradient:

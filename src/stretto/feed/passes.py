@@ -7,8 +7,8 @@ Note [A pass in a checkpoint]
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -16,10 +16,12 @@ from torch.utils._pytree import tree_map
 
 from stretto.echo.buffer import copied
 from stretto.echo.state import state_of
+from stretto.engine.compute_lane import Until
 
-Until = Literal["any", "all"]
 NOTHING = object()
 """What an exhausted loader gives."""
+Take: TypeAlias = Callable[[Iterator[Any], object], tuple[Any, int]]
+"""Takes a batch from an iterator, or gives what it is told where there is none; and tells which use of it that is."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,6 +45,33 @@ class Pass:
     """The loader's state before that; None for a loader without one."""
     has_ended: bool = False
     """Whether all ranks have agreed on its end because of the data, and only land what is left."""
+
+    def take(self, take: Take) -> tuple[Any, int]:
+        """Return the next batch, or `NOTHING`, and which use of it that is."""
+        ahead, self.ahead = self.ahead, None
+        taken = take(self.batches, NOTHING) if ahead is None else ahead
+        self.is_exhausted |= taken[0] is NOTHING
+        return taken
+
+    def look_ahead(self, take: Take) -> bool:
+        """Ask the loader once more while a batch is in hand; return whether it has nothing."""
+        self.state = state_before(self.loader)
+        ahead = take(self.batches, NOTHING)
+        if ahead[0] is NOTHING:
+            self.is_exhausted = True
+        else:
+            self.ahead = ahead
+        return self.is_exhausted
+
+    def hand_out(self) -> bool:
+        """Count a batch; return whether it is the last one by the loader's length."""
+        self.num_fed += 1
+        self.position += 1
+        return self.position == self.length
+
+    def end(self) -> None:
+        """All ranks have agreed on its end because of the data."""
+        self.has_ended = True
 
 
 def length_of(loader: Iterable[Any]) -> int | None:

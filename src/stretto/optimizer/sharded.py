@@ -55,6 +55,20 @@ class ReducedGradient:
         total.parts = (self, other)
         return total
 
+    def leave_out(self) -> None:
+        """Count for nothing: nobody steps with it."""
+        self.weight = self.norm_squared = 0.0
+        self.used = bytes(len(self.used))
+
+    def know_norm(self, norm_squared: float) -> float:
+        """Keep the squared norm of a sum, which somebody has measured over ranks, and return it."""
+        self.norm_squared = norm_squared
+        return norm_squared
+
+    def forget_norm(self) -> None:
+        """Let the norm be measured again: the values have changed."""
+        self.norm_squared = None
+
     def merge(self) -> None:
         """Perform pending additions, in place: a third buffer would cost four bytes per owned element.
 
@@ -230,6 +244,10 @@ class ShardedOptimizer:
                 self._step_ghost(ghost, segment, gradient.mean_of(part, clip))
             if not fits:
                 published.copy_(ghost)
+
+    def take_segments(self, segments: list[Segment]) -> None:
+        """Work with `segments`, which hold the same masters, cut in another way."""
+        self.segments = segments
 
     def publish(self, flats: Sequence[Tensor]) -> None:
         """Write the masters into this rank's slices of `flats`, one tensor per flat set."""

@@ -103,7 +103,7 @@ def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) ->
         states: For every owned piece; empty where the optimizer has not stepped it.
     """
     runs = groupby(owner.pieces, key=lambda piece: (segment_key(piece), _signature(states[piece])))
-    owner.segments = [segment_of(list(run), owner.masters) for _, run in runs]
+    owner.take_segments([segment_of(list(run), owner.masters) for _, run in runs])
     owner.optimizer.state.clear()
     for index, group in enumerate(owner.optimizer.param_groups):
         group["params"] = [segment.master for segment in owner.segments if segment.group == index]
