@@ -14,22 +14,22 @@ from torch import distributed as dist
 from stretto.averaging import DriftingReplica, FragmentedReplica, LocalReplica
 from stretto.averaging.worker import check_worker, exchange_inside, worker_of
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
+from stretto.engine.agreed import AgreedReplica
 from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.comm_lane import CommLane, Weave
-from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.failures import FailureDetector
 from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
 from stretto.engine.messages import check_messages
-from stretto.engine.model import UserModel
 from stretto.engine.noisy import NoisyRank
 from stretto.engine.options import BufferChoices, Clock, Options, Quota, check_formats, plan_quota
 from stretto.engine.own_preview import OwnPreviews
-from stretto.engine.replica import Replica
 from stretto.engine.report import settings_text
+from stretto.engine.rest import RestingLane
 from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
+from stretto.engine.settling import SettlingModel
 from stretto.errors import ConfigError, UnsupportedModel
 from stretto.exchange import (
     FP32,
@@ -194,10 +194,10 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
     if any(ledger.local or ledger.averages for ledger in ledgers[1:]):
         StateKinds(sharded).check_averages()  # now, and not when its turn comes
     lane = lane_of(parts, exchange, inside, sharded, progress)
-    model = UserModel(
+    model = SettlingModel(
         parts.model, parameters, parts.optimizer, layout, BufferChoices.read(parts.options.buffers)
     )
-    compute = ComputeLane(
+    compute = RestingLane(
         model,
         lane.comm,
         lane.quota,
@@ -291,11 +291,13 @@ def lane_of(
     )
 
 
-def _kind_of_replica(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Callable[..., Replica]:
+def _kind_of_replica(
+    ledger: Ledger, exchange: Exchange, inside: Exchange | None
+) -> Callable[..., AgreedReplica]:
     if not ledger.local:
         if ledger.own_previews:
             return functools.partial(OwnPreviews, keeps_own=ledger.keeps_own)
-        return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.averages else Replica
+        return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.averages else AgreedReplica
     worker = worker_of(ledger, exchange, inside)
     if ledger.fragments:
         return functools.partial(FragmentedReplica, worker=worker, fragments=ledger.fragments)
@@ -303,7 +305,7 @@ def _kind_of_replica(ledger: Ledger, exchange: Exchange, inside: Exchange | None
 
 
 def _interpreter(
-    parts: Parts, ledger: Ledger, replica: Replica, strikes: Strikes | None
+    parts: Parts, ledger: Ledger, replica: AgreedReplica, strikes: Strikes | None
 ) -> GuardInterpreter | None:
     if not (parts.guards or replica.exchange.is_verified):
         return None
@@ -336,7 +338,7 @@ def _hides(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bo
     )
 
 
-def _accumulation(parts: Parts, replica: Replica, quota: Quota) -> Accumulate:
+def _accumulation(parts: Parts, replica: AgreedReplica, quota: Quota) -> Accumulate:
     """Return what makes the job's accumulation: one from which gradients leave early, where they may."""
     if not replica.hides:
         return Accumulation

@@ -15,8 +15,9 @@ from torch import Tensor
 from stretto.averaging.mean import ReplicaMean, Share
 from stretto.averaging.worker import WITHOUT_DATA, Worker, WorkersRound
 from stretto.engine.accumulation import Totals
+from stretto.engine.agreed import AgreedReplica
 from stretto.engine.buffers import Buffer, changes_of
-from stretto.engine.replica import Flight, Performer, Replica
+from stretto.engine.replica import Flight, Performer
 from stretto.engine.report import RankReport, RoundReport, empty_report
 from stretto.engine.round import Reduction, Round
 from stretto.engine.statistics import Statistics, average_statistics
@@ -37,10 +38,10 @@ class _SinceAverage:
     """All of them, the same on every rank: those that were left out, or had no weight, count."""
 
 
-class LocalReplica(Replica):
+class LocalReplica(AgreedReplica):
     """One rank's replica among others that step with gradients of their own.
 
-    Args are those of `Replica`, and:
+    Args are those of `AgreedReplica`, and:
         worker: The ranks that step this replica alike.
     """
 

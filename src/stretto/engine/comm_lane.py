@@ -3,7 +3,8 @@
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from stretto.engine.replica import Flight, Performer, Replica
+from stretto.engine.agreed import AgreedReplica
+from stretto.engine.replica import Flight, Performer
 from stretto.engine.round import Landing, Round
 from stretto.engine.runtime import Pending
 from stretto.strategies import Strategy
@@ -31,7 +32,7 @@ class CommLane:
     def __init__(
         self,
         strategy: Strategy,
-        replica: Replica,
+        replica: AgreedReplica,
         performers: Mapping[type, Performer],
         *,
         asks_ahead: bool,

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from stretto.engine.accumulation import Accumulation
-from stretto.engine.replica import Flight, Performer, Replica
+from stretto.engine.agreed import AgreedReplica
+from stretto.engine.replica import Flight, Performer
 from stretto.engine.round import Reduction, Round, Shown
 from stretto.optimizer import ReducedGradient
 from stretto.strategies.contract import PreviewOwn
 
 
-class OwnPreviews(Replica):
+class OwnPreviews(AgreedReplica):
     """One rank's replica, whose model shows an estimate of this rank's own.
 
-    Args are those of `Replica`, and:
+    Args are those of `AgreedReplica`, and:
         keeps_own: Whether to remember this rank's part of a sum, for estimates that replace it.
     """
 

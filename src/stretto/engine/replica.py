@@ -7,7 +7,7 @@ that may differ have more of them (`stretto.averaging`), and so have guards (`st
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,10 +22,10 @@ from stretto.engine.options import Options
 from stretto.engine.report import RoundReport, settings_text
 from stretto.engine.round import AtLanding, Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
-from stretto.engine.statistics import Statistics, average_statistics
+from stretto.engine.statistics import average_statistics
 from stretto.engine.streams import SideStream
 from stretto.errors import NonFinite
-from stretto.exchange import Exchange, PlainWire, Publication
+from stretto.exchange import Exchange, Publication
 from stretto.exchange.transfer import Prepare, Transfers
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
 from stretto.strategies.contract import Boundary, Gather, Preview, Step
@@ -64,8 +64,6 @@ Performer: TypeAlias = Callable[[Any, Flight | None], Any]
 
 class Replica:
     """One rank's replica, in a job whose ranks hold the same values, or shards of the same values.
-
-    Strategies whose ranks step alone, or whose replicas may differ, have subclasses.
 
     Args:
         exchange: The job's exchange.
@@ -131,41 +129,9 @@ class Replica:
         return 0
 
     @property
-    def is_united(self) -> bool:
-        """Whether all ranks hold the same masters, or should: in most jobs always, otherwise behind an average."""
-        return self.gap == 0
-
-    @property
-    def has_drifted(self) -> bool:
-        """Whether this rank's model may differ from other ranks' models."""
-        return False
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether masters and state were the same on all ranks at the last call of `agreed_optimizer`."""
-        return True
-
-    @property
-    def name(self) -> str:
-        """Of this rank's own state in a checkpoint, for those who could use it."""
-        return str(self.exchange.rank)
-
-    @property
     def where(self) -> str:
         """Rank and step, for messages."""
         return f"rank {self.exchange.rank}, after step {self.progress.step}"
-
-    def anchors(self, *, waits: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield, by name, what all ranks hold alike beside masters.
-
-        What is changing now is left out, or waited for.
-        """
-        for index, anchor in enumerate(self._publication.anchor):
-            yield f"set {index}", anchor
-
-    def outer_state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield, with kind and name, what this rank keeps for steps with these, unless it is changing now."""
-        yield from ()
 
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
@@ -297,6 +263,10 @@ class Replica:
         self._spare_sums += self._lent_sums
         self._lent_sums = []
 
+    def models_show(self, values: Sequence[Tensor]) -> None:
+        """Publish from now on to models that show `values`, one per parameter, equal on all ranks."""
+        self._publication.begin(values)
+
     def refuse_settings(self, round: Round) -> None:
         """Raise `RanksDisagree`, which shows how the ranks' hyperparameters differ; all ranks must call."""
         agree(self.exchange, {"optimizer settings": settings_text(round.hyperparameters)}, self.where)
@@ -310,64 +280,6 @@ class Replica:
                 f"{found}; lower the learning rate, or leave such rounds out with Options(nonfinite='skip')"
             )
         return found is not None
-
-    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
-        """Fill `flats`, one tensor per flat set, with the committed parameters; all ranks must call, at rest.
-
-        Where replicas differ, the committed parameters are their mean, and the replicas stay as they are.
-
-        Returns:
-            The model's floating-point buffers that belong to these parameters.
-        """
-        self.sharded.publish(flats)
-        if not self.replicated:
-            if self._draws:
-                self.exchange.begin_round(self.progress.round_index)
-            self._gather_aside(flats)
-        return statistics.agreed
-
-    def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
-        """Return the optimizer; where replicas differ, a copy with their mean. All ranks must call.
-
-        Args:
-            changed: One byte per floating-point buffer: changed on this rank since ranks last agreed on it?
-        """
-        return self.sharded
-
-    def wait_for_transfers(self) -> None:
-        """Wait for what travels beside the rounds, if anything does, so that the group is free for other messages."""
-
-    def begin_again(self) -> None:
-        """Declare the present masters, equal on all ranks, to be what ranks agree on."""
-
-    def shows_masters(self, storage: torch.dtype) -> bool:
-        """Return whether models show committed masters as they are, where they store parameters in this dtype."""
-        master, wire = torch.promote_types(storage, torch.float32), self._options.wire_of_changes
-        if self.replicated:
-            return storage == master
-        return isinstance(wire, PlainWire) and wire.of(storage).dtype == master
-
-    def differs(self, parameters: Sequence[Tensor]) -> str | None:
-        """Return the name of a parameter that does not hold this rank's masters, where models show them; or None."""
-        for piece in self.sharded.pieces:
-            parameter = parameters[piece.slot.index]
-            if not self.shows_masters(parameter.dtype):
-                continue
-            own = parameter.detach().reshape(-1)[piece.offset : piece.offset + piece.numel]
-            if not torch.equal(own, self.sharded.values(self.sharded.masters, piece).reshape(-1)):
-                return piece.slot.name
-        return None
-
-    def models_show(self, values: Sequence[Tensor]) -> None:
-        """Publish from now on to models that show `values`, one per parameter, equal on all ranks."""
-        self._publication.begin(values)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state for a bit-identical continuation, without what all ranks agree on."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned on the same rank of the same layout."""
 
     def _clip(self, gradient: ReducedGradient) -> tuple[float, float]:
         """Return the 2-norm of the mean gradient, and the factor that scales it down to the limit.

@@ -46,7 +46,7 @@ class Feed:
         """Of the batch that was handed out last."""
         self._job = job
         self._compute = job.compute
-        job.model.mark.hold(self, job.compute.lifetime.fail)
+        job.compute.hooks.mark.hold(self, job.compute.lifetime.fail)
         self._on_update: Callable[[Update], None] | None = None
         self._next_phase: int | None = None
         """The update behind which another strategy takes over; None where none does."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from stretto.checksums import digest
 from stretto.engine.accumulation import GradientBuffer
-from stretto.engine.replica import Flight, Performer, Replica
+from stretto.engine.agreed import AgreedReplica
+from stretto.engine.replica import Flight, Performer
 from stretto.errors import StateCorrupt
 from stretto.guards.contract import (
     Clear,
@@ -73,7 +74,7 @@ class GuardInterpreter:
     def __init__(
         self,
         guards: Sequence[Guard],
-        replica: Replica,
+        replica: AgreedReplica,
         *,
         fixed: Sequence[tuple[str, Tensor]],
         strikes: Strikes,

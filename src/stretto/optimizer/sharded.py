@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from stretto.checksums import digest
 from stretto.errors import ConfigError
 from stretto.flat import Layout
-from stretto.optimizer.private import Hyperparameters, is_elementwise, rebuild
+from stretto.optimizer.private import is_elementwise, rebuild
 from stretto.optimizer.segments import Piece, Segment, cut_segments, owned_pieces, segment_of
+from stretto.optimizer.settings import Hyperparameters
 
 MASTER = ""
 """Name of a segment's master among the digests of its state."""
