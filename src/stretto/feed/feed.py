@@ -12,8 +12,11 @@ Note [The end of the data]
     the number of updates is given, nothing is accumulated behind the last one: its rounds are landed at once.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+from torch import Tensor
 
 from stretto.echo.loader import EchoLoader
 from stretto.echo.state import left
@@ -22,13 +25,66 @@ from stretto.engine import Job
 from stretto.engine.compute_lane import Until
 from stretto.engine.report import Vote
 from stretto.errors import ConfigError, StepWithoutBackward
-from stretto.feed.passes import NOTHING, Pass, length_of, own_tensors
-from stretto.feed.samples import num_samples
+from stretto.feed.passes import length_of, own_tensors, state_before
 from stretto.feed.updates import JobUpdates
 from stretto.fields import is_count
 from stretto.records import Update
 
 Batch = TypeVar("Batch")
+NOTHING = object()
+"""What an exhausted loader gives."""
+Take: TypeAlias = Callable[[Iterator[Any], object], tuple[Any, int]]
+"""Takes a batch from an iterator, or gives what it is told where there is none; and tells which use of it that is."""
+
+
+@dataclasses.dataclass(slots=True)
+class Pass:
+    """One pass of this rank over a loader."""
+
+    loader: Iterable[Any]
+    batches: Iterator[Any]
+    length: int | None
+    """How many batches the loader says that it has."""
+    until: Until
+    position: int = 0
+    """Batches handed out since its beginning."""
+    num_fed: int = 0
+    """Those of them that no checkpoint lies behind."""
+    is_exhausted: bool = False
+    """Whether the loader was asked and had nothing."""
+    ahead: tuple[Any, int] | None = None
+    """A batch that came where the loader was asked once more, and which use of it that is."""
+    state: Any = None
+    """The loader's state before that; None for a loader without one."""
+    has_ended: bool = False
+    """Whether all ranks have agreed on its end because of the data, and only land what is left."""
+
+    def take(self, take: Take) -> tuple[Any, int]:
+        """Return the next batch, or `NOTHING`, and which use of it that is."""
+        ahead, self.ahead = self.ahead, None
+        taken = take(self.batches, NOTHING) if ahead is None else ahead
+        self.is_exhausted |= taken[0] is NOTHING
+        return taken
+
+    def look_ahead(self, take: Take) -> bool:
+        """Ask the loader once more while a batch is in hand; return whether it has nothing."""
+        self.state = state_before(self.loader)
+        ahead = take(self.batches, NOTHING)
+        if ahead[0] is NOTHING:
+            self.is_exhausted = True
+        else:
+            self.ahead = ahead
+        return self.is_exhausted
+
+    def hand_out(self) -> bool:
+        """Count a batch; return whether it is the last one by the loader's length."""
+        self.num_fed += 1
+        self.position += 1
+        return self.position == self.length
+
+    def end(self) -> None:
+        """All ranks have agreed on its end because of the data."""
+        self.has_ended = True
 
 
 class Feed:
@@ -328,3 +384,27 @@ class Feed:
         if update is not None:
             update = self._tell(update)
             self._landed += [] if self._on_update is not None else [update]
+
+
+def num_samples(batch: object) -> int:
+    """Return the length of the first tensor or array found in a batch, or 1: a record, for which no job may end."""
+    try:
+        return next(_lengths(batch), 1)
+    except Exception:  # a batch may be any object, with any attributes
+        return 1
+
+
+def _lengths(batch: object) -> Iterator[int]:
+    """Yield the length of every tensor and array in the containers of a batch; 1 for one without dimensions."""
+    if isinstance(batch, Tensor):
+        yield int(batch.size(0)) if batch.dim() else 1  # a nested one has no shape
+    elif isinstance(batch, Mapping):  # before it is asked for attributes, which may be its keys
+        yield from _lengths(list(batch.values()))
+    elif isinstance(batch, (list, tuple)):
+        for part in batch:
+            yield from _lengths(part)
+    elif isinstance(shape := getattr(batch, "shape", None), tuple):
+        if not shape or isinstance(shape[0], int):
+            yield shape[0] if shape else 1
+    elif dataclasses.is_dataclass(batch):
+        yield from _lengths([getattr(batch, field.name) for field in dataclasses.fields(batch)])
