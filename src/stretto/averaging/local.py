@@ -15,7 +15,7 @@ from torch import Tensor
 from stretto.averaging.mean import ReplicaMean, Share
 from stretto.averaging.worker import WITHOUT_DATA, Worker, WorkersRound
 from stretto.engine.accumulation import Totals
-from stretto.engine.agreed import AgreedReplica
+from stretto.engine.agreed import AgreedReplica, Alike
 from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.replica import Flight, Performer
 from stretto.engine.report import RankReport, RoundReport, empty_report
@@ -34,8 +34,6 @@ class _SinceAverage:
     used: bytearray
     """One byte per parameter slot: used since then?"""
     totals: Totals = dataclasses.field(default_factory=Totals)
-    rounds: int = 0
-    """All of them, the same on every rank: those that were left out, or had no weight, count."""
 
 
 class LocalReplica(AgreedReplica):
@@ -45,20 +43,15 @@ class LocalReplica(AgreedReplica):
         worker: The ranks that step this replica alike.
     """
 
-    steps_alone = True
-    keeps_states_equal = False
-
     def __init__(
         self, exchange: Exchange, sharded: ShardedOptimizer, *, worker: Worker, **others: Any
     ) -> None:
-        super().__init__(exchange, sharded, **others)
+        super().__init__(exchange, sharded, steps_alone=True, **others)
         exchange.keep_gradients()
         self._worker = worker
         self._mean = ReplicaMean(exchange, sharded)
         self._own_sums: list[Tensor] | None = None
         self._since = self._nothing_yet()
-        self._states_are_equal = True
-        """As far as the last average went; steps since then part them."""
         self._changed = b""
         """How the model's buffers differed from what ranks had agreed on in that round."""
         self._known: WorkersRound
@@ -68,21 +61,6 @@ class LocalReplica(AgreedReplica):
     def performers(self) -> Mapping[type, Performer]:
         """Performers by effect."""
         return {**super().performers, Look: self._look, Average: self._average}
-
-    @property
-    def gap(self) -> int:
-        """Rounds since the last average."""
-        return self._since.rounds
-
-    @property
-    def has_drifted(self) -> bool:
-        """Whether the model may show something else than other ranks' models."""
-        return self.gap > 0
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether all ranks hold the same masters and the same optimizer state."""
-        return self._states_are_equal and self.gap == 0
 
     @property
     def name(self) -> str:
@@ -116,12 +94,12 @@ class LocalReplica(AgreedReplica):
             exchange.settle()
             self._since.totals.add(own.totals)
             self._since.used = bytearray(a | b for a, b in zip(self._since.used, own.used, strict=True))
-        self._since.rounds += 1
+        self.agreement.drift()
         return Reduction(gradient, report, {}, skipped, alone=True, met=False)
 
     def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
         """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
-        if not self.has_drifted:
+        if self.agreement.is_united:
             return super().gather_committed(flats, statistics)
         own = statistics.copies
         report = self._look_around(changes_of(statistics.agreed, own))
@@ -131,7 +109,7 @@ class LocalReplica(AgreedReplica):
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
         """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
-        if self.are_equal:
+        if self.agreement.is_whole:
             return self.sharded
         report = self._look_around(changed)
         return self._mean.consensus(self._share(report), self._share_of_state(report))
@@ -139,14 +117,18 @@ class LocalReplica(AgreedReplica):
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for an average."""
         self._since = self._nothing_yet()
-        self._states_are_equal = True
+        self.agreement.unite(states=True)
         self._mean.begin_again()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's replica where replicas differ; it refers to the job's own tensors."""
-        if self.are_equal:
+        if self.agreement.is_whole:
             return {}
-        since = {**dataclasses.asdict(self._since), "used": bytes(self._since.used)}
+        since = {
+            **dataclasses.asdict(self._since),
+            "used": bytes(self._since.used),
+            "rounds": self.agreement.gap,
+        }
         return {"replica": {**self._mean.state_dict(), "since": since}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,8 +137,9 @@ class LocalReplica(AgreedReplica):
             return
         self._mean.load_state_dict(state["replica"])
         since = state["replica"]["since"]
-        self._since = _SinceAverage(bytearray(since["used"]), Totals(**since["totals"]), since["rounds"])
-        self._states_are_equal = False
+        self._since = _SinceAverage(bytearray(since["used"]), Totals(**since["totals"]))
+        gap = since["rounds"]
+        self.agreement.resume(Alike.DRIFTING if gap else Alike.UNITED, gap, states=False)
 
     def _own_gradient(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's gradients by bucket: the buffer itself, where it is as wide as the masters."""
@@ -172,7 +155,7 @@ class LocalReplica(AgreedReplica):
     def _look(self, _: Look, flight: Flight | None) -> Moment:
         # A worker whose data have ended averages at once and waits there: only averages let ranks agree on an end.
         drains = flight is not None and self._known.is_without_data
-        return Moment(self.progress.round_index, self.gap, drains)
+        return Moment(self.progress.round_index, self.agreement.gap, drains)
 
     def _average(self, effect: Average, flight: Flight | None) -> None:
         """Bring the replicas together; the round ends as if all ranks had taken part in it."""
@@ -184,11 +167,11 @@ class LocalReplica(AgreedReplica):
             self.exchange, flight.round.statistics, report.changed, report.micro_batches, flight.round.first
         )
         share = report.share(self.exchange.rank)
-        states_are_equal = self._states_are_equal if share is None else effect.state
+        states_are_alike = self.agreement.states_are_alike if share is None else effect.state
         if share is not None:
             self._mean.unite(share, flight.round.buffer.flats, state=effect.state)
         self.begin_again()
-        self._states_are_equal = states_are_equal
+        self.agreement.unite(states=states_are_alike)
         self.sharded.publish(flight.round.buffer.flats)
         flight.reduction.meet(report.news(flight.reduction.report, self._worker.ranks), statistics)
         self._catch_up(report)

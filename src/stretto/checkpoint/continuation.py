@@ -229,7 +229,7 @@ class Continuation:
         """Return this rank's persistent buffers, except for those that equal what all ranks save together."""
         statistics = self._job.model.statistics
         # Ranks that step alone save the mean of what they have.
-        is_mean = self._job.replica.steps_alone
+        is_mean = self._job.replica.agreement.steps_alone
         agreed = {} if is_mean else dict(zip(statistics.names, statistics.agreed, strict=True))
         return {
             name: buffer.detach().clone()

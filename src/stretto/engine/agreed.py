@@ -1,6 +1,7 @@
 """What a replica is asked at rest: the committed parameters, what ranks hold alike, and this rank's own state."""
 
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -13,26 +14,85 @@ from stretto.exchange import PlainWire
 from stretto.optimizer import ShardedOptimizer
 
 
+class Alike(Enum):
+    """How far the replicas of all ranks are alike."""
+
+    UNITED = "united"
+    """All ranks hold the same masters, and models show them."""
+    AHEAD = "ahead"
+    """All ranks hold the same masters, and models still show what was there before the last average."""
+    DRIFTING = "drifting"
+    """Each rank has stepped, or may have, on its own since then."""
+    APART = "apart"
+    """A fragment is under way, or ranks have kept a part of their own as one landed."""
+
+
+class Agreement:
+    """The one answer to the question whether replicas are alike.
+
+    Args:
+        steps_alone: Whether ranks step without asking the others, and may be at different rounds.
+    """
+
+    def __init__(self, *, steps_alone: bool = False) -> None:
+        self.steps_alone = steps_alone
+        self.state = Alike.UNITED
+        self.gap = 0
+        """Rounds since replicas were last averaged, or the last fragment landed."""
+        self.states_are_alike = True
+        """Whether the optimizer's state was averaged too, so that it is the same where masters are."""
+
+    @property
+    def is_united(self) -> bool:
+        """Whether all ranks hold the same masters, or should: in most jobs always, otherwise behind an average."""
+        return self.state is Alike.UNITED or self.state is Alike.AHEAD
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks hold the same masters and the same optimizer state."""
+        return self.is_united and self.states_are_alike
+
+    def drift(self) -> None:
+        """A round begins in which each rank steps on its own."""
+        self.gap += 1
+        if self.state is not Alike.APART:
+            self.state = Alike.DRIFTING
+
+    def depart(self) -> None:
+        """A fragment has left."""
+        self.state = Alike.APART
+
+    def land(self, *, is_whole: bool) -> None:
+        """A fragment has landed; all ranks hold the same again if it was all there is, and nobody kept a part."""
+        self.unite(states=False)
+        if not is_whole:
+            self.state = Alike.APART
+
+    def unite(self, *, states: bool | None = None, is_shown: bool = True) -> None:
+        """All replicas have become the same.
+
+        Args:
+            states: Whether the optimizer's state has, too; None leaves that as it was.
+            is_shown: Whether models show it.
+        """
+        self.state, self.gap = Alike.UNITED if is_shown else Alike.AHEAD, 0
+        self.states_are_alike = self.states_are_alike if states is None else states
+
+    def resume(self, state: Alike, gap: int, *, states: bool | None = None) -> None:
+        """Go on from a checkpoint."""
+        self.unite(states=states)
+        self.state, self.gap = state, gap
+
+
 class AgreedReplica(Replica):
     """A replica with all that an update does not pass; arguments are those of `Replica`.
 
     Strategies whose ranks step alone, or whose replicas may differ, have subclasses.
     """
 
-    @property
-    def is_united(self) -> bool:
-        """Whether all ranks hold the same masters, or should: in most jobs always, otherwise behind an average."""
-        return self.gap == 0
-
-    @property
-    def has_drifted(self) -> bool:
-        """Whether this rank's model may differ from other ranks' models."""
-        return False
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether masters and state were the same on all ranks at the last call of `agreed_optimizer`."""
-        return True
+    def __init__(self, *args: Any, steps_alone: bool = False, **others: Any) -> None:
+        super().__init__(*args, **others)
+        self.agreement = Agreement(steps_alone=steps_alone)
 
     @property
     def name(self) -> str:

@@ -72,7 +72,10 @@ class CommLane:
         if flight.at_boundary:
             replica, sent_bytes = self.replica, self.replica.exchange.sent_bytes
             commit = progress.commit(
-                sent_bytes, gap=replica.gap, interval=replica.interval, staleness=self.strategy.staleness
+                sent_bytes,
+                gap=replica.agreement.gap,
+                interval=replica.interval,
+                staleness=self.strategy.staleness,
             )
         return Landing(
             round.buffer,

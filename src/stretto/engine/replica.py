@@ -77,12 +77,8 @@ class Replica:
 
     interval: int | None = None
     """Updates from one average to the next, where the strategy chooses."""
-    steps_alone = False
-    """Whether ranks step without asking the others, and may be at different rounds."""
     shows_own = False
     """Whether every rank's model shows an estimate of its own."""
-    keeps_states_equal = True
-    """Whether the optimizer's state is the same on all ranks that hold the same masters."""
 
     def __init__(
         self,
@@ -122,11 +118,6 @@ class Replica:
     def performers(self) -> Mapping[type, Performer]:
         """The performer of each kind of effect."""
         return {Step: self.step, Preview: self.preview, Gather: self.gather, Boundary: self.end_update}
-
-    @property
-    def gap(self) -> int:
-        """Rounds since replicas were last averaged."""
-        return 0
 
     @property
     def where(self) -> str:

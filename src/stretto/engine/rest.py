@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.engine.agreed import Alike
 from stretto.engine.compute_lane import ComputeLane, Stage
 from stretto.engine.round import Reduction
 from stretto.engine.runtime import Arrived
@@ -78,7 +79,8 @@ class RestingLane(ComputeLane):
         for listener in self.model.listeners:
             listener.committed_is_read()  # the communication lane is at rest, so this thread may do it
         agreed = self.statistics.agreed_after(landing)
-        if self.model.shown == "committed" and not self.replica.has_drifted and landing is None:
+        is_alike = self.replica.agreement.state is Alike.UNITED
+        if self.model.shown == "committed" and is_alike and landing is None:
             self.model.settle(None, agreed)
             return
         # The idle buffer may hold gathered values: the next take-off zeroes it.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from stretto.engine.agreed import Alike
 from stretto.engine.job import Job
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
 from stretto.flat import Fragments, PartedTensor, Shares, Slot, original_name
@@ -135,7 +136,7 @@ class JobState:
         user, compute = self.job.model, self.job.compute
         slots = {id(p): slot for p, slot in zip(user.parameters, self.slots, strict=True)}
         shows_it = compute.model.shown == "committed" and compute.model.held_back is None
-        is_shown_anyway = shows_it and not self.job.replica.has_drifted
+        is_shown_anyway = shows_it and self.job.replica.agreement.state is Alike.UNITED
         with compute.settled():
             entries: State = {}
             for key, value in user.model.state_dict(keep_vars=True).items():

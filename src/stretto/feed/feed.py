@@ -252,7 +252,7 @@ class Feed:
     def drain(self) -> None:
         """Land everything, and have replicas averaged; all ranks must call."""
         self._compute.course.finish()
-        while not (self._is_drained() and self._job.replica.is_united):
+        while not (self._is_drained() and self._job.replica.agreement.is_united):
             self._pass_round()
 
     def commit(self) -> list[Update]:
@@ -268,7 +268,7 @@ class Feed:
         """Have replicas averaged where nothing is under way; all ranks come here behind the same update."""
         compute = self._compute
         with compute.course.finishing(forgets=True):
-            while not (compute.is_clear and self._job.replica.is_united):
+            while not (compute.is_clear and self._job.replica.agreement.is_united):
                 self._pass_round()
 
     def arrived(self, update: Update | None) -> Update | None:
@@ -330,9 +330,9 @@ class Feed:
     def _is_drained(self) -> bool:
         """Return whether every update has ended and nobody has anything left to contribute; the same on all ranks."""
         agreed = self._compute.course.have_all_left(self._job.exchange.world_size)
-        replica = self._job.replica
+        agreement = self._job.replica.agreement
         # Ranks that step alone come to the last update at different times, and meet at an average behind it.
-        has_enough = self._has_enough() and (replica.is_united or not replica.steps_alone)
+        has_enough = self._has_enough() and (agreement.is_united or not agreement.steps_alone)
         return (agreed or has_enough) and self._compute.is_clear
 
     def _pass_rounds(self, current: Pass) -> None:

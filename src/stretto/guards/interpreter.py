@@ -120,7 +120,7 @@ class GuardInterpreter:
 
     def ask(self, moment: Moment) -> GuardScript:
         """Yield the effects of all guards at a moment."""
-        has_alike = self._replica.is_united or moment == "before_land"
+        has_alike = self._replica.agreement.is_united or moment == "before_land"
         for guard in self.guards:
             if has_alike or not guard.needs_replicas:
                 yield from getattr(guard, moment)()
@@ -200,11 +200,11 @@ class GuardInterpreter:
 
         Without a flight, the model may be running, and its forward passes may be writing its buffers.
         """
-        if self._is_replicated and self._replica.is_united:
+        if self._is_replicated and self._replica.agreement.is_united:
             yield from self._masters()
         for name, anchor in self._replica.anchors(waits=True):
             yield Part("anchor", name), anchor
-        if self._replica.is_united:
+        if self._replica.agreement.is_united:
             yield from self._shown(flight)
         yield from self._fixed.items() if flight is not None else ()
 
@@ -234,7 +234,8 @@ class GuardInterpreter:
 
     def _fingerprints(self, flight: Flight | None) -> dict[Part, int]:
         # Ranks that keep their own state, or step alone, may also have cut it into different segments.
-        compares_state = self._replica.keeps_states_equal
+        agreement = self._replica.agreement
+        compares_state = agreement.states_are_alike and not agreement.steps_alone
         return {
             part: self._fingerprint(part, tensor)
             for part, tensor in self._parts(flight)
