@@ -126,16 +126,10 @@ class Replica:
 
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
-        finite = round.look_at_gradients()
-        sums, is_torn = self.sum_up(round)
-        measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
-        own = round.report(torn=is_torn)
-        # The host waits here, for the first time in this round, with everything on its way.
-        records = self.exchange.gather_bytes(RoundReport.pack(own), own.places(measured))
-        report = RoundReport.unpack(records, len(own.used), len(own.changed))
+        sums, report = self._sum_and_report(round)
         if report.torn:
             self._stop_hiding(report.torn)
-            return Replica.reduce(self, round)  # whole, now that all gradients are there
+            sums, report = self._sum_and_report(round)  # whole, now that all gradients are there
         if not report.settings_agree:
             self.refuse_settings(round)
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
@@ -147,6 +141,16 @@ class Replica:
                 self.exchange, round.statistics, report.changed, report.micro_batches, round.first
             )
         return self.reduction(sums, report, statistics, skipped=skipped)
+
+    def _sum_and_report(self, round: Round) -> tuple[list[Tensor], RoundReport]:
+        """Sum the gradients of `round` over ranks, and gather the reports on it."""
+        finite = round.look_at_gradients()
+        sums, is_torn = self.sum_up(round)
+        measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
+        own = round.report(torn=is_torn)
+        # The host waits here, for the first time in this round, with everything on its way.
+        records = self.exchange.gather_bytes(RoundReport.pack(own), own.places(measured))
+        return sums, RoundReport.unpack(records, len(own.used), len(own.changed))
 
     def sum_up(self, round: Round) -> tuple[list[Tensor], bool]:
         """Sum the gradients of `round` over ranks; return the sums, and whether any changed behind their departure."""
