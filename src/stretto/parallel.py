@@ -12,7 +12,6 @@ from torch import distributed as dist
 from stretto.engine import Clock, Job, Options
 from stretto.engine.accumulation import check_loss, check_weight
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS
-from stretto.engine.report import Vote
 from stretto.engine.round import Weighed, weighed
 from stretto.engine.state import JobState, State
 from stretto.errors import ConfigError
@@ -134,7 +133,7 @@ class DataParallel:
     @property
     def steps(self) -> int:
         """Committed updates so far."""
-        return self._compute.steps
+        return self._compute.course.steps
 
     @property
     def sent_bytes(self) -> int:
@@ -346,7 +345,7 @@ class DataParallel:
 
     def stop(self) -> None:
         """Ask all ranks to end `feed` at the same round, soon."""
-        self._compute.vote = max(self._compute.vote, Vote.STOP)
+        self._compute.course.stop()
 
     def end(self) -> None:
         """End `feed` behind the last update, and commit what is under way; all ranks must call, in `on_update`."""

@@ -14,22 +14,22 @@ from torch import distributed as dist
 from stretto.averaging import DriftingReplica, FragmentedReplica, LocalReplica
 from stretto.averaging.worker import check_worker, exchange_inside, worker_of
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
+from stretto.engine.agreed import AgreedReplica
 from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.comm_lane import CommLane, Weave
-from stretto.engine.compute_lane import ComputeLane
 from stretto.engine.failures import FailureDetector
 from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
 from stretto.engine.messages import check_messages
-from stretto.engine.model import UserModel
 from stretto.engine.noisy import NoisyRank
 from stretto.engine.options import BufferChoices, Clock, Options, Quota, check_formats, plan_quota
 from stretto.engine.own_preview import OwnPreviews
-from stretto.engine.replica import Replica
 from stretto.engine.report import settings_text
+from stretto.engine.rest import RestingLane
 from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
+from stretto.engine.settling import SettlingModel
 from stretto.errors import ConfigError, UnsupportedModel
 from stretto.exchange import (
     FP32,
@@ -189,15 +189,15 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
             parameters[slot.index].grad_dtype = flat.accumulation_dtype
     share_start(exchange, parameters, GradientBuffer(layout), parts.model)
     if any(one.guards for one in phases.values()):
-        progress.versions = {name: tensor._version for name, tensor in _fixed(parts.model)}
+        progress.watch(_fixed(parts.model))
     sharded = owner_of(parts, parameters, exchange)
     if any(ledger.local or ledger.averages for ledger in ledgers[1:]):
         StateKinds(sharded).check_averages()  # now, and not when its turn comes
     lane = lane_of(parts, exchange, inside, sharded, progress)
-    model = UserModel(
+    model = SettlingModel(
         parts.model, parameters, parts.optimizer, layout, BufferChoices.read(parts.options.buffers)
     )
-    compute = ComputeLane(
+    compute = RestingLane(
         model,
         lane.comm,
         lane.quota,
@@ -272,6 +272,7 @@ def lane_of(
         options=parts.options,
         runtime=runtime,
         progress=progress,
+        hides=_hides(parts, ledger, exchange, quota),
     )
     performers = dict(replica.performers)
     interpreter = _interpreter(parts, ledger, replica, strikes)
@@ -285,16 +286,18 @@ def lane_of(
     return Lane(
         comm=CommLane(parts.strategy, replica, performers, asks_ahead=ledger.asks_ahead, weave=weave),
         quota=quota,
-        accumulate=_accumulation(parts, ledger, replica, quota),
+        accumulate=_accumulation(parts, replica, quota),
         interpreter=interpreter,
     )
 
 
-def _kind_of_replica(ledger: Ledger, exchange: Exchange, inside: Exchange | None) -> Callable[..., Replica]:
+def _kind_of_replica(
+    ledger: Ledger, exchange: Exchange, inside: Exchange | None
+) -> Callable[..., AgreedReplica]:
     if not ledger.local:
         if ledger.own_previews:
             return functools.partial(OwnPreviews, keeps_own=ledger.keeps_own)
-        return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.averages else Replica
+        return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.averages else AgreedReplica
     worker = worker_of(ledger, exchange, inside)
     if ledger.fragments:
         return functools.partial(FragmentedReplica, worker=worker, fragments=ledger.fragments)
@@ -302,7 +305,7 @@ def _kind_of_replica(ledger: Ledger, exchange: Exchange, inside: Exchange | None
 
 
 def _interpreter(
-    parts: Parts, ledger: Ledger, replica: Replica, strikes: Strikes | None
+    parts: Parts, ledger: Ledger, replica: AgreedReplica, strikes: Strikes | None
 ) -> GuardInterpreter | None:
     if not (parts.guards or replica.exchange.is_verified):
         return None
@@ -316,14 +319,14 @@ def _interpreter(
     )
 
 
-def _accumulation(parts: Parts, ledger: Ledger, replica: Replica, quota: Quota) -> Accumulate:
-    """Return what makes the job's accumulation: one from which gradients leave early, where they may.
+def _hides(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bool:
+    """Return whether gradients may leave early.
 
     The round's end must be known ahead; nothing else may be sent beside the gradients; and nobody may have to look at
     them before. All this is the same on all ranks.
     """
-    layout, owes = replica.exchange.layout, replica.exchange.feedback is not None
-    replica.hides = (
+    layout, owes = exchange.layout, exchange.feedback is not None
+    return (
         parts.options.hide_reductions
         and layout.world_size > 1
         and quota.is_fixed
@@ -333,6 +336,10 @@ def _accumulation(parts: Parts, ledger: Ledger, replica: Replica, quota: Quota) 
         # Autograd has a thread for every device, and calls hooks on them side by side.
         and len({flat.device for flat in layout.sets}) == 1
     )
+
+
+def _accumulation(parts: Parts, replica: AgreedReplica, quota: Quota) -> Accumulate:
+    """Return what makes the job's accumulation: one from which gradients leave early, where they may."""
     if not replica.hides:
         return Accumulation
     return functools.partial(

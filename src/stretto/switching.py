@@ -140,8 +140,7 @@ class Phases:
         self._feed = feed
         self._entered = entered
         self._now = 0
-        feed.begin_phase = self._begin_next
-        job.compute.land_phase = feed.land_phase
+        feed.take_turns(self._begin_next)
         self._look_ahead(0)
 
     def enter(self, step: int) -> None:
@@ -155,16 +154,16 @@ class Phases:
     def _begin_next(self) -> None:
         """Begin the phase that is due; all ranks come here behind the same update, with nothing accumulated."""
         job = self._job
-        self._look_ahead(job.compute.steps)  # or the rounds below would come here again
+        self._look_ahead(job.compute.course.steps)  # or the rounds below would come here again
         sent_bytes = job.exchange.sent_bytes
         self._feed.unite()
-        self.enter(job.compute.steps)
-        job.comm.progress.bytes_before = sent_bytes  # the next update reports what the boundary has sent
+        self.enter(job.compute.course.steps)
+        job.comm.progress.begin_phase(sent_bytes)
 
     def _look_ahead(self, step: int) -> int:
         """Tell the feed what follows behind `step` updates, and return the index of the phase that is due there."""
         following = bisect_right(self._starts, step)
-        self._feed.next_phase = self._starts[following] if following < len(self._starts) else None
+        self._feed.expect_phase(self._starts[following] if following < len(self._starts) else None)
         return following - 1
 
 
@@ -173,7 +172,7 @@ def take_over(job: Job, old: Parts, new: Parts) -> None:
     compute, model, before, progress = job.compute, job.model, job.exchange, job.comm.progress
     compute.show_committed()
     sharded = job.replica.agreed_optimizer(model.statistics.changes)
-    progress.incidents = [incident for one in model.listeners for incident in one.ended()]
+    progress.note([incident for one in model.listeners for incident in one.ended()])
     guards = [one for one in model.listeners if isinstance(one, GuardedRounds)]
     model.listeners[:] = [one for one in model.listeners if one not in guards]
     compute.runtime.join()
@@ -185,7 +184,7 @@ def take_over(job: Job, old: Parts, new: Parts) -> None:
         sharded = owner
     strikes = guards[0].interpreter.strikes if guards else None
     lane = lane_of(new, exchange, job.inside, sharded, progress, strikes)
-    job.exchange, job.sharded, job.replica, job.comm = exchange, sharded, lane.comm.replica, lane.comm
+    job.work_with(lane.comm, exchange, sharded)
     buffer = compute.accumulation.buffer
     compute.take_up(lane.comm, lane.quota, lane.accumulate, buffer)
     job.replica.gather_committed(buffer.flats, model.statistics)

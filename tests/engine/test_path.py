@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,7 +18,16 @@ import stretto
 
 SOURCES = Path(stretto.__file__).parents[1]
 MOST_FILES, MOST_FUNCTIONS = 15, 120
-"""Of the sources, comprehensions and generators included."""
+"""Of an update without `feed`, comprehensions and generators included."""
+MOST_WITH_FEED = {
+    "acco": (stretto.ACCO(), {}, 1, 17, 4700),
+    "acco on int8": (stretto.ACCO(), {"wire": "int8"}, 1, 23, 5600),
+    "zero1": (stretto.ZeRO1(), {}, 1, 17, 4700),
+    "diloco with a delay": (stretto.DiLoCo(interval=3, delay=1), {}, 6, 27, 7000),
+    "zero1 with guards": (stretto.ZeRO1(), {"guards": "standard"}, 1, 36, 7500),
+}
+"""Strategy, settings, updates that are watched, and budgets: of files that the README's loop enters, and of all their
+lines. A reader pages through these. They may fall, and not rise."""
 NOT_USED = (
     "stretto_lab/",
     "stretto/guards/",
@@ -66,11 +77,11 @@ class Passed:
             self.functions.add(f"{file}:{frame.f_code.co_qualname}")
 
 
-def job(strategy: stretto.Strategy) -> tuple[nn.Module, stretto.DataParallel]:
+def job(strategy: stretto.Strategy, **settings: Any) -> tuple[nn.Module, stretto.DataParallel]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return model, stretto.DataParallel(model, optimizer, strategy, micro_batches=2)
+    return model, stretto.DataParallel(model, optimizer, strategy, micro_batches=2, **settings)
 
 
 def train(model: nn.Module, parallel: stretto.DataParallel, updates: int) -> None:
@@ -96,6 +107,27 @@ def test_one_steady_update_of_acco_passes_few_files_and_functions() -> None:
     )
     assert len(passed.files) <= MOST_FILES, sorted(passed.files)
     assert len(passed.functions) <= MOST_FUNCTIONS, sorted(passed.functions)
+
+
+def lines_of(files: set[str]) -> int:
+    return sum(len((SOURCES / file).read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+@pytest.mark.parametrize("name", MOST_WITH_FEED)
+def test_the_readmes_loop_enters_few_files_and_lines(name: str) -> None:
+    strategy, settings, updates, most_files, most_lines = MOST_WITH_FEED[name]
+    passed, warm_up = Passed(), 2 * 6
+    with passed.watching():
+        model, parallel = job(strategy, **settings)
+        for number, batch in enumerate(parallel.feed([torch.ones(3, 8)] * (warm_up + 2 * updates + 4))):
+            if number == warm_up:
+                passed.functions.clear()
+            if number == warm_up + 2 * updates:
+                files = passed.files
+            parallel.backward(model(batch).square().mean())
+    parallel.finish()
+    assert len(files) <= most_files, sorted(files)
+    assert lines_of(files) <= most_lines, sorted(files)
 
 
 def test_updates_without_guards_pass_no_guard() -> None:

@@ -17,13 +17,12 @@ def lane_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("stretto-lane")}
 
 
-def test_a_take_off_while_another_round_is_in_flight_is_out_of_turn() -> None:
+def test_a_round_is_not_closed_while_another_one_is_in_flight() -> None:
     job = TinyJob("acco")
     job.until_in_flight()
-    job.parallel.job.compute.close_round()
     with pytest.raises(OutOfTurn) as caught:
-        job.parallel.job.compute.take_off_if_ready()
-    assert says(caught.value, WHERE, "take-off while another round is in flight")
+        job.parallel.job.compute.close_round()
+    assert says(caught.value, WHERE, "a round is to be ready while one is in flight")
 
 
 @pytest.mark.parametrize("strategy", BOTH_KINDS)

@@ -27,8 +27,9 @@ from stretto.averaging.mean import ReplicaMean
 from stretto.averaging.probe import GradientProbe
 from stretto.checksums import digest
 from stretto.engine.accumulation import GradientBuffer
+from stretto.engine.agreed import AgreedReplica, Alike
 from stretto.engine.buffers import Buffer
-from stretto.engine.replica import Flight, Performer, Replica
+from stretto.engine.replica import Flight, Performer
 from stretto.engine.report import Vote
 from stretto.engine.round import Reduction, Round
 from stretto.engine.statistics import Statistics
@@ -41,10 +42,10 @@ from stretto.strategies.contract import Average, Divergence, Look, Moment, Postp
 _CONDITION = np.dtype([("digest", "<u8"), ("is_finite", "?"), ("product", "<f8")])
 
 
-class DriftingReplica(Replica):
+class DriftingReplica(AgreedReplica):
     """One rank's replica among others that should be the same.
 
-    Args are those of `Replica`; all ranks own everything.
+    Args are those of `AgreedReplica`; all ranks own everything.
 
     Args:
         probe: Coordinates at which ranks are compared at an average; 0 compares nothing.
@@ -53,13 +54,9 @@ class DriftingReplica(Replica):
     def __init__(self, exchange: Exchange, sharded: ShardedOptimizer, *, probe: int, **others: Any) -> None:
         super().__init__(exchange, sharded, **others)
         self.interval = None
-        self.keeps_states_equal = True
-        """As far as the last average went."""
         self._mean = ReplicaMean(exchange, sharded)
-        self._rounds = 0
         self._are_equal = True
-        self._is_ahead = False
-        """Whether masters have been averaged that the model does not show yet."""
+        """Whether all ranks held the same when `agreed_optimizer` last looked."""
         self._probe = GradientProbe(sharded, probe) if probe else None
 
     @property
@@ -73,25 +70,10 @@ class DriftingReplica(Replica):
             Step: self._step,
         }
 
-    @property
-    def gap(self) -> int:
-        """Rounds since the last average."""
-        return self._rounds
-
-    @property
-    def has_drifted(self) -> bool:
-        """Whether the model may show something else than other ranks' models."""
-        return self._rounds > 0 or self._is_ahead
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether masters and state were the same on all ranks when `agreed_optimizer` last looked."""
-        return self._are_equal
-
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round`, and count it."""
         reduction = super().reduce(round)
-        self._rounds += 1
+        self.agreement.drift()
         return reduction
 
     def sum_up(self, round: Round) -> tuple[Slices, bool]:
@@ -123,7 +105,8 @@ class DriftingReplica(Replica):
 
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the last average."""
-        self._rounds, self.interval, self._is_ahead = 0, None, False
+        self.agreement.unite()
+        self.interval = None
         if self._probe is not None:
             self._probe.begin_again()
         self._mean.begin_again()
@@ -131,7 +114,7 @@ class DriftingReplica(Replica):
     def state_dict(self) -> dict[str, Any]:
         """Return counts, and this rank's replica where replicas differ; it refers to the job's own tensors."""
         counts = {
-            "rounds": self._rounds,
+            "rounds": self.agreement.gap,
             "interval": self.interval,
             "probe": None if self._probe is None else self._probe.state_dict(),
         }
@@ -143,7 +126,8 @@ class DriftingReplica(Replica):
             self._mean.load_state_dict(state["replica"])
         if "counts" in state:
             counts = state["counts"]
-            self._rounds, self.interval = counts["rounds"], counts["interval"]
+            gap, self.interval = counts["rounds"], counts["interval"]
+            self.agreement.resume(Alike.DRIFTING if gap else Alike.UNITED, gap)
             if self._probe is not None and counts["probe"] is not None:
                 self._probe.load_state_dict(counts["probe"])
 
@@ -151,7 +135,7 @@ class DriftingReplica(Replica):
 
     def _look(self, _: Look, flight: Flight | None) -> Moment:
         drains = flight is not None and all(vote == Vote.DRAIN for vote in flight.reduction.report.votes)
-        return Moment(self.progress.round_index, self._rounds, drains, self.interval)
+        return Moment(self.progress.round_index, self.agreement.gap, drains, self.interval)
 
     def _postpone(self, effect: Postpone, _: Flight | None) -> None:
         self.interval = effect.updates
@@ -161,7 +145,6 @@ class DriftingReplica(Replica):
         if self._probe is not None and isinstance(gradient, ReducedGradient) and gradient.weight > 0:
             self._probe.stepped(gradient.sums, gradient.weight)
         self.step(effect, flight)
-        self._is_ahead = False
 
     def _average(self, effect: Average, flight: Flight | None) -> Divergence | None:
         """Average the replicas; without a flight, while the model goes on showing what they were.
@@ -192,12 +175,10 @@ class DriftingReplica(Replica):
                     ranks=[self.exchange.rank],
                 )
         divergence = None if probe is None else self._divergence(probe, conditions, before)
-        self.progress.divergence = divergence
+        progress.measure(divergence)
         self._mean.begin_again()
-        self._rounds, self.keeps_states_equal = 0, effect.state
-        if flight is None:
-            self._is_ahead = True
-        else:
+        self.agreement.unite(states=effect.state, is_shown=flight is not None)
+        if flight is not None:
             self.sharded.publish(flight.round.buffer.flats)
         return divergence
 

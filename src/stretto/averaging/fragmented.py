@@ -25,11 +25,12 @@ from torch import Tensor
 from stretto.averaging.beside import WithLaneBeside
 from stretto.averaging.local import LocalReplica
 from stretto.averaging.outer import Fragment
+from stretto.engine.agreed import Alike
 from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.options import Options
 from stretto.engine.replica import Flight, Performer, flight_of
 from stretto.engine.report import RankReport, RoundReport, in_rank_order
-from stretto.engine.round import Reduction, Round
+from stretto.engine.round import Round
 from stretto.engine.runtime import Pending, choose_runtime
 from stretto.engine.statistics import at, average_statistics, moved
 from stretto.exchange import Exchange
@@ -78,15 +79,12 @@ class FragmentedReplica(LocalReplica):
             Fragment(exchange, sharded, buckets[first::fragments], options.wire_of_changes)
             for first in range(fragments)
         ]
-        if self._mean.last is not None:
-            self._mean.last = self._anchor_by_bucket()  # as good as the last mean: equal on all ranks
+        self._mean.measure_from(self._anchor_by_bucket())  # as good as the last mean: equal on all ranks
         self._beside = choose_runtime(exchange.group, sharded.masters[0].device, overlaps=True)
         self.runtime = WithLaneBeside(self.runtime, self._beside)
         self._under_way: Pending[_Trip] | None = None
         self._arrived: _Trip | None = None
         self._last_left = self._left_at = 0  # which fragment has left last, and in which round
-        self._rounds = 0
-        self._is_apart = False
         self._weights = np.zeros((fragments, exchange.world_size))
         """What each rank has contributed since each fragment left last, up to the last departure of any."""
         self._left_with = np.zeros_like(self._weights)
@@ -103,26 +101,6 @@ class FragmentedReplica(LocalReplica):
     def name(self) -> str:
         """Of this rank's own state in a checkpoint."""
         return f"{super().name}-of-{len(self.fragments)}-fragments"
-
-    @property
-    def gap(self) -> int:
-        """Rounds since the last landing."""
-        return self._rounds
-
-    @property
-    def is_united(self) -> bool:
-        """Whether all ranks hold the same masters."""
-        return not self._is_apart
-
-    @property
-    def has_drifted(self) -> bool:
-        """Whether the model may show something else than other ranks' models."""
-        return self._is_apart
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether nothing has happened yet that ranks could differ by."""
-        return self._states_are_equal and not self._is_apart
 
     @property
     def is_under_way(self) -> bool:
@@ -146,12 +124,6 @@ class FragmentedReplica(LocalReplica):
                 for number, tensor in enumerate(tensors):
                     yield kind, f"fragment {index}, number {number}", tensor
 
-    def reduce(self, round: Round) -> Reduction:
-        """Take the gradients of this rank's worker; nobody else is asked."""
-        self._rounds += 1
-        self._is_apart = True
-        return super().reduce(round)
-
     def gather_committed(self, flats: list[Tensor], statistics: Any) -> list[Buffer]:
         """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
         self._arrive()
@@ -173,9 +145,9 @@ class FragmentedReplica(LocalReplica):
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the anchor; nothing is under way."""
         self._arrive()
-        self._arrived, self._rounds, self._is_apart = None, 0, False
+        self._arrived = None
         self._since = self._nothing_yet()
-        self._states_are_equal = True
+        self.agreement.unite(states=True)
         for counts in (self._weights, self._left_with, self._differ):
             counts[:] = 0
         for fragment in self.fragments:
@@ -191,8 +163,8 @@ class FragmentedReplica(LocalReplica):
                 "weights": self._weights.tolist(),
                 "left_with": self._left_with.tolist(),
                 "differ": self._differ.tolist(),
-                "rounds": self._rounds,
-                "is_apart": self._is_apart,
+                "rounds": self.agreement.gap,
+                "is_apart": not self.agreement.is_united,
                 "trip": None if self._arrived is None else _packed(self._arrived),
             }
         return state
@@ -207,7 +179,8 @@ class FragmentedReplica(LocalReplica):
             fragment.load_state_dict(saved)
         self._weights[:], self._left_with[:] = outer["weights"], outer["left_with"]
         self._differ[:] = outer["differ"]
-        self._rounds, self._is_apart = outer["rounds"], outer["is_apart"]
+        alike = Alike.APART if outer["is_apart"] else Alike.UNITED
+        self.agreement.resume(alike, outer["rounds"], states=False)
         self._arrived = None if outer["trip"] is None else self._unpacked(outer["trip"])
         self._left_at = 0 if self._arrived is None else self._arrived.round_index
 
@@ -228,12 +201,13 @@ class FragmentedReplica(LocalReplica):
         own = dataclasses.replace(self._since_average(self._own_report(round)), changed=changed)
         self._since = self._nothing_yet()
         self._last_left, self._left_at = effect.fragment, self.progress.round_index
+        self.agreement.depart()
         self.fragments[effect.fragment].load(keeps_progress=effect.keeps_progress)
         self._under_way = self._beside.spawn(lambda: self._travel(effect, own, round, buffers, is_due=is_due))
         if not is_due:
             trip = self._arrive()
             self._left_at = trip.round_index
-            self.progress.round_index = trip.round_index
+            self.progress.wait_until(trip.round_index)
             if trip.is_end:
                 self._unite(trip, flight)
                 return False
@@ -249,11 +223,11 @@ class FragmentedReplica(LocalReplica):
             fragment.land(effect.mix)
             self._differ[trip.fragment] = effect.mix > 0
         self.sharded.publish(flight.round.buffer.flats)
-        self._is_apart = effect.delay > 0 or effect.mix > 0 or len(self.fragments) > 1
+        self.agreement.land(is_whole=not (effect.delay or effect.mix or len(self.fragments) > 1))
         if has_waited:
             self._catch_up(trip.report)
         elif not self._known.is_without_data:
-            self.progress.stepped = True  # like every step of a rank that does not ask the others
+            self.progress.take_step()  # like every step of a rank that does not ask the others
         self._tell(trip, flight, has_waited=has_waited)
 
     # On the lane beside
@@ -307,12 +281,12 @@ class FragmentedReplica(LocalReplica):
 
     def _unite(self, trip: _Trip, flight: Flight) -> None:
         """Replace all replicas by their mean."""
-        if self._is_apart:
+        if not self.agreement.is_united:
             self._mean.unite(self._share(trip.report), flight.round.buffer.flats, state=False)
         self._arrived = None
         self._left_with = self._contributed(trip.report)
         self._weights[:] = self._differ[:] = 0
-        self._is_apart = False
+        self.agreement.unite(states=False)
         self.sharded.publish(flight.round.buffer.flats)
         self._catch_up(trip.report)
         self._tell(trip, flight, has_waited=True)
@@ -321,17 +295,14 @@ class FragmentedReplica(LocalReplica):
         """Let the round end with what a departure, of this round or of an earlier one, has made known."""
         reduction, ranks = flight.reduction, self._worker.ranks
         earlier, was_met = reduction.report, reduction.met
-        reduction.report, reduction.met = trip.report.news(earlier, ranks), True
-        if was_met:
-            reduction.report = earlier.with_news(reduction.report, ranks)
+        report = trip.report.news(earlier, ranks)
+        reduction.meet(
+            earlier.with_news(report, ranks) if was_met else report,
+            {**reduction.statistics, **trip.averages},
+        )
         # The model holds this round's buffers, or where the round is left out, what ranks agreed on before it.
         taken = flight.round.statistics if has_waited or reduction.skipped else trip.snapshot
-        flight.snapshot = [
-            taken[index] if index in trip.averages else value for index, value in enumerate(flight.snapshot)
-        ]
-        reduction.statistics = {**reduction.statistics, **trip.averages}
-        self._rounds = 0
-        self._states_are_equal = False
+        flight.take_snapshot({index: taken[index] for index in trip.averages})
 
     def _meet(self, own: RankReport) -> RoundReport:
         """Gather the reports of a mean that leaves no trace."""

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from stretto.averaging.mean import ReplicaMean, Share
 from stretto.averaging.worker import WITHOUT_DATA, Worker, WorkersRound
+from stretto.engine.accumulation import Totals
+from stretto.engine.agreed import AgreedReplica, Alike
 from stretto.engine.buffers import Buffer, changes_of
-from stretto.engine.replica import Flight, Performer, Replica
-from stretto.engine.report import RankReport, RoundReport, Totals, empty_report
+from stretto.engine.replica import Flight, Performer
+from stretto.engine.report import RankReport, RoundReport, empty_report
 from stretto.engine.round import Reduction, Round
 from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import RanksDisagree, ReplicaNonFinite
@@ -33,31 +35,24 @@ class _SinceAverage:
     used: bytearray
     """One byte per parameter slot: used since then?"""
     totals: Totals = dataclasses.field(default_factory=Totals)
-    rounds: int = 0
-    """All of them, the same on every rank: those that were left out, or had no weight, count."""
 
 
-class LocalReplica(Replica):
+class LocalReplica(AgreedReplica):
     """One rank's replica among others that step with gradients of their own.
 
-    Args are those of `Replica`, and:
+    Args are those of `AgreedReplica`, and:
         worker: The ranks that step this replica alike.
     """
-
-    steps_alone = True
-    keeps_states_equal = False
 
     def __init__(
         self, exchange: Exchange, sharded: ShardedOptimizer, *, worker: Worker, **others: Any
     ) -> None:
-        super().__init__(exchange, sharded, **others)
-        exchange.feedback = None  # gradients never travel to other ranks, so packing loses nothing of them
+        super().__init__(exchange, sharded, steps_alone=True, **others)
+        exchange.keep_gradients()
         self._worker = worker
         self._mean = ReplicaMean(exchange, sharded)
         self._own_sums: Slices | None = None
         self._since = self._nothing_yet()
-        self._states_are_equal = True
-        """As far as the last average went; steps since then part them."""
         self._changed = b""
         """How the model's buffers differed from what ranks had agreed on in that round."""
         self._known: WorkersRound
@@ -67,21 +62,6 @@ class LocalReplica(Replica):
     def performers(self) -> Mapping[type, Performer]:
         """Performers by effect."""
         return {**super().performers, Look: self._look, Average: self._average}
-
-    @property
-    def gap(self) -> int:
-        """Rounds since the last average."""
-        return self._since.rounds
-
-    @property
-    def has_drifted(self) -> bool:
-        """Whether the model may show something else than other ranks' models."""
-        return self.gap > 0
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether all ranks hold the same masters and the same optimizer state."""
-        return self._states_are_equal and self.gap == 0
 
     @property
     def name(self) -> str:
@@ -107,20 +87,20 @@ class LocalReplica(Replica):
         gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
         skipped = self.is_left_out(report, norm_squared, ReplicaNonFinite)
         if skipped:
-            gradient.weight, gradient.used = 0.0, bytes(len(gradient.used))
-            round.statistics = round.sound
+            gradient.leave_out()
+            round.leave_out_buffers()
             own = empty_report(len(gradient.used), own.changed, progress.step)
             report = RoundReport.alone(own, exchange.rank, exchange.world_size)
         else:
             exchange.settle()
             self._since.totals.add(own.totals)
             self._since.used = bytearray(a | b for a, b in zip(self._since.used, own.used, strict=True))
-        self._since.rounds += 1
+        self.agreement.drift()
         return Reduction(gradient, report, {}, skipped, alone=True, met=False)
 
     def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
         """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
-        if not self.has_drifted:
+        if self.agreement.is_united:
             return super().gather_committed(flats, statistics)
         own = statistics.copies
         report = self._look_around(changes_of(statistics.agreed, own))
@@ -130,7 +110,7 @@ class LocalReplica(Replica):
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
         """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""
-        if self.are_equal:
+        if self.agreement.is_whole:
             return self.sharded
         report = self._look_around(changed)
         return self._mean.consensus(self._share(report), self._share_of_state(report))
@@ -138,14 +118,18 @@ class LocalReplica(Replica):
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for an average."""
         self._since = self._nothing_yet()
-        self._states_are_equal = True
+        self.agreement.unite(states=True)
         self._mean.begin_again()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's replica where replicas differ; it refers to the job's own tensors."""
-        if self.are_equal:
+        if self.agreement.is_whole:
             return {}
-        since = {**dataclasses.asdict(self._since), "used": bytes(self._since.used)}
+        since = {
+            **dataclasses.asdict(self._since),
+            "used": bytes(self._since.used),
+            "rounds": self.agreement.gap,
+        }
         return {"replica": {**self._mean.state_dict(), "since": since}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -154,8 +138,9 @@ class LocalReplica(Replica):
             return
         self._mean.load_state_dict(state["replica"])
         since = state["replica"]["since"]
-        self._since = _SinceAverage(bytearray(since["used"]), Totals(**since["totals"]), since["rounds"])
-        self._states_are_equal = False
+        self._since = _SinceAverage(bytearray(since["used"]), Totals(**since["totals"]))
+        gap = since["rounds"]
+        self.agreement.resume(Alike.DRIFTING if gap else Alike.UNITED, gap, states=False)
 
     def _own_gradient(self, flats: Sequence[Tensor]) -> Slices:
         """Return this rank's gradients: the buffer itself, where it is as wide as the masters."""
@@ -169,7 +154,7 @@ class LocalReplica(Replica):
     def _look(self, _: Look, flight: Flight | None) -> Moment:
         # A worker whose data have ended averages at once and waits there: only averages let ranks agree on an end.
         drains = flight is not None and self._known.is_without_data
-        return Moment(self.progress.round_index, self.gap, drains)
+        return Moment(self.progress.round_index, self.agreement.gap, drains)
 
     def _average(self, effect: Average, flight: Flight | None) -> None:
         """Bring the replicas together; the round ends as if all ranks had taken part in it."""
@@ -177,18 +162,17 @@ class LocalReplica(Replica):
             raise TypeError("a strategy must step with AllReduce to average ahead of its gradients")
         report = self._meet(self._own_report(flight.round))
         self._check_settings(report, flight.round)
-        flight.reduction.statistics = average_statistics(
+        statistics = average_statistics(
             self.exchange, flight.round.statistics, report.changed, report.micro_batches, flight.round.first
         )
         share = report.share(self.exchange.rank)
-        states_are_equal = self._states_are_equal if share is None else effect.state
+        states_are_alike = self.agreement.states_are_alike if share is None else effect.state
         if share is not None:
             self._mean.unite(share, flight.round.buffer.flats, state=effect.state)
         self.begin_again()
-        self._states_are_equal = states_are_equal
+        self.agreement.unite(states=states_are_alike)
         self.sharded.publish(flight.round.buffer.flats)
-        flight.reduction.report = report.news(flight.reduction.report, self._worker.ranks)
-        flight.reduction.met = True
+        flight.reduction.meet(report.news(flight.reduction.report, self._worker.ranks), statistics)
         self._catch_up(report)
 
     def _own_report(self, round: Round) -> RankReport:
@@ -209,17 +193,17 @@ class LocalReplica(Replica):
 
     def _catch_up(self, report: RoundReport) -> None:
         """Take over where the others are, on a rank that came early."""
-        progress = self.progress
-        progress.round_index = int(report.records["round_index"].max())
         steps = report.records["step"]
-        before, progress.step = progress.step, int(steps.max())
+        step = int(steps.max())
         # What the others have done is news, and reported; at the very end a step that nobody took is none.
         is_over = all(vote in WITHOUT_DATA for vote in report.votes)
         # A rank that came early has stepped in an earlier round than this one.
-        has_stepped = int((steps + report.records["stepped"]).max()) > progress.step
-        progress.stepped = has_stepped or (report.weight > 0 and not is_over)
-        if not progress.stepped and progress.step > before:
-            progress.step, progress.stepped = progress.step - 1, True  # the last of their steps tells it
+        has_stepped = int((steps + report.records["stepped"]).max()) > step
+        self.progress.catch_up(
+            int(report.records["round_index"].max()),
+            step,
+            stepped=has_stepped or (report.weight > 0 and not is_over),
+        )
 
     def _meet(self, own: RankReport) -> RoundReport:
         """Gather the reports of an average.

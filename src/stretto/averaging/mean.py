@@ -44,6 +44,11 @@ class ReplicaMean:
         if any(self._is_narrow(index) for index in range(len(sharded.masters))):
             self.last = [master.clone() for master in sharded.masters]
 
+    def measure_from(self, anchor: list[Tensor]) -> None:
+        """Use `anchor`, equal on all ranks, for the last mean; it saves the memory of one."""
+        if self.last is not None:
+            self.last = anchor
+
     def begin_again(self) -> None:
         """Take the present masters, alike on all ranks, for the last mean."""
         if self.last is not None:

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from stretto.checkpoint.pieces import Whole
-from stretto.engine.accumulation import GradientBuffer
-from stretto.engine.report import RankReport, RoundReport, Totals, Vote
+from stretto.engine.accumulation import GradientBuffer, Totals
+from stretto.engine.report import RankReport, RoundReport, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State, is_extra
 from stretto.engine.statistics import at, is_same
@@ -171,12 +171,11 @@ class Continuation:
             values = GradientBuffer(self._job.layout)
             self._job.sharded.publish(values.flats)
             compute.model.show(values.views, "committed")
-            compute.statistics.agreed = [at(value, self._device) for value in replica["agreed"]]
-            compute.statistics.go_on_from_live()
+            compute.statistics.go_on_from([at(value, self._device) for value in replica["agreed"]])
         elif replicas:
             self._job.replica.load_state_dict(replicas)
         if "carry" in state:
-            compute.close_round().reduction = self._reduction(state)
+            compute.close_round(self._reduction(state))
             if mine is not None and "shown" in mine:
                 own = [mine["shown"][slot.name].to(self._device) for slot in self._state.slots]
                 compute.model.show(own, "estimate")
@@ -230,7 +229,7 @@ class Continuation:
         """Return this rank's persistent buffers, except for those that equal what all ranks save together."""
         statistics = self._job.model.statistics
         # Ranks that step alone save the mean of what they have.
-        is_mean = self._job.replica.steps_alone
+        is_mean = self._job.replica.agreement.steps_alone
         agreed = {} if is_mean else dict(zip(statistics.names, statistics.agreed, strict=True))
         return {
             name: buffer.detach().clone()

@@ -79,7 +79,7 @@ def save(
         ranks.agree("dividing a checkpoint", lambda: writing.divide(plans, copies=in_background))
         if not parallel.job.num_checkpoints:
             _expect_to_load(parallel, continuation, ranks, writing.metadata)
-        parallel.job.num_checkpoints += 1
+        parallel.job.count_checkpoint()
         # Once more, now that digests are taken: a value that changes from here on differs from its digest.
         with parallel.between_updates("a checkpoint"):
             for listener in parallel.job.model.listeners:

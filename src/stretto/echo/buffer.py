@@ -39,6 +39,10 @@ class HeldBatch:
     change: str = ""
     """What was written into it before it was saved in a state; empty if nothing."""
 
+    def remember_change(self, change: str) -> None:
+        """Take over what had been written into it when a state was saved."""
+        self.change = change
+
     def can_be_used(self, update: int, parameters: int | None) -> bool:
         """Return whether its gradient would be another one than before, in `update` and at these parameters."""
         return self.update != update and parameters not in self.used_at

@@ -296,7 +296,7 @@ class EchoLoader(Generic[Batch]):
             fields = {**fields, "number": first + index, "used_at": tuple(fields["used_at"])}
             held = self._hold(batch, state_after, len(resumption.held), **fields)
             if resumption.batches is not None:
-                held.change = resumption.changes[index]
+                held.remember_change(resumption.changes[index])
 
     def _refetch(self, reader: Reader) -> Fetched:
         fetched = self._take(reader)
@@ -344,8 +344,8 @@ class EchoLoader(Generic[Batch]):
             return self._selector.select(position.update, usable, reader.is_ready) if usable else None
         again = [one for one in usable if one.update == position.update - 1]
         if position.slot == 0:
-            position.repeats = bool(again) and (
-                self._selector.select(position.update, again, reader.is_ready) is not None
+            position.repeat(
+                bool(again) and self._selector.select(position.update, again, reader.is_ready) is not None
             )
         return again[0] if position.repeats and again else None
 

@@ -107,6 +107,10 @@ class Position:
         self.updates += 1
         self.slots_before, self.slot, self.fresh_slots = self.slot, 0, 0
 
+    def repeat(self, repeats: bool) -> None:
+        """Let the update under way use the batches of the one before again, or not."""
+        self.repeats = repeats
+
     def count(self, is_fresh: bool) -> None:
         """Count a batch that is handed out."""
         was_mixed = 0 < self.fresh_slots < self.slot

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.departure import Departure
-from stretto.engine.report import Totals
 from stretto.errors import ConfigError, GradientsTouched, LossNotScalar, UsageError
 from stretto.flat import Layout
 
@@ -45,6 +44,32 @@ class GradientBuffer:
         self.views = [
             self.flats[slot.set_index][slot.start : slot.stop].view(slot.shape).data for slot in layout.slots
         ]
+
+
+@dataclasses.dataclass(slots=True)
+class Totals:
+    """What one rank has contributed to one or several rounds, apart from gradients."""
+
+    weight: float = 0.0
+    """Σ w over micro-batches."""
+    samples: int = 0
+    fresh_samples: int = 0
+    """Samples at their first use."""
+    micro_batches: int = 0
+    """Micro-batches with a weight above zero."""
+    loss_sum: float = 0.0
+    """Σ w·loss over the micro-batches that gave a loss."""
+    loss_weight: float = 0.0
+    """Σ w over the micro-batches that gave a loss."""
+
+    def add(self, other: "Totals") -> None:
+        """Add another round's totals."""
+        self.weight += other.weight
+        self.samples += other.samples
+        self.fresh_samples += other.fresh_samples
+        self.micro_batches += other.micro_batches
+        self.loss_sum += other.loss_sum
+        self.loss_weight += other.loss_weight
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,6 +128,12 @@ class Accumulation:
         self.departure = departure
         if departure is not None:
             departure.tear()
+
+    def leave_out(self) -> None:
+        """Drop the round's gradients for good, and count its micro-batches all the same."""
+        count = self.contribution.count
+        self.restart()
+        self.contribution.count, self.is_left_out = count, True
 
     def attach(self, *, zero: bool = True) -> None:
         """Let gradients accumulate in the buffer, from zero unless its content is to stay."""
@@ -176,10 +207,10 @@ class Accumulation:
             totals.samples += samples
             totals.fresh_samples += fresh_samples
             if loss is not None:
+                totals.loss_weight += weight
                 # A pipeline has its loss on the last of its devices.
                 there = self.contribution.loss_sum.device
                 self.contribution.loss_sum += loss.detach().to(there, torch.float64) * weight
-                totals.loss_weight += weight
         self.has_arrived = False
         self.contribution.count += 1
 
@@ -206,7 +237,7 @@ class Accumulation:
             self.parameters[index].grad = self.buffer.views[index]
         self.apart.clear()
 
-    def check_own(self, where: str) -> None:
+    def check_own(self, where: object) -> None:
         """Raise if `.grad` holds gradients of other backward passes, neither counted nor dropped.
 
         Raises:
@@ -221,7 +252,7 @@ class Accumulation:
             )
         self.discard()
 
-    def check_untouched(self, where: str) -> None:
+    def check_untouched(self, where: object) -> None:
         """Raise if gradients were written outside backward passes, or replaced.
 
         Raises:
@@ -254,7 +285,7 @@ Accumulate: TypeAlias = Callable[[Sequence[nn.Parameter], GradientBuffer], Accum
 """Makes an accumulation of its kind."""
 
 
-def check_weight(weight: float, where: str) -> float:
+def check_weight(weight: float, where: object) -> float:
     """Return the weight of a micro-batch, if float32 holds gradients and their sums with it.
 
     Raises:
@@ -265,7 +296,7 @@ def check_weight(weight: float, where: str) -> float:
     return float(weight)
 
 
-def check_loss(loss: object, where: str) -> None:
+def check_loss(loss: object, where: object) -> None:
     """Raise unless a backward pass can begin at `loss`.
 
     Raises:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from stretto.engine.replica import Flight, Performer, Replica
-from stretto.engine.round import Commit, Landing, Round
+from stretto.engine.agreed import AgreedReplica
+from stretto.engine.replica import Flight, Performer
+from stretto.engine.round import Landing, Round
 from stretto.engine.runtime import Pending
-from stretto.optimizer import learning_rate
 from stretto.strategies import Strategy
 from stretto.strategies.contract import ACCUMULATIONS, Begin, Boundary, Script
 
@@ -32,7 +32,7 @@ class CommLane:
     def __init__(
         self,
         strategy: Strategy,
-        replica: Replica,
+        replica: AgreedReplica,
         performers: Mapping[type, Performer],
         *,
         asks_ahead: bool,
@@ -65,12 +65,18 @@ class CommLane:
         self._timer.start()
         reduction = round.reduction or self.replica.reduce(round)
         flight = Flight(round, reduction, round.statistics)
-        progress.reductions.append(reduction)
-        progress.hyperparameters = round.hyperparameters
+        progress.begin_round(reduction, round.hyperparameters)
         self._perform(flight)
-        progress.round_index += 1
-        progress.lane_seconds += self._timer.stop()
-        commit = self._commit() if flight.at_boundary else None
+        progress.end_round(self._timer.stop())
+        commit = None
+        if flight.at_boundary:
+            replica, sent_bytes = self.replica, self.replica.exchange.sent_bytes
+            commit = progress.commit(
+                sent_bytes,
+                gap=replica.agreement.gap,
+                interval=replica.interval,
+                staleness=self.strategy.staleness,
+            )
         return Landing(
             round.buffer,
             flight.snapshot,
@@ -91,7 +97,7 @@ class CommLane:
         if isinstance(self._waits_for, Begin):
             self._timer.start()
             self._perform(None)
-            self.progress.lane_seconds += self._timer.stop()
+            self.progress.open(self._timer.stop())
 
     def _updates(self) -> Script:
         """Yield the effects of one update after the other, without end."""
@@ -107,27 +113,3 @@ class CommLane:
         while not isinstance(effect, (*ACCUMULATIONS, Begin)):
             effect = self._script.send(self._performers[type(effect)](effect, flight))
         self._waits_for = effect
-
-    def _commit(self) -> Commit | None:
-        """Close the update and return what is known about it; None if the update did not step."""
-        progress, commit = self.progress, None
-        sent_bytes = self.replica.exchange.sent_bytes
-        # A rank that steps alone does not ask the others: the step counts, whatever this rank contributed.
-        if progress.stepped or not progress.reductions[-1].met:
-            progress.step += 1
-            commit = Commit(
-                reductions=tuple(progress.reductions),
-                gradient_norm=progress.gradient_norm,
-                learning_rates=tuple(map(learning_rate, progress.hyperparameters)),
-                round_index=progress.round_index - 1,
-                lane_seconds=progress.lane_seconds,
-                sent_bytes=sent_bytes - progress.bytes_before,
-                incidents=tuple(progress.incidents),
-                gap=self.replica.gap,
-                interval=self.replica.interval,
-                divergence=progress.divergence,
-                staleness=self.strategy.staleness,
-            )
-            progress.incidents = []
-        progress.begin_update(sent_bytes)
-        return commit

@@ -2,27 +2,204 @@
 
 docs/architecture.md says what happens at a landing and at a take-off. Hyperparameters are read at an update's first
 take-off and hold for all its rounds. Parameters change at landings only.
+
+Note [The course of a round]
+    stage           what it means                                                           what ends it
+    ACCUMULATING    micro-batches are counted; no round is closed                           the quota is met
+    READY           a round is closed, and takes off at the next forward or backward pass   take-off
+    IN_FLIGHT       the communication lane has it; a strategy that overlaps accumulates     somebody has waited for it
+    ARRIVED         what it brings is known, and is installed next                          landing, and all over again
+
+    There is no other order. A job is at rest where the stage is ACCUMULATING, the last update has ended and nothing is
+    counted for the next.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from enum import Enum
+from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.failures import FailureDetector, Lifetime
-from stretto.engine.model import Gradients, UserModel
+from stretto.engine.hooks import Gradients, Hooks
 from stretto.engine.options import Quota
 from stretto.engine.report import Vote
 from stretto.engine.round import Accounts, Landing, Reduction, Round
-from stretto.engine.runtime import Arrived, Pending
+from stretto.engine.runtime import Pending
+from stretto.engine.settling import SettlingModel
 from stretto.engine.statistics import Carried
 from stretto.errors import OutOfTurn, StepWithoutBackward
 from stretto.optimizer import Hyperparameters, Schedule, read_hyperparameters
 from stretto.records import Incident, Update
+
+Until = Literal["any", "all"]
+"""Whose data end a pass: those of any rank, or those of all."""
+
+
+class Stage(Enum):
+    """Where a rank's rounds are; see Note [The course of a round]."""
+
+    ACCUMULATING = "accumulating"
+    READY = "ready"
+    IN_FLIGHT = "in flight"
+    ARRIVED = "arrived"
+
+
+BEFORE = dict(zip(Stage, (Stage.ARRIVED, *Stage), strict=False))
+"""What each stage comes after."""
+AWAY = (Stage.IN_FLIGHT, Stage.ARRIVED)
+"""A round has been handed over, and has not landed."""
+
+
+class Course:
+    """The stage of this rank's rounds, and the votes of all ranks. As text it is rank and step, for messages.
+
+    Args:
+        rank: This one.
+        num_rounds: In an update.
+    """
+
+    def __init__(self, rank: int, num_rounds: int) -> None:
+        self._rank = rank
+        self.steps = 0
+        """Committed updates that have landed."""
+        self.at_boundary = True
+        """Whether the last round that landed ended an update."""
+        self.vote = Vote.GO_ON
+        """What this rank says in its rounds: it goes on, is exhausted, asks all to stop, or is finishing."""
+        self.votes: list[Vote] = []
+        """What each rank has said in the last round that landed."""
+        self._is_stopped = False
+        """Whether some rank has asked all to end for good."""
+        self.begin_phase(num_rounds)
+
+    def __str__(self) -> str:
+        return f"rank {self._rank}, after step {self.steps}"
+
+    def begin_phase(self, num_rounds: int) -> None:
+        """Begin with a strategy of so many rounds in an update; nothing is under way."""
+        self.stage = Stage.ACCUMULATING
+        self._last = num_rounds - 1
+        self.place = 0
+        """In its update, of the round that accumulates; it is one ahead of the round in flight."""
+
+    # Rounds
+
+    def enter(self, stage: Stage) -> None:
+        """Go on to the next stage.
+
+        Raises:
+            OutOfTurn: It is not the next one.
+        """
+        if self.stage is not BEFORE[stage]:
+            raise OutOfTurn(
+                f"{self}: a round is to be {stage.value} while one is {self.stage.value}: expected one that is "
+                f"{BEFORE[stage].value}; the library's own calls came in another order: please report it"
+            )
+        self.stage = stage
+        if stage is Stage.IN_FLIGHT:
+            self.place = 0 if self.place == self._last else self.place + 1
+
+    def land(self, *, at_boundary: bool, steps: int, votes: Sequence[Vote] | None) -> None:
+        """What a round brought is installed.
+
+        Args:
+            at_boundary: Whether it ended an update.
+            steps: Committed updates behind it.
+            votes: Of all ranks; None where they have not met in it.
+        """
+        self.enter(Stage.ACCUMULATING)
+        self.at_boundary, self.steps = at_boundary, steps
+        if votes is not None:
+            self.votes = list(votes)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round has been handed over and has not landed."""
+        return self.stage in AWAY
+
+    @property
+    def is_in_last_round(self) -> bool:
+        """Whether the round that accumulates, or is ready, ends its update."""
+        return self.place == self._last
+
+    @property
+    def steps_in_sight(self) -> int:
+        """Number of committed updates after every closed round has landed, if all of them step."""
+        ends_update = self.place == 0 if self.is_under_way else self.is_in_last_round
+        return self.steps + (ends_update and self.stage is not Stage.ACCUMULATING)
+
+    def begin_again(self, steps: int) -> None:
+        """Go on after so many updates; what was accumulated is dropped."""
+        self.stage, self.place = Stage.ACCUMULATING, 0
+        self.steps, self.votes = steps, []
+
+    # What ranks say
+
+    def exhaust(self) -> None:
+        """This rank's data have ended."""
+        self.vote = max(self.vote, Vote.EXHAUSTED)
+
+    def stop(self) -> None:
+        """This rank asks all ranks to stop."""
+        self.vote = max(self.vote, Vote.STOP)
+
+    def finish(self) -> None:
+        """This rank has left its loop for good, and only hands over what is left."""
+        self.vote = Vote.DRAIN
+
+    @contextmanager
+    def finishing(self, *, forgets: bool) -> Iterator[None]:
+        """For the block, this rank only hands over what is left.
+
+        Args:
+            forgets: Whether the votes in it were about nothing else, and not about the end of the data.
+        """
+        own, self.vote = self.vote, Vote.DRAIN
+        yield
+        self.vote = own
+        if forgets:
+            self.votes = []
+
+    def begin_pass(self) -> None:
+        """Start anew after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
+        if self.vote == Vote.EXHAUSTED:
+            self.vote = Vote.GO_ON
+        self._is_stopped |= max(self.votes, default=Vote.GO_ON) == Vote.STOP
+        self.votes = [Vote.STOP if self._is_stopped else Vote.GO_ON for _ in self.votes]
+
+    def resume_pass(self, votes: Sequence[Vote]) -> None:
+        """Go on where ranks have said this, as a checkpoint tells."""
+        self.votes = list(votes)
+
+    def end_pass(self) -> None:
+        """All ranks have agreed to end; if one of them asked for it, they end for good."""
+        self._is_stopped |= max(self.votes, default=Vote.GO_ON) >= Vote.STOP
+
+    def is_pass_over(self, until: Until) -> bool:
+        """Return whether all ranks have agreed to end; the same on every rank at the same round."""
+        return bool(self.votes) and (
+            max(self.votes) >= Vote.STOP or _decisive(self.votes, until) >= Vote.EXHAUSTED
+        )
+
+    def have_data_ended(self, until: Until) -> bool:
+        """Return whether all ranks have agreed to end because of the data."""
+        votes = self.votes
+        return bool(votes) and max(votes) < Vote.STOP and _decisive(votes, until) == Vote.EXHAUSTED
+
+    def have_all_left(self, world_size: int) -> bool:
+        """Return whether nobody has anything left to contribute."""
+        return self.votes in ([Vote.DRAIN] * world_size, [Vote.EXHAUSTED] * world_size)
+
+
+def _decisive(votes: Sequence[Vote], until: Until) -> Vote:
+    return max(votes) if until == "any" else min(votes)
 
 
 class ComputeLane:
@@ -40,7 +217,7 @@ class ComputeLane:
 
     def __init__(
         self,
-        model: UserModel,
+        model: SettlingModel,
         comm: CommLane,
         quota: Quota,
         *,
@@ -50,26 +227,30 @@ class ComputeLane:
         accumulate: Accumulate = Accumulation,
     ) -> None:
         self.model, self.statistics = model, model.statistics
-        self.vote = Vote.GO_ON
-        self.votes: list[Vote] = []  # of each rank, in the last round that landed
         self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
-        self.at_boundary = True  # whether the last round that landed ended an update
-        self.steps = 0
-        self.num_counted = 0  # micro-batches of this rank, of any weight, since the job began or was loaded
-        self.land_phase: Callable[[], None] | None = None  # lands what a checkpoint has left of one
+        self._first: Callable[[], None] | None = (
+            None  # called before a forward pass, where strategies take turns
+        )
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._schedule = None if scheduler is None else Schedule(scheduler)
-        self._in_flight: Pending[Landing] | None = None
-        self._landing: Landing | None = None  # of the round in flight, once somebody has waited
+        self.course = Course(comm.replica.exchange.rank, len(quota.minima))
+        self.where: object = self.course
+        """Rank and step, for messages: they are put into words where there is one."""
+        self.num_counted = 0  # micro-batches of this rank, of any weight, since the job began or was loaded
+        self._ready: Round | None = None  # while one is
+        self._in_flight: Pending[Landing] | None = None  # while one is
+        self._landing: Landing | None = None  # while one has arrived
         self._opening: Pending[None] | None = None  # the work that an update does ahead of its gradients
         self._hyperparameters: Hyperparameters = []
         self._incidents: list[Incident] = []
+        self._exposed_seconds, self._skipped_rounds = 0.0, 0  # since the last update
         self.take_up(comm, quota, accumulate, GradientBuffer(comm.replica.exchange.layout))
         self._accounts = Accounts(self.runtime.now(), use_is_known=allow_unused)
-        model.hook(
+        self.hooks = Hooks(
+            model,
             before_gradient=self._before_gradient,
             before_forward=self._before_forward,
-            where=lambda: self.where,
+            where=self.where,
         )
 
     def take_up(self, comm: CommLane, quota: Quota, accumulate: Accumulate, buffer: GradientBuffer) -> None:
@@ -79,60 +260,40 @@ class ComputeLane:
         self.layout, self.overlaps, self.quota = buffer.layout, comm.strategy.overlaps, quota
         self.accumulation = accumulate(self.model.parameters, buffer)  # of the round that accumulates
         self._keeps_pace = not quota.is_fixed
-        self._ready: Round | None = None  # the round that takes off next, once its quota is met
-        self._accumulating_round = 0  # in its update; it is one ahead of the round in flight
+        self.course.begin_phase(len(quota.minima))
         self._idle = GradientBuffer(self.layout) if self.overlaps else None
         self.accumulation.attach()
         self.replica.models_show(self.model.parameters)
 
-    # Where the job stands
+    def call_before_forward(self, first: Callable[[], None]) -> None:
+        """Call `first` before every training forward pass, where the take-off is."""
+        self._first = first
 
-    @property
-    def where(self) -> str:
-        """Rank and step, for messages."""
-        return f"rank {self.replica.exchange.rank}, after step {self.steps}"
+    # Where the job stands
 
     @property
     def has_round_ready(self) -> bool:
         """Whether a round waits for its take-off."""
-        return self._ready is not None
+        return self.course.stage is Stage.READY
 
     @property
     def begins_update(self) -> bool:
         """Whether the next micro-batch is the first of an update on this rank."""
-        if self._ready is not None:
-            return self._accumulating_round == len(self.quota.minima) - 1
-        return self._accumulating_round == 0 and self.accumulation.contribution.count == 0
-
-    @property
-    def is_lane_idle(self) -> bool:
-        """Whether the communication lane has no work, so that nobody writes the masters."""
-        return self._in_flight is None and self._opening is None
+        if self.has_round_ready:
+            return self.course.is_in_last_round
+        return self.course.place == 0 and self.accumulation.contribution.count == 0
 
     @property
     def ends_with_next(self) -> bool:
         """Whether the next micro-batch is sure to be an update's last; asked where no round is ready."""
-        place, count = self._accumulating_round, self.accumulation.contribution.count + 1
-        return place + 1 == len(self.quota.maxima) and count >= self.quota.maxima[place]
-
-    @property
-    def updates_in_sight(self) -> int:
-        """Number of committed updates after every closed round has landed, if all of them step."""
-        place, last = self._accumulating_round, len(self.quota.minima) - 1
-        in_flight = self._in_flight is not None and place == 0
-        return self.steps + in_flight + (self._ready is not None and place == last)
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the last update has ended and this rank has counted no micro-batch since."""
-        is_all_landed = self._in_flight is None and self._ready is None
-        return self.at_boundary and is_all_landed and self.accumulation.contribution.count == 0
+        count = self.accumulation.contribution.count + 1
+        return self.course.is_in_last_round and count >= self.quota.maxima[-1]
 
     # Micro-batches
 
     def before_micro_batch(self) -> None:
         """Take off if a round is ready; called before every training forward and backward pass."""
-        if self.model.is_settled:
+        if self.model.held_back is not None:
             self.model.train_on(self.where)
         if not self._is_checked:
             self.model.check_unwritten(self.where)
@@ -158,7 +319,7 @@ class ComputeLane:
         self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
     ) -> Update | None:
         """Count one micro-batch whose gradients have arrived, unless it may lack any; close and land full rounds."""
-        if self.model.is_settled:
+        if self.model.held_back is not None:
             self.model.train_on(self.where)
         self.take_off_if_ready()
         if weight > 0 and not (self.accumulation.has_arrived or lacks):
@@ -174,21 +335,12 @@ class ComputeLane:
             listener.micro_batch_counted(weight, samples, fresh_samples)
         if self._keeps_pace:
             self.runtime.keep_pace()  # a clock counts what has been computed, not what has been called for
-        is_free = self._in_flight is None or self._landing is not None or self._in_flight.done()
+        is_free = self._in_flight is None or self._in_flight.done()
         enough = self.quota.minima if is_free else self.quota.maxima
-        if self.accumulation.contribution.count < enough[self._accumulating_round]:
+        if self.accumulation.contribution.count < enough[self.course.place]:
             return None
         update = self.end_round()
         return update if self.overlaps else self.fly()
-
-    def drop(self) -> bool:
-        """Drop what has been counted for the next update; return False, and drop nothing, if some is handed over."""
-        if self._accumulating_round or self._ready is not None:
-            return False
-        self.accumulation.restart()
-        for listener in self.model.listeners:
-            listener.round_closed()
-        return True
 
     def fly(self) -> Update | None:
         """Hand over the ready round, if there is one, and land what is in flight."""
@@ -197,18 +349,15 @@ class ComputeLane:
 
     def take_off_if_ready(self) -> None:
         """Hand over the ready round, if there is one, and begin the next."""
-        ready = self._ready
+        ready, self._ready = self._ready, None
         if ready is None:
             return
-        if self._in_flight is not None:
-            raise OutOfTurn(f"{self.where}: take-off while another round is in flight: that one lands first")
+        self.course.enter(Stage.IN_FLIGHT)
         if self.overlaps:
             self.check_untouched()
-        if self.at_boundary:
+        if self.course.at_boundary:
             self._hyperparameters = read_hyperparameters(self.model.optimizer)
-        ready.hyperparameters = self._hyperparameters
-        ready.vote = self.vote
-        self._ready = None
+        ready = dataclasses.replace(ready, vote=self.course.vote, hyperparameters=self._hyperparameters)
         opening, self._opening = self._opening, None
         self._in_flight = self.runtime.spawn(functools.partial(self.comm.advance, ready, opening))
         if self._idle is not None:
@@ -216,17 +365,21 @@ class ComputeLane:
             self.accumulation.begin(buffer).attach()
         else:
             self.accumulation.begin(ready.buffer)  # the landing attaches it
-        self._accumulating_round = (self._accumulating_round + 1) % len(self.quota.minima)
 
-    def close_round(self) -> Round:
-        """Close the accumulating round and return it; it takes off next."""
+    def close_round(self, reduction: Reduction | None = None) -> Round:
+        """Close the accumulating round, unless it is, and return it; it takes off next.
+
+        Args:
+            reduction: The result of its exchange, if that was done before.
+        """
         if self._ready is None:
+            self.course.enter(Stage.READY)
             nothing: Carried = ([], None, [], [], [])
             self._ready = Round(
                 self.accumulation.buffer,
                 self.accumulation.contribution,
                 *(self.statistics.carried() if self.statistics.names else nothing),
-                self.vote,
+                self.course.vote,
                 [],
                 incidents=self._incidents,
                 departure=self.accumulation.departure,
@@ -234,6 +387,8 @@ class ComputeLane:
             self._incidents = []
             for listener in self.model.listeners:
                 listener.round_closed()
+        if reduction is not None:
+            self._ready = dataclasses.replace(self._ready, reduction=reduction, departure=None)
         return self._ready
 
     def end_round(self) -> Update | None:
@@ -242,159 +397,71 @@ class ComputeLane:
         self.model.check_complete(self.where)
         for listener in self.model.listeners:
             self._incidents += listener.round_ends()
-        update = self._land() if self._in_flight is not None else None
+        update = self._land() if self.course.stage in AWAY else None
         self.close_round()
         return update
 
     def _land(self) -> Update | None:
         """Wait for the round in flight, install what it brought, and return the update it committed."""
-        landing, self._in_flight, self._landing = self.wait_for_lane(), None, None
+        landing, self._landing = self.wait_for_lane(), None
         if landing is None:
             raise OutOfTurn(f"{self.where}: landing without take-off")
         for listener in self.model.listeners:
             listener.landing_begins()
-        self.model.show(landing.buffer.views, landing.complete(self.accumulation))
+        shown = landing.shown
+        if landing.at_landing is not None:
+            shown = landing.at_landing(landing.buffer.flats, self.accumulation)
+        self.model.show(landing.buffer.views, shown)
         if self.statistics.names:
             self.statistics.install(landing)
         if self.overlaps:
             self._idle = landing.buffer
         else:
             self.accumulation.attach()
-        self._accounts.skipped_rounds += landing.reduction.skipped
-        if landing.reduction.met:
-            self.votes = landing.reduction.report.votes
-        self.at_boundary = landing.at_boundary
-        before, self.steps = self.steps, self.comm.progress.step
+        reduction, before = landing.reduction, self.course.steps
+        self._skipped_rounds += reduction.skipped
+        votes = reduction.report.votes if reduction.met else None
+        steps = self.comm.progress.step
+        self.course.land(at_boundary=landing.at_boundary, steps=steps, votes=votes)
         if landing.commit is not None and not self._accounts.use_is_known:
             self._accounts.check_used(landing.commit, self.layout, self.where)
-        if self.steps > before:
-            self.model.stepped(self._schedule, self.steps - before, self.where)
+        if steps > before:
+            self.model.stepped(self._schedule, steps - before, self.where)
         if landing.commit is None:
             return None
         for listener in self.model.listeners:
             listener.update_landed()
-        return self._accounts.close(landing.commit, self.steps, self.runtime.now())
+        skipped, exposed_seconds = self._skipped_rounds, self._exposed_seconds
+        self._exposed_seconds, self._skipped_rounds = 0.0, 0
+        return self._accounts.close(landing.commit, steps, self.runtime.now(), skipped, exposed_seconds)
 
     def wait_for_lane(self) -> Landing | None:
         """Wait until the round in flight can land; return what it will bring, or None without one."""
-        if self._in_flight is not None and self._landing is None:
+        if self._in_flight is not None:
             self._timer.start()
-            self._landing = self._in_flight.result()
-            self._accounts.exposed_seconds += self._timer.stop()
+            self._landing, self._in_flight = self._in_flight.result(), None
+            self.course.enter(Stage.ARRIVED)
+            self._exposed_seconds += self._timer.stop()
         return self._landing
-
-    def check_alike(self, what: str) -> None:
-        """Raise `OutOfTurn` if a round is in flight that other ranks may not have handed over, under a `Clock`."""
-        if self._in_flight is not None and not self.quota.is_fixed:
-            raise OutOfTurn(
-                f"{self.where}: {what} while a round is in flight, under a Clock: other ranks may have handed over "
-                "fewer rounds; do it right after an Update was returned, before the next forward pass"
-            )
-
-    def check_between_updates(self, what: str) -> None:
-        """Raise `OutOfTurn` in the middle of an update, whose contributions `what` would lose."""
-        self._finish_opening()
-        accumulation = self.accumulation
-        started = accumulation.has_arrived or (self._ready is None and accumulation.contribution.count > 0)
-        if started or self._opening is not None or self._in_flight is not None or not self.at_boundary:
-            raise OutOfTurn(
-                f"{self.where}: {what} in the middle of an update: do it right after an Update was returned, "
-                "before training, or after finish()"
-            )
-
-    @contextmanager
-    def settled(self) -> Iterator[None]:
-        """Show the committed parameters and the agreed buffers inside the block; see `show_committed`."""
-        if self.model.is_settled:
-            yield
-            return
-        self.show_committed()
-        try:
-            yield
-        finally:
-            is_shown_anyway = self.model.show_again()
-        if is_shown_anyway:
-            self.model.accept_writes(lambda: self.replica.differs(self.model.parameters), self.where)
-
-    def show_committed(self) -> None:
-        """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike."""
-        self.check_alike("settling")
-        self._finish_opening()
-        landing = self.wait_for_lane()
-        for listener in self.model.listeners:
-            listener.committed_is_read()  # the communication lane is at rest, so this thread may do it
-        agreed = self.statistics.agreed_after(landing)
-        if self.model.shown == "committed" and not self.replica.has_drifted and landing is None:
-            self.model.settle(None, agreed)
-            return
-        # The idle buffer may hold gathered values: the next take-off zeroes it.
-        buffer = self._idle if self._idle is not None else GradientBuffer(self.layout)
-        gathered = self.runtime.spawn(
-            lambda: self.replica.gather_committed(buffer.flats, self.statistics)
-        ).result()
-        self.model.settle(buffer.views, gathered if landing is None else agreed)
-
-    def _finish_opening(self) -> None:
-        if self._opening is not None:
-            self._opening = Arrived(self._opening.result())
-
-    def reduce_ahead(self) -> Reduction:
-        """Exchange now the gradients of the round that takes off next, for a checkpoint and for it; all must call."""
-        ready = self.close_round()
-        if ready.reduction is None:
-            ready.hyperparameters = read_hyperparameters(self.model.optimizer)
-            ready.vote = self.vote
-            ready.reduction = self.runtime.spawn(lambda: self.replica.reduce(ready)).result()
-            self.accumulation.remember()  # an exchange may leave anything in the buffer
-        return ready.reduction
-
-    def begin_again(self, steps: int, round_index: int) -> None:
-        """Go on after so many updates and rounds, whose state is in place; drop what was accumulated."""
-        self._ready = None
-        self.accumulation.begin(self.accumulation.buffer).attach()
-        self._accumulating_round = 0
-        self._accounts.begin_again(steps, self.runtime.now())
-        self.model.begin_again()
-        if self._schedule is not None:
-            self._schedule.forget()
-        self.num_counted = 0
-        self.steps = self.comm.progress.step = steps
-        self.comm.progress.round_index = round_index
-        self.replica.begin_again()
-        for listener in self.model.listeners:
-            listener.round_closed()
-        self.votes = []
-
-    def began_again(self) -> None:
-        """Begin with what the job holds now, once all of a checkpoint's state is in its place."""
-        self.replica.models_show(self.model.parameters)
-        for listener in self.model.listeners:
-            listener.began_again()
-
-    @contextmanager
-    def aside(self, accumulation: Accumulation) -> Iterator[None]:
-        """Accumulate the gradients of the block in another round."""
-        own, self.accumulation = self.accumulation, accumulation
-        accumulation.attach()
-        try:
-            yield
-        finally:
-            self.accumulation = own
-            own.attach(zero=False)
 
     def _leave(self, *, waits: bool) -> None:
         """Leave the communication lane, once it is done or at once, and remove all hooks."""
         (self.runtime.join if waits else self.runtime.leave)()
-        self.model.unhook()
+        self.hooks.remove()
 
     def _before_gradient(self, index: int, gradients: Gradients) -> Gradients | None:
         (gradient,) = gradients
         return None if gradient is None else self.accumulation.before_gradient(index, gradient)
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, module: nn.Module, _: object) -> None:
+        # Traced code has no take-off of its own: the backward pass brings it.
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        if module is not self.model.model:  # a copy
+            return
         with self.lifetime.running():
             # A take-off checks the parameters; their own backward pass brings it where others stand in for them.
             if self._ready is None or not self.model.is_replaced:
-                if self.land_phase is not None:
-                    self.land_phase()
+                if self._first is not None:
+                    self._first()
                 self.before_micro_batch()

@@ -2,10 +2,10 @@
 
 import dataclasses
 
+from stretto.engine.agreed import AgreedReplica
 from stretto.engine.comm_lane import CommLane
-from stretto.engine.compute_lane import ComputeLane
-from stretto.engine.model import UserModel
-from stretto.engine.replica import Replica
+from stretto.engine.rest import RestingLane
+from stretto.engine.settling import SettlingModel
 from stretto.exchange import Exchange
 from stretto.flat import Layout
 from stretto.optimizer import ShardedOptimizer
@@ -18,7 +18,7 @@ class Job:
     Model, layout and compute lane last; the other parts are replaced where another strategy takes over.
     """
 
-    model: UserModel
+    model: SettlingModel
     """The user's model, parameters and optimizer."""
     layout: Layout
     exchange: Exchange
@@ -26,9 +26,17 @@ class Job:
     """Among the ranks of this node, on a group of its own; None where no strategy of the job has workers of several."""
     sharded: ShardedOptimizer
     """This rank's masters and private optimizer."""
-    replica: Replica
+    replica: AgreedReplica
     """This rank's; it knows how equal the ranks' replicas are, and what they agree on."""
-    compute: ComputeLane
+    compute: RestingLane
     comm: CommLane
     num_checkpoints: int = 0
     """Saved so far; the first one is checked for whether this job could load it."""
+
+    def count_checkpoint(self) -> None:
+        """One more has been saved."""
+        self.num_checkpoints += 1
+
+    def work_with(self, comm: CommLane, exchange: Exchange, sharded: ShardedOptimizer) -> None:
+        """Take the parts of another strategy in the place of those that were there."""
+        self.exchange, self.sharded, self.replica, self.comm = exchange, sharded, comm.replica, comm

@@ -1,64 +1,21 @@
-"""The user's model and optimizer: what the model shows, its hooks, and checks that nobody else changes it.
-
-Note [Hooks and copies]
-    Hooks live in the model's own dictionaries. A copy of the model (a moving average, `copy.deepcopy`, a pickle) would
-    contain them and act on the job. So a `_Hook` is copied and pickled as a function that does nothing. A shallow copy
-    shares the hooks, which compare the module's identity. Every module of the model has a hook, so that no part of it
-    is copied or gives its state away unnoticed while it shows an estimate.
-"""
+"""The user's model and optimizer on an update's path: values are installed, and nobody else writes any."""
 
 import dataclasses
-import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from stretto.engine.buffers import Buffer
-from stretto.engine.holding import Mark, adding_node
 from stretto.engine.options import BufferChoices
 from stretto.engine.round import Listener, Shown
 from stretto.engine.statistics import Statistics
-from stretto.errors import EstimateShown, OptimizerStepped, OutOfTurn, ParametersTouched, UsageError
-from stretto.flat import Layout, original_name
+from stretto.errors import ParametersTouched
+from stretto.flat import Layout
 from stretto.optimizer import Schedule, members_of
 
 _version = operator.attrgetter("_version")
-
-Gradients = tuple[Tensor | None]
-"""The gradient of one parameter, as autograd hands it to a hook on a node."""
-
-
-def _do_nothing(*_: object) -> None:
-    """Stand for a hook in a copy of the model."""
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-class _Hook:
-    """A hook that does nothing in copies of the model; see Note [Hooks and copies].
-
-    Args:
-        call: What the hook does.
-        before_copy: Called when something that has the hook is copied or pickled.
-    """
-
-    def __init__(self, call: Callable[..., Any], before_copy: Callable[[], None] | None = None) -> None:
-        self._call = call
-        self._before_copy = before_copy
-
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args)
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        if self._before_copy is not None:
-            self._before_copy()
-        return _no_hook, ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,103 +59,12 @@ class UserModel:
         self.shown: Shown = "committed"
         self.listeners: list[Listener] = []
         """Receive the installed values and the other events of the compute lane."""
-        self.mark = Mark()
-        """Says who holds the job."""
-        self._before: Held | None = None
+        self.held_back: Held | None = None
         """Inside `settled`, what the model showed before; otherwise None."""
         self._ids = {id(parameter) for parameter in parameters}
         self._groups = [member.param_groups for member in self._members]
         self._num_groups = sum(map(len, self._groups))
-        self._handles: list[Any] = []
-        self._nodes = [adding_node(parameter) for parameter in parameters]
-        """Kept: a node and its hooks end with the last reference."""
-        self._keys = {original_name(key): key for key in model.state_dict()}
-        self._settled_until_training = False
         self.remember()
-
-    # Hooks
-
-    def hook(
-        self,
-        *,
-        before_gradient: Callable[[int, Gradients], Gradients | None],
-        before_forward: Callable[[], None],
-        where: Callable[[], str],
-    ) -> None:
-        """Install the hooks.
-
-        Args:
-            before_gradient: Called with a slot's index and a gradient, alone in a tuple, before that is added to the
-                slot's; may return another one in the same form.
-            before_forward: Called before every training forward pass.
-            where: Rank and step, for messages.
-        """
-
-        for index, node in enumerate(self._nodes):
-            self._handles.append(node.register_prehook(functools.partial(before_gradient, index)))
-            self.mark.put(node)
-        self._hook_model(before_forward, where)
-        self._hook_optimizer(where)
-
-    def _hook_model(self, before_forward: Callable[[], None], where: Callable[[], str]) -> None:
-        def training_forward(module: nn.Module, _: object) -> None:
-            # Traced code has no take-off of its own: the backward pass brings it.
-            if torch.compiler.is_compiling():
-                return
-            if module is self.model and module.training and torch.is_grad_enabled():
-                before_forward()
-
-        def refuse_estimate() -> None:
-            if self.shown == "estimate":
-                raise EstimateShown(
-                    f"{where()}: state_dict(), a copy or a pickle of the model (or of a part of it) while it shows an "
-                    "estimate: expected the committed parameters; do it inside `with parallel.settled():`, or after "
-                    "finish()"
-                )
-
-        modules = {id(module) for module in self.model.modules()}
-
-        def state_dict(module: nn.Module, *_: object) -> None:
-            if id(module) in modules:
-                refuse_estimate()
-
-        # A scripted module takes no hooks: its backward pass brings a take-off, and its own state_dict() is not seen.
-        hooked = [module for module in self.model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        if self.model in hooked:
-            self._handles.append(self.model.register_forward_pre_hook(_Hook(training_forward)))
-        for module in hooked:
-            self._handles.append(module.register_state_dict_pre_hook(_Hook(state_dict, refuse_estimate)))
-
-    def _hook_optimizer(self, where: Callable[[], str]) -> None:
-        def step(*_: object) -> None:
-            raise OptimizerStepped(
-                f"{where()}: optimizer.step() was called by hand (or by a GradScaler): the library steps a "
-                "private optimizer at every update and reads the learning rates from this one; remove the call, and a "
-                "GradScaler with it: bfloat16 needs none"
-            )
-
-        def state(*_: object) -> None:
-            raise UsageError(
-                f"{where()}: the state of this optimizer is empty during the job, because a private one is stepped in "
-                "its place: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
-            )
-
-        for member in self._members:
-            self._handles.append(member.register_step_pre_hook(step))
-            self._handles.append(member.register_state_dict_pre_hook(state))
-            self._handles.append(member.register_load_state_dict_pre_hook(state))
-
-    def unhook(self) -> None:
-        """Remove every hook from model and optimizer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for node in self._nodes:
-            self.mark.remove(node)
-        for parameter in self.parameters:
-            parameter.grad = None
-            if parameter.grad_dtype != parameter.dtype:  # once set, it stays when the model changes its dtype
-                parameter.grad_dtype = parameter.dtype
 
     # What the model shows
 
@@ -216,100 +82,7 @@ class UserModel:
         torch.clear_autocast_cache()  # it may hold casts of the old values where autocast is on around the loop
         self.remember()
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the model shows the committed parameters for the duration of `settled`."""
-        return self._before is not None
-
-    def settle(self, values: Sequence[Tensor] | None, statistics: Sequence[Buffer]) -> None:
-        """Show committed values, and keep what was shown.
-
-        Args:
-            values: One per parameter; None if the model shows the committed ones already.
-            statistics: The buffers that belong to them.
-        """
-        committed = Held("committed", None if values is None else list(values), list(statistics))
-        self._before = self._swap(committed)
-
-    def show_again(self) -> bool:
-        """Restore what was shown before `settle`; return whether these are parameters that were never replaced."""
-        before, self._before = self._before, None
-        if before is not None:
-            self._swap(before)
-        return before is not None and before.parameters is None
-
-    def accept_writes(self, differing: Callable[[], str | None], where: str) -> None:
-        """Accept writes to parameters that were shown all along and hold again what they held.
-
-        Args:
-            differing: Returns the name of a parameter that does not, or None.
-            where: Rank and step, for messages.
-
-        Raises:
-            ParametersTouched: One does not.
-        """
-        if list(map(_version, self.parameters)) == self._versions:
-            return
-        if (name := differing()) is not None:
-            raise ParametersTouched(
-                f"{where}: parameter {name!r} was written inside settled() and holds another value at the end of the "
-                "block: put back what was there, or load weights through a checkpoint"
-            )
-        self.remember()
-
-    def until_training(self) -> None:
-        """Let the next micro-batch restore what was shown before `settle`."""
-        self._settled_until_training = True
-
-    def train_on(self, where: str) -> None:
-        """Restore what was shown before `settle`, if the model was settled only until now.
-
-        Raises:
-            OutOfTurn: It is settled for a block that has not ended.
-        """
-        if not self._settled_until_training:
-            raise OutOfTurn(f"{where}: training inside settled(): leave its block first")
-        self._settled_until_training = False
-        self.show_again()
-
-    @contextmanager
-    def unsettled(self) -> Iterator[None]:
-        """Restore, for the block, what was shown before `settle`; do nothing if the model is not settled."""
-        if self._before is None:
-            yield
-            return
-        committed, self._before = self._swap(self._before), None
-        try:
-            yield
-        finally:
-            self._before = self._swap(committed)
-
-    def begin_again(self) -> None:
-        """Declare the model's present values, equal on all ranks, to be committed and agreed on."""
-        self.remember()
-        for listener in self.listeners:
-            listener.installed([parameter.detach() for parameter in self.parameters])
-        self.statistics.agree()
-        self.shown = "committed"
-        self._before = None
-        self._settled_until_training = False
-
-    def _swap(self, held: Held) -> Held:
-        """Show the values in `held`, and return what was shown."""
-        shown, parameters = self.shown, None
-        if held.parameters is not None:
-            parameters = [parameter.detach().clone() for parameter in self.parameters]
-            self.show(held.parameters, held.shown)
-        self.shown = held.shown
-        return Held(shown, parameters, self.statistics.exchange_live(held.statistics))
-
-    # Loading, and schedulers
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `model.state_dict()` returned before `torch.compile` wrapped any part of the model."""
-        self.model.load_state_dict({self._keys.get(name, name): value for name, value in state.items()})
-
-    def stepped(self, schedule: Schedule | None, times: int, where: str) -> None:
+    def stepped(self, schedule: Schedule | None, times: int, where: object) -> None:
         """Let schedulers know that the optimizer has been stepped, or they warn; turn the job's so many times."""
         for one in (self.optimizer, *self._members):
             one._opt_called = True  # type: ignore[attr-defined]  # PyTorch's own mark
@@ -323,7 +96,12 @@ class UserModel:
         self._addresses = list(map(Tensor.data_ptr, self.parameters))
         self._versions = list(map(_version, self.parameters))
 
-    def check_unwritten(self, where: str) -> None:
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether no parameter was written since `remember`, as far as versions show it."""
+        return list(map(_version, self.parameters)) == self._versions
+
+    def check_unwritten(self, where: object) -> None:
         """Raise if a parameter was rebound or written since `remember`; quick enough for every micro-batch.
 
         Raises:
@@ -347,7 +125,7 @@ class UserModel:
             "through a checkpoint"
         )
 
-    def check_complete(self, where: str) -> None:
+    def check_complete(self, where: object) -> None:
         """Raise if a trainable parameter was added, removed or replaced since the model was wrapped, or a group added.
 
         Raises:

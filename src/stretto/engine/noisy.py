@@ -100,7 +100,7 @@ class NoisyRank:
         if not weight or [wanted] == before or not (wanted.mean or wanted.variance):
             return
         self._held[gradient] = wanted
-        gradient.norm_squared = None
+        gradient.forget_norm()
         if not self._is_hit:
             return
         generator = self._generator("gradient", gradient.sums[0].device)

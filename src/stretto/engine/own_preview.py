@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from stretto.engine.accumulation import Accumulation
-from stretto.engine.replica import Flight, Performer, Replica
+from stretto.engine.agreed import AgreedReplica
+from stretto.engine.replica import Flight, Performer
 from stretto.engine.round import Reduction, Round, Shown
 from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient
 from stretto.strategies.contract import PreviewOwn
 
 
-class OwnPreviews(Replica):
+class OwnPreviews(AgreedReplica):
     """One rank's replica, whose model shows an estimate of this rank's own.
 
-    Args are those of `Replica`, and:
+    Args are those of `AgreedReplica`, and:
         keeps_own: Whether to remember this rank's part of a sum, for estimates that replace it.
     """
 
@@ -80,7 +81,7 @@ class OwnPreviews(Replica):
             self._own_weight = gradient.weight - self._own_weight
             for part, total in zip(self._own, gradient.sums.flats, strict=True):
                 torch.sub(total, part, out=part)
-        flight.at_landing = self._show
+        flight.change_at_landing(self._show)
 
     def _show(self, flats: list[Tensor], accumulation: Accumulation) -> Shown:
         """Write the estimate into `flats`, which hold the committed parameters, if this rank has anything to add."""
@@ -94,7 +95,7 @@ class OwnPreviews(Replica):
         if not (own > 0 and weight > 0 and math.isfinite(norm_squared)):
             return "committed"
         gradient = ReducedGradient(sums, weight, norm_squared, self._used)
-        clip = self._clip_factor(math.sqrt(norm_squared) / weight)
+        _, clip = self._clip(gradient)
         self.sharded.preview(gradient, self.progress.hyperparameters, clip, flats)
         self.runtime.charge("preview", self.sharded.numel)
         return "estimate"

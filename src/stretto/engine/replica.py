@@ -7,7 +7,7 @@ that may differ have more of them (`stretto.averaging`), and so have guards (`st
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,10 +22,10 @@ from stretto.engine.options import Options
 from stretto.engine.report import RoundReport, settings_text
 from stretto.engine.round import AtLanding, Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
-from stretto.engine.statistics import Statistics, average_statistics
+from stretto.engine.statistics import average_statistics
 from stretto.engine.streams import SideStream
 from stretto.errors import NonFinite
-from stretto.exchange import Exchange, PlainWire, Publication
+from stretto.exchange import Exchange, Publication
 from stretto.exchange.transfer import Prepare, Transfers
 from stretto.flat import Slices
 from stretto.optimizer import ReducedGradient, ShardedOptimizer
@@ -50,6 +50,14 @@ class Flight:
     at_boundary: bool = False
     at_landing: AtLanding | None = None
 
+    def take_snapshot(self, taken: Mapping[int, Buffer]) -> None:
+        """Take buffers, by index, of which averages have come, in the place of this round's."""
+        self.snapshot = [taken.get(index, value) for index, value in enumerate(self.snapshot)]
+
+    def change_at_landing(self, change: AtLanding) -> None:
+        """Let what is shown depend on what has accumulated until the landing."""
+        self.at_landing = change
+
 
 Performer: TypeAlias = Callable[[Any, Flight | None], Any]
 """Performs an effect; without a flight, it comes before the next gradients and may run while they accumulate."""
@@ -58,8 +66,6 @@ Performer: TypeAlias = Callable[[Any, Flight | None], Any]
 class Replica:
     """One rank's replica, in a job whose ranks hold the same values, or shards of the same values.
 
-    Strategies whose ranks step alone, or whose replicas may differ, have subclasses.
-
     Args:
         exchange: The job's exchange.
         sharded: This rank's masters and optimizer.
@@ -67,16 +73,13 @@ class Replica:
         options: Say how to clip, and what to do with rounds that are not finite.
         runtime: Charged for the time of steps and previews.
         progress: Shared with the communication lane.
+        hides: Whether gradients may leave before their round is closed.
     """
 
     interval: int | None = None
     """Updates from one average to the next, where the strategy chooses."""
-    steps_alone = False
-    """Whether ranks step without asking the others, and may be at different rounds."""
     shows_own = False
     """Whether every rank's model shows an estimate of its own."""
-    keeps_states_equal = True
-    """Whether the optimizer's state is the same on all ranks that hold the same masters."""
 
     def __init__(
         self,
@@ -87,13 +90,14 @@ class Replica:
         options: Options,
         runtime: Runtime,
         progress: Progress,
+        hides: bool,
     ) -> None:
         self.exchange = exchange
         self.sharded = sharded
         self.replicated = replicated
         self.progress = progress
         self.runtime = runtime
-        self.hides = False
+        self.hides = hides
         """Whether gradients may leave before their round is closed (`stretto.engine.hidden`)."""
         device = exchange.layout.sets[0].device
         self._side = SideStream(device) if exchange.orders_streams and device.type == "cuda" else None
@@ -117,59 +121,16 @@ class Replica:
         return {Step: self.step, Preview: self.preview, Gather: self.gather, Boundary: self.end_update}
 
     @property
-    def gap(self) -> int:
-        """Rounds since replicas were last averaged."""
-        return 0
-
-    @property
-    def is_united(self) -> bool:
-        """Whether all ranks hold the same masters, or should: in most jobs always, otherwise behind an average."""
-        return self.gap == 0
-
-    @property
-    def has_drifted(self) -> bool:
-        """Whether this rank's model may differ from other ranks' models."""
-        return False
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether masters and state were the same on all ranks at the last call of `agreed_optimizer`."""
-        return True
-
-    @property
-    def name(self) -> str:
-        """Of this rank's own state in a checkpoint, for those who could use it."""
-        return str(self.exchange.rank)
-
-    @property
     def where(self) -> str:
         """Rank and step, for messages."""
         return f"rank {self.exchange.rank}, after step {self.progress.step}"
 
-    def anchors(self, *, waits: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield, by name, what all ranks hold alike beside masters.
-
-        What is changing now is left out, or waited for.
-        """
-        for index, anchor in enumerate(self._publication.anchor):
-            yield f"set {index}", anchor
-
-    def outer_state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield, with kind and name, what this rank keeps for steps with these, unless it is changing now."""
-        yield from ()
-
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
-        finite = round.look_at_gradients()
-        sums, is_torn = self.sum_up(round)
-        measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
-        own = round.report(torn=is_torn)
-        # The host waits here, for the first time in this round, with everything on its way.
-        records = self.exchange.gather_bytes(RoundReport.pack(own), own.places(measured))
-        report = RoundReport.unpack(records, len(own.used), len(own.changed))
+        sums, report = self._sum_and_report(round)
         if report.torn:
             self._stop_hiding(report.torn)
-            return Replica.reduce(self, round)  # whole, now that all gradients are there
+            sums, report = self._sum_and_report(round)  # whole, now that all gradients are there
         if not report.settings_agree:
             self.refuse_settings(round)
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
@@ -182,10 +143,20 @@ class Replica:
             )
         return self.reduction(sums, report, statistics, skipped=skipped)
 
+    def _sum_and_report(self, round: Round) -> tuple[Slices, RoundReport]:
+        """Sum the gradients of `round` over ranks, and gather the reports on it."""
+        finite = round.look_at_gradients()
+        sums, is_torn = self.sum_up(round)
+        measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
+        own = round.report(torn=is_torn)
+        # The host waits here, for the first time in this round, with everything on its way.
+        records = self.exchange.gather_bytes(RoundReport.pack(own), own.places(measured))
+        return sums, RoundReport.unpack(records, len(own.used), len(own.changed))
+
     def sum_up(self, round: Round) -> tuple[Slices, bool]:
         """Sum the gradients of `round` over ranks; return the sums, and whether any changed behind their departure."""
-        departure, round.departure = round.departure, None
-        if departure is not None:
+        if (departure := round.departure) is not None:
+            round.take_back()
             return departure.finish(), departure.is_torn
         transfers, sums, prepare = self._begin_sum(round.buffer, round.contribution)
         self.exchange.run(transfers, prepare)
@@ -242,8 +213,7 @@ class Replica:
         norm_squared = report.norm_squared(replicated=self.replicated)
         gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
         if skipped:
-            gradient.weight = gradient.norm_squared = 0.0
-            gradient.used = bytes(len(report.used))
+            gradient.leave_out()
             for total in sums.flats:
                 total.zero_()
         return Reduction(gradient, report, statistics, skipped)
@@ -253,10 +223,10 @@ class Replica:
         gradient = _reduced(effect.gradient)
         gradient.merge()
         if gradient.weight > 0:
-            norm = self.progress.gradient_norm = self._mean_norm(gradient)
-            self.sharded.step(gradient, self.progress.hyperparameters, self._clip_factor(norm))
+            norm, clip = self._clip(gradient)
+            self.sharded.step(gradient, self.progress.hyperparameters, clip)
             self.runtime.charge("step", self.sharded.numel)
-            self.progress.stepped = True
+            self.progress.take_step(norm)
         flight = flight_of(effect, flight)
         self.sharded.publish(flight.round.buffer.flats)
         flight.shown = "committed"
@@ -270,7 +240,7 @@ class Replica:
             self.sharded.publish(flight.round.buffer.flats)
             flight.shown = "committed"
             return
-        clip = self._clip_factor(self._mean_norm(gradient))
+        _, clip = self._clip(gradient)
         hyperparameters = self.progress.hyperparameters
         self.sharded.preview(gradient, hyperparameters, clip, flight.round.buffer.flats)
         self.runtime.charge("preview", self.sharded.numel)
@@ -289,6 +259,10 @@ class Replica:
         self._spare_sums += self._lent_sums
         self._lent_sums = []
 
+    def models_show(self, values: Sequence[Tensor]) -> None:
+        """Publish from now on to models that show `values`, one per parameter, equal on all ranks."""
+        self._publication.begin(values)
+
     def refuse_settings(self, round: Round) -> None:
         """Raise `RanksDisagree`, which shows how the ranks' hyperparameters differ; all ranks must call."""
         agree(self.exchange, {"optimizer settings": settings_text(round.hyperparameters)}, self.where)
@@ -303,79 +277,21 @@ class Replica:
             )
         return found is not None
 
-    def gather_committed(self, flats: list[Tensor], statistics: Statistics) -> list[Buffer]:
-        """Fill `flats`, one tensor per flat set, with the committed parameters; all ranks must call, at rest.
+    def _clip(self, gradient: ReducedGradient) -> tuple[float, float]:
+        """Return the 2-norm of the mean gradient, and the factor that scales it down to the limit.
 
-        Where replicas differ, the committed parameters are their mean, and the replicas stay as they are.
-
-        Returns:
-            The model's floating-point buffers that belong to these parameters.
+        The norm of a sum of two reductions is computed over ranks here.
         """
-        self.sharded.publish(flats)
-        if not self.replicated:
-            if self._draws:
-                self.exchange.begin_round(self.progress.round_index)
-            self._gather_aside(flats)
-        return statistics.agreed
-
-    def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
-        """Return the optimizer; where replicas differ, a copy with their mean. All ranks must call.
-
-        Args:
-            changed: One byte per floating-point buffer: changed on this rank since ranks last agreed on it?
-        """
-        return self.sharded
-
-    def wait_for_transfers(self) -> None:
-        """Wait for what travels beside the rounds, if anything does, so that the group is free for other messages."""
-
-    def begin_again(self) -> None:
-        """Declare the present masters, equal on all ranks, to be what ranks agree on."""
-
-    def shows_masters(self, storage: torch.dtype) -> bool:
-        """Return whether models show committed masters as they are, where they store parameters in this dtype."""
-        master, wire = torch.promote_types(storage, torch.float32), self._options.wire_of_changes
-        if self.replicated:
-            return storage == master
-        return isinstance(wire, PlainWire) and wire.of(storage).dtype == master
-
-    def differs(self, parameters: Sequence[Tensor]) -> str | None:
-        """Return the name of a parameter that does not hold this rank's masters, where models show them; or None."""
-        for piece in self.sharded.pieces:
-            parameter = parameters[piece.slot.index]
-            if not self.shows_masters(parameter.dtype):
-                continue
-            own = parameter.detach().reshape(-1)[piece.offset : piece.offset + piece.numel]
-            if not torch.equal(own, self.sharded.values(self.sharded.masters, piece).reshape(-1)):
-                return piece.slot.name
-        return None
-
-    def models_show(self, values: Sequence[Tensor]) -> None:
-        """Publish from now on to models that show `values`, one per parameter, equal on all ranks."""
-        self._publication.begin(values)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state for a bit-identical continuation, without what all ranks agree on."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned on the same rank of the same layout."""
-
-    def _mean_norm(self, gradient: ReducedGradient) -> float:
-        """Return the 2-norm of the mean gradient; the norm of a sum of two reductions is computed over ranks here."""
-        if gradient.norm_squared is None:
+        norm_squared = gradient.norm_squared
+        if norm_squared is None:
             own = gradient.measure()
             if self.replicated:
-                gradient.norm_squared = float(own)
+                norm_squared = gradient.know_norm(float(own))
             else:
                 norms = self.exchange.gather_bytes(bytes(own.nbytes), [(0, own.view(1).view(torch.int8))])
-                gradient.norm_squared = sum(np.frombuffer(b"".join(norms)).tolist())
-        return math.sqrt(gradient.norm_squared) / gradient.weight
-
-    def _clip_factor(self, norm: float) -> float:
-        """Return the factor that scales a gradient of this norm down to the limit."""
-        limit = self._options.clip_norm
-        return 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
+                norm_squared = gradient.know_norm(sum(np.frombuffer(b"".join(norms)).tolist()))
+        norm, limit = math.sqrt(norm_squared) / gradient.weight, self._options.clip_norm
+        return norm, 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
 
 
 def _reduced(gradient: object) -> ReducedGradient:

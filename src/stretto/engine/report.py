@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.engine.accumulation import Totals
 from stretto.exchange.transfer import Place, filled
 from stretto.optimizer import Hyperparameters
 
@@ -37,32 +38,6 @@ _VOTES = tuple(Vote)
 
 _COUNTS = ("weight", "samples", "fresh_samples", "micro_batches")
 _LOSSES = ("loss_sum", "loss_weight")
-
-
-@dataclasses.dataclass(slots=True)
-class Totals:
-    """What one rank has contributed to one or several rounds, apart from gradients."""
-
-    weight: float = 0.0
-    """Σ w over micro-batches."""
-    samples: int = 0
-    fresh_samples: int = 0
-    """Samples at their first use."""
-    micro_batches: int = 0
-    """Micro-batches with a weight above zero."""
-    loss_sum: float = 0.0
-    """Σ w·loss over the micro-batches that gave a loss."""
-    loss_weight: float = 0.0
-    """Σ w over the micro-batches that gave a loss."""
-
-    def add(self, other: "Totals") -> None:
-        """Add another round's totals."""
-        self.weight += other.weight
-        self.samples += other.samples
-        self.fresh_samples += other.fresh_samples
-        self.micro_batches += other.micro_batches
-        self.loss_sum += other.loss_sum
-        self.loss_weight += other.loss_weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

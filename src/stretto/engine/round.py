@@ -10,7 +10,7 @@ Landing         what comes back: values to show, and the update if one was commi
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from stretto.engine.departure import Departure
 from stretto.engine.report import Measured, RankReport, RoundReport, Vote, settings_text
 from stretto.errors import UnusedParameters
 from stretto.flat import Layout
-from stretto.optimizer import Hyperparameters, ReducedGradient
+from stretto.optimizer import Hyperparameters, ReducedGradient, learning_rate
 from stretto.records import Incident, Update
 from stretto.strategies.contract import Divergence
 
@@ -108,6 +108,14 @@ class Round:
     departure: Departure | None = None
     """The sum of its gradients, if it began during the last backward pass."""
 
+    def take_back(self) -> None:
+        """Forget the sum that began early: it is finished."""
+        self.departure = None
+
+    def leave_out_buffers(self) -> None:
+        """Let the buffers be as they were behind the last round that counted."""
+        self.statistics = self.sound
+
     def look_at_gradients(self) -> Tensor:
         """Return whether all accumulated gradients are finite, `()` bool: nobody waits for it here."""
         # Extremes take one pass and no memory; one is not finite where any value is not.
@@ -168,10 +176,36 @@ class Reduction:
     met: bool = True
     """Whether all ranks took part; otherwise the report holds this rank's record alone."""
 
+    def meet(self, report: RoundReport, statistics: dict[int, Tensor | None]) -> None:
+        """Count the round as one in which all ranks took part, with their report and averages."""
+        self.report, self.statistics, self.met = report, statistics, True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Commit:
+    """What is known about a committed update when its last round ends."""
+
+    reductions: tuple[Reduction, ...]
+    gradient_norm: float
+    learning_rates: tuple[float, ...]
+    round_index: int
+    lane_seconds: float
+    sent_bytes: int
+    incidents: tuple[Incident, ...]
+    """Incidents of all ranks since the previous commit."""
+    gap: int
+    """Updates since replicas were last averaged; 0 where they cannot differ."""
+    interval: int | None
+    """Updates from one average to the next, where the strategy chooses."""
+    divergence: Divergence | None
+    """Of the average made in this update, if replicas were compared there."""
+    staleness: int
+    """Of the strategy, in committed updates."""
+
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """Where the job stands on the communication lane, and the record of its update under way."""
+    """Counts on the communication lane, and the record of its update under way."""
 
     round_index: int = 0
     """Rounds before the present one; rounds that are left out count too."""
@@ -204,27 +238,104 @@ class Progress:
         self.lane_seconds = 0.0
         self.bytes_before = sent_bytes
 
+    def begin_round(self, reduction: Reduction, hyperparameters: Hyperparameters) -> None:
+        """A round's gradients are reduced; hyperparameters are those of its update."""
+        self.reductions.append(reduction)
+        self.hyperparameters = hyperparameters
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Commit:
-    """What is known about a committed update when its last round ends."""
+    def end_round(self, seconds: float) -> None:
+        """All that a round asked for is performed; the lane has worked so long on it."""
+        self.round_index += 1
+        self.lane_seconds += seconds
 
-    reductions: tuple[Reduction, ...]
-    gradient_norm: float
-    learning_rates: tuple[float, ...]
-    round_index: int
-    lane_seconds: float
-    sent_bytes: int
-    incidents: tuple[Incident, ...]
-    """Incidents of all ranks since the previous commit."""
-    gap: int
-    """Updates since replicas were last averaged; 0 where they cannot differ."""
-    interval: int | None
-    """Updates from one average to the next, where the strategy chooses."""
-    divergence: Divergence | None
-    """Of the average made in this update, if replicas were compared there."""
-    staleness: int
-    """Of the strategy, in committed updates."""
+    def open(self, seconds: float) -> None:
+        """The lane has worked so long on an update ahead of its gradients."""
+        self.lane_seconds += seconds
+
+    def take_step(self, gradient_norm: float | None = None) -> None:
+        """The optimizer has stepped in this update, here or, without a norm, on some rank."""
+        self.stepped = True
+        if gradient_norm is not None:
+            self.gradient_norm = gradient_norm
+
+    def measure(self, divergence: Divergence | None) -> None:
+        """Replicas have been averaged, and compared if there is something to tell."""
+        self.divergence = divergence
+
+    def catch_up(self, round_index: int, step: int, *, stepped: bool) -> None:
+        """Go on where the ranks are that are ahead.
+
+        Args:
+            round_index: Theirs.
+            step: Their committed updates.
+            stepped: Whether some rank steps in this round.
+        """
+        before, self.round_index = self.step, round_index
+        # Where no rank steps now, the last of the steps that were missed tells of them.
+        self.step = step if stepped or step <= before else step - 1
+        self.stepped = stepped or step > before
+
+    def wait_until(self, round_index: int) -> None:
+        """Go on in the round of the ranks that were waited for."""
+        self.round_index = round_index
+
+    def commit(self, sent_bytes: int, *, gap: int, interval: int | None, staleness: int) -> Commit | None:
+        """Close the update and return what is known about it; None if the update did not step.
+
+        Args:
+            sent_bytes: That the exchange has sent so far.
+            gap: Updates since replicas were last averaged.
+            interval: Updates from one average to the next, where the strategy chooses.
+            staleness: Of the strategy.
+        """
+        commit = None
+        # A rank that steps alone does not ask the others: the step counts, whatever this rank contributed.
+        if self.stepped or not self.reductions[-1].met:
+            self.step += 1
+            commit = Commit(
+                reductions=tuple(self.reductions),
+                gradient_norm=self.gradient_norm,
+                learning_rates=tuple(map(learning_rate, self.hyperparameters)),
+                round_index=self.round_index - 1,
+                lane_seconds=self.lane_seconds,
+                sent_bytes=sent_bytes - self.bytes_before,
+                incidents=tuple(self.incidents),
+                gap=gap,
+                interval=interval,
+                divergence=self.divergence,
+                staleness=staleness,
+            )
+            self.incidents = []
+        self.begin_update(sent_bytes)
+        return commit
+
+    def begin_again(self, step: int, round_index: int) -> None:
+        """Go on after so many updates and rounds."""
+        self.step, self.round_index = step, round_index
+
+    def begin_phase(self, sent_bytes: int) -> None:
+        """Let the next update report all that is sent from here on, where so much had been sent."""
+        self.bytes_before = sent_bytes
+
+    # For guards
+
+    def note(self, incidents: Iterable[Incident]) -> None:
+        """Keep incidents until an update reports them."""
+        self.incidents += incidents
+
+    def take_incidents(self) -> tuple[Incident, ...]:
+        """Return the incidents that are not reported yet, and forget them."""
+        incidents, self.incidents = tuple(self.incidents), []
+        return incidents
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Remember the versions of named tensors that no step writes."""
+        self.versions = {name: tensor._version for name, tensor in tensors}
+
+    def accept(self, name: str, tensor: Tensor) -> None:
+        """Take the present value of one of them, which is equal on all ranks, for what it should be."""
+        if name in self.versions:
+            self.versions[name] = tensor._version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,10 +355,6 @@ class Landing:
     at_landing: AtLanding | None
     """Changes the values by what has accumulated meanwhile."""
 
-    def complete(self, accumulation: Accumulation) -> Shown:
-        """Return what the values are, once `accumulation` has had its part in them."""
-        return self.shown if self.at_landing is None else self.at_landing(self.buffer.flats, accumulation)
-
 
 class Accounts:
     """What one rank's compute lane adds up from one update to the next, for the record of the later one.
@@ -258,19 +365,15 @@ class Accounts:
     """
 
     def __init__(self, now: float, *, use_is_known: bool) -> None:
-        self.exposed_seconds = 0.0
-        """Seconds in which the compute lane waited for the communication lane."""
-        self.skipped_rounds = 0
-        """Rounds left out because something was not finite."""
         self._opened = now
         self.use_is_known = use_is_known
 
     def begin_again(self, steps: int, now: float) -> None:
-        """Reset all counts after a checkpoint of `steps` committed updates was loaded."""
-        self.exposed_seconds, self.skipped_rounds, self._opened = 0.0, 0, now
+        """Begin after a checkpoint of `steps` committed updates."""
+        self._opened = now
         self.use_is_known = self.use_is_known or steps > 0
 
-    def check_used(self, commit: Commit, layout: Layout, where: str) -> None:
+    def check_used(self, commit: Commit, layout: Layout, where: object) -> None:
         """Check once, at the first update that all ranks report, that each parameter was used by some rank.
 
         Raises:
@@ -288,8 +391,18 @@ class Accounts:
                 "freeze them, or accept that they are skipped as PyTorch skips them with Options(allow_unused=True)"
             )
 
-    def close(self, commit: Commit, step: int, now: float) -> Update:
-        """Return the record of the `step`-th update, from its `commit`, and begin to count for the next."""
+    def close(
+        self, commit: Commit, step: int, now: float, skipped_rounds: int, exposed_seconds: float
+    ) -> Update:
+        """Return the record of the `step`-th update, and begin that of the next.
+
+        Args:
+            commit: Of this update.
+            step: Its number.
+            now: Seconds on the runtime's clock.
+            skipped_rounds: Rounds left out because something was not finite.
+            exposed_seconds: In which the compute lane waited for the communication lane.
+        """
         reports = tuple(r.report for r in commit.reductions if r.alone or not r.skipped)
         rounds = tuple(report.micro_batches for report in reports)
         loss_weight = sum(report.loss_weight for report in reports)
@@ -306,15 +419,15 @@ class Accounts:
             rounds=rounds,
             seconds=now - self._opened,
             lane_seconds=commit.lane_seconds,
-            exposed_seconds=self.exposed_seconds,
+            exposed_seconds=exposed_seconds,
             sent_bytes=commit.sent_bytes,
             learning_rates=commit.learning_rates,
-            skipped_rounds=self.skipped_rounds,
+            skipped_rounds=skipped_rounds,
             incidents=commit.incidents,
             gap=commit.gap,
             interval=commit.interval,
             noise=None if commit.divergence is None else commit.divergence.noise,
             divergence=None if commit.divergence is None else commit.divergence.mean_distance,
         )
-        self._opened, self.exposed_seconds, self.skipped_rounds = now, 0.0, 0
+        self._opened = now
         return update

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from stretto.engine.agreed import Alike
 from stretto.engine.job import Job
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
 from stretto.flat import Fragments, PartedTensor, Shares, Slot, original_name
@@ -63,7 +64,7 @@ class JobState:
             "model": self._model(blank=False),
             **({"master": masters} if masters else {}),
             "optimizer": {**self._states(dict(piece_states(sharded))), **self._hyperparameters()},
-            "job": {"step": self.job.compute.steps, "round_index": self.job.comm.progress.round_index},
+            "job": {"step": self.job.compute.course.steps, "round_index": self.job.comm.progress.round_index},
         }
 
     def blank(self, stored: Collection[str]) -> State:
@@ -106,10 +107,8 @@ class JobState:
             self.job.sharded.values(self.job.sharded.masters, piece).copy_(master)
         adopt_states(self.job.sharded, states)
         self.job.model.load_state_dict(model)
-        versions = self.job.comm.progress.versions
         for name, parameter in self.job.model.model.named_parameters():
-            if original_name(name) in versions:  # equal on all ranks, whoever has written it before
-                versions[original_name(name)] = parameter._version
+            self.job.comm.progress.accept(original_name(name), parameter)
         for group, names in zip(self.job.model.optimizer.param_groups, self._group_names(), strict=True):
             _set(group, _under(state["optimizer"], f"param_groups.{names[0]}."))
         self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"])
@@ -136,8 +135,8 @@ class JobState:
     def _model(self, *, blank: bool) -> State:
         user, compute = self.job.model, self.job.compute
         slots = {id(p): slot for p, slot in zip(user.parameters, self.slots, strict=True)}
-        shows_it = compute.model.shown == "committed" and not compute.model.is_settled
-        is_shown_anyway = shows_it and not self.job.replica.has_drifted
+        shows_it = compute.model.shown == "committed" and compute.model.held_back is None
+        is_shown_anyway = shows_it and self.job.replica.agreement.state is Alike.UNITED
         with compute.settled():
             entries: State = {}
             for key, value in user.model.state_dict(keep_vars=True).items():

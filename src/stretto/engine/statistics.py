@@ -118,6 +118,11 @@ class Statistics:
         """Take the live values, which may be this rank's own, for those that a round which is left out goes back to."""
         self.sound = copies_of(self.live)
 
+    def go_on_from(self, agreed: Sequence[Buffer]) -> None:
+        """Take what a checkpoint says that ranks agreed on, and this rank's live values."""
+        self.agreed = list(agreed)
+        self.go_on_from_live()
+
     def agreed_after(self, landing: Landing | None) -> list[Buffer]:
         """Return what ranks will agree on once `landing`, if there is one, is installed."""
         brought = {} if landing is None else landing.reduction.statistics

@@ -121,8 +121,21 @@ class Exchange:
         """Count here what another exchange of this job has sent and found, and there no longer."""
         self.sent_bytes += other.sent_bytes
         self.crossed_bytes += other.crossed_bytes
-        self.incidents += other.incidents
-        other.sent_bytes, other.crossed_bytes, other.incidents = 0, 0, []
+        self.incidents += other.take_incidents()
+        other.sent_bytes = other.crossed_bytes = 0
+
+    def take_incidents(self) -> list[Incident]:
+        """Return the damage that was found since the last call."""
+        incidents, self.incidents = self.incidents, []
+        return incidents
+
+    def count_sent(self, num_bytes: int) -> None:
+        """Count what this rank sends without the exchange."""
+        self.sent_bytes += num_bytes
+
+    def keep_gradients(self) -> None:
+        """Owe nothing of them: they never travel to other ranks, so packing loses nothing."""
+        self.feedback = None
 
     @property
     def owed(self) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """Batches for the user's loop, and the end of the data."""
 
-from stretto.feed.feed import Batch, Feed
-from stretto.feed.samples import num_samples
+from stretto.feed.feed import Batch, Feed, num_samples
 
 __all__ = ["Batch", "Feed", "num_samples"]

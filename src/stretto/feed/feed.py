@@ -12,22 +12,79 @@ Note [The end of the data]
     the number of updates is given, nothing is accumulated behind the last one: its rounds are landed at once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+from torch import Tensor
 
 from stretto.echo.loader import EchoLoader
 from stretto.echo.state import left
 from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
+from stretto.engine.compute_lane import Until
 from stretto.engine.report import Vote
 from stretto.errors import ConfigError, StepWithoutBackward
-from stretto.feed.passes import NOTHING, Pass, Until, length_of, own_tensors, state_before
-from stretto.feed.samples import num_samples
+from stretto.feed.passes import length_of, own_tensors, state_before
 from stretto.feed.updates import JobUpdates
 from stretto.fields import is_count
 from stretto.records import Update
 
 Batch = TypeVar("Batch")
+NOTHING = object()
+"""What an exhausted loader gives."""
+Take: TypeAlias = Callable[[Iterator[Any], object], tuple[Any, int]]
+"""Takes a batch from an iterator, or gives what it is told where there is none; and tells which use of it that is."""
+
+
+@dataclasses.dataclass(slots=True)
+class Pass:
+    """One pass of this rank over a loader."""
+
+    loader: Iterable[Any]
+    batches: Iterator[Any]
+    length: int | None
+    """How many batches the loader says that it has."""
+    until: Until
+    position: int = 0
+    """Batches handed out since its beginning."""
+    num_fed: int = 0
+    """Those of them that no checkpoint lies behind."""
+    is_exhausted: bool = False
+    """Whether the loader was asked and had nothing."""
+    ahead: tuple[Any, int] | None = None
+    """A batch that came where the loader was asked once more, and which use of it that is."""
+    state: Any = None
+    """The loader's state before that; None for a loader without one."""
+    has_ended: bool = False
+    """Whether all ranks have agreed on its end because of the data, and only land what is left."""
+
+    def take(self, take: Take) -> tuple[Any, int]:
+        """Return the next batch, or `NOTHING`, and which use of it that is."""
+        ahead, self.ahead = self.ahead, None
+        taken = take(self.batches, NOTHING) if ahead is None else ahead
+        self.is_exhausted |= taken[0] is NOTHING
+        return taken
+
+    def look_ahead(self, take: Take) -> bool:
+        """Ask the loader once more while a batch is in hand; return whether it has nothing."""
+        self.state = state_before(self.loader)
+        ahead = take(self.batches, NOTHING)
+        if ahead[0] is NOTHING:
+            self.is_exhausted = True
+        else:
+            self.ahead = ahead
+        return self.is_exhausted
+
+    def hand_out(self) -> bool:
+        """Count a batch; return whether it is the last one by the loader's length."""
+        self.num_fed += 1
+        self.position += 1
+        return self.position == self.length
+
+    def end(self) -> None:
+        """All ranks have agreed on its end because of the data."""
+        self.has_ended = True
 
 
 class Feed:
@@ -45,23 +102,34 @@ class Feed:
         """Of the batch that was handed out last."""
         self._job = job
         self._compute = job.compute
-        job.model.mark.hold(self, job.compute.lifetime.fail)
+        job.compute.hooks.mark.hold(self, job.compute.lifetime.fail)
         self._on_update: Callable[[Update], None] | None = None
-        self.next_phase: int | None = None
+        self._next_phase: int | None = None
         """The update behind which another strategy takes over; None where none does."""
-        self.begin_phase: Callable[[], None] = lambda: None
+        self._begin_phase: Callable[[], None] = lambda: None
         """Called there, before anybody hears of that update."""
         self._last_update: int | None = None
         """After which to end."""
         self._landed: list[Update] = []
         """Updates that nobody has been told of."""
-        self._is_stopped = False
-        """Whether some rank has asked all to end for good."""
         self._pass: Pass | None = None
         """The one under way, or the last one."""
         self._is_feeding = False
         self._restored: Mapping[str, Any] | None = None
         """What a checkpoint says of the pass it was saved in, until the next pass begins."""
+
+    def take_turns(self, begin_phase: Callable[[], None]) -> None:
+        """Let strategies take turns.
+
+        Args:
+            begin_phase: Called behind the last update of each, before anybody hears of that update.
+        """
+        self._begin_phase = begin_phase
+        self._compute.call_before_forward(self.land_phase)  # a checkpoint may have left a round
+
+    def expect_phase(self, step: int | None) -> None:
+        """Another strategy takes over behind update `step`; none does where that is None."""
+        self._next_phase = step
 
     def batches(
         self,
@@ -100,22 +168,15 @@ class Feed:
             if current.num_fed and not self._compute.num_counted:
                 with self._compute.lifetime.running():  # a loop that calls loss.backward() trains nothing
                     self._compute.accumulation.check_own(self._compute.where)
-            current.num_fed += 1
-            current.position += 1
-            if current.position == current.length:
+            if current.hand_out():
                 batch = self._look_ahead(current, batch)
             self.num_samples = num_samples(batch)
             yield batch
 
     def _next(self, current: Pass) -> Any:
         """Return the next batch of a pass, or `NOTHING`."""
-        ahead, current.ahead = current.ahead, None
-        if ahead is None:
-            ahead = self.input.take(current.batches, NOTHING)
-        batch, use = ahead
-        if batch is NOTHING:
-            current.is_exhausted = True
-        else:
+        batch, use = current.take(self.input.take)
+        if batch is not NOTHING:
             self.input.begin_batch(use)
         return batch
 
@@ -128,25 +189,19 @@ class Feed:
         with compute.lifetime.running():
             compute.take_off_if_ready()  # the round before: it does not hold this last batch
         last = self._last_update
-        if last is not None and compute.updates_in_sight + compute.ends_with_next >= last:
+        if last is not None and compute.course.steps_in_sight + compute.ends_with_next >= last:
             return batch  # the end is known, and a batch that came now would be lost
         batch = own_tensors(batch)
-        current.state = state_before(current.loader)
-        self._updates.is_ahead = True
-        ahead = self.input.take(current.batches, NOTHING)
-        self._updates.is_ahead = False
-        if ahead[0] is not NOTHING:
-            current.ahead = ahead
-            return batch
-        current.is_exhausted = True
-        with compute.lifetime.running():
-            compute.vote = max(compute.vote, Vote.EXHAUSTED)
+        with self._updates.looking_ahead():
+            is_exhausted = current.look_ahead(self.input.take)
+        if is_exhausted:
+            compute.course.exhaust()
         return batch
 
     def _begin_pass(self, loader: Iterable[Any], until: Until) -> Pass:
         """Begin a pass, or go on with the one that a checkpoint was saved in the end of."""
         restored, self._restored = self._restored, None
-        self._updates = JobUpdates(self._job, self.next_phase is None)
+        self._updates = JobUpdates(self._job, self._next_phase is None)
         batches = self.input.begin(loader, self._updates)
         if restored is None:
             last = self._pass
@@ -157,7 +212,8 @@ class Feed:
         if is_exhausted:
             batches = iter(())
         if votes:  # all ranks have left this pass; the loader's next iterator begins another
-            self._compute.votes, batches = votes, iter(())
+            self._compute.course.resume_pass(votes)
+            batches = iter(())
             if isinstance(loader, EchoLoader):
                 loader.load_state_dict(left(loader.state_dict()))
                 iter(loader.loader)  # one with a state begins where it was loaded once
@@ -178,11 +234,11 @@ class Feed:
         current = self._pass
         if current is None or not self._is_feeding:
             return None
-        has_ended = current.has_ended or self._is_end_of_data(current)
+        has_ended = current.has_ended or self._compute.course.have_data_ended(current.until)
         return {
             "position": current.position,
             "is_exhausted": current.is_exhausted,
-            "votes": [int(vote) for vote in self._compute.votes] if has_ended else [],
+            "votes": [int(vote) for vote in self._compute.course.votes] if has_ended else [],
         }
 
     def go_on(self, state: Mapping[str, Any] | None) -> None:
@@ -191,31 +247,29 @@ class Feed:
 
     def end(self) -> None:
         """Go no further than the updates that are committed; all ranks come here behind the same one."""
-        self._last_update = self._compute.steps
+        self._last_update = self._compute.course.steps
 
     def drain(self) -> None:
         """Land everything, and have replicas averaged; all ranks must call."""
-        self._compute.vote = Vote.DRAIN
-        while not (self._is_drained() and self._job.replica.is_united):
+        self._compute.course.finish()
+        while not (self._is_drained() and self._job.replica.agreement.is_united):
             self._pass_round()
 
     def commit(self) -> list[Update]:
         """Commit what this rank has counted and land everything; all ranks come here after the same micro-batch."""
         compute = self._compute
         compute.check_alike("commit()")
-        own, compute.vote = compute.vote, Vote.DRAIN
-        while not compute.is_clear:
-            self._pass_round()
-        compute.vote, compute.votes = own, []  # these votes were about this, not about the end of the data
+        with compute.course.finishing(forgets=True):
+            while not compute.is_clear:
+                self._pass_round()
         return self.take_landed()
 
     def unite(self) -> None:
         """Have replicas averaged where nothing is under way; all ranks come here behind the same update."""
         compute = self._compute
-        own, compute.vote = compute.vote, Vote.DRAIN
-        while not (compute.is_clear and self._job.replica.is_united):
-            self._pass_round()
-        compute.vote, compute.votes = own, []  # as in `commit`
+        with compute.course.finishing(forgets=True):
+            while not (compute.is_clear and self._job.replica.agreement.is_united):
+                self._pass_round()
 
     def arrived(self, update: Update | None) -> Update | None:
         """Tell of the update that a micro-batch has brought, if it has; return it."""
@@ -225,12 +279,12 @@ class Feed:
 
     def land_phase(self) -> None:
         """Land the last update of a phase once it is in sight."""
-        self._land_in_sight(self.next_phase)
+        self._land_in_sight(self._next_phase)
 
     def _tell(self, update: Update) -> Update:
         """Return the update with what was taken from the loader, once `on_update` has heard of it."""
-        if self.next_phase is not None and self._compute.steps >= self.next_phase:
-            self.begin_phase()
+        if self._next_phase is not None and self._compute.course.steps >= self._next_phase:
+            self._begin_phase()
         if not self.has_begun:
             return update
         update = self.input.fill(update)
@@ -250,54 +304,42 @@ class Feed:
         if updates is not None and not is_count(updates, 0):
             raise ConfigError(f"feed(updates={updates!r}): expected a number of updates, or None")
         self._last_update = updates
-        if self._compute.vote == Vote.EXHAUSTED:
-            self._compute.vote = Vote.GO_ON
-        votes = self._compute.votes
-        self._is_stopped |= max(votes, default=Vote.GO_ON) == Vote.STOP
-        self._compute.votes = [Vote.STOP if self._is_stopped else Vote.GO_ON for _ in votes]
+        self._compute.course.begin_pass()
 
     def _end(self, current: Pass) -> None:
         """Land what is left on any rank, and show the committed parameters; all ranks come here at the same round."""
         compute = self._compute
         if not current.has_ended:  # or these are votes about what was left behind the end of the data
-            self._is_stopped |= max(compute.votes, default=Vote.GO_ON) >= Vote.STOP
-        current.has_ended |= self._is_end_of_data(current)
-        own, compute.vote = compute.vote, Vote.DRAIN
-        while not self._is_drained():
-            self._pass_round()
-        compute.vote = own
+            compute.course.end_pass()
+        if compute.course.have_data_ended(current.until):
+            current.end()
+        with compute.course.finishing(forgets=False):
+            while not self._is_drained():
+                self._pass_round()
         if compute.model.shown == "estimate":
             compute.show_committed()
             compute.model.until_training()
 
     def _has_enough(self) -> bool:
-        return self._last_update is not None and self._compute.steps >= self._last_update
+        return self._last_update is not None and self._compute.course.steps >= self._last_update
 
     def _is_over(self, until: Until) -> bool:
         """Return whether all ranks have agreed to end; the same on every rank at the same round."""
-        votes = self._compute.votes
-        if self._has_enough() or not votes:
-            return self._has_enough()
-        return max(votes) >= Vote.STOP or _decisive(votes, until) >= Vote.EXHAUSTED
-
-    def _is_end_of_data(self, current: Pass) -> bool:
-        votes = self._compute.votes
-        return bool(votes) and max(votes) < Vote.STOP and _decisive(votes, current.until) == Vote.EXHAUSTED
+        return self._has_enough() or self._compute.course.is_pass_over(until)
 
     def _is_drained(self) -> bool:
         """Return whether every update has ended and nobody has anything left to contribute; the same on all ranks."""
-        votes, world_size = self._compute.votes, self._job.exchange.world_size
-        agreed = votes in ([Vote.DRAIN] * world_size, [Vote.EXHAUSTED] * world_size)
-        replica = self._job.replica
+        agreed = self._compute.course.have_all_left(self._job.exchange.world_size)
+        agreement = self._job.replica.agreement
         # Ranks that step alone come to the last update at different times, and meet at an average behind it.
-        has_enough = self._has_enough() and (replica.is_united or not replica.steps_alone)
+        has_enough = self._has_enough() and (agreement.is_united or not agreement.steps_alone)
         return (agreed or has_enough) and self._compute.is_clear
 
     def _pass_rounds(self, current: Pass) -> None:
         """Take part in rounds without data until the agreed end."""
         num_fed, num_counted = current.num_fed, self._compute.num_counted
         goes_on = (
-            self._compute.steps > 0 and not num_counted
+            self._compute.course.steps > 0 and not num_counted
         )  # from a checkpoint, which may be of a pass's end
         if not num_fed and not goes_on:
             raise ConfigError(
@@ -308,7 +350,7 @@ class Feed:
                 f"{self._compute.where}: {num_fed} batches, and not one micro-batch: expected parallel.backward(loss) "
                 "for each batch, in the place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
             )
-        self._compute.vote = max(self._compute.vote, Vote.EXHAUSTED)
+        self._compute.course.exhaust()
         while not self._is_over(current.until):
             self._pass_round()
 
@@ -334,7 +376,7 @@ class Feed:
 
     def _land_in_sight(self, last: int | None) -> None:
         """Land rather than accumulate once the update `last` is in sight: what came behind would be lost."""
-        while last is not None and self._compute.steps < last <= self._compute.updates_in_sight:
+        while last is not None and self._compute.course.steps < last <= self._compute.course.steps_in_sight:
             self._keep(self._compute.fly())
 
     def _keep(self, update: Update | None) -> None:
@@ -344,5 +386,25 @@ class Feed:
             self._landed += [] if self._on_update is not None else [update]
 
 
-def _decisive(votes: Sequence[Vote], until: Until) -> Vote:
-    return max(votes) if until == "any" else min(votes)
+def num_samples(batch: object) -> int:
+    """Return the length of the first tensor or array found in a batch, or 1: a record, for which no job may end."""
+    try:
+        return next(_lengths(batch), 1)
+    except Exception:  # a batch may be any object, with any attributes
+        return 1
+
+
+def _lengths(batch: object) -> Iterator[int]:
+    """Yield the length of every tensor and array in the containers of a batch; 1 for one without dimensions."""
+    if isinstance(batch, Tensor):
+        yield int(batch.size(0)) if batch.dim() else 1  # a nested one has no shape
+    elif isinstance(batch, Mapping):  # before it is asked for attributes, which may be its keys
+        yield from _lengths(list(batch.values()))
+    elif isinstance(batch, (list, tuple)):
+        for part in batch:
+            yield from _lengths(part)
+    elif isinstance(shape := getattr(batch, "shape", None), tuple):
+        if not shape or isinstance(shape[0], int):
+            yield shape[0] if shape else 1
+    elif dataclasses.is_dataclass(batch):
+        yield from _lengths([getattr(batch, field.name) for field in dataclasses.fields(batch)])

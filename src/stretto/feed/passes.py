@@ -1,4 +1,4 @@
-"""One pass over a loader: where it stands, and what may be asked of a loader of any kind.
+"""What may be asked of a loader of any kind, and what a checkpoint says of a pass over it.
 
 Note [A pass in a checkpoint]
     A loader's state says where its iterator stands, and that may be behind the end although the loop has not left the
@@ -6,9 +6,8 @@ Note [A pass in a checkpoint]
     loader says where the pass is, too, and the first one behind `load` is the rest of it, which may be empty.
 """
 
-import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -16,33 +15,6 @@ from torch.utils._pytree import tree_map
 
 from stretto.echo.buffer import copied
 from stretto.echo.state import state_of
-
-Until = Literal["any", "all"]
-NOTHING = object()
-"""What an exhausted loader gives."""
-
-
-@dataclasses.dataclass(slots=True)
-class Pass:
-    """One pass of this rank over a loader."""
-
-    loader: Iterable[Any]
-    batches: Iterator[Any]
-    length: int | None
-    """How many batches the loader says that it has."""
-    until: Until
-    position: int = 0
-    """Batches handed out since its beginning."""
-    num_fed: int = 0
-    """Those of them that no checkpoint lies behind."""
-    is_exhausted: bool = False
-    """Whether the loader was asked and had nothing."""
-    ahead: tuple[Any, int] | None = None
-    """A batch that came where the loader was asked once more, and which use of it that is."""
-    state: Any = None
-    """The loader's state before that; None for a loader without one."""
-    has_ended: bool = False
-    """Whether all ranks have agreed on its end because of the data, and only land what is left."""
 
 
 def length_of(loader: Iterable[Any]) -> int | None:

@@ -1,6 +1,8 @@
 """Which updates of a job batches go to, for loaders that echo."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from stretto.checksums import digest
 from stretto.engine import Job
@@ -23,6 +25,13 @@ class JobUpdates:
         self._begun_at = -1  # micro-batches before the newest update
         self._versions: list[int] = []
         self._fingerprint = 0
+
+    @contextmanager
+    def looking_ahead(self) -> Iterator[None]:
+        """A batch is asked for in the block while the one before it is in hand."""
+        self.is_ahead = True
+        yield
+        self.is_ahead = False
 
     def begins(self, slot: int) -> bool:
         """Return whether the next batch is the first of an update; a batch that was not counted has begun none."""

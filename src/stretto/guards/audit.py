@@ -260,7 +260,7 @@ class _RoundAudit:
         sent, taken = [0] * self._world_size, [0] * self._world_size
         sent[self._auditor_of(self._rank)], taken[audited] = content.numel(), arrived.numel()
         outgoing = content.to(self._device)
-        self._exchange.sent_bytes += content.numel()
+        self._exchange.count_sent(content.numel())
         group = self._exchange.group
         self._on_lane(
             lambda: self._exchange.wait(
@@ -316,7 +316,7 @@ class _RoundAudit:
         """Record an incident on the audited rank; the next update shows it on all ranks."""
         if self._rank == audited:
             incident = Incident(
-                step=self._compute.steps + 1,
+                step=self._compute.course.steps + 1,
                 guard=self._guard.name,
                 site=site,
                 part=f"round {self._round_index} of rank {audited}",

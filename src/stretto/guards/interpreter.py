@@ -3,14 +3,15 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from stretto.checksums import digest
 from stretto.engine.accumulation import GradientBuffer
-from stretto.engine.replica import Flight, Performer, Replica
+from stretto.engine.agreed import AgreedReplica
+from stretto.engine.replica import Flight, Performer
 from stretto.errors import StateCorrupt
 from stretto.guards.contract import (
     Clear,
@@ -44,13 +45,19 @@ SHOWN = "values to be shown"
 class RehearsingOptimizer(ShardedOptimizer):
     """Computes every step first on copies, so that the result can be compared with that of the real step."""
 
-    rehearsed: list[dict[str, int]]
-    """Digests of the rehearsal of the last step, by segment; set before the first step."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rehearsed: list[dict[str, int]] = []
+        """Digests of the rehearsal of the last step, by segment; empty before the first one."""
 
     def step(self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float) -> None:
         """Rehearse the step, then perform it."""
-        self.rehearsed[:] = self.rehearse(gradient, hyperparameters, clip)
+        self.rehearsed = self.rehearse(gradient, hyperparameters, clip)
         super().step(gradient, hyperparameters, clip)
+
+    def forget_rehearsal(self) -> None:
+        """Compare the last step with nothing: its result came from elsewhere."""
+        self.rehearsed = []
 
 
 class GuardInterpreter:
@@ -67,7 +74,7 @@ class GuardInterpreter:
     def __init__(
         self,
         guards: Sequence[Guard],
-        replica: Replica,
+        replica: AgreedReplica,
         *,
         fixed: Sequence[tuple[str, Tensor]],
         strikes: Strikes,
@@ -81,10 +88,6 @@ class GuardInterpreter:
         self._replica = replica
         self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
         self.strikes = strikes
-        self._rehearsed: list[dict[str, int]] = []
-        """Digests of the rehearsal of the last step, by segment, if a guard asks for rehearsals."""
-        if isinstance(replica.sharded, RehearsingOptimizer):
-            replica.sharded.rehearsed = self._rehearsed
         self._has_copies = has_copies
         self._found: list[Incident] = []
         """Incidents on this rank since the end of the last update."""
@@ -117,7 +120,7 @@ class GuardInterpreter:
 
     def ask(self, moment: Moment) -> GuardScript:
         """Yield the effects of all guards at a moment."""
-        has_alike = self._replica.is_united or moment == "before_land"
+        has_alike = self._replica.agreement.is_united or moment == "before_land"
         for guard in self.guards:
             if has_alike or not guard.needs_replicas:
                 yield from getattr(guard, moment)()
@@ -140,7 +143,8 @@ class GuardInterpreter:
     def forget(self, what: Sequence[Sealable]) -> None:
         """Forget everything about these values, because they are about to change or came from a checkpoint."""
         if "state" in what:
-            self._rehearsed.clear()
+            if isinstance(self._sharded, RehearsingOptimizer):
+                self._sharded.forget_rehearsal()
             self._gradients.clear()
         self._seals.drop(what)
 
@@ -150,7 +154,7 @@ class GuardInterpreter:
         All ranks must call, at rest.
         """
         # A round of the drain that commits nothing has told all ranks its incidents, but no update reports them.
-        told, self._progress.incidents = self._progress.incidents, []
+        told = self._progress.take_incidents()
         shared, step = self._gather_found(), self._progress.step + 1
         return (
             *told,
@@ -168,14 +172,13 @@ class GuardInterpreter:
     def _conclude(self, _: Conclude, flight: Flight | None) -> None:
         """Gather the incidents of all ranks at the end of an update; ranks that step alone wait for their average."""
         if flight is not None and flight.reduction.met:
-            self._progress.incidents += self._gather_found()
+            self._progress.note(self._gather_found())
 
     def _gather_found(self) -> tuple[Incident, ...]:
         """Return the incidents of all ranks since the last call; all ranks must call."""
         step = self._progress.step + 1
-        arrivals = [dataclasses.replace(found, step=step) for found in self._exchange.incidents]
-        held = [*arrivals, *self._found]
-        self._exchange.incidents, self._found = [], []
+        arrivals = [dataclasses.replace(found, step=step) for found in self._exchange.take_incidents()]
+        held, self._found = [*arrivals, *self._found], []
         own = json.dumps([found.as_json() for found in held]).encode() if held else b""
         records = [record for record in self._exchange.gather_records(own) if record]
         found = [Incident.from_json(fields) for record in records for fields in json.loads(record)]
@@ -197,11 +200,11 @@ class GuardInterpreter:
 
         Without a flight, the model may be running, and its forward passes may be writing its buffers.
         """
-        if self._is_replicated and self._replica.is_united:
+        if self._is_replicated and self._replica.agreement.is_united:
             yield from self._masters()
         for name, anchor in self._replica.anchors(waits=True):
             yield Part("anchor", name), anchor
-        if self._replica.is_united:
+        if self._replica.agreement.is_united:
             yield from self._shown(flight)
         yield from self._fixed.items() if flight is not None else ()
 
@@ -231,7 +234,8 @@ class GuardInterpreter:
 
     def _fingerprints(self, flight: Flight | None) -> dict[Part, int]:
         # Ranks that keep their own state, or step alone, may also have cut it into different segments.
-        compares_state = self._replica.keeps_states_equal
+        agreement = self._replica.agreement
+        compares_state = agreement.states_are_alike and not agreement.steps_alone
         return {
             part: self._fingerprint(part, tensor)
             for part, tensor in self._parts(flight)
@@ -245,9 +249,8 @@ class GuardInterpreter:
     def _recompute(self, flight: Flight | None) -> dict[Part, bool]:
         """Compute parts again where possible, and return for each whether the result is the same."""
         right: dict[Part, bool] = {}
-        for index, (expected, found) in enumerate(
-            zip(self._rehearsed, self._sharded.digests(), strict=False)
-        ):
+        rehearsed = self._sharded.rehearsed if isinstance(self._sharded, RehearsingOptimizer) else []
+        for index, (expected, found) in enumerate(zip(rehearsed, self._sharded.digests(), strict=False)):
             for key in expected.keys() | found.keys():
                 for part in self._parts_of(index, key):
                     right[part] = right.get(part, True) and expected.get(key) == found.get(key)
@@ -350,6 +353,6 @@ class GuardInterpreter:
         is_wanted = self._exchange.rank in onto
         self._exchange.broadcast(own if is_wanted else own.clone(), source, f"copy of {part}")
         if is_wanted and part.site == "fixed":
-            self._progress.versions[part.name] = own._version
+            self._progress.accept(part.name, own)
         if is_wanted and not is_as_sealed:
             self._seals.renew(part)

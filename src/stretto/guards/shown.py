@@ -104,9 +104,7 @@ class ShownValues(RoundWatch):
             return found
         outcome = "this rank's micro-batches of the round replayed"
         if not self._replay():
-            accumulation.restart()
-            accumulation.contribution.count = count
-            accumulation.is_left_out = True
+            accumulation.leave_out()
             outcome = "this rank's gradients of the round left out"
         return [dataclasses.replace(one, action=f"{one.action}, {outcome}") for one in found]
 
@@ -177,7 +175,7 @@ class ShownValues(RoundWatch):
 
     def _incident(self, site: str, part: str, action: str, expected: int, found: int) -> Incident:
         return Incident(
-            step=self._rounds.job.compute.steps + 1,
+            step=self._rounds.job.compute.course.steps + 1,
             guard=self._guard,
             site=site,
             part=part,

@@ -1,9 +1,9 @@
 """An owner's fp32 masters and its private optimizer, which can commit a step or preview one."""
 
 from stretto.optimizer.handover import hand_over
-from stretto.optimizer.private import Hyperparameters, learning_rate, read_hyperparameters
 from stretto.optimizer.probe import whole_groups
 from stretto.optimizer.segments import Piece, Segment
+from stretto.optimizer.settings import Hyperparameters, learning_rate, read_hyperparameters
 from stretto.optimizer.several import SeveralSchedulers, as_one, members_of, name_of
 from stretto.optimizer.sharded import MASTER, ReducedGradient, ShardedOptimizer
 from stretto.optimizer.state import PieceState, StateKinds, adopt_states, average_states, piece_states

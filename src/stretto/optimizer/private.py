@@ -2,9 +2,8 @@
 
 import copy
 import inspect
-import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch
 from torch import Tensor
 
 from stretto.errors import UnsupportedOptimizer
+from stretto.optimizer.settings import read_hyperparameters
 from stretto.optimizer.several import Several
-
-Hyperparameters = list[dict[str, Any]]
-"""Per parameter group, every entry but the parameters."""
 
 _OF_TORCH = {"state", "param_groups", "defaults", "step"}
 _WRAPPED = ("optimizer", "_optimizer", "optim", "base_optimizer")
@@ -23,19 +20,6 @@ _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device),
     *(type, types.FunctionType, types.BuiltinFunctionType),
 )
-
-
-def read_hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
-    """Return what schedulers and users may turn, by value, at this moment."""
-    return [
-        {key: _by_value(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
-    ]
-
-
-def learning_rate(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a parameter group; nan where its optimizer has none."""
-    return float(group.get("lr", math.nan))
 
 
 def rebuild(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
@@ -93,12 +77,6 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for name, value in vars(optimizer).items()
         if name not in _OF_TORCH and not name.startswith("_optimizer_")
     }
-
-
-def _by_value(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
 
 
 def _take_attributes(

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from stretto.checksums import digest
 from stretto.errors import ConfigError
 from stretto.flat import Block, Layout, Owned, Slices
-from stretto.optimizer.private import Hyperparameters, is_elementwise, rebuild
+from stretto.optimizer.private import is_elementwise, rebuild
 from stretto.optimizer.segments import Piece, Segment, cut_segments, owned_pieces, segment_of
+from stretto.optimizer.settings import Hyperparameters
 
 MASTER = ""
 """Name of a segment's master among the digests of its state."""
@@ -55,6 +56,20 @@ class ReducedGradient:
         total.norm_squared = None
         total.parts = (self, other)
         return total
+
+    def leave_out(self) -> None:
+        """Count for nothing: nobody steps with it."""
+        self.weight = self.norm_squared = 0.0
+        self.used = bytes(len(self.used))
+
+    def know_norm(self, norm_squared: float) -> float:
+        """Keep the squared norm of a sum, which somebody has measured over ranks, and return it."""
+        self.norm_squared = norm_squared
+        return norm_squared
+
+    def forget_norm(self) -> None:
+        """Let the norm be measured again: the values have changed."""
+        self.norm_squared = None
 
     def merge(self) -> None:
         """Perform pending additions, in place: a third buffer would cost four bytes per owned element.
@@ -235,6 +250,10 @@ class ShardedOptimizer:
             self._step_ghosts(ghost, block, segments, gradient, clip)
             if not fits:
                 published.copy_(ghost.view(published.shape))
+
+    def take_segments(self, segments: list[Segment]) -> None:
+        """Work with `segments`, which hold the same masters, cut in another way."""
+        self.segments = segments
 
     def publish(self, flats: Sequence[Tensor]) -> None:
         """Write the masters into this rank's slices of `flats`, one tensor per flat set."""

@@ -101,8 +101,8 @@ def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) ->
         owner: Whose optimizer.
         states: For every owned piece; empty where the optimizer has not stepped it.
     """
-    owner.segments = cut_segments(
-        owner.pieces, owner.owned, owner.masters, lambda piece: _signature(states[piece])
+    owner.take_segments(
+        cut_segments(owner.pieces, owner.owned, owner.masters, lambda piece: _signature(states[piece]))
     )
     owner.optimizer.state.clear()
     for index, group in enumerate(owner.optimizer.param_groups):

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from stretto.flat import ALIGNMENT, plan_layout
-from stretto.optimizer.private import (
-    Hyperparameters,
-    is_elementwise,
-    own_attributes,
-    read_hyperparameters,
-    rebuild,
-)
+from stretto.optimizer.private import is_elementwise, own_attributes, rebuild
 from stretto.optimizer.segments import Segment
+from stretto.optimizer.settings import Hyperparameters, read_hyperparameters
 from stretto.optimizer.sharded import ReducedGradient, ShardedOptimizer
 from stretto.optimizer.state import adopt_states, piece_states
 

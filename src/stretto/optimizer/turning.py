@@ -86,7 +86,7 @@ class Schedule:
         """Take the scheduler from where it stands: a checkpoint may have moved it."""
         self._turned_to = None
 
-    def turn(self, times: int, where: str) -> None:
+    def turn(self, times: int, where: object) -> None:
         """Turn it so many times.
 
         Raises:
@@ -109,7 +109,7 @@ class Schedule:
                     "once; hand over the scheduler inside, if this one wraps another"
                 )
 
-    def _step(self, where: str) -> None:
+    def _step(self, where: object) -> None:
         try:
             self._scheduler.step()
         except ValueError as error:

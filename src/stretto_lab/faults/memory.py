@@ -69,7 +69,7 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
         )
 
     def committed(site: Site) -> int:
-        return compute.steps if site in ON_COMPUTE_LANE else comm.progress.step
+        return compute.course.steps if site in ON_COMPUTE_LANE else comm.progress.step
 
     injector.committed = committed
     _before(comm, "advance", before_round)

@@ -15,7 +15,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from stretto.fields import check_at_least, check_fields
-from stretto.optimizer.private import read_hyperparameters, rebuild
+from stretto.optimizer.private import rebuild
+from stretto.optimizer.settings import read_hyperparameters
 from stretto_lab.peers.peer import Peer, Tally, Totals
 
 

@@ -1,0 +1,131 @@
+"""Hooks on the user's model and optimizer, by which a job hears of passes, and refuses what would be lost.
+
+Note [Hooks and copies]
+    Hooks live in the model's own dictionaries. A copy of the model (a moving average, `copy.deepcopy`, a pickle) would
+    contain them and act on the job. So a `_Hook` is copied and pickled as a function that does nothing. A shallow copy
+    shares the hooks, which compare the module's identity. Every module of the model has a hook, so that no part of it
+    is copied or gives its state away unnoticed while it shows an estimate.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, jit, nn
+
+from stretto.engine.holding import Mark, adding_node
+from stretto.engine.model import UserModel
+from stretto.errors import EstimateShown, OptimizerStepped, UsageError
+from stretto.optimizer import members_of
+
+Gradients = tuple[Tensor | None]
+"""The gradient of one parameter, as autograd hands it to a hook on a node."""
+
+
+def _do_nothing(*_: object) -> None:
+    """Stand for a hook in a copy of the model."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+class _Hook(functools.partial[Any]):
+    """A hook that does nothing in copies of the model; see Note [Hooks and copies].
+
+    An argument `before_copy` is called when something that has the hook is copied or pickled.
+    """
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        if "before_copy" in self.keywords:
+            self.keywords["before_copy"]()
+        return _no_hook, ()
+
+
+class Hooks:
+    """The hooks of one job.
+
+    Args:
+        model: The user's model and optimizer.
+        before_gradient: Called with a slot's index and a gradient, alone in a tuple, before that is added;
+            may return another one in the same form.
+        before_forward: Called before every forward pass of the model, with it and the arguments.
+        where: Rank and step, for messages.
+    """
+
+    def __init__(
+        self,
+        model: UserModel,
+        *,
+        before_gradient: Callable[[int, Gradients], Gradients | None],
+        before_forward: Callable[[nn.Module, object], None],
+        where: object,
+    ) -> None:
+        self.mark = Mark()
+        """Says who holds the job."""
+        self._user = model
+        self._handles: list[Any] = []
+        self._nodes = [adding_node(parameter) for parameter in model.parameters]
+        """Kept: a node and its hooks end with the last reference."""
+        for index, node in enumerate(self._nodes):
+            self._handles.append(node.register_prehook(functools.partial(before_gradient, index)))
+            self.mark.put(node)
+        self._hook_model(model.model, before_forward, where)
+        self._hook_optimizer(where)
+
+    def _hook_model(
+        self, model: nn.Module, before_forward: Callable[[nn.Module, object], None], where: object
+    ) -> None:
+        def refuse_estimate() -> None:
+            if self._user.shown == "estimate":
+                raise EstimateShown(
+                    f"{where}: state_dict(), a copy or a pickle of the model (or of a part of it) while it shows an "
+                    "estimate: expected the committed parameters; do it inside `with parallel.settled():`, or after "
+                    "finish()"
+                )
+
+        modules = {id(module) for module in model.modules()}
+
+        def state_dict(module: nn.Module, *_: object, before_copy: Callable[[], None]) -> None:
+            if id(module) in modules:
+                before_copy()
+
+        # A scripted module takes no hooks: its backward pass brings a take-off, and its own state_dict() is not seen.
+        hooked = [module for module in model.modules() if not isinstance(module, jit.ScriptModule)]
+        if model in hooked:
+            self._handles.append(model.register_forward_pre_hook(_Hook(before_forward)))
+        for module in hooked:
+            self._handles.append(
+                module.register_state_dict_pre_hook(_Hook(state_dict, before_copy=refuse_estimate))
+            )
+
+    def _hook_optimizer(self, where: object) -> None:
+        def step(*_: object) -> None:
+            raise OptimizerStepped(
+                f"{where}: optimizer.step() was called by hand (or by a GradScaler): the library steps a "
+                "private optimizer at every update and reads the learning rates from this one; remove the call, and a "
+                "GradScaler with it: bfloat16 needs none"
+            )
+
+        def state(*_: object) -> None:
+            raise UsageError(
+                f"{where}: the state of this optimizer is empty during the job, because a private one is stepped in "
+                "its place: expected parallel.state_dict() and load_state_dict(), or checkpoint.save and load"
+            )
+
+        for member in members_of(self._user.optimizer):
+            self._handles.append(member.register_step_pre_hook(step))
+            self._handles.append(member.register_state_dict_pre_hook(state))
+            self._handles.append(member.register_load_state_dict_pre_hook(state))
+
+    def remove(self) -> None:
+        """Remove every hook from model and optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for node in self._nodes:
+            self.mark.remove(node)
+        for parameter in self._user.parameters:
+            parameter.grad = None
+            if parameter.grad_dtype != parameter.dtype:  # once set, it stays when the model changes its dtype
+                parameter.grad_dtype = parameter.dtype

@@ -1,0 +1,107 @@
+"""The user's model at rest: it shows committed values for a while, and what it showed before comes back."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from stretto.engine.buffers import Buffer
+from stretto.engine.model import Held, UserModel
+from stretto.errors import OutOfTurn, ParametersTouched
+from stretto.flat import original_name
+
+
+class SettlingModel(UserModel):
+    """A model that can show its committed values in the middle of training; arguments are those of `UserModel`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._keys = {original_name(key): key for key in self.model.state_dict()}
+        self._settled_until_training = False
+
+    def settle(self, values: Sequence[Tensor] | None, statistics: Sequence[Buffer]) -> None:
+        """Show committed values, and keep what was shown.
+
+        Args:
+            values: One per parameter; None if the model shows the committed ones already.
+            statistics: The buffers that belong to them.
+        """
+        committed = Held("committed", None if values is None else list(values), list(statistics))
+        self.held_back = self._swap(committed)
+
+    def show_again(self) -> bool:
+        """Restore what was shown before `settle`; return whether these are parameters that were never replaced."""
+        before, self.held_back = self.held_back, None
+        if before is not None:
+            self._swap(before)
+        return before is not None and before.parameters is None
+
+    def accept_writes(self, differing: Callable[[], str | None], where: object) -> None:
+        """Accept writes to parameters that were shown all along and hold again what they held.
+
+        Args:
+            differing: Returns the name of a parameter that does not, or None.
+            where: Rank and step, for messages.
+
+        Raises:
+            ParametersTouched: One does not.
+        """
+        if self.is_unwritten:
+            return
+        if (name := differing()) is not None:
+            raise ParametersTouched(
+                f"{where}: parameter {name!r} was written inside settled() and holds another value at the end of the "
+                "block: put back what was there, or load weights through a checkpoint"
+            )
+        self.remember()
+
+    def until_training(self) -> None:
+        """Let the next micro-batch restore what was shown before `settle`."""
+        self._settled_until_training = True
+
+    def train_on(self, where: object) -> None:
+        """Restore what was shown before `settle`, if the model was settled only until now.
+
+        Raises:
+            OutOfTurn: It is settled for a block that has not ended.
+        """
+        if not self._settled_until_training:
+            raise OutOfTurn(f"{where}: training inside settled(): leave its block first")
+        self._settled_until_training = False
+        self.show_again()
+
+    @contextmanager
+    def unsettled(self) -> Iterator[None]:
+        """Restore, for the block, what was shown before `settle`; do nothing if the model is not settled."""
+        if self.held_back is None:
+            yield
+            return
+        committed, self.held_back = self._swap(self.held_back), None
+        try:
+            yield
+        finally:
+            self.held_back = self._swap(committed)
+
+    def begin_again(self) -> None:
+        """Declare the model's present values, equal on all ranks, to be committed and agreed on."""
+        self.remember()
+        for listener in self.listeners:
+            listener.installed([parameter.detach() for parameter in self.parameters])
+        self.statistics.agree()
+        self.shown = "committed"
+        self.held_back = None
+        self._settled_until_training = False
+
+    def _swap(self, held: Held) -> Held:
+        """Show the values in `held`, and return what was shown."""
+        shown, parameters = self.shown, None
+        if held.parameters is not None:
+            parameters = [parameter.detach().clone() for parameter in self.parameters]
+            self.show(held.parameters, held.shown)
+        self.shown = held.shown
+        return Held(shown, parameters, self.statistics.exchange_live(held.statistics))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `model.state_dict()` returned before `torch.compile` wrapped any part of the model."""
+        self.model.load_state_dict({self._keys.get(name, name): value for name, value in state.items()})

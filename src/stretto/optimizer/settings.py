@@ -1,0 +1,31 @@
+"""Settings of the user's optimizer, which schedulers and users turn: read at the first take-off of an update."""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Hyperparameters = list[dict[str, Any]]
+"""Per parameter group, every entry but the parameters."""
+
+
+def read_hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
+    """Return what schedulers and users may turn, by value, at this moment."""
+    return [
+        {key: _by_value(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+
+
+def learning_rate(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a parameter group; nan where its optimizer has none."""
+    return float(group.get("lr", math.nan))
+
+
+def _by_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value

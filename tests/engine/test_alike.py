@@ -1,0 +1,109 @@
+"""What the agreement says of replicas is so: where they are united, they are equal to the bit."""
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stretto
+from stretto.engine.agreed import Agreement, Alike
+from stretto.optimizer import piece_states
+from stretto.strategies import Strategy
+from stretto_lab.virtual import VirtualCluster
+
+WORLD_SIZE = 3
+
+
+def drawn(seed: int) -> Strategy:
+    """Return a strategy of a random kind, with random settings."""
+    draws = random.Random(seed)
+    interval, fragments = draws.randint(2, 4), draws.choice((1, 2))
+    diloco = stretto.DiLoCo(
+        interval=interval,
+        fragments=fragments,
+        delay=draws.randrange(interval // fragments),
+        mix=draws.choice((0.0, 0.3)),
+    )
+    local = stretto.LocalSGD(rate=draws.choice((0.3, 0.5, 1.0)), state=draws.random() < 0.5)
+    paft = stretto.PAFTSync(interval=interval, state=draws.random() < 0.5, overlap=draws.random() < 0.5)
+    return draws.choice((stretto.DDP(), diloco, diloco, local, paft))
+
+
+def held(
+    parallel: stretto.DataParallel, model: nn.Module
+) -> tuple[Alike, bool, list[Tensor], list[Any], list[Tensor]]:
+    """Return what the agreement says, and masters, optimizer state and model of this rank."""
+    job = parallel.job
+    agreement = job.replica.agreement
+    job.replica.wait_for_transfers()
+    states = [
+        (key, value.clone() if isinstance(value, Tensor) else value)
+        for _, entries in piece_states(job.sharded)
+        for key, value in sorted(entries.items())
+    ]
+    return (
+        agreement.state,
+        agreement.is_whole,
+        [master.clone() for master in job.sharded.masters],
+        states,
+        [parameter.detach().clone() for parameter in model.parameters()],
+    )
+
+
+def are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_replicas_that_are_united_are_equal(seed: int) -> None:
+    strategy = drawn(seed)
+
+    def program(rank: int, group: Any) -> list[tuple[Any, ...]]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+        parallel = stretto.DataParallel(model, optimizer, strategy, group=group)
+        generator, found = torch.Generator().manual_seed(100 * seed + rank), []
+        for _ in parallel.feed(range(13)):
+            parallel.backward(model(torch.randn(4, 6, generator=generator)).square().mean())
+            found.append(held(parallel, model))
+        parallel.finish()
+        return [*found, held(parallel, model)]
+
+    ranks = VirtualCluster(WORLD_SIZE, seed=seed).run(program).values
+    for moments in zip(*ranks, strict=True):
+        for one, other in pairwise(moments):
+            (state, is_whole, masters, states, model), theirs = one, other
+            if state is not theirs[0]:
+                continue  # this rank is a round ahead of that one
+            if state in (Alike.UNITED, Alike.AHEAD):
+                assert are_same(masters, theirs[2]), strategy
+            if is_whole:
+                assert are_same(states, theirs[3]), strategy
+            if state is Alike.UNITED:
+                assert are_same(model, theirs[4]), strategy
+    assert all(moments[-1][0] is Alike.UNITED for moments in ranks)
+
+
+def test_rounds_apart_are_counted_until_replicas_meet() -> None:
+    agreement = Agreement(steps_alone=True)
+    assert agreement.is_whole
+    for rounds in (1, 2):
+        agreement.drift()
+        assert (agreement.state, agreement.gap) == (Alike.DRIFTING, rounds)
+    agreement.depart()
+    agreement.drift()
+    assert (agreement.state, agreement.gap) == (Alike.APART, 3)
+    agreement.land(is_whole=False)
+    assert (agreement.state, agreement.gap, agreement.is_united) == (Alike.APART, 0, False)
+    agreement.unite(states=False, is_shown=False)
+    assert (agreement.state, agreement.is_united, agreement.is_whole) == (Alike.AHEAD, True, False)
+    agreement.unite(states=True)
+    assert (agreement.state, agreement.is_whole) == (Alike.UNITED, True)

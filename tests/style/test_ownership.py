@@ -1,0 +1,131 @@
+"""No attribute of a live object is set from outside: the file that defines the object's class does it."""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.style.source import LIBRARY, parsed, place
+
+OF_OTHERS = {
+    "grad": ("", "PyTorch's place for a parameter's gradient"),
+    "grad_dtype": ("", "PyTorch's place for the dtype that gradients accumulate in"),
+    "param_groups": ("optimizer", "an optimizer's settings, which PyTorch has users write"),
+    "state": ("optimizer", "an optimizer's state, as above"),
+    "_opt_called": ("engine", "PyTorch's mark that an optimizer has been stepped"),
+    "rootRank": ("exchange", "PyTorch's options of a collective, which have no constructor"),
+    "_devices": ("groups", "as above"),
+    "_timeout": ("groups", "as above"),
+    "_starting_state_dict": ("echo", "a stream of Hugging Face has no other way back to its beginning"),
+    "is_checkpoint_requested": ("integrations", "Trainer's manager of checkpoints just in time"),
+    "callbacks": ("integrations", "Trainer's list of callbacks"),
+    "prepare_model": ("integrations", "a method of Accelerate, which Trainer calls"),
+    "backward": ("integrations", "as above"),
+    "frequency": ("integrations", "Lightning's record of a scheduler"),
+}
+"""Attributes that are set although their classes are not ours: in which folder of the library, and why."""
+BY_NAME = {
+    "src/stretto/engine/statistics.py": "a buffer of the user's model, which is replaced by one of another kind",
+    "src/stretto/optimizer/private.py": "attributes of the user's optimizer, copied into one that was just built",
+}
+"""Files that set attributes whose names they do not know, with the reason."""
+
+
+def stored(node: ast.AST) -> Iterator[ast.Attribute]:
+    """Yield the attributes that a statement sets."""
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.For | ast.Delete):
+        targets = getattr(node, "targets", None) or [node.target]  # type: ignore[union-attr]  # one or the other
+        for target in targets:
+            yield from (
+                found
+                for found in ast.walk(target)
+                if isinstance(found, ast.Attribute) and isinstance(found.ctx, ast.Store | ast.Del)
+            )
+    elif isinstance(node, ast.With):
+        for item in node.items:
+            if isinstance(item.optional_vars, ast.Attribute):
+                yield item.optional_vars
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def attributes_of_classes(tree: ast.Module) -> set[str]:
+    """Return the attributes of all classes that a file defines."""
+    names = set()
+    for kind in ast.walk(tree):
+        if isinstance(kind, ast.ClassDef):
+            names |= {
+                one.target.id
+                for one in kind.body
+                if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+            }
+            names |= {found.attr for node in ast.walk(kind) for found in stored(node) if is_self(found.value)}
+    return names
+
+
+def foreign_stores(tree: ast.Module, folder: str = "") -> list[ast.Attribute]:
+    """Return what a file sets of objects whose classes it does not define."""
+    own = attributes_of_classes(tree) | {
+        name for name, (there, _) in OF_OTHERS.items() if there in ("", folder)
+    }
+    found = [target for node in ast.walk(tree) for target in stored(node)]
+    return [target for target in found if not is_self(target.value) and target.attr not in own]
+
+
+def foreign_names(tree: ast.Module) -> list[ast.Call]:
+    """Return where a file sets an attribute by its name of an object that is not a class of its own."""
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("setattr", "delattr")
+        and not (isinstance(node.args[0], ast.Name) and node.args[0].id in classes)
+    ]
+
+
+def test_attributes_are_set_by_the_file_that_defines_them() -> None:
+    assert [
+        f"{place(file, target)}: {ast.unparse(target)}"
+        for file in sorted(LIBRARY.rglob("*.py"))
+        for target in foreign_stores(parsed(file), file.relative_to(LIBRARY).parts[0])
+    ] == []
+
+
+def test_attributes_are_set_by_name_only_where_others_own_the_object() -> None:
+    assert [
+        f"{place(file, call)}: {ast.unparse(call)}"
+        for file in sorted(LIBRARY.rglob("*.py"))
+        for call in foreign_names(parsed(file))
+        if place(file) not in BY_NAME
+    ] == []
+
+
+FOREIGN = (
+    "job.vote = 1",
+    "job.vote += 1",
+    "self.job.vote = 1",
+    "a, job.vote = 1, 2",
+    "[a, *job.votes] = 1, 2",
+    "job.vote: int = 1",
+    "for job.vote in (): pass",
+    "with job as job.vote: pass",
+    "del job.vote",
+    "jobs[0].vote = 1",
+    "make().vote = 1",
+)
+
+
+@pytest.mark.parametrize("statement", FOREIGN)
+def test_every_way_to_set_an_attribute_is_seen(statement: str) -> None:
+    assert [found.attr[:4] for found in foreign_stores(ast.parse(statement))] == ["vote"]
+
+
+def test_what_a_file_defines_it_may_set() -> None:
+    assert not foreign_stores(ast.parse("class Job:\n    vote: int = 0\n\njob.vote = 1"))
+    assert not foreign_stores(
+        ast.parse("class Job:\n    def __init__(self):\n        self.vote = 0\n\njob.vote = 1")
+    )
