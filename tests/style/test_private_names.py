@@ -47,7 +47,11 @@ def assigns(owner: Callable[[], type], *names: str) -> Callable[[], bool]:
 NAMES: dict[str, Callable[[], bool]] = {
     "_foreach_add_": has(lambda: torch, "_foreach_add_"),
     "_foreach_copy_": has(lambda: torch, "_foreach_copy_"),
+    "_foreach_mul_": has(lambda: torch, "_foreach_mul_"),
+    "_foreach_neg_": has(lambda: torch, "_foreach_neg_"),
+    "_foreach_sub": has(lambda: torch, "_foreach_sub"),
     "_foreach_sub_": has(lambda: torch, "_foreach_sub_"),
+    "_foreach_zero_": has(lambda: torch, "_foreach_zero_"),
     "_version": lambda: torch.ones(1)._version == 0 and torch.ones(1).add_(1)._version == 1,
     "_make_wrapper_subclass": has(lambda: torch.Tensor, "_make_wrapper_subclass"),
     "_cdata": has(lambda: torch.ones(1).untyped_storage(), "_cdata"),
