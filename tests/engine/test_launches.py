@@ -69,7 +69,7 @@ def launches(
 
     for step in range(8):
         if step == 4:
-            parallel.job.comm.advance = watched  # type: ignore[method-assign]
+            parallel.job.comm.advance = watched  # type: ignore[method-assign]  # what is watched is its calls
         for _ in range(2):
             parallel.backward(torch.stack([one.float().square().sum() for one in model]).sum())
     parallel.finish()
