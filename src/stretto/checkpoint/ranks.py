@@ -22,7 +22,7 @@ class Ranks:
         self.rank = parallel.rank
         self.world_size = parallel.world_size
         self._parallel = parallel
-        self._where = parallel.job.compute.where  # a step in the background may end some updates later
+        self._where = str(parallel.job.compute.where)  # a step in the background may end some updates later
 
     def agree(self, doing: str, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return this rank's outcome, once all are known to have succeeded.
