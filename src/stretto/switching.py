@@ -14,13 +14,14 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
+from stretto.continuation import Continuation
 from stretto.engine.job import Job
 from stretto.engine.options import Clock, Options
 from stretto.errors import ConfigError
 from stretto.feed import Feed
 from stretto.fields import check_fields, is_count
 from stretto.guards.replay import GuardedRounds
-from stretto.optimizer import hand_over
+from stretto.held import go_on, hold
 from stretto.start import Parts, exchange_of, lane_of, owner_of
 from stretto.strategies import Strategy, check_strategy
 
@@ -148,7 +149,7 @@ class Phases:
         """Let the phase begin that is due behind `step` updates, if it is another one; all ranks must call, at rest."""
         due = self._look_ahead(step)
         if due != self._now:
-            take_over(self._job, self._phases[self._now], self._phases[due])
+            take_over(self._job, self._feed, self._phases[self._now], self._phases[due])
             self._now = due
             self._entered(self._phases[due])
 
@@ -168,30 +169,20 @@ class Phases:
         return following - 1
 
 
-def take_over(job: Job, old: Parts, new: Parts) -> None:
+def take_over(job: Job, feed: Feed, old: Parts, new: Parts) -> None:
     """Let the strategy of `new` take over a job at rest; all ranks must call. See Note [A boundary]."""
     compute, model, before, progress = job.compute, job.model, job.exchange, job.comm.progress
-    compute.show_committed()
-    sharded = job.replica.agreed_optimizer(model.statistics.changes)
+    held = hold(Continuation(job, feed, old.options, None), old.strategy.name, copies=False)
     progress.incidents = [incident for one in model.listeners for incident in one.ended()]
     guards = [one for one in model.listeners if isinstance(one, GuardedRounds)]
     model.listeners[:] = [one for one in model.listeners if one not in guards]
     compute.runtime.join()
     exchange = exchange_of(new.options, before.group, job.layout, *before.waits)
     exchange.take_account(before)
-    if new.ownership != old.ownership:
-        owner = owner_of(new, model.parameters, exchange)
-        hand_over(sharded, owner, exchange.gather_records)
-        sharded = owner
+    sharded = job.sharded if new.ownership == old.ownership else owner_of(new, model.parameters, exchange)
     strikes = guards[0].interpreter.strikes if guards else None
     lane = lane_of(new, exchange, job.inside, sharded, progress, strikes)
     job.exchange, job.sharded, job.replica, job.comm = exchange, sharded, lane.comm.replica, lane.comm
-    buffer = compute.accumulation.buffer
-    compute.take_up(lane.comm, lane.quota, lane.accumulate, buffer)
-    job.replica.gather_committed(buffer.flats, model.statistics)
-    model.show(buffer.views, "committed")
-    model.begin_again()
-    compute.accumulation.attach()
-    job.exchange.owe([] if before.feedback is None else [before.feedback.state_dict()])
+    compute.take_up(lane.comm, lane.quota, lane.accumulate, compute.accumulation.buffer)
     lane.watch(job)
-    compute.began_again()
+    go_on(Continuation(job, feed, new.options, None), new.strategy.name, [held], counted=compute.num_counted)

@@ -348,7 +348,7 @@ class ComputeLane:
             self.accumulation.remember()  # an exchange may leave anything in the buffer
         return ready.reduction
 
-    def begin_again(self, steps: int, round_index: int) -> None:
+    def begin_again(self, steps: int, round_index: int, counted: int) -> None:
         """Go on after so many updates and rounds, whose state is in place; drop what was accumulated."""
         self._ready = None
         self.accumulation.begin(self.accumulation.buffer).attach()
@@ -357,7 +357,7 @@ class ComputeLane:
         self.model.begin_again()
         if self._schedule is not None:
             self._schedule.forget()
-        self.num_counted = 0
+        self.num_counted = counted
         self.steps = self.comm.progress.step = steps
         self.comm.progress.round_index = round_index
         self.replica.begin_again()
