@@ -1,8 +1,8 @@
 """The state that a bit-identical continuation needs in addition to the portable state of `stretto.engine.state`.
 
     carry.<name>         the carry: sums of the gradients that were accumulated for the next round, reduced now
-    job.published        the format in which the committed values were published; see `Continuation.load`
-job.round_report     its weights, losses and counts by rank
+    job.round_report     its weights, losses and counts by rank
+    job.published        the format in which the committed values that models show were published
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
     rank.<rank>          random states, buffers as this rank has them, and counts; a prediction of its own
     owed.<rank>          rounding errors that this rank has yet to send, where the wire packs gradients or has done so

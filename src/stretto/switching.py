@@ -2,12 +2,9 @@
 
 Note [A boundary]
     Behind the last update of a phase nothing is accumulated: what is in sight of that update lands at once. Replicas
-    that differ are brought together as at the end of a job. Then the next strategy's exchange, masters, replica and
-    communication lane take the place of the old ones. Model, hooks, group, layout, feed, counts and schedulers stay.
-
-    Masters and optimizer state stay where they are, or go to other owners (`stretto.optimizer.handover`). Every model
-    shows them as the new wire publishes them. What a packed wire still owes is owed on, or begins the first gradients
-    on a wire that owes nothing. Outer momentum ends with its phase.
+    that differ are brought together as at the end of a job. Then the job's state is held in memory (`stretto.held`),
+    the next strategy's exchange, masters, replica and communication lane take the place of the old ones, and the state
+    is loaded as from a checkpoint. Model, hooks, group, layout, feed, schedulers, incidents and strikes stay.
 """
 
 import dataclasses
