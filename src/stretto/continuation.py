@@ -92,10 +92,10 @@ class Continuation:
         if reduction is not None:
             state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
             state["job"]["round_report"] = pack(self._describe(reduction), "the round report")
-        if compute.model.shown == "estimate" and not self.job.replica.shows_own:
+        if not self.job.replica.shows_own and (estimate := self._estimate()):
             state["shown"] = {
-                slot.name: self._state.spread(slot, parameter)
-                for slot, parameter in zip(slots, self.job.model.parameters, strict=True)
+                slot.name: self._state.spread(slot, value)
+                for slot, value in zip(slots, estimate, strict=True)
             }
         return state
 
@@ -105,9 +105,10 @@ class Continuation:
             "random": random_states(self._device),
             "buffers": self._buffers(state["model"]),
         }
-        if self.job.compute.model.shown == "estimate" and self.job.replica.shows_own:
-            parameters = zip(self._state.slots, self.job.model.parameters, strict=True)
-            mine["shown"] = {slot.name: parameter.detach().clone() for slot, parameter in parameters}
+        if self.job.replica.shows_own and (estimate := self._estimate()):
+            mine["shown"] = {
+                slot.name: value for slot, value in zip(self._state.slots, estimate, strict=True)
+            }
         replicas = self.job.replica.state_dict()
         replica = replicas.pop("replica", None)
         rank = str(self._rank)
@@ -179,6 +180,7 @@ class Continuation:
             goes_on: Whether this rank's loader has been told its position.
             counted: Micro-batches that this rank has counted, where the job goes on in the same loop.
         """
+        rest = state.get("pass", {}).get(str(self._rank)) if goes_on else None
         self._state.load(state, counted)
         compute = self.job.compute
         self._publish_anew(state["job"])
@@ -200,7 +202,7 @@ class Continuation:
         elif replicas:
             self.job.replica.load_state_dict(replicas)
         if "carry" in state:
-            compute.close_round().reduction = self._reduction(state)
+            compute.close_round().reduction = self._reduction(state, goes_on=rest is not None)
             if mine is not None and "shown" in mine:
                 own = [mine["shown"][slot.name].to(self._device) for slot in self._state.slots]
                 compute.model.show(own, "estimate")
@@ -211,7 +213,6 @@ class Continuation:
             self._scheduler.load_state_dict(unpack(state["scheduler"], "the scheduler's state"))
         if mine is not None:
             restore_random_states(mine["random"], self._device)
-        rest = state.get("pass", {}).get(str(self._rank)) if goes_on else None
         self._feeding.go_on(None if rest is None else unpack(rest, "the pass under way"))
         compute.began_again()
 
@@ -226,6 +227,15 @@ class Continuation:
         job.model.show(values.views, "committed")
         job.model.begin_again()
 
+    def _estimate(self) -> list[Tensor]:
+        """Return copies of the estimate with which training goes on; empty where that is the committed parameters.
+
+        The model may show those for now: after the end of `feed`, or inside `settled`.
+        """
+        model = self.job.compute.model
+        with model.unsettled():
+            return [one.detach().clone() for one in model.parameters] if model.shown == "estimate" else []
+
     def _describe(self, reduction: Reduction) -> dict[str, Any]:
         names = [slot.name for slot in self._state.slots]
         records = []
@@ -233,13 +243,14 @@ class Continuation:
             fields = {
                 field: record[field].item() for field in (*_TOTALS, "norm_squared", "gradient_is_finite")
             }
+            fields["is_exhausted"] = record["vote"].item() == Vote.EXHAUSTED
             fields["used"] = [name for name, flag in zip(names, record["used"], strict=True) if flag]
             records.append(fields)
         buffers = self.job.model.statistics.names
         statistics = {buffers[index]: mean for index, mean in reduction.statistics.items()}
         return {"records": records, "skipped": reduction.skipped, "statistics": statistics}
 
-    def _reduction(self, state: State) -> Reduction:
+    def _reduction(self, state: State, *, goes_on: bool) -> Reduction:
         described = unpack(state["job"]["round_report"], "the round report")
         sharded = self.job.sharded
         sums = sharded.new_sums()
@@ -249,7 +260,7 @@ class Continuation:
         names = [slot.name for slot in self._state.slots]
         buffers = self.job.model.statistics.names
         records = [
-            RoundReport.pack(_rank_report(members, names, len(buffers)))
+            RoundReport.pack(_rank_report(members, names, len(buffers), goes_on=goes_on))
             for members in self._deal(described["records"])
         ]
         means = described["statistics"].items()
@@ -283,14 +294,20 @@ def _named_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {original_name(name): buffer for name, buffer in model.named_buffers()}
 
 
-def _rank_report(records: Sequence[Mapping[str, Any]], names: Sequence[str], num_buffers: int) -> RankReport:
-    """Combine the saved reports of several ranks into one; the result is empty if there are none."""
+def _rank_report(
+    records: Sequence[Mapping[str, Any]], names: Sequence[str], num_buffers: int, *, goes_on: bool
+) -> RankReport:
+    """Combine the saved reports of several ranks into one; the result is empty if there are none.
+
+    A rank at the end of its data is there still if its pass goes on. Other votes in the old job do not count now.
+    """
+    is_exhausted = goes_on and any(record["is_exhausted"] for record in records)
     used = {name for record in records for name in record["used"]}
     return RankReport(
         totals=Totals(**{field: sum(record[field] for record in records) for field in _TOTALS}),
         gradient_is_finite=all(record["gradient_is_finite"] for record in records),
         norm_squared=sum(record["norm_squared"] for record in records),
-        vote=Vote.GO_ON,  # votes in the old job do not count in the new one
+        vote=Vote.EXHAUSTED if is_exhausted else Vote.GO_ON,
         settings=0,
         used=bytes(name in used for name in names),
         changed=bytes(num_buffers),

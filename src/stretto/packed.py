@@ -35,7 +35,7 @@ _NAMED_TUPLE = "stretto: named tuple"
 _ALWAYS_READABLE = (bytes, str, float, bool, type(None))
 """What need not be read back to know that it can be; not integers, the longest of which cannot."""
 _EXPECTED = "expected numbers, text, lists, dictionaries, tensors and arrays"
-_REFUSED = re.compile(r"GLOBAL (\S+)|Unsupported (?:class|global|operand)[^\n]*")
+_REFUSED = re.compile(r"Unsupported (?:global: GLOBAL (\S+)|(?:class|global|operand)[^\n]*)|GLOBAL (\S+)")
 
 
 def pack(value: Any, what: str) -> bytes:
@@ -128,4 +128,4 @@ def _reason(error: Exception) -> str:
     found = _REFUSED.search(str(error))
     if found is None:
         return (str(error).splitlines() or [type(error).__name__])[0][:200]
-    return found[1] or found[0]
+    return found[1] or found[2] or found[0]

@@ -28,11 +28,12 @@ def draw(seed: int, stream: str, counter: int) -> int:
     """Return the `counter`-th of the stream's independent uniform integers, from 0 to 2^64 - 1.
 
     Args:
-        seed: Of the run.
+        seed: Of the run; modulo 2^64.
         stream: What is decided; streams are independent of each other.
         counter: Step or round index, not negative.
     """
-    return xxhash.xxh3_64_intdigest(stream.encode() + struct.pack("<qq", seed, counter))
+    numbers = struct.pack("<Qq", seed % _RANGE, counter)
+    return xxhash.xxh3_64_intdigest(stream.encode() + numbers)
 
 
 def coin(seed: int, stream: str, counter: int, probability: float) -> bool:

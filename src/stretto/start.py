@@ -191,7 +191,7 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
     if any(one.guards for one in phases.values()):
         progress.versions = {name: tensor._version for name, tensor in _fixed(parts.model)}
     sharded = owner_of(parts, parameters, exchange)
-    if any(ledger.local or ledger.averages for ledger in ledgers[1:]):
+    if any(ledger.local or ledger.may_average for ledger in ledgers[1:]):
         StateKinds(sharded).check_averages()  # now, and not when its turn comes
     lane = lane_of(parts, exchange, inside, sharded, progress)
     model = UserModel(
@@ -294,7 +294,7 @@ def _kind_of_replica(ledger: Ledger, exchange: Exchange, inside: Exchange | None
     if not ledger.local:
         if ledger.own_previews:
             return functools.partial(OwnPreviews, keeps_own=ledger.keeps_own)
-        return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.averages else Replica
+        return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.may_average else Replica
     worker = worker_of(ledger, exchange, inside)
     if ledger.fragments:
         return functools.partial(FragmentedReplica, worker=worker, fragments=ledger.fragments)

@@ -41,15 +41,18 @@ class Case:
             self.micro_batches = Clock(minimum=draws.randrange(1, 3), maximum=draws.randrange(3, 7))
         self.saved_at = draws.randrange(1, 5) if draws.random() < 0.5 else None
         self.lengths = [draws.randrange(3, 30) for _ in range(self.ranks)]
+        self.says = [draws.choice([length, None, draws.randrange(1, 40)]) for length in self.lengths]
+        """What each rank's loader says of its length."""
         self.slowness = draws.choice([0.5, 1.5, 2.5, 4.0])
         self.until: Any = draws.choice(["any", "all"])
-        self.still_updates = draws.choice([0, 0, 1, 3])
+        self.still_updates = draws.choice([0, 0, 1, 3, 10**9])
         """At the beginning, with a learning rate of zero."""
         self.poisoned = draws.choice([0.0, 0.0, 0.1, 0.3])
         """Share of batches whose loss is not a number."""
         if self.saved_at is not None and self.strategy.name in ("local", "diloco"):
             # Ranks that step alone can save together only where they come to the same updates.
             self.poisoned, self.lengths = 0.0, self.lengths[:1] * self.ranks
+            self.says = self.says[:1] * self.ranks
         self.epochs = draws.randrange(1, 3)
         resume: Any = draws.choice(["refetch", "drop", "store"])
         self.options = EchoOptions(
@@ -79,15 +82,20 @@ class Case:
 
 
 class Passes:
-    """A loader with a state, no two batches of which are equal, whatever passes are left in the middle."""
+    """A loader with a state, no two batches of which are equal, whatever passes are left in the middle.
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    Of its length it says what it is told to say.
+    """
+
+    def __init__(self, length: int, says: int | None) -> None:
+        self.length, self.says = length, says
         self.passes = self.position = 0
         self._is_loaded = False
 
     def __len__(self) -> int:
-        return self.length
+        if self.says is None:
+            raise TypeError("no length")
+        return self.says
 
     def __iter__(self) -> Iterator[Tensor]:
         if not self._is_loaded:
@@ -118,7 +126,7 @@ def train(
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step >= case.still_updates))
-    numbers = Passes(case.lengths[rank])
+    numbers = Passes(case.lengths[rank], case.says[rank])
     loader = EchoLoader(VirtualStore(numbers, group, case.durations(rank)), case.plan, options=case.options)
     poisoned = random.Random(rank)
     is_poisoned = [poisoned.random() < case.poisoned for _ in range(1000)]
@@ -185,7 +193,7 @@ def trained(
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        loader = EchoLoader(VirtualStore(Passes(8), group, iter(float, 1)), plan)
+        loader = EchoLoader(VirtualStore(Passes(8, 8), group, iter(float, 1)), plan)
         parallel = DataParallel(model, optimizer, strategy, micro_batches=micro_batches, group=group)
         used = []
         for batch in parallel.feed(loader):
@@ -242,3 +250,22 @@ def test_an_epoch_of_agreed_length_ends_sooner_where_no_held_batch_could_change_
     options = EchoOptions(steps_per_epoch=9)
     loader = EchoLoader(range(4), Even(2), options=options)
     assert list(loader.over(Sized([2] * 5, [0, 1, 2, 3, 3]))) == [0, 1, 0, 1, 2, 3, 2, 3]
+
+
+def test_a_wrong_length_makes_no_batch_meet_the_same_parameters_twice() -> None:
+    for seed in range(100):
+        draws = random.Random(seed)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=draws.choice([0.0, 0.0, 0.01]))
+        kind = STRATEGIES[draws.choice(["ddp", "zero1", "dpu", "wp"])]
+        parallel = DataParallel(model, optimizer, kind(), micro_batches=draws.randrange(1, 4))
+        length = draws.randrange(3, 10)
+        plan = draws.choice([Even(2.0), Even(2.5), Even(3.0), Bernoulli(0.5)])
+        seen: Seen = []
+        for batch in parallel.feed(EchoLoader(Passes(length, draws.randrange(1, 12)), plan)):
+            loss = model(batch / 1000).square().mean()  # a take-off may change what is shown until here
+            seen.append((digest(model.bias, digest(model.weight)), int(batch)))
+            parallel.backward(loss)
+        parallel.finish()
+        assert doubles(seen) == [], (seed, plan)
+        assert {number for _, number in seen} == {1000 + one for one in range(1, length + 1)}, seed

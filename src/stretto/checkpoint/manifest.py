@@ -236,7 +236,10 @@ def check_model(saved: Model, model: Model) -> None:
     ]
     if found:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise ForeignCheckpoint(f"the checkpoint is of another model: {'; '.join(sorted(found)[:5])}{more}")
+        raise ForeignCheckpoint(
+            f"the checkpoint is of another model: {'; '.join(sorted(found)[:5])}{more}: expected the model that was "
+            "saved; give buffers that change in training their saved shapes before it is wrapped, or persistent=False"
+        )
 
 
 def text(value: object) -> str:

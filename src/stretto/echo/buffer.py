@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
+from stretto.echo.state import Position
 from stretto.errors import BatchChanged, ConfigError
 
 
@@ -66,6 +67,19 @@ class EchoBuffer:
         held = HeldBatch(batch=batch, writes=writes, **fields)
         self.held = [*self.held, held][-size:]
         return held
+
+    def room(self, position: Position, pool: int) -> int:
+        """Return how many batches to hold, one more included.
+
+        Args:
+            position: Of the loader.
+            pool: See `Plan.pool`.
+        """
+        size = pool - 1 + max(position.slot + 1, position.slots_before)
+        if position.repeats:  # what an echoed update has used, however far back, the next one may use again
+            in_use = [index for index, one in enumerate(self.held) if one.update >= position.update - 1]
+            size = max(size, len(self.held) - min(in_use, default=len(self.held)) + 1)
+        return size
 
     def clear(self) -> None:
         """Drop all batches."""

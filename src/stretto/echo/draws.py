@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from stretto.echo.reader import Fetched, ThreadReader
+from stretto.echo.reader import Fetched, Reader, ThreadReader
 
 WAITS = 5
 """Number of waits after the first that are looked at, once there is a suspicion."""
@@ -36,13 +36,13 @@ class DrawWatch:
         """Say that a pass is about to begin, before anything is read."""
         self._at_start = _states() if self._waits_left else None
 
-    def take(self, reader: ThreadReader) -> Fetched:
-        """Return what `reader.take()` does.
+    def take(self, reader: Reader) -> Fetched:
+        """Return what `reader.take()` does. Only a thread beside the caller's can race for random numbers.
 
         Warns:
             RuntimeWarning: The loader has drawn meanwhile.
         """
-        if not self._waits_left:
+        if not self._waits_left or not (isinstance(reader, ThreadReader) and reader.has_thread):
             return reader.take()
         if self._at_start is not None:
             fetched = reader.take()

@@ -22,7 +22,7 @@ import torch
 from stretto.echo.buffer import EchoBuffer, HeldBatch, change_of, copied, rebuilt
 from stretto.echo.draws import DrawWatch
 from stretto.echo.plans import Plan, Ready, StepRecord, check_plan, epoch_length, least_used
-from stretto.echo.reader import CLOSED, Fetched, Reader, ThreadReader, open_reader
+from stretto.echo.reader import CLOSED, Fetched, Reader, open_reader
 from stretto.echo.state import (
     VERSION,
     EchoOptions,
@@ -31,6 +31,7 @@ from stretto.echo.state import (
     begin_at_start,
     check_state,
     restore_loader,
+    set_epoch,
     state_at_start,
     state_of,
 )
@@ -101,8 +102,7 @@ class EchoLoader(Generic[Batch]):
             )
         self.use_index = 0
         self.batch_index = -1
-        self.wait_seconds = 0.0
-        self.load_seconds = 0.0
+        self.wait_seconds = self.load_seconds = 0.0
         self._place = place
         self._transform = transform
         self._position = Position()
@@ -114,6 +114,8 @@ class EchoLoader(Generic[Batch]):
         self._reader: Reader | None = None
         """Of the newest pass, also when that is over: its last read may still be under way."""
         self._draws = DrawWatch()
+        self._asked: Fetched | None = None
+        """What the loader gave when it was asked whether it has more; the next fresh batch."""
         self._state_after: Any = None
         """State of the bare loader after the newest batch that was taken from the reader."""
         self._resumption: Resumption | None = None
@@ -211,22 +213,28 @@ class EchoLoader(Generic[Batch]):
         finally:
             reader.close()
 
+    def has_more(self, ends_update: bool) -> bool:
+        """Return whether the pass may give another batch, which is not chosen yet: it depends on parameters to come.
+
+        The loader may be waited for. Only a False is certain.
+
+        Args:
+            ends_update: Whether the batch that was given last is the last one of its update.
+        """
+        position, held, limit = self._position, self._buffer.held, self.options.steps_per_epoch
+        if limit is not None:
+            return position.step - position.epoch_step < limit
+        if self._reader is None or not self._ask(self._reader).has_ended:
+            return self._reader is not None
+        if not self.plan.decides_by_update:
+            return bool(held)
+        if ends_update:
+            return self._repeats(position.update + 1, held, self._reader)
+        return position.repeats and any(one.update == position.update - 1 for one in held)
+
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` of the loader, its samplers and its dataset, once on each that has it."""
-        loader: Any = self.loader
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        parts: list[Any] = [
-            loader,
-            getattr(loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-            getattr(loader, "dataset", None),
-        ]
-        told: list[Any] = []
-        for part in parts:
-            if hasattr(part, "set_epoch") and not any(part is other for other in told):
-                part.set_epoch(epoch)
-                told.append(part)
+        set_epoch(self.loader, epoch)
 
     def close(self) -> None:
         """End the pass under way, and do not wait for the loader. The next iterator begins another."""
@@ -239,6 +247,7 @@ class EchoLoader(Generic[Batch]):
             self._reader.close()
             self._reader.join()
             self._reader = None
+        self._asked = None
         self._buffer.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -299,7 +308,7 @@ class EchoLoader(Generic[Batch]):
                 held.change = resumption.changes[index]
 
     def _refetch(self, reader: Reader) -> Fetched:
-        fetched = self._take(reader)
+        fetched = self._draws.take(reader)
         if fetched.has_ended:
             raise ConfigError(
                 "the data ended before the place where the state was saved: expected a loader that gives the same "
@@ -324,7 +333,8 @@ class EchoLoader(Generic[Batch]):
                 fetched = self._fetch(reader)
                 if not fetched.has_ended:
                     load_seconds = fetched.seconds
-                    selected = self._hold(fetched.batch, fetched.state, self._room(), number=position.fresh)
+                    room = buffer.room(position, self.plan.pool)
+                    selected = self._hold(fetched.batch, fetched.state, room, number=position.fresh)
                 elif limit is not None and usable:
                     selected = least_used(usable)
                 else:
@@ -342,37 +352,31 @@ class EchoLoader(Generic[Batch]):
         position = self._position
         if not self.plan.decides_by_update:
             return self._selector.select(position.update, usable, reader.is_ready) if usable else None
-        again = [one for one in usable if one.update == position.update - 1]
         if position.slot == 0:
-            position.repeats = bool(again) and (
-                self._selector.select(position.update, again, reader.is_ready) is not None
-            )
-        return again[0] if position.repeats and again else None
+            position.repeats = self._repeats(position.update, usable, reader)
+        again = (one for one in usable if one.update == position.update - 1)
+        return next(again, None) if position.repeats else None
+
+    def _repeats(self, update: int, usable: list[HeldBatch], reader: Reader) -> bool:
+        """Return whether `update` uses the batches of the one before again, under a plan that decides by update."""
+        again = [one for one in usable if one.update == update - 1]
+        return bool(again) and self._selector.select(update, again, reader.is_ready) is not None
+
+    def _ask(self, reader: Reader) -> Fetched:
+        """Return what the loader gives next and keep it, and count the time."""
+        if self._asked is None:
+            started = reader.now()
+            self._asked = self._draws.take(reader)
+            self.wait_seconds += reader.now() - started
+            self.load_seconds += self._asked.seconds
+        return self._asked
 
     def _fetch(self, reader: Reader) -> Fetched:
-        """Return what the loader gives next, and count the time."""
-        started = reader.now()
-        fetched = self._take(reader)
-        self.wait_seconds += reader.now() - started
-        self.load_seconds += fetched.seconds
+        """Take what the loader gives next."""
+        fetched, self._asked = self._ask(reader), None
         if fetched.has_ended:
             self._state_after = fetched.state
         return fetched
-
-    def _take(self, reader: Reader) -> Fetched:
-        """Return what the loader gives next. Only a thread beside the caller's can race for random numbers."""
-        if self.options.ahead > 0 and isinstance(reader, ThreadReader):
-            return self._draws.take(reader)
-        return reader.take()
-
-    def _room(self) -> int:
-        """Return how many batches to hold, a fresh one included."""
-        position, held = self._position, self._buffer.held
-        size = self.plan.pool - 1 + max(position.slot + 1, position.slots_before)
-        if position.repeats:  # what an echoed update has used, however far back, the next one may use again
-            in_use = [index for index, one in enumerate(held) if one.update >= position.update - 1]
-            size = max(size, len(held) - min(in_use, default=len(held)) + 1)
-        return size
 
     def _hold(self, batch: Any, state_after: Any, size: int, **fields: Any) -> HeldBatch:
         """Put a batch into the buffer. Containers and arrays that `place` gives may be its own."""
@@ -385,14 +389,8 @@ class EchoLoader(Generic[Batch]):
         position = self._position
         batch: Batch = self._buffer.use(held, position.step, position.update, parameters)
         self.use_index, self.batch_index = held.uses, held.number
-        self._selector.record(
-            StepRecord(
-                update=position.update,
-                slot=position.slot,
-                is_fresh=self.is_fresh,
-                load_seconds=load_seconds,
-                use_seconds=use_seconds,
-            )
-        )
+        times = {"load_seconds": load_seconds, "use_seconds": use_seconds}
+        record = StepRecord(update=position.update, slot=position.slot, is_fresh=self.is_fresh, **times)
+        self._selector.record(record)
         position.count(self.is_fresh)
         return batch if self._transform is None else self._transform(batch)

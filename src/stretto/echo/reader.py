@@ -136,6 +136,11 @@ class ThreadReader(Reader):
     def is_closed(self) -> bool:
         return self._read is None
 
+    @property
+    def has_thread(self) -> bool:
+        """Whether batches are read on another thread than the caller's."""
+        return self._thread is not None
+
     def is_ready(self) -> bool:
         return self._last is not None or not self._ready.empty()
 

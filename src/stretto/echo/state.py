@@ -214,6 +214,23 @@ def begin_at_start(loader: Any) -> None:
             stream._starting_state_dict = None
 
 
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch(epoch)` of a loader, its samplers and its dataset, once on each that has it."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts: list[Any] = [
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "dataset", None),
+    ]
+    told: list[Any] = []
+    for part in parts:
+        if hasattr(part, "set_epoch") and not any(part is other for other in told):
+            part.set_epoch(epoch)
+            told.append(part)
+
+
 def _begins_where_loaded(loader: object) -> bool:
     """Return whether `loader` is a streaming data set of Hugging Face, which nobody has to have installed."""
     return hasattr(loader, "_starting_state_dict")

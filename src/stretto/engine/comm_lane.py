@@ -6,6 +6,7 @@ from typing import Any
 from stretto.engine.replica import Flight, Performer, Replica
 from stretto.engine.round import Commit, Landing, Round
 from stretto.engine.runtime import Pending
+from stretto.errors import ConfigError
 from stretto.optimizer import learning_rate
 from stretto.strategies import Strategy
 from stretto.strategies.contract import ACCUMULATIONS, Begin, Boundary, Script
@@ -105,6 +106,11 @@ class CommLane:
         """Answer the waiting effect, then perform effects until one needs the compute lane."""
         effect = self._script.send(None if flight is None else flight.reduction.gradient)
         while not isinstance(effect, (*ACCUMULATIONS, Begin)):
+            if type(effect) not in self._performers:
+                raise ConfigError(
+                    f"strategy {self.strategy.name} asks for {type(effect).__name__} in update "
+                    f"{self.progress.step + 1}: expected an effect of its first updates, by which the job was made"
+                )
             effect = self._script.send(self._performers[type(effect)](effect, flight))
         self._waits_for = effect
 

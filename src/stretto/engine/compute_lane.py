@@ -366,10 +366,16 @@ class ComputeLane:
         self.votes = []
 
     def began_again(self) -> None:
-        """Begin with what the job holds now, once all of a checkpoint's state is in its place."""
+        """Begin with what the job holds now, once all of a checkpoint's state is in its place; all ranks must call.
+
+        Until training goes on, the committed parameters are shown.
+        """
         self.replica.models_show(self.model.parameters)
         for listener in self.model.listeners:
             listener.began_again()
+        if self.model.shown == "estimate":
+            self.show_committed()
+            self.model.until_training()
 
     @contextmanager
     def aside(self, accumulation: Accumulation) -> Iterator[None]:

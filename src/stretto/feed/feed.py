@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from stretto.echo.loader import EchoLoader
-from stretto.echo.state import left
 from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
 from stretto.engine.report import Vote
 from stretto.errors import ConfigError, StepWithoutBackward
-from stretto.feed.passes import NOTHING, Pass, Until, length_of, own_tensors, state_before
+from stretto.feed.passes import NOTHING, Pass, Until, leave, length_of, own_tensors, state_before
 from stretto.feed.samples import num_samples
 from stretto.feed.updates import JobUpdates
 from stretto.fields import is_count
@@ -130,11 +129,12 @@ class Feed:
         last = self._last_update
         if last is not None and compute.updates_in_sight + compute.ends_with_next >= last:
             return batch  # the end is known, and a batch that came now would be lost
+        loader = current.loader
+        if isinstance(loader, EchoLoader) and loader.has_more(compute.ends_with_next):
+            return batch  # which one comes is chosen at the parameters that it meets
         batch = own_tensors(batch)
-        current.state = state_before(current.loader)
-        self._updates.is_ahead = True
+        current.state = state_before(loader)
         ahead = self.input.take(current.batches, NOTHING)
-        self._updates.is_ahead = False
         if ahead[0] is not NOTHING:
             current.ahead = ahead
             return batch
@@ -146,8 +146,10 @@ class Feed:
     def _begin_pass(self, loader: Iterable[Any], until: Until) -> Pass:
         """Begin a pass, or go on with the one that a checkpoint was saved in the end of."""
         restored, self._restored = self._restored, None
-        self._updates = JobUpdates(self._job, self.next_phase is None)
-        batches = self.input.begin(loader, self._updates)
+        if restored is not None and restored["is_left"]:
+            leave(loader)
+            restored = None
+        batches = self.input.begin(loader, JobUpdates(self._job, self.next_phase is None))
         if restored is None:
             last = self._pass
             ahead = last.ahead if last is not None and last.batches is batches else None
@@ -158,9 +160,8 @@ class Feed:
             batches = iter(())
         if votes:  # all ranks have left this pass; the loader's next iterator begins another
             self._compute.votes, batches = votes, iter(())
-            if isinstance(loader, EchoLoader):
-                loader.load_state_dict(left(loader.state_dict()))
-                iter(loader.loader)  # one with a state begins where it was loaded once
+            if isinstance(loader, EchoLoader):  # of any other an iterator has just been made
+                leave(loader)
         position = int(restored["position"])
         return Pass(
             loader, batches, length, until, position, is_exhausted=is_exhausted, has_ended=bool(votes)
@@ -174,12 +175,16 @@ class Feed:
         return loader.state_dict()
 
     def pass_state(self) -> dict[str, Any] | None:
-        """Return where the pass under way is, for a checkpoint with the loader's state; None where there is none."""
-        current = self._pass
-        if current is None or not self._is_feeding:
+        """Return where the pass under way is, for a checkpoint with the loader's state; None where there is none.
+
+        One that was left before its end counts: its rest is not what comes next.
+        """
+        current, is_left = self._pass, not self._is_feeding
+        if current is None or (is_left and current.is_exhausted):
             return None
-        has_ended = current.has_ended or self._is_end_of_data(current)
+        has_ended = not is_left and (current.has_ended or self._is_end_of_data(current))
         return {
+            "is_left": is_left,
             "position": current.position,
             "is_exhausted": current.is_exhausted,
             "votes": [int(vote) for vote in self._compute.votes] if has_ended else [],

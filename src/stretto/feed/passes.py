@@ -1,9 +1,11 @@
 """One pass over a loader: where it stands, and what may be asked of a loader of any kind.
 
 Note [A pass in a checkpoint]
-    A loader's state says where its iterator stands, and that may be behind the end although the loop has not left the
+    A loader's state says where its iterator stands, and that may be at the end although the loop has not left the
     pass: in the last batch, in an update that lands after it, or while other ranks have more data. A checkpoint with a
-    loader says where the pass is, too, and the first one behind `load` is the rest of it, which may be empty.
+    loader says where the pass is, too, and the first one after `load` is the rest of it, which may be empty. After
+    the loop of a pass that was left early, because another rank had no more data or the updates were done, the rest is
+    nobody's: the first one after `load` begins anew, as it does in the run that saved.
 """
 
 import dataclasses
@@ -15,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from stretto.echo.buffer import copied
-from stretto.echo.state import state_of
+from stretto.echo.loader import EchoLoader
+from stretto.echo.state import left, state_of
 
 Until = Literal["any", "all"]
 NOTHING = object()
@@ -51,6 +54,14 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return len(loader)  # type: ignore[arg-type]  # whether it has one is the question
     except Exception:  # a loader may raise anything that says so
         return None
+
+
+def leave(loader: Any) -> None:
+    """Let the next iterator of a loader whose state was loaded in the middle of a pass begin another pass."""
+    if isinstance(loader, EchoLoader):
+        loader.load_state_dict(left(loader.state_dict()))
+        loader = loader.loader
+    iter(loader)  # one with a state begins once where it was loaded
 
 
 def state_before(loader: Any) -> Any:

@@ -18,8 +18,6 @@ class JobUpdates:
         self._compute = job.compute
         self.micro_batches = sum(job.compute.quota.minima)
         self.is_fixed = has_one_strategy and job.compute.quota.is_fixed and job.compute.begins_update
-        self.is_ahead = False
-        """Whether a batch is asked for while the one before it is in hand, and has not been counted."""
         self._begun_at = -1  # micro-batches before the newest update
         self._versions: list[int] = []
         self._fingerprint = 0
@@ -27,20 +25,13 @@ class JobUpdates:
     def begins(self, slot: int) -> bool:
         """Return whether the next batch is the first of an update; a batch that was not counted has begun none."""
         compute = self._compute
-        begins = compute.ends_with_next if self.is_ahead else compute.begins_update
-        counted = compute.num_counted + self.is_ahead
-        if not begins or counted == self._begun_at:
+        if not compute.begins_update or compute.num_counted == self._begun_at:
             return False
-        self._begun_at = counted
+        self._begun_at = compute.num_counted
         return True
 
-    def parameters(self) -> int | None:
-        """Return a digest of the parameters that the model shows in training, equal for equal values.
-
-        None where a batch is asked for ahead: nobody knows yet.
-        """
-        if self.is_ahead:
-            return None
+    def parameters(self) -> int:
+        """Return a digest of the parameters that the model shows in training, equal for equal values."""
         parameters = self._compute.model.parameters
         versions = [parameter._version for parameter in parameters]
         if versions != self._versions:

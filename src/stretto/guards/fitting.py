@@ -64,7 +64,7 @@ def check_guards(guards: Sequence[Guard], strategy: Strategy, ledger: Ledger) ->
 
 def unfit(guard: Guard, strategy: Strategy, ledger: Ledger) -> str | None:
     """Return why a guard cannot watch over a job under `strategy`; None if it can."""
-    if guard.needs_equal_parameters and (ledger.local or ledger.averages):
+    if guard.needs_equal_parameters and (ledger.local or ledger.may_average):
         return (
             f"runs a rank's micro-batches again on another, and strategy {strategy.name} lets parameters differ "
             "between ranks"

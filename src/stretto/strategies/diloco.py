@@ -6,6 +6,9 @@ from stretto.errors import ConfigError
 from stretto.fields import check_fields
 from stretto.strategies.contract import Land, Launch, Local, Look, Moment, Script, Step, Strategy, WorkerKind
 
+MOST_FRAGMENTS = 1000
+"""Each has collectives and buckets of its own, which a job makes before it begins."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiLoCo(Strategy):
@@ -72,10 +75,10 @@ class DiLoCo(Strategy):
         check_fields(self)
         if self.interval < 1:
             raise ConfigError(f"DiLoCo(interval={self.interval}): expected at least 1 update")
-        if not 1 <= self.fragments <= self.interval:
+        if not 1 <= self.fragments <= min(self.interval, MOST_FRAGMENTS):
             raise ConfigError(
                 f"DiLoCo(fragments={self.fragments}, interval={self.interval}): expected at least 1 fragment, and at "
-                "most one per update of the interval"
+                f"most one per update of the interval and {MOST_FRAGMENTS} in all"
             )
         if not 0 <= self.delay < self.interval // self.fragments:
             raise ConfigError(
@@ -111,8 +114,8 @@ class DiLoCo(Strategy):
     def launch(self, moment: Moment) -> Launch:
         """Return the launch of this round, or the next one."""
         position = moment.round_index % self.interval + 1
-        departures = [(index + 1) * self.interval // self.fragments for index in range(self.fragments)]
-        fragment = next(index for index, departure in enumerate(departures) if departure >= position)
+        fragment = -(-position * self.fragments // self.interval) - 1  # the first that leaves here or later
+        departure = (fragment + 1) * self.interval // self.fragments
         return Launch(
             fragment,
             self.fragments,
@@ -120,5 +123,5 @@ class DiLoCo(Strategy):
             self.outer_momentum,
             self.nesterov,
             keeps_progress=self.keep_progress,
-            is_due=departures[fragment] == position,
+            is_due=departure == position,
         )

@@ -66,6 +66,8 @@ class Ledger:
     """Parameters gathered, in buffers' worth."""
     sum_transfers: int
     """Sums gathered by an all-reduce, in buffers' worth."""
+    may_average: bool
+    """Whether updates look for whether replicas are to be averaged, however seldom that is; outer steps are none."""
     averages: float
     """Averages of the parameters, all-reduces each; a mean over many updates. After `AllReduce`, the most there are:
     replicas that are the same are not sent."""
@@ -127,7 +129,7 @@ class Ledger:
         # A rank that steps alone needs no sums beside its buffer, where that is wide enough to step with.
         sums = 0 if self.local and accumulation >= 4 else 4 * self.rounds
         # Narrower replicas are averaged by what they have changed, which takes the last average to tell.
-        last_average = 4 if self.averages and parameter < 4 else 0
+        last_average = 4 if self.may_average and parameter < 4 else 0
         own = 4 if self.keeps_own else 0
         # The anchor, a fragment on its way, perhaps what it was when it left, and the owner's share of the velocity.
         carried = 8 if self.keeps_progress else 4
@@ -162,14 +164,14 @@ def ledger_of(strategy: Strategy) -> Ledger:
         )
     num_updates = _DRY_UPDATES_THAT_LOOK if Look in map(type, runs[0]) else _DRY_UPDATES
     averages: list[Average] = []
-    launches: list[Launch] = []
+    outer_steps = 0.0
     gap, interval, aloft = 0, None, None
     for index in range(num_updates):
         gap += 1
         aloft = None if aloft is None else aloft + 1
         runs.append(_dry_run(strategy, Moment(index, gap, drains=False, interval=interval, aloft=aloft)))
         for effect in runs[-1]:
-            launches += [effect] if isinstance(effect, Launch) else []
+            outer_steps += 1 / effect.fragments if isinstance(effect, Launch) else 0
             aloft = _aloft_after(strategy, effect, aloft)
         interval = next((e.updates for e in runs[-1] if isinstance(e, Postpone)), interval)
         found = [effect for effect in runs[-1] if isinstance(effect, Average)]
@@ -177,11 +179,13 @@ def ledger_of(strategy: Strategy) -> Ledger:
         gap = 0 if found or any(isinstance(effect, Land) for effect in runs[-1]) else gap
     kinds = _check_rounds(strategy, runs)
     count = Counter(kinds)
+    effects = [effect for run in runs for effect in run]
+    launches = [effect for effect in effects if isinstance(effect, Launch)]
     return Ledger(
         rounds=sum(count[kind] for kind in ACCUMULATIONS),
         replicated=count[AllReduce] + count[Local] > 0,
         local=count[Local] > 0,
-        by_node=any(isinstance(effect, Local) and effect.worker == "node" for run in runs for effect in run),
+        by_node=any(isinstance(effect, Local) and effect.worker == "node" for effect in effects),
         asks_ahead=isinstance(runs[0][0], _ASIDES),
         steps=count[Step],
         previews=count[Preview],
@@ -190,12 +194,13 @@ def ledger_of(strategy: Strategy) -> Ledger:
         gradient_transfers=count[Reduce] + count[AllReduce],
         gathers=count[Gather],
         sum_transfers=count[AllReduce],
+        may_average=not launches and any(isinstance(effect, Look | Average) for effect in effects),
         averages=len(averages) / num_updates,
         state_averages=sum(effect.state for effect in averages) / num_updates,
-        probe=max((effect.probe for run in runs for effect in run if isinstance(effect, Average)), default=0),
+        probe=max((effect.probe for effect in effects if isinstance(effect, Average)), default=0),
         fragments=max((effect.fragments for effect in launches), default=0),
         keeps_progress=any(effect.keeps_progress for effect in launches),
-        outer_steps=sum(1 / effect.fragments for effect in launches) / num_updates,
+        outer_steps=outer_steps / num_updates,
     )
 
 
@@ -260,16 +265,16 @@ def _check_asides(strategy: Strategy, runs: Sequence[Sequence[Effect]], count: C
         raise ConfigError(
             f"strategy {strategy.name}: Launch and Land need replicas that step alone, with Local"
         )
-    if count[Reduce] and any(isinstance(effect, Average) for run in runs for effect in run):
-        raise ConfigError(
-            f"strategy {strategy.name}: Average needs replicas, after Local or AllReduce; after Reduce every rank "
-            "holds another shard"
-        )
     asks_ahead = any(isinstance(run[0], _ASIDES) for run in runs)
     if asks_ahead and (strategy.overlaps or not count[AllReduce]):
         raise ConfigError(
             f"strategy {strategy.name}: only an update with AllReduce and without overlaps may look and average ahead "
             "of its gradients; with Local ranks agree on their end at averages, so these come behind the step"
+        )
+    if count[Reduce] and any(isinstance(effect, _ASIDES) for run in runs for effect in run):
+        raise ConfigError(
+            f"strategy {strategy.name}: Look and Average need replicas, after Local or AllReduce; after Reduce every "
+            "rank holds another shard"
         )
 
 
