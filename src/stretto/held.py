@@ -19,6 +19,7 @@ from stretto.continuation import Continuation, Loader, Whole
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, TornCheckpoint
 from stretto.flat import PartedTensor
+from stretto.optimizer import name_of
 from stretto.packed import pack, unpack
 
 Gather = Callable[[bytes], Sequence[bytes]]
@@ -44,6 +45,8 @@ class Held:
     step: int
     """Committed updates."""
     strategy: str
+    optimizer: str
+    """The name of its class."""
     world_size: int
     """Of the ranks that hold the state together."""
     layout: str
@@ -54,7 +57,7 @@ class Held:
     @property
     def header(self) -> list[Any]:
         """What is the same on all ranks that hold the state."""
-        return [self.step, self.strategy, self.world_size, self.layout]
+        return [self.step, self.strategy, self.optimizer, self.world_size, self.layout]
 
 
 def hold(
@@ -80,6 +83,7 @@ def hold(
     return Held(
         step=job.compute.steps,
         strategy=strategy,
+        optimizer=name_of(job.model.optimizer),
         world_size=job.exchange.world_size,
         layout=job.layout.digest(),
         entries={
@@ -141,9 +145,9 @@ class Holding:
         if not headers or headers.count(headers[0]) < len(headers):
             raise CheckpointError(
                 f"states in memory: expected shares of one job at one update, found {headers or 'none'} (update, "
-                "strategy, ranks and layout of each)"
+                "strategy, optimizer, ranks and layout of each)"
             )
-        self.step, self.strategy, self.world_size, self.layout = headers[0]
+        self.step, self.strategy, self.optimizer, self.world_size, self.layout = headers[0]
         self.names = {name for _, found in told for names in found for name in names}
         """Every entry that some rank holds."""
 

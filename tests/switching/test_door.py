@@ -173,6 +173,25 @@ def test_a_lost_share_of_a_sharded_state_is_told_on_all_ranks_and_changes_nothin
     assert VirtualCluster(2).run(program).values == (True, True)
 
 
+@pytest.mark.parametrize("other", ["model", "optimizer"])
+def test_a_state_of_another_model_or_optimizer_changes_nothing(other: str, tmp_path: Path) -> None:
+    case = Case(strategy=st.DDP(), updates=4, ranks=1)
+    shares = held_by(case, 3, tmp_path)
+    job = Job(case)
+    if other == "model":
+        shares = [
+            dataclasses.replace(one, entries={k: v for k, v in one.entries.items() if k != "model.0.bias"})
+            for one in shares
+        ]
+    else:
+        shares = [dataclasses.replace(one, optimizer="torch.optim.SGD") for one in shares]
+    before = job.holds()
+    with pytest.raises(st.errors.ForeignCheckpoint):
+        checkpoint.load(job.parallel, shares)
+    assert differing(before, job.holds()) == []
+    assert job.train().updates
+
+
 def test_shares_of_different_updates_are_told_apart(tmp_path: Path) -> None:
     case = Case(strategy=st.DDP(), updates=4)
     shares = [held_by(case, step, tmp_path / str(step))[rank] for rank, step in enumerate((2, 3))]
@@ -182,3 +201,35 @@ def test_shares_of_different_updates_are_told_apart(tmp_path: Path) -> None:
             checkpoint.load(Job(case, rank, group).parallel, [shares[rank]])
 
     VirtualCluster(2).run(program)
+
+
+@pytest.mark.parametrize("wires", [("bf16", "fp32"), ("int4", "bf16"), ("int4", "fp32")])
+def test_a_job_that_publishes_in_another_format_shows_its_masters_in_that_one(
+    wires: tuple[str, str], tmp_path: Path
+) -> None:
+    before, after = (
+        Case(strategy=st.ZeRO1(), updates=4, options=st.Options(bucket_bytes=256, wire=wire))
+        for wire in wires
+    )
+    shares = held_by(before, 3, tmp_path)
+
+    def program(rank: int, group: Any, *, from_files: bool) -> bool:
+        job = Job(after, rank, group)
+        checkpoint.load(job.parallel, tmp_path if from_files else [shares[rank]])
+        owner = job.parallel.job.sharded
+        shown = [one.detach().reshape(-1) for one in job.parallel.job.model.parameters]
+        return all(
+            torch.equal(
+                shown[piece.slot.index][piece.offset : piece.offset + piece.numel],
+                owner.values(owner.masters, piece)
+                .to(torch.bfloat16 if wires[1] == "bf16" else torch.float32)
+                .float(),
+            )
+            for piece in owner.pieces
+        )
+
+    for way in (True, False):
+        found = (
+            VirtualCluster(2).run(lambda rank, group, way=way: program(rank, group, from_files=way)).values
+        )
+        assert found == (True, True)

@@ -17,7 +17,7 @@ from stretto.checkpoint.ranks import Ranks
 from stretto.checkpoint.save import file_digest
 from stretto.continuation import Loader
 from stretto.engine.state import State
-from stretto.errors import CheckpointError, TornCheckpoint
+from stretto.errors import CheckpointError, ForeignCheckpoint, TornCheckpoint
 from stretto.held import Held, Holding, check_whole
 from stretto.optimizer import name_of
 from stretto.packed import unpack
@@ -168,13 +168,28 @@ class _Memory:
                 return parallel.job.exchange.gather_records(record)
 
         self._ranks = ranks
+        self._optimizer = name_of(parallel.optimizer)
         self.saved = Holding(shares, gather)
         self.names = self.saved.names
 
     def read(self, state: State) -> None:
-        """Fill `state`, and make sure that nothing is missing on any rank."""
+        """Fill `state`, and make sure that it is of this model and optimizer, and that nothing is missing anywhere."""
+        self._ranks.agree("checking a state in memory", lambda: self._check(state))
         missing = self.saved.read(state, moves=self.saved.world_size != self._ranks.world_size)
         self._ranks.agree("reading a state in memory", lambda: check_whole(missing))
+
+    def _check(self, state: State) -> None:
+        saved = {name for name in self.names if name.startswith("model.")}
+        if other := saved ^ {f"model.{name}" for name in state["model"]}:
+            raise ForeignCheckpoint(
+                f"the state is of another model: {sorted(other)[:5]} are only in one of both; expected the model that "
+                "was held"
+            )
+        if self.saved.optimizer != self._optimizer:
+            raise ForeignCheckpoint(
+                f"the state is one of {self.saved.optimizer}, expected {self._optimizer}: build the optimizer that was "
+                "held"
+            )
 
 
 class _Files:
