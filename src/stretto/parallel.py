@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from stretto.continuation import Continuation
 from stretto.engine import Clock, Job, Options
 from stretto.engine.accumulation import check_loss, check_weight
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS
@@ -338,6 +339,10 @@ class DataParallel:
             self.enter_phase(self.steps)
             self._compute.began_again()
 
+    def continuation(self) -> Continuation:
+        """For checkpoints: what returns all of the job's state at rest, and loads it."""
+        return Continuation(self.job, self.feeding, self.options, self.scheduler)
+
     def enter_phase(self, step: int) -> None:
         """For checkpoints: go on under the strategy that is due behind `step` updates; all ranks call, at rest."""
         if self._phases is not None:
@@ -365,10 +370,15 @@ class DataParallel:
                 self._compute.accumulation.check_own(self._compute.where)
             self.feeding.drain()
             self._compute.show_committed()
+            self.leave()
+        return self.feeding.take_landed()
+
+    def leave(self) -> None:
+        """For checkpoints: end the job where it stands, at rest, and commit nothing more; all ranks must call."""
+        with self._compute.lifetime.running():
             listeners = self._compute.model.listeners
             self.late_incidents = tuple(incident for one in listeners for incident in one.ended())
             self._compute.lifetime.finish()
-        return self.feeding.take_landed()
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one ends because of `error`, and end the job here."""

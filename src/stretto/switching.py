@@ -2,25 +2,23 @@
 
 Note [A boundary]
     Behind the last update of a phase nothing is accumulated: what is in sight of that update lands at once. Replicas
-    that differ are brought together as at the end of a job. Then the next strategy's exchange, masters, replica and
-    communication lane take the place of the old ones. Model, hooks, group, layout, feed, counts and schedulers stay.
-
-    Masters and optimizer state stay where they are, or go to other owners (`stretto.optimizer.handover`). Every model
-    shows them as the new wire publishes them. What a packed wire still owes is owed on, or begins the first gradients
-    on a wire that owes nothing. Outer momentum ends with its phase.
+    that differ are brought together as at the end of a job. Then the job's state is held in memory (`stretto.held`),
+    the next strategy's exchange, masters, replica and communication lane take the place of the old ones, and the state
+    is loaded as from a checkpoint. Model, hooks, group, layout, feed, schedulers, incidents and strikes stay.
 """
 
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
+from stretto.continuation import Continuation
 from stretto.engine.job import Job
 from stretto.engine.options import Clock, Options
 from stretto.errors import ConfigError
 from stretto.feed import Feed
 from stretto.fields import check_fields, is_count
 from stretto.guards.replay import GuardedRounds
-from stretto.optimizer import hand_over
+from stretto.held import go_on, hold
 from stretto.start import Parts, exchange_of, lane_of, owner_of
 from stretto.strategies import Strategy, check_strategy
 
@@ -147,7 +145,7 @@ class Phases:
         """Let the phase begin that is due behind `step` updates, if it is another one; all ranks must call, at rest."""
         due = self._look_ahead(step)
         if due != self._now:
-            take_over(self._job, self._phases[self._now], self._phases[due])
+            take_over(self._job, self._feed, self._phases[self._now], self._phases[due])
             self._now = due
             self._entered(self._phases[due])
 
@@ -167,30 +165,21 @@ class Phases:
         return following - 1
 
 
-def take_over(job: Job, old: Parts, new: Parts) -> None:
+def take_over(job: Job, feed: Feed, old: Parts, new: Parts) -> None:
     """Let the strategy of `new` take over a job at rest; all ranks must call. See Note [A boundary]."""
     compute, model, before, progress = job.compute, job.model, job.exchange, job.comm.progress
-    compute.show_committed()
-    sharded = job.replica.agreed_optimizer(model.statistics.changes)
+    compute.show_committed()  # what has landed since a checkpoint was loaded may show an estimate
+    held = hold(Continuation(job, feed, old.options, None), old.strategy.name, copies=False)
     progress.note([incident for one in model.listeners for incident in one.ended()])
     guards = [one for one in model.listeners if isinstance(one, GuardedRounds)]
     model.listeners[:] = [one for one in model.listeners if one not in guards]
     compute.runtime.join()
     exchange = exchange_of(new.options, before.group, job.layout, *before.waits)
     exchange.take_account(before)
-    if new.ownership != old.ownership:
-        owner = owner_of(new, model.parameters, exchange)
-        hand_over(sharded, owner, exchange.gather_records)
-        sharded = owner
+    sharded = job.sharded if new.ownership == old.ownership else owner_of(new, model.parameters, exchange)
     strikes = guards[0].interpreter.strikes if guards else None
     lane = lane_of(new, exchange, job.inside, sharded, progress, strikes)
     job.work_with(lane.comm, exchange, sharded)
-    buffer = compute.accumulation.buffer
-    compute.take_up(lane.comm, lane.quota, lane.accumulate, buffer)
-    job.replica.gather_committed(buffer.flats, model.statistics)
-    model.show(buffer.views, "committed")
-    model.begin_again()
-    compute.accumulation.attach()
-    job.exchange.owe([] if before.feedback is None else [before.feedback.state_dict()])
+    compute.take_up(lane.comm, lane.quota, lane.accumulate, compute.accumulation.buffer)
     lane.watch(job)
-    compute.began_again()
+    go_on(Continuation(job, feed, new.options, None), new.strategy.name, [held], counted=compute.num_counted)

@@ -11,7 +11,7 @@ import stretto
 from stretto import checkpoint
 from tests.docs.pages import DOCS, code_blocks
 
-SAVE, GO_ON, READ = code_blocks(DOCS / "checkpoints.md", "tests/docs/test_checkpoints.py")
+SAVE, GO_ON, CONTINUE, READ = code_blocks(DOCS / "checkpoints.md", "tests/docs/test_checkpoints.py")
 
 
 class Killed(Exception):
@@ -47,7 +47,9 @@ def job(loader: Batches) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     return {
         "checkpoint": checkpoint,
+        "stretto": stretto,
         "model": model,
+        "optimizer": optimizer,
         "scheduler": scheduler,
         "parallel": stretto.DataParallel(
             model, optimizer, stretto.ACCO(), scheduler=scheduler, micro_batches=2
@@ -72,6 +74,19 @@ def test_a_run_goes_on_to_the_bit_where_it_was_broken_off() -> None:
     run(SAVE, resumed)
     assert torch.equal(resumed["model"].weight, whole["model"].weight)
     assert torch.equal(resumed["model"].bias, whole["model"].bias)
+
+
+def test_a_job_goes_on_in_memory_under_another_strategy() -> None:
+    names = job(Batches())
+    for batch in names["parallel"].feed(names["loader"], 2):
+        names["parallel"].backward(names["model"](batch).square().mean())
+    before = names["parallel"]
+    run(CONTINUE, names)
+    assert (names["parallel"].steps, names["parallel"].strategy) == (before.steps, stretto.DDP())
+    run(SAVE.replace("update.step % 2 == 0", "False"), names)
+    assert names["parallel"].steps > before.steps
+    with pytest.raises(stretto.errors.Finished):
+        before.backward(torch.zeros(()))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as meant: one process reads

@@ -33,7 +33,8 @@ NOT_USED = (
     "stretto/guards/",
     "stretto/averaging/",
     "stretto/switching.py",
-    "stretto/optimizer/handover.py",
+    "stretto/continuation.py",
+    "stretto/held.py",
     "stretto/engine/noisy.py",
     "stretto/noise.py",
 )

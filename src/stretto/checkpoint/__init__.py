@@ -2,7 +2,20 @@
 
 from stretto.checkpoint.background import check, wait
 from stretto.checkpoint.files import complete, latest, newest_first
-from stretto.checkpoint.load import Restored, load
+from stretto.checkpoint.load import Restored, continued, hold, load
 from stretto.checkpoint.save import save
+from stretto.held import Held
 
-__all__ = ["Restored", "check", "complete", "latest", "load", "newest_first", "save", "wait"]
+__all__ = [
+    "Held",
+    "Restored",
+    "check",
+    "complete",
+    "continued",
+    "hold",
+    "latest",
+    "load",
+    "newest_first",
+    "save",
+    "wait",
+]

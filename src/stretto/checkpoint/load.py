@@ -2,21 +2,23 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from stretto import held
 from stretto.checkpoint import files as folder
 from stretto.checkpoint.background import wait
-from stretto.checkpoint.continuation import Continuation, Loader
 from stretto.checkpoint.manifest import METADATA, Manifest
 from stretto.checkpoint.pieces import LoadPlanner, Reader
 from stretto.checkpoint.ranks import Ranks
 from stretto.checkpoint.save import file_digest
+from stretto.continuation import Loader
 from stretto.engine.state import State
-from stretto.errors import CheckpointError, TornCheckpoint
+from stretto.errors import CheckpointError, ForeignCheckpoint, TornCheckpoint
+from stretto.held import Held, Holding, check_whole
 from stretto.optimizer import name_of
 from stretto.packed import unpack
 from stretto.parallel import DataParallel
@@ -30,16 +32,64 @@ class Restored:
     """Committed updates behind the checkpoint."""
     extra: Any
     """What `save` was given."""
-    path: Path
-    """The checkpoint's own folder."""
+    path: Path | None
+    """The checkpoint's own folder; None where the state was in memory."""
     loader_states: tuple[Any, ...]
     """The loader state of every rank that saved one, in rank order: what a loader for another world size needs."""
     notes: tuple[str, ...]
     """What could not be continued exactly, and why; empty where the continuation is bit-identical."""
 
 
+def hold(parallel: DataParallel, *, loader: Loader | None = None, extra: Any = None) -> Held:
+    """Return a copy of what this rank holds of the job, for `load` in another job; all ranks call, as for `save`.
+
+    It may be sent to another process, where it takes the place of a checkpoint's files. All that the ranks of a job
+    hold together is the state: where the optimizer is sharded, none of the shares may be missing.
+
+    Args:
+        parallel: The job, which may go on.
+        loader: This rank's, if its position is to be held.
+        extra: Anything; see `Restored`.
+
+    Raises:
+        OutOfTurn: An update is under way.
+    """
+    with parallel.between_updates("holding a state"):
+        return held.hold(
+            parallel.continuation(), parallel.strategy.name, loader=loader, extra=extra, copies=True
+        )
+
+
+def continued(
+    parallel: DataParallel, begin: Callable[[], DataParallel], *, loader: Loader | None = None
+) -> DataParallel:
+    """End a job at rest, begin another one, and let it go on from the same state; all ranks must call.
+
+        parallel = continued(parallel, lambda: DataParallel(model, optimizer, ACCO(), wire="int8"), loader=loader)
+
+    It is what `save`, a new process and `load` do, to the bit, without files. The old job commits nothing more, and its
+    guards start afresh in the new one; what they have found and nobody was told is in its `late_incidents`.
+
+    Args:
+        parallel: The job that ends, right after an `Update`.
+        begin: Returns the next one, with any settings, over the same model, optimizer and scheduler.
+        loader: This rank's. It stays where it is, and so does an iterator of it that the caller holds.
+
+    Raises:
+        OutOfTurn: An update is under way.
+    """
+    share = hold(parallel, loader=loader)
+    parallel.leave()
+    following = begin()
+    load(following, [share], loader=loader)
+    return following
+
+
 def load(
-    parallel: DataParallel, directory: str | os.PathLike[str], *, loader: Loader | None = None
+    parallel: DataParallel,
+    source: str | os.PathLike[str] | Sequence[Held],
+    *,
+    loader: Loader | None = None,
 ) -> Restored:
     """Replace the job's state by a checkpoint; all ranks must call, before training or after an `Update`.
 
@@ -55,11 +105,13 @@ def load(
 
     Args:
         parallel: The job; its optimizer gets the saved hyperparameters too.
-        directory: One checkpoint, or a folder of them, of which the latest complete one is taken.
+        source: One checkpoint, or a folder of them, of which the latest complete one is taken. Or the shares of a
+            state in memory (`hold`) that this rank has: its own as a rule, none on a rank that has come, several where
+            ranks have left.
         loader: This rank's, to be told its position at the same world size: `load_state_dict`.
 
     Raises:
-        CheckpointError: There is no checkpoint.
+        CheckpointError: There is no checkpoint, or there are shares of different states.
         TornCheckpoint: It is incomplete or damaged; names the file or the entry.
         ForeignCheckpoint: It is of another model, optimizer or format version; says what differs.
         OutOfTurn: An update is under way.
@@ -69,30 +121,28 @@ def load(
         parallel.job.compute.check_between_updates("loading a checkpoint")
     wait(parallel)
     ranks = Ranks(parallel)
-    paths = ranks.gather(
-        "looking for a checkpoint", lambda: str(folder.find(Path(directory))) if ranks.rank == 0 else None
-    )
-    reading = _Reading(Path(paths[0] or directory))
-    manifest = ranks.agree("opening a checkpoint", reading.open)
+    reading: _Files | _Memory
+    if isinstance(source, str | os.PathLike):
+        reading = _Files(parallel, ranks, Path(source))
+    else:
+        reading = _Memory(parallel, ranks, source)
+    saved = reading.saved
     try:
         with parallel.job.compute.lifetime.running():
-            parallel.enter_phase(manifest.step)
-            continuation = Continuation(parallel)
-            same = manifest.strategy == parallel.strategy.name
+            parallel.enter_phase(saved.step)
+            continuation = parallel.continuation()
             state = continuation.blank(
                 reading.names,
-                manifest.world_size,
-                same_strategy=same,
-                same_layout=manifest.layout == parallel.job.layout.digest(),
+                saved.world_size,
+                same_strategy=saved.strategy == parallel.strategy.name,
+                same_layout=saved.layout == parallel.job.layout.digest(),
             )
-        optimizer = name_of(parallel.optimizer)
-        ranks.agree("checking a checkpoint", lambda: reading.check(state, optimizer))
-        ranks.agree("reading a checkpoint", reading.read)
+        reading.read(state)
     except CheckpointError:
         parallel.enter_phase(parallel.steps)
         raise
     positions = tuple(unpack(packed, "the loader's state") for packed in state.get("loader", {}).values())
-    goes_on = loader is not None and bool(positions) and manifest.world_size == parallel.world_size
+    goes_on = loader is not None and bool(positions) and saved.world_size == parallel.world_size
     if loader is not None and goes_on:
         ranks.agree("restoring the loader", lambda: loader.load_state_dict(positions[ranks.rank]))
     with parallel.job.compute.lifetime.running():
@@ -102,47 +152,90 @@ def load(
         extra=unpack(state["extra"], "extra"),
         path=reading.path,
         loader_states=positions,
-        notes=tuple(_notes(parallel, manifest, reading.names, state)),
+        notes=tuple(_notes(parallel, saved, reading.names, state)),
     )
 
 
-class _Reading:
-    """One rank's part in reading, by PyTorch's protocol of planners and readers."""
+class _Memory:
+    """One rank's part in reading from what ranks hold."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.names: set[str] = set()
-        """Every entry of the checkpoint."""
+    path = None
+
+    def __init__(self, parallel: DataParallel, ranks: Ranks, shares: Sequence[Held]) -> None:
+        def gather(record: bytes) -> list[bytes]:
+            with parallel.job.compute.lifetime.running():
+                parallel.job.replica.wait_for_transfers()
+                return parallel.job.exchange.gather_records(record)
+
+        self._ranks = ranks
+        self._optimizer = name_of(parallel.optimizer)
+        self.saved = Holding(shares, gather)
+        self.names = self.saved.names
+
+    def read(self, state: State) -> None:
+        """Fill `state`, and make sure that it is of this model and optimizer, and that nothing is missing anywhere."""
+        self._ranks.agree("checking a state in memory", lambda: self._check(state))
+        missing = self.saved.read(state, moves=self.saved.world_size != self._ranks.world_size)
+        self._ranks.agree("reading a state in memory", lambda: check_whole(missing))
+
+    def _check(self, state: State) -> None:
+        saved = {name for name in self.names if name.startswith("model.")}
+        if other := saved ^ {f"model.{name}" for name in state["model"]}:
+            raise ForeignCheckpoint(
+                f"the state is of another model: {sorted(other)[:5]} are only in one of both; expected the model that "
+                "was held"
+            )
+        if self.saved.optimizer != self._optimizer:
+            raise ForeignCheckpoint(
+                f"the state is one of {self.saved.optimizer}, expected {self._optimizer}: build the optimizer that was "
+                "held"
+            )
+
+
+class _Files:
+    """One rank's part in reading files, by PyTorch's protocol of planners and readers."""
+
+    def __init__(self, parallel: DataParallel, ranks: Ranks, directory: Path) -> None:
+        self._optimizer = name_of(parallel.optimizer)
+        self._ranks = ranks
         self._planner = LoadPlanner()
-        self._plan = LoadPlan([])
+        paths = ranks.gather(
+            "looking for a checkpoint", lambda: str(folder.find(directory)) if ranks.rank == 0 else None
+        )
+        self.path = Path(paths[0] or directory)
+        self.saved: Manifest = ranks.agree("opening a checkpoint", self._open)
+        self.names = set(self.saved.entries)
+        """Every entry of the checkpoint."""
 
-    def open(self) -> Manifest:
+    def read(self, state: State) -> None:
+        """Fill `state`, once it is known on all ranks that all of it fits and is whole."""
+        reader = Reader(self.path, self.saved)
+        plan = self._ranks.agree("checking a checkpoint", lambda: self._check(state, reader))
+        self._ranks.agree("reading a checkpoint", lambda: reader.read_data(plan, self._planner).wait())
+
+    def _open(self) -> Manifest:
         """Read what the checkpoint says about itself."""
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path}, found by rank 0, is not there: expected a file system that all share"
             )
-        self._manifest = Manifest.read(self.path)
-        self._manifest.check_files(self.path)
-        if file_digest(self.path / METADATA) != self._manifest.metadata_digest:
+        manifest = Manifest.read(self.path)
+        manifest.check_files(self.path)
+        if file_digest(self.path / METADATA) != manifest.metadata_digest:
             raise TornCheckpoint(f"{self.path / METADATA} is damaged; go back to an older checkpoint")
-        self._reader = Reader(self.path, self._manifest)
-        self.names = set(self._manifest.entries)
-        return self._manifest
+        return manifest
 
-    def check(self, state: State, optimizer: str) -> None:
-        """Plan to read into `state`, and make sure that all of it fits and is whole."""
-        self._manifest.check_optimizer(optimizer)
-        plan = self._planner.plan(state, self._reader.metadata)
-        self._plan = self._planner.finish_plan(self._reader.prepare_local_plan(plan))
-        self._reader.verify(self._plan)
-
-    def read(self) -> None:
-        """Read; `state` is filled."""
-        self._reader.read_data(self._plan, self._planner).wait()
+    def _check(self, state: State, reader: Reader) -> LoadPlan:
+        self.saved.check_optimizer(self._optimizer)
+        plan = self._planner.plan(state, reader.metadata)
+        plan = self._planner.finish_plan(reader.prepare_local_plan(plan))
+        reader.verify(plan)
+        return plan
 
 
-def _notes(parallel: DataParallel, manifest: Manifest, names: set[str], state: State) -> Iterator[str]:
+def _notes(
+    parallel: DataParallel, manifest: Manifest | Holding, names: set[str], state: State
+) -> Iterator[str]:
     """Yield what keeps the continuation from being exact."""
     if manifest.world_size != parallel.world_size:
         yield (

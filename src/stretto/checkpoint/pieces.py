@@ -6,7 +6,6 @@ Note [From the job to the file]
     value that changes on its way (a copy, the serialisation, the disk's cache) is found while the job still has it.
 """
 
-import dataclasses
 import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,18 +29,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from stretto.checkpoint.manifest import Extent, Manifest, Model, Stored, TensorKind, check_model, models
 from stretto.checksums import digest, hexadecimal
+from stretto.continuation import Whole
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, TornCheckpoint
 from stretto.packed import pack, unpack
 
 _Value = Tensor | io.BytesIO
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Whole:
-    """An entry that is written as one object, whatever it holds, so that any job can read it."""
-
-    value: Any
 
 
 class SavePlanner(DefaultSavePlanner):

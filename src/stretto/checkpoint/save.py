@@ -10,11 +10,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from stretto.checkpoint import files as folder
 from stretto.checkpoint.background import BackgroundSave, Step, wait
-from stretto.checkpoint.continuation import Continuation, Loader
 from stretto.checkpoint.manifest import METADATA, Manifest, Stored
 from stretto.checkpoint.pieces import LoadPlanner, SavePlanner, Writer, entry_kinds
 from stretto.checkpoint.plans import plan_as_json, plan_from_json
 from stretto.checkpoint.ranks import Ranks
+from stretto.continuation import Continuation, Loader
 from stretto.disk import writing_to
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, ConfigError
@@ -61,7 +61,7 @@ def save(
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is being written")
     wait(parallel)
     with parallel.between_updates("a checkpoint"):
-        continuation = Continuation(parallel)
+        continuation = parallel.continuation()
         state = continuation.write()
     ranks = Ranks(parallel)
     home = Path(directory)

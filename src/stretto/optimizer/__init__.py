@@ -1,6 +1,5 @@
 """An owner's fp32 masters and its private optimizer, which can commit a step or preview one."""
 
-from stretto.optimizer.handover import hand_over
 from stretto.optimizer.probe import whole_groups
 from stretto.optimizer.segments import Piece, Segment
 from stretto.optimizer.settings import Hyperparameters, learning_rate, read_hyperparameters
@@ -24,7 +23,6 @@ __all__ = [
     "as_one",
     "average_states",
     "check_scheduler",
-    "hand_over",
     "learning_rate",
     "members_of",
     "name_of",

@@ -124,7 +124,7 @@ class TrainState:
         paths = checkpoint.newest_first(checkpoints_of(run)) if run.resume else []
         if not paths:
             return cls(notes=("no checkpoint yet: the run begins at its beginning",) if run.resume else ())
-        restored = _load_first_sound(paths, task, parallel)
+        sound, restored = _load_first_sound(paths, task, parallel)
         if len(restored.loader_states) != parallel.world_size:
             states = restored.loader_states
             task.loader.load_state_dict(reshard_loader(states, parallel.rank, parallel.world_size))
@@ -137,19 +137,21 @@ class TrainState:
                 site="checkpoint",
                 part=path.name,
                 ranks=(),
-                action=f"went back to {restored.path.name}",
+                action=f"went back to {sound.name}",
             )
-            for path in paths[: paths.index(restored.path)]
+            for path in paths[: paths.index(sound)]
         )
         found = {"evaluations": evaluations, "incidents": incidents, "notes": restored.notes}
         return cls(**{**extra, **found, "step": restored.step})
 
 
-def _load_first_sound(paths: Sequence[Path], task: Task, parallel: Handle) -> checkpoint.Restored:
+def _load_first_sound(
+    paths: Sequence[Path], task: Task, parallel: Handle
+) -> tuple[Path, checkpoint.Restored]:
     for path in paths[:-1]:
         with contextlib.suppress(TornCheckpoint):  # found by all ranks alike, before anything has changed
-            return checkpoint.load(_savable(parallel), path, loader=task.loader)
-    return checkpoint.load(_savable(parallel), paths[-1], loader=task.loader)
+            return path, checkpoint.load(_savable(parallel), path, loader=task.loader)
+    return paths[-1], checkpoint.load(_savable(parallel), paths[-1], loader=task.loader)
 
 
 class Saves(Generic[TaskT]):

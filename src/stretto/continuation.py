@@ -2,6 +2,7 @@
 
     carry.<name>         the carry: sums of the gradients that were accumulated for the next round, reduced now
     job.round_report     its weights, losses and counts by rank
+    job.published        the format in which the committed values that models show were published
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
     rank.<rank>          random states, buffers as this rank has them, and counts; a prediction of its own
     owed.<rank>          rounding errors that this rank has yet to send, where the wire packs gradients or has done so
@@ -23,15 +24,16 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from stretto.checkpoint.pieces import Whole
 from stretto.engine.accumulation import GradientBuffer, Totals
+from stretto.engine.job import Job
+from stretto.engine.options import Options
 from stretto.engine.report import RankReport, RoundReport, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State, is_extra
 from stretto.engine.statistics import at, is_same
+from stretto.feed import Feed
 from stretto.flat import original_name
 from stretto.packed import pack, unpack
-from stretto.parallel import DataParallel
 from stretto.randomness import random_states, restore_random_states
 
 _TOTALS = tuple(field.name for field in dataclasses.fields(Totals))
@@ -49,12 +51,27 @@ class Loader(Protocol):
         ...
 
 
-class Continuation:
-    """Returns all of a job's state that the next process needs, and loads it there."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Whole:
+    """An entry that is written as one object, whatever it holds, so that any job can read it."""
 
-    def __init__(self, parallel: DataParallel) -> None:
-        job = self._job = parallel.job
-        self._feeding, self._scheduler = parallel.feeding, parallel.scheduler
+    value: Any
+
+
+class Continuation:
+    """Returns all of a job's state that the next job needs, and loads it there.
+
+    Args:
+        job: Of this rank.
+        feeding: Its batches.
+        options: Under which it works now.
+        scheduler: That the library turns; None where it turns none, or where the next job has the same one.
+    """
+
+    def __init__(self, job: Job, feeding: Feed, options: Options, scheduler: Any) -> None:
+        self.job = job
+        self._feeding, self._scheduler = feeding, scheduler
+        self._published = "masters" if job.replica.replicated else options.changes or options.wire
         self._state = JobState(job)
         self._rank = job.exchange.rank
         self._world_size = job.exchange.world_size
@@ -65,16 +82,17 @@ class Continuation:
 
         This performs the next reduction now, and the running job goes on with the result.
         """
-        compute = self._job.compute
+        compute = self.job.compute
         reduction = compute.reduce_ahead() if compute.has_round_ready else None
         state = self._state.write()
         for part in ("model", "optimizer"):
             state[part] = {name: _as_one(name, value) for name, value in state[part].items()}
         slots = self._state.slots
+        state["job"]["published"] = self._published
         if reduction is not None:
             state["carry"] = {slot.name: self._state.cut(slot, reduction.gradient.sums) for slot in slots}
             state["job"]["round_report"] = pack(self._describe(reduction), "the round report")
-        if not self._job.replica.shows_own and (estimate := self._estimate()):
+        if not self.job.replica.shows_own and (estimate := self._estimate()):
             state["shown"] = {
                 slot.name: self._state.spread(slot, value)
                 for slot, value in zip(slots, estimate, strict=True)
@@ -87,20 +105,20 @@ class Continuation:
             "random": random_states(self._device),
             "buffers": self._buffers(state["model"]),
         }
-        if self._job.replica.shows_own and (estimate := self._estimate()):
+        if self.job.replica.shows_own and (estimate := self._estimate()):
             mine["shown"] = {
                 slot.name: value for slot, value in zip(self._state.slots, estimate, strict=True)
             }
-        replicas = self._job.replica.state_dict()
+        replicas = self.job.replica.state_dict()
         replica = replicas.pop("replica", None)
         rank = str(self._rank)
         own: State = {"rank": {rank: pack({**mine, "replicas": replicas}, f"the state of rank {rank}")}}
-        if (feedback := self._job.exchange.feedback) is not None:
+        if (feedback := self.job.exchange.feedback) is not None:
             own["owed"] = {rank: pack(feedback.state_dict(), f"what rank {rank} owes")}
         if replica is not None:
-            agreed = self._job.model.statistics.agreed
+            agreed = self.job.model.statistics.agreed
             packed = pack({"replica": replica, "agreed": agreed}, f"the replica of rank {rank}")
-            own["replica"] = {self._job.replica.name: packed}
+            own["replica"] = {self.job.replica.name: packed}
         if loader is not None:
             own["loader"] = {rank: pack(self._feeding.state_of(loader), "the loader's state")}
             if (state_of_pass := self._feeding.pass_state()) is not None:
@@ -124,6 +142,8 @@ class Continuation:
         """
         state = self._state.blank(stored)
         slots = self._state.slots
+        if "job.published" in stored:
+            state["job"]["published"] = ""
         if same_strategy and all(f"carry.{slot.name}" in stored for slot in slots):
             state["carry"] = {slot.name: self._state.cut(slot, None) for slot in slots}
             state["job"]["round_report"] = b""
@@ -136,8 +156,8 @@ class Continuation:
         owing = [rank for rank in range(self._rank, world_size, self._world_size) if f"owed.{rank}" in stored]
         if owing:
             state["owed"] = {str(rank): b"" for rank in owing}
-        if same_strategy and same_layout and f"replica.{self._job.replica.name}" in stored:
-            state["replica"] = {self._job.replica.name: b""}
+        if same_strategy and same_layout and f"replica.{self.job.replica.name}" in stored:
+            state["replica"] = {self.job.replica.name: b""}
         loaders = sorted(
             int(rank)
             for part, _, rank in (name.partition(".") for name in stored)
@@ -150,32 +170,36 @@ class Continuation:
             state["scheduler"] = b""
         return state
 
-    def load(self, state: State, *, goes_on: bool) -> None:
-        """Replace the job's state by `state`, which was read from a checkpoint.
+    def load(self, state: State, *, goes_on: bool, counted: int = 0) -> None:
+        """Replace the job's state by `state`; all ranks must call.
+
+        The model shows what it showed then. Where this job publishes in another format, it shows that.
 
         Args:
-            state: What was read.
+            state: What was read from a checkpoint, or from memory.
             goes_on: Whether this rank's loader has been told its position.
+            counted: Micro-batches that this rank has counted, where the job goes on in the same loop.
         """
         rest = state.get("pass", {}).get(str(self._rank)) if goes_on else None
-        self._state.load(state)
-        compute = self._job.compute
+        self._state.load(state, counted)
+        compute = self.job.compute
+        self._publish_anew(state["job"])
         mine = unpack(state["rank"][str(self._rank)], "the rank's state") if "rank" in state else None
         if mine is not None:
-            buffers = _named_buffers(self._job.model.model)
+            buffers = _named_buffers(self.job.model.model)
             for name, value in mine["buffers"].items():
                 buffers[name].copy_(value)
-        self._job.exchange.owe([unpack(owed, "what a rank owes") for owed in state.get("owed", {}).values()])
+        self.job.exchange.owe([unpack(owed, "what a rank owes") for owed in state.get("owed", {}).values()])
         replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:
-            replica = unpack(state["replica"][self._job.replica.name], "the replica")
-            self._job.replica.load_state_dict({**replicas, "replica": replica["replica"]})
-            values = GradientBuffer(self._job.layout)
-            self._job.sharded.publish(values.flats)
+            replica = unpack(state["replica"][self.job.replica.name], "the replica")
+            self.job.replica.load_state_dict({**replicas, "replica": replica["replica"]})
+            values = GradientBuffer(self.job.layout)
+            self.job.sharded.publish(values.flats)
             compute.model.show(values.views, "committed")
             compute.statistics.go_on_from([at(value, self._device) for value in replica["agreed"]])
         elif replicas:
-            self._job.replica.load_state_dict(replicas)
+            self.job.replica.load_state_dict(replicas)
         if "carry" in state:
             compute.close_round(self._reduction(state, goes_on=rest is not None))
             if mine is not None and "shown" in mine:
@@ -191,12 +215,23 @@ class Continuation:
         self._feeding.go_on(None if rest is None else unpack(rest, "the pass under way"))
         compute.began_again()
 
+    def _publish_anew(self, saved: Mapping[str, Any]) -> None:
+        """Show the masters as this job's owners publish them, where those that saved showed something else."""
+        job = self.job
+        if saved.get("published", self._published) == self._published:
+            return
+        job.replica.models_show(job.model.parameters)
+        values = GradientBuffer(job.layout)
+        job.replica.gather_committed(values.flats, job.model.statistics)
+        job.model.show(values.views, "committed")
+        job.model.begin_again()
+
     def _estimate(self) -> list[Tensor]:
         """Return copies of the estimate with which training goes on; empty where that is the committed parameters.
 
         The model may show those for now: after the end of `feed`, or inside `settled`.
         """
-        model = self._job.compute.model
+        model = self.job.compute.model
         with model.unsettled():
             return [one.detach().clone() for one in model.parameters] if model.shown == "estimate" else []
 
@@ -210,19 +245,19 @@ class Continuation:
             fields["is_exhausted"] = record["vote"].item() == Vote.EXHAUSTED
             fields["used"] = [name for name, flag in zip(names, record["used"], strict=True) if flag]
             records.append(fields)
-        buffers = self._job.model.statistics.names
+        buffers = self.job.model.statistics.names
         statistics = {buffers[index]: mean for index, mean in reduction.statistics.items()}
         return {"records": records, "skipped": reduction.skipped, "statistics": statistics}
 
     def _reduction(self, state: State, *, goes_on: bool) -> Reduction:
         described = unpack(state["job"]["round_report"], "the round report")
-        sharded = self._job.sharded
+        sharded = self.job.sharded
         sums = sharded.new_sums()
         for piece in sharded.pieces:
             entry = state["carry"][piece.slot.name]
             sharded.values(sums, piece).copy_(entry.content(piece.offset, piece.numel))
         names = [slot.name for slot in self._state.slots]
-        buffers = self._job.model.statistics.names
+        buffers = self.job.model.statistics.names
         records = [
             RoundReport.pack(_rank_report(members, names, len(buffers), goes_on=goes_on))
             for members in self._deal(described["records"])
@@ -230,7 +265,7 @@ class Continuation:
         means = described["statistics"].items()
         statistics = {buffers.index(name): at(mean, self._device) for name, mean in means}
         report = RoundReport.unpack(records, len(names), len(buffers))
-        return self._job.replica.reduction(sums, report, statistics, skipped=described["skipped"])
+        return self.job.replica.reduction(sums, report, statistics, skipped=described["skipped"])
 
     def _deal(self, records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
         """Deal the saved ranks' records to the running ranks in turn."""
@@ -238,13 +273,13 @@ class Continuation:
 
     def _buffers(self, saved: Collection[str]) -> dict[str, Tensor]:
         """Return this rank's persistent buffers, except for those that equal what all ranks save together."""
-        statistics = self._job.model.statistics
+        statistics = self.job.model.statistics
         # Ranks that step alone save the mean of what they have.
-        is_mean = self._job.replica.agreement.steps_alone
+        is_mean = self.job.replica.agreement.steps_alone
         agreed = {} if is_mean else dict(zip(statistics.names, statistics.agreed, strict=True))
         return {
             name: buffer.detach().clone()
-            for name, buffer in _named_buffers(self._job.model.model).items()
+            for name, buffer in _named_buffers(self.job.model.model).items()
             if name in saved and not (name in agreed and is_same(buffer, agreed[name]))
         }
 

@@ -1,0 +1,254 @@
+"""A job's whole state in memory: what each rank holds of it, and another job that goes on from it.
+
+The state is the one that checkpoints write (`stretto.continuation`). Only its way differs: no file lies in between, and
+what a rank has already does not move. What some rank lacks travels over the group of the job that goes on, one entry at
+a time, from the ranks that would have written it into a checkpoint. So both ways end with the same bits.
+"""
+
+import copy
+import dataclasses
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.continuation import Continuation, Loader, Whole
+from stretto.engine.state import State
+from stretto.errors import CheckpointError, TornCheckpoint
+from stretto.flat import PartedTensor
+from stretto.optimizer import name_of
+from stretto.packed import pack, unpack
+
+Gather = Callable[[bytes], Sequence[bytes]]
+"""Returns every rank's record, in rank order."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of a tensor's elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    runs: list[tuple[int, Tensor]]
+    """First element, and the values `(numel,)`; disjoint."""
+    written: list[bool]
+    """Of each run: whether this rank writes it into a checkpoint. Others may hold it too."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What one rank holds of a job at rest."""
+
+    step: int
+    """Committed updates."""
+    strategy: str
+    optimizer: str
+    """The name of its class."""
+    world_size: int
+    """Of the ranks that hold the state together."""
+    layout: str
+    """Digest of the layout."""
+    entries: Mapping[str, Any]
+    """By the names that they have in a checkpoint."""
+
+    @property
+    def header(self) -> list[Any]:
+        """What is the same on all ranks that hold the state."""
+        return [self.step, self.strategy, self.optimizer, self.world_size, self.layout]
+
+
+def hold(
+    continuation: Continuation,
+    strategy: str,
+    *,
+    loader: Loader | None = None,
+    extra: Any = None,
+    copies: bool,
+) -> Held:
+    """Return what this rank holds of a job at rest; all ranks must call.
+
+    Args:
+        continuation: Of the job.
+        strategy: Its name.
+        loader: This rank's, if its position is to be held.
+        extra: Anything.
+        copies: Hold copies, because the job goes on; otherwise its own tensors, which must stay as they are.
+    """
+    state = continuation.write()
+    state.update(continuation.write_own(state, loader, extra))
+    job = continuation.job
+    return Held(
+        step=job.compute.course.steps,
+        strategy=strategy,
+        optimizer=name_of(job.model.optimizer),
+        world_size=job.exchange.world_size,
+        layout=job.layout.digest(),
+        entries={
+            name: _entry(value, copies=copies)
+            for _, _, name, value in _entries(state)
+            if not (
+                isinstance(value, PartedTensor) and all(part.value is None for part in value.parts.values())
+            )
+        },
+    )
+
+
+def go_on(continuation: Continuation, strategy: str, shares: Sequence[Held], *, counted: int) -> None:
+    """Let a job on the same ranks go on from what they hold; all ranks must call, at rest.
+
+    Args:
+        continuation: Of the job.
+        strategy: Its name.
+        shares: What this rank holds.
+        counted: Micro-batches that this rank has counted.
+    """
+    holding = Holding(shares, continuation.job.exchange.gather_records)
+    state = continuation.blank(
+        holding.names, holding.world_size, same_strategy=holding.strategy == strategy, same_layout=True
+    )
+    check_whole(holding.read(state, moves=False))
+    continuation.load(state, goes_on=False, counted=counted)
+
+
+def check_whole(missing: Sequence[str]) -> None:
+    """Check that nothing is missing.
+
+    Raises:
+        TornCheckpoint: Something is.
+    """
+    if missing:
+        raise TornCheckpoint(
+            f"no ranks together hold all of {len(missing)} entries as this job has them, among them {missing[:3]}: "
+            "expected the shares of all ranks, of a job over the same model; go back to a checkpoint"
+        )
+
+
+class Holding:
+    """The state that all ranks of a group hold together, whoever wrote which share; all must make one, and read it.
+
+    Args:
+        shares: What this rank holds: one share as a rule, several where ranks have left, none on a rank that has come.
+        gather: Over the ranks of the job that goes on.
+
+    Raises:
+        CheckpointError: No rank holds anything, or ranks hold states of different jobs or updates.
+    """
+
+    def __init__(self, shares: Sequence[Held], gather: Gather) -> None:
+        self._shares = shares
+        self._gather = gather
+        told = self._tell([[share.header for share in shares], [sorted(share.entries) for share in shares]])
+        headers = [header for found, _ in told for header in found]
+        if not headers or headers.count(headers[0]) < len(headers):
+            raise CheckpointError(
+                f"states in memory: expected shares of one job at one update, found {headers or 'none'} (update, "
+                "strategy, optimizer, ranks and layout of each)"
+            )
+        self.step, self.strategy, self.optimizer, self.world_size, self.layout = headers[0]
+        self.names = {name for _, found in told for names in found for name in names}
+        """Every entry that some rank holds."""
+
+    def read(self, state: State, *, moves: bool) -> list[str]:
+        """Fill the blank entries of `state`; return the names of those of which ranks do not hold all.
+
+        Args:
+            state: What this rank needs; see `Continuation.blank`.
+            moves: Whether to take everything from the ranks that would have written it: other ranks go on.
+        """
+        wanted = {name: (into, key) for into, key, name, _ in _entries(state)}
+        lacking = sorted(name for name, place in wanted.items() if moves or not self._fill(name, place))
+        missing = []
+        for name in sorted({name for names in self._tell(lacking) for name in names}):
+            found = [one for record in self._gather(self._written(name)) for one in unpack(record, name)]
+            if name in wanted and not _fill(wanted[name], found):
+                missing.append(name)
+        return missing
+
+    def _fill(self, name: str, place: tuple[Any, Any]) -> bool:
+        return _fill(place, self._own(name))
+
+    def _written(self, name: str) -> bytes:
+        """Return what this rank's shares would have written of an entry."""
+        return pack([_as_plain(entry) for entry in self._own(name)], name)
+
+    def _own(self, name: str) -> list[Any]:
+        """Return what this rank holds of an entry: runs, or the value alone in a list."""
+        found = [share.entries[name] for share in self._shares if name in share.entries]
+        return [entry if isinstance(entry, Runs) else [entry] for entry in found]
+
+    def _tell(self, value: Any) -> list[Any]:
+        records = self._gather(zlib.compress(json.dumps(value).encode(), level=1))
+        return [json.loads(zlib.decompress(record)) for record in records]
+
+
+def _entries(state: State) -> Iterator[tuple[dict[str, Any], str, str, Any]]:
+    """Yield the entries of nested dictionaries: where each lies, under which key, its name, and its value."""
+    for part, entries in state.items():
+        if not isinstance(entries, dict):
+            yield state, part, part, entries
+            continue
+        for key, value in entries.items():
+            yield entries, key, f"{part}.{key}", value
+
+
+def _entry(value: Any, *, copies: bool) -> Any:
+    if isinstance(value, PartedTensor):
+        parts = [part for part in value.parts.values() if part.value is not None]
+        runs = [(part.box.start, part.value) for part in parts if part.value is not None]
+        held = [(start, run.detach().clone() if copies else run.detach()) for start, run in runs]
+        return Runs(tuple(value.shape), value.dtype, held, [part.is_written_here for part in parts])
+    value = value.value if isinstance(value, Whole) else value
+    return copy.deepcopy(value) if copies else value
+
+
+def _as_plain(entry: Any) -> Any:
+    """Return what a rank writes of an entry as a list of shape, dtype and runs."""
+    if not isinstance(entry, Runs):
+        return entry
+    runs = [
+        (start, run.clone()) for (start, run), mine in zip(entry.runs, entry.written, strict=True) if mine
+    ]
+    return [list(entry.shape), str(entry.dtype), runs]
+
+
+def _fill(place: tuple[Any, Any], found: Sequence[Any]) -> bool:
+    """Put an entry into its place, out of what is found of it; return whether all of it is there."""
+    into, key = place
+    wanted = into[key]
+    if not isinstance(wanted, PartedTensor):
+        for (value,) in found:
+            into[key] = value
+            return True
+        return False
+    runs: dict[int, Tensor] = {}
+    for one in found:
+        shape, dtype, held = (list(one.shape), str(one.dtype), one.runs) if isinstance(one, Runs) else one
+        if shape != list(wanted.shape) or dtype != str(wanted.dtype):
+            return False
+        for start, run in held:
+            runs.setdefault(start, run)  # of several ranks that write the same, the first
+    blanks = [part for part in wanted.parts.values() if part.value is None]
+    values = [_run(runs, part.box.start, part.box.numel, wanted.dtype) for part in blanks]
+    if any(value is None for value in values):
+        return False
+    for part, value in zip(blanks, values, strict=True):
+        part.value = value
+    return True
+
+
+def _run(runs: Mapping[int, Tensor], start: int, numel: int, dtype: torch.dtype) -> Tensor | None:
+    """Return `numel` elements from `start` on out of disjoint runs; None if some are missing."""
+    if start in runs and runs[start].numel() == numel:
+        return runs[start]
+    pieces, place = [], start
+    for first, run in sorted(runs.items(), key=lambda pair: pair[0]):
+        if first <= place < min(first + run.numel(), start + numel):
+            piece = run[place - first : start + numel - first]
+            pieces.append(piece)
+            place += piece.numel()
+    if place < start + numel:
+        return None
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
