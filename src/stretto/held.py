@@ -232,10 +232,11 @@ def _fill(place: tuple[Any, Any], found: Sequence[Any]) -> bool:
             runs.setdefault(start, run)  # of several ranks that write the same, the first
     blanks = [part for part in wanted.parts.values() if part.value is None]
     values = [_run(runs, part.box.start, part.box.numel, wanted.dtype) for part in blanks]
-    if any(value is None for value in values):
+    whole = [value for value in values if value is not None]
+    if len(whole) < len(blanks):
         return False
-    for part, value in zip(blanks, values, strict=True):
-        part.value = value
+    for part, value in zip(blanks, whole, strict=True):
+        part.fill(value)
     return True
 
 

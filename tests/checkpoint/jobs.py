@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from stretto import ACCO, DDP, DPU, DataParallel, Options, WeightPrediction, ZeRO1, checkpoint
+from stretto.optimizer import piece_states
 from stretto.strategies import Strategy
 
 STRATEGIES: tuple[Strategy, ...] = (DDP(), ZeRO1(), DPU(), WeightPrediction(), ACCO())
@@ -140,13 +141,8 @@ class Job:
         found |= {f"buffer {name}": value for name, value in self.model.named_buffers()}
         found |= {f"agreed {i}": value for i, value in enumerate(self.parallel.job.model.statistics.agreed)}
         found |= {f"master {i}": master for i, master in enumerate(owner.masters)}
-        for segment in owner.segments:
-            state = owner.optimizer.state.get(segment.master, {})
-            for piece in segment.pieces:
-                low = piece.start - segment.start
-                for key, value in state.items():
-                    name = f"{key} of {piece.slot.name} from {piece.offset}"
-                    found[name] = value[low : low + piece.numel] if value.dim() else value
+        for piece, state in piece_states(owner):
+            found |= {f"{key} of {piece.slot.name} from {piece.offset}": value for key, value in state.items()}
         found = {name: value.detach().clone() for name, value in found.items()}
         return {**found, "losses": torch.tensor(self.losses, dtype=torch.float64)}
 

@@ -78,6 +78,10 @@ class Part:
     is_written_here: bool
     """Whether this rank offers to write the part; the planner chooses one of the ranks that do."""
 
+    def fill(self, value: Tensor) -> None:
+        """Give a part without a value its values, `(box.numel,)`."""
+        self.value = value
+
 
 class PartedTensor(Tensor):
     """The shape and dtype of a whole tensor, and the parts of it that this rank writes or reads.
