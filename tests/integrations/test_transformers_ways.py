@@ -1,8 +1,7 @@
-"""`StrettoTrainer` in the ways in which people use the Trainer: equal to the stock one, or refused at the start."""
+"""`StrettoTrainer` where something odd happens in a training: equal to the stock one, or refused at the start."""
 
 import importlib.util
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ from torch import Tensor
 
 import stretto
 from stretto import ACCO
-from tests.integrations.language import losses
+from tests.integrations.language import as_under_torchrun
 from tests.integrations.regression import Regression, distance, said, samples, values
 from tests.integrations.test_transformers import silence
-from tests.integrations.ways import EVALUATED, KINDS, TOLERANCE, asked, leaving_out, make
+from tests.integrations.ways import KINDS, TOLERANCE, asked, leaving_out, make
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -57,113 +56,7 @@ def test_a_micro_batch_that_is_left_out_or_taken_twice_counts_as_in_the_stock_tr
         assert (gap, ours, steps) == (0.0, stock, stock[0])
 
 
-# Uses, refusals, exceptions
-
-
-def averages() -> Any:
-    """A moving average that is put into the model at the end."""
-    import transformers
-
-    class Averages(transformers.TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            self.average = values(model)
-
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            for average, parameter in zip(self.average, model.parameters(), strict=True):
-                average.lerp_(parameter.detach(), 0.1)
-
-        def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            with torch.no_grad():
-                for average, parameter in zip(self.average, model.parameters(), strict=True):
-                    parameter.copy_(average)
-
-    return Averages()
-
-
-def stops() -> Any:
-    """End the training after the first micro-batch of step 3."""
-    import transformers
-
-    class Stops(transformers.TrainerCallback):
-        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = state.global_step == 2
-
-    return Stops()
-
-
-def unfreezes() -> Any:
-    """Train a part from step 3 on, which is frozen as the training begins."""
-    import transformers
-
-    class Unfreezes(transformers.TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            model.layers[0].requires_grad_(False)
-
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            model.layers[0].requires_grad_(state.global_step >= 2)
-
-    return Unfreezes()
-
-
-def own_optimizer(*, schedule: bool) -> dict[str, Any]:
-    model = Regression()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    turned = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4) if schedule else None
-    return {"model": model, "optimizers": (optimizer, turned)}
-
-
-def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    loss = (outputs["logits"].squeeze(-1) - labels).square().sum()
-    return loss / (num_items_in_batch if num_items_in_batch is not None else len(labels))
-
-
-def mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    return (outputs["logits"].squeeze(-1) - labels).square().mean()
-
-
-def lora() -> Any:
-    import peft
-
-    config = peft.LoraConfig(r=2, target_modules=["layers.0"], modules_to_save=["layers.2"])
-    model: Any = Regression()
-    torch.manual_seed(0)
-    return peft.get_peft_model(model, config)
-
-
-USES: dict[str, Callable[[], dict[str, Any]]] = {
-    "own optimizer and schedule": lambda: own_optimizer(schedule=True),
-    "own optimizer": lambda: own_optimizer(schedule=False),
-    "summed losses": lambda: {"compute_loss_func": summed},
-    "mean losses": lambda: {"compute_loss_func": mean},
-    "items of a rank": lambda: {"compute_loss_func": summed, "average_tokens_across_devices": False},
-    "stopped inside an accumulation": lambda: {
-        "callbacks": [stops()],
-        "gradient_accumulation_steps": 4,
-        "train_dataset": samples(48),
-    },
-    "an average put in at the end": lambda: {"callbacks": [averages()]},
-    "a part trains later": lambda: {"callbacks": [unfreezes()]},
-    "lora and modules to save": lambda: {"model": lora()},
-    "model_init": lambda: {"model_init": Regression},
-    "adafactor": lambda: {"optim": "adafactor"},
-    "fused adamw": lambda: {"optim": "adamw_torch_fused"},
-    "rmsprop": lambda: {"optim": "rmsprop"},
-    "cosine with a least rate": lambda: {
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr": 1e-3},
-    },
-    "warm-up, stable, decay": lambda: {
-        "lr_scheduler_type": "warmup_stable_decay",
-        "warmup_steps": 1,
-        "lr_scheduler_kwargs": {"num_decay_steps": 2},
-    },
-    "greedy": lambda: {"lr_scheduler_type": "greedy", **EVALUATED},
-    "in order": lambda: {"train_sampling_strategy": "sequential"},
-    "clipped": lambda: {"max_grad_norm": 0.5},
-    "synchronized at each batch": lambda: {
-        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    },
-}
+# Refusals, signals, exceptions
 
 
 def looks(hook: str) -> Any:
@@ -201,13 +94,6 @@ def after_an_exception(rank: int) -> tuple[str, float]:
 def alone(rank: int) -> dict[str, Any]:
     silence()
     found: dict[str, Any] = {}
-    for name, settings in USES.items():
-        for kind in KINDS:
-            trainer = make(kind, "use", **settings())
-            trainer.train()
-            logs = trainer.state.log_history
-            numbers = [losses(logs, key) for key in ("loss", "learning_rate", "grad_norm")]
-            found.setdefault(name, []).append((values(trainer.model), trainer.state.global_step, numbers))
     for hook in ("on_pre_optimizer_step", "on_optimizer_step"):
         found[hook] = said(make("ours", "refused", callbacks=[looks(hook)]).train)
     found["AdafactorSchedule"] = said(with_adafactor_schedule().train)
@@ -225,15 +111,6 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("ways"))
         return run_ranks(1, alone, backend=None)[0]
-
-
-@pytest.mark.parametrize("name", USES)
-def test_however_it_is_used_it_equals_the_stock_trainer(one: dict[str, Any], name: str) -> None:
-    (stock, at, numbers), (ours, found_at, found) = one[name]
-    assert found_at == at
-    assert distance(ours, stock) <= TOLERANCE
-    for left, right in zip(found, numbers, strict=True):
-        assert left == pytest.approx(right, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["NoneType", "ACCO", "WeightPrediction"])
@@ -259,3 +136,75 @@ def test_what_would_look_at_gradients_or_the_optimizer_is_refused_at_the_start(
 
 def test_after_an_exception_a_process_by_itself_shows_and_saves_its_last_update(one: dict[str, Any]) -> None:
     assert one["exception"] == ("ValueError: a bad sample", 0.0)
+
+
+# One rank of two
+
+
+def one_rank_alone(rank: int) -> dict[str, Any]:
+    """Leave micro-batches out on rank 1 alone: the first, and the last, of an accumulation."""
+    found: dict[str, Any] = {}
+    for name, strategy in {"zero1": None, "acco": ACCO()}.items():
+        base = leaving_out({1, 6} if rank else set(), set())
+        trainer = make(
+            "ours",
+            name,
+            base=base,
+            strategy=strategy,
+            include_num_input_tokens_seen="all",
+            max_steps=3,
+            train_sampling_strategy="sequential",
+        )
+        trainer.train()
+        trainer.save_model(f"{name}-left-out")  # all ranks come here
+        found[name] = (trainer.parallel.steps, values(trainer.model))
+    return found
+
+
+def expected_of_one_rank_alone() -> list[Tensor]:
+    """A plain loop, in which what is left out is a gradient of zero."""
+    model, rate = Regression(), 0.05
+    rows = samples()
+    for step in range(3):
+        loss = torch.zeros(())
+        for index in (2 * step, 2 * step + 1):
+            for rank in (0, 1):
+                if rank and index + 1 in (1, 6):
+                    continue
+                batch = [rows[4 * index + 2 * rank + row] for row in (0, 1)]
+                loss = (
+                    loss
+                    + model(**{key: torch.stack([row[key] for row in batch]) for key in batch[0]})["loss"] / 4
+                )
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= rate * (1 - step / 3) * parameter.grad
+    return values(model)
+
+
+def two_ranks(rank: int) -> dict[str, Any]:
+    as_under_torchrun(rank)
+    silence()
+    return {"alone": one_rank_alone(rank), "asked": asked(rank, "signal", None, 2, inside=True)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What rank 0 saw."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("two"))
+        return run_ranks(2, two_ranks)[0]
+
+
+@pytest.mark.parametrize("name", ["zero1", "acco"])
+def test_a_micro_batch_that_one_rank_alone_leaves_out_holds_nobody_up(two: dict[str, Any], name: str) -> None:
+    steps, found = two["alone"][name]
+    assert steps == 3
+    if name == "zero1":
+        assert distance(found, expected_of_one_rank_alone()) <= TOLERANCE
+
+
+def test_a_signal_on_one_rank_saves_on_all_at_the_end_of_the_step(two: dict[str, Any]) -> None:
+    assert two["asked"] == (["checkpoint-2"], ["000001-step-2"], 4, 0.0)
