@@ -1,4 +1,4 @@
-"""Both loops of the README run and train the same model where they should; its table is the measured one."""
+"""Both loops of the README run and train the same model where they should; its table is the ledger's."""
 
 import json
 import statistics
@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 import stretto
+from stretto.exchange import WIRES
+from stretto.strategies.ledger import ledger_of
 from stretto_lab.peers import PEERS
-from tests.docs.pages import README, ROOT, cells, code_blocks, table
+from tests.docs.pages import DOCS, README, ROOT, cells, code_blocks, table
 
 MARKER = "tests/docs/test_readme.py"
 RACE = ROOT / "benchmarks" / "results" / "2026-11-23-race"
@@ -65,7 +67,7 @@ def test_the_table_of_the_results_has_every_measured_arm_with_its_numbers() -> N
     assert sorted(row["times a free wire's"] for row in rows) == sorted(found)
 
 
-def test_the_table_of_the_readme_has_the_fastest_of_ours_and_of_the_others_on_every_link() -> None:
+def test_the_table_of_the_benchmarks_has_the_fastest_of_ours_and_of_the_others_on_every_link() -> None:
     times = "times a free wire's"
     by_link: dict[str, list[dict[str, str]]] = {}
     for row in table(RACE / "README.md", MARKER):
@@ -82,6 +84,27 @@ def test_the_table_of_the_readme_has_the_fastest_of_ours_and_of_the_others_on_ev
         )
         return [first["arm"], first[times]]
 
-    assert cells(README, MARKER) == [
+    assert cells(DOCS / "benchmarks.md", MARKER) == [
         [link, *fastest(rows, stock=False), *fastest(rows, stock=True)] for link, rows in by_link.items()
     ]
+
+
+def test_the_table_of_the_readme_has_the_seconds_of_an_exchange_by_the_ledger() -> None:
+    ranks, numel = 4, 2**20
+    bytes_per_element = [2.0, WIRES["int4"].num_bytes(numel) / numel]
+    per_parameter = [
+        ledger_of(stretto.ZeRO1()).wire_bytes(one) * (ranks - 1) / ranks for one in bytes_per_element
+    ]
+
+    def seconds(parameters: float, rate: float) -> str:
+        found = [8 * parameters * one / rate for one in per_parameter]
+        return " / ".join(f"{one:.2g}" if one < 100 else f"{one:.0f}" for one in found)
+
+    models, rates = {"124 M": 124e6, "1.3 B": 1.3e9, "7 B": 7e9}, (1e9, 1e10, 1e11)
+    assert cells(README, MARKER) == [
+        [name, *(seconds(parameters, rate) for rate in rates)] for name, parameters in models.items()
+    ]
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    assert len(README.read_text(encoding="utf-8").split()) <= 1100
