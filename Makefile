@@ -12,12 +12,26 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PINNED := $(VENV)/.pinned
 READY := $(VENV)/.ready
 
-.PHONY: setup train test types layers site behaviour format clean
+# Laws of every part that take a second or two each: together they enter most of the library.
+LAWS := tests/strategies tests/flat tests/fields tests/checksums tests/style $(addprefix tests/, \
+	checkpoint/test_rollback.py cli/test_help.py cli/test_mistakes.py diloco/test_mean.py docs/test_links.py docs/test_readme.py \
+	echo/test_plans.py engine/test_course.py engine/test_end.py engine/test_path.py engine/test_update.py errors/test_construction.py \
+	errors/test_order.py errors/test_wrong_options.py exactness/test_plain_loop.py exactness/test_strategies.py \
+	exchange/test_exchange.py exchange/test_wires.py groups/test_collectives.py guards/test_protocol.py local/test_algorithm.py \
+	optimizer/test_preview.py optimizer/test_step.py paft/test_average.py plan/test_links.py switching/test_door.py)
+
+.PHONY: setup train check test laws types layers site behaviour format clean
 
 setup: $(READY)
 
 train: $(READY)
 	$(BIN)/stretto train stdlib-gpt $(ARGS)
+
+# For every commit; `make test` is for everything.
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory --jobs 2 laws types layers
 
 test: $(READY)
 	$(BIN)/ruff check .
@@ -33,6 +47,9 @@ layers: $(READY)
 # Into build/site/index.html. Any warning is an error: a link into the void, a page without a place, a public name without one.
 site: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet it would not see warnings
+
+laws: $(READY)
+	$(BIN)/pytest -n $(PROCESSES) --dist loadfile $(LAWS)
 
 behaviour: $(READY)
 	$(BIN)/pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
