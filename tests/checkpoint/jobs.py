@@ -142,7 +142,9 @@ class Job:
         found |= {f"agreed {i}": value for i, value in enumerate(self.parallel.job.model.statistics.agreed)}
         found |= {f"master {i}": master for i, master in enumerate(owner.masters)}
         for piece, state in piece_states(owner):
-            found |= {f"{key} of {piece.slot.name} from {piece.offset}": value for key, value in state.items()}
+            found |= {
+                f"{key} of {piece.slot.name} from {piece.offset}": value for key, value in state.items()
+            }
         found = {name: value.detach().clone() for name, value in found.items()}
         return {**found, "losses": torch.tensor(self.losses, dtype=torch.float64)}
 
