@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from stretto.errors import ConfigError
 from stretto.groups.collective_group import SoloGroup
-from stretto.groups.link import Link
 from stretto.groups.private import part_of, private_group, release
 from stretto.groups.throttled import ThrottledGroup, register_throttled
+from stretto.link import Link
 from tests.processes import run_ranks
 
 

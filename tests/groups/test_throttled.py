@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import ConfigError
-from stretto.groups.link import Link
 from stretto.groups.throttled import ThrottledGroup, register_throttled
+from stretto.link import Link
 from tests.processes import rank_outcomes, run_ranks
 
 
