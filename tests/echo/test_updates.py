@@ -41,7 +41,8 @@ class Case:
             self.micro_batches = Clock(minimum=draws.randrange(1, 3), maximum=draws.randrange(3, 7))
         self.saved_at = draws.randrange(1, 5) if draws.random() < 0.5 else None
         self.lengths = [draws.randrange(3, 30) for _ in range(self.ranks)]
-        self.says = [draws.choice([length, None, draws.randrange(1, 40)]) for length in self.lengths]
+        says = [None, ValueError("undefined"), RuntimeError("unknown"), draws.randrange(1, 40)]
+        self.says = [draws.choice([length, *says]) for length in self.lengths]
         """What each rank's loader says of its length."""
         self.slowness = draws.choice([0.5, 1.5, 2.5, 4.0])
         self.until: Any = draws.choice(["any", "all"])
@@ -52,8 +53,9 @@ class Case:
         if self.saved_at is not None and self.strategy.name in ("local", "diloco"):
             # Ranks that step alone can save together only where they come to the same updates.
             self.poisoned, self.lengths = 0.0, self.lengths[:1] * self.ranks
-            self.says = self.says[:1] * self.ranks
-        self.epochs = draws.randrange(1, 3)
+        self.epochs, self.updates = draws.randrange(1, 3), None
+        if draws.random() < 0.2:
+            self.lengths, self.updates = [10**6] * self.ranks, draws.randrange(4, 12)
         resume: Any = draws.choice(["refetch", "drop", "store"])
         self.options = EchoOptions(
             seed=draws.randrange(9),
@@ -87,14 +89,14 @@ class Passes:
     Of its length it says what it is told to say.
     """
 
-    def __init__(self, length: int, says: int | None) -> None:
+    def __init__(self, length: int, says: int | Exception | None) -> None:
         self.length, self.says = length, says
         self.passes = self.position = 0
         self._is_loaded = False
 
     def __len__(self) -> int:
-        if self.says is None:
-            raise TypeError("no length")
+        if not isinstance(self.says, int):
+            raise self.says or TypeError("no length")
         return self.says
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -146,8 +148,11 @@ def train(
     if resume:
         checkpoint.load(parallel, folder, loader=loader)
     echoes = 0
-    for _ in range(case.epochs):
-        for batch in parallel.feed(loader, until=case.until, on_update=on_update):
+    for epoch in range(case.epochs):
+        updates = None if case.updates is None else case.updates * (epoch + 1)
+        if updates is not None and parallel.steps >= updates:
+            continue
+        for batch in parallel.feed(loader, updates=updates, until=case.until, on_update=on_update):
             number = int(batch)
             echoes += not loader.is_fresh
             loss = (model(torch.tensor([[1.0, number % 7]])) - number % 3).square().mean()
