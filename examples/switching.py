@@ -3,7 +3,7 @@
     python examples/switching.py
     torchrun --nproc-per-node 2 examples/switching.py
 
-Behind update 20 every rank steps alone and replicas are averaged every fifth update; behind update 60 gradients are
+Behind update 20 every rank steps alone and replicas are averaged every fifth update; after update 60 gradients are
 summed at every update again. The loop does not notice.
 """
 

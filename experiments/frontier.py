@@ -107,7 +107,7 @@ def _task(run: Run, setting: Setting, rank: int, times: int = 1) -> Task:
 
 
 def _is_point(step: int, updates: int) -> bool:
-    """Return whether the model is evaluated behind this update; behind the last one it is when the job has ended."""
+    """Return whether the model is evaluated after this update; after the last one it is when the job has ended."""
     return step < updates and step * POINTS // updates > (step - 1) * POINTS // updates
 
 

@@ -110,7 +110,7 @@ class DataParallel:
         seconds = self.options.timeout_seconds + BACKEND_MARGIN_SECONDS
         self._group = private_group(group, ranks, timeout_seconds=seconds)
         self.late_incidents: tuple[Incident, ...] = ()
-        """What guards and the verified exchange found behind the last update; known once `finish` has returned."""
+        """What guards and the verified exchange found after the last update; known once `finish` has returned."""
         self.job: Job = start(phases, self._group)
         self.feeding = Feed(self.job)
         """The job's parts, and where this rank stands in its data: for checkpoints, faults and tests."""
@@ -344,7 +344,7 @@ class DataParallel:
         return Continuation(self.job, self.feeding, self.options, self.scheduler)
 
     def enter_phase(self, step: int) -> None:
-        """For checkpoints: go on under the strategy that is due behind `step` updates; all ranks call, at rest."""
+        """For checkpoints: go on under the strategy that is due after `step` updates; all ranks call, at rest."""
         if self._phases is not None:
             self._phases.enter(step)
 
@@ -353,7 +353,7 @@ class DataParallel:
         self._compute.course.stop()
 
     def end(self) -> None:
-        """End `feed` behind the last update, and commit what is under way; all ranks must call, in `on_update`."""
+        """End `feed` after the last update, and commit what is under way; all ranks must call, in `on_update`."""
         self.feeding.end()
 
     def finish(self) -> list[Update]:

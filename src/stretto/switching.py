@@ -55,11 +55,11 @@ class Switching:
 
         Switching({0: ZeRO1(), 100: Phase(ACCO(), wire="int8"), 900: DDP()})
 
-    Here `ACCO` takes over behind update 100 and `DDP` behind update 900.
+    Here `ACCO` takes over after update 100 and `DDP` after update 900.
     """
 
     phases: Mapping[int, Strategy | Phase]
-    """A strategy, or a phase, by the number of committed updates behind which it begins: from 0, in rising order."""
+    """A strategy, or a phase, by the number of committed updates after which it begins: from 0, in rising order."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.phases, Mapping):
@@ -76,7 +76,7 @@ class Switching:
         micro_batches: int | Clock,
         parts_of: Callable[[Strategy, Options, int | Clock], Parts],
     ) -> dict[int, Parts]:
-        """Return what a job is made of, by the update behind which it is.
+        """Return what a job is made of, by the update after which it is.
 
         Args:
             options: Of the job.
@@ -123,9 +123,9 @@ class Phases:
     """The phases of one rank's job: it knows which one is at work, and lets the next one begin.
 
     Args:
-        phases: What the job is made of, by the update behind which it is.
+        phases: What the job is made of, by the update after which it is.
         job: Runs the first one.
-        feed: Of the job; it comes here behind the last update of a phase.
+        feed: Of the job; it comes here after the last update of a phase.
         entered: Told of every phase that begins.
     """
 
@@ -142,7 +142,7 @@ class Phases:
         self._look_ahead(0)
 
     def enter(self, step: int) -> None:
-        """Let the phase begin that is due behind `step` updates, if it is another one; all ranks must call, at rest."""
+        """Let the phase begin that is due after `step` updates, if it is another one; all ranks must call, at rest."""
         due = self._look_ahead(step)
         if due != self._now:
             take_over(self._job, self._feed, self._phases[self._now], self._phases[due])
@@ -150,7 +150,7 @@ class Phases:
             self._entered(self._phases[due])
 
     def _begin_next(self) -> None:
-        """Begin the phase that is due; all ranks come here behind the same update, with nothing accumulated."""
+        """Begin the phase that is due; all ranks come here after the same update, with nothing accumulated."""
         job = self._job
         self._look_ahead(job.compute.course.steps)  # or the rounds below would come here again
         sent_bytes = job.exchange.sent_bytes
@@ -159,7 +159,7 @@ class Phases:
         job.comm.progress.begin_phase(sent_bytes)
 
     def _look_ahead(self, step: int) -> int:
-        """Tell the feed what follows behind `step` updates, and return the index of the phase that is due there."""
+        """Tell the feed what follows after `step` updates, and return the index of the phase that is due there."""
         following = bisect_right(self._starts, step)
         self._feed.expect_phase(self._starts[following] if following < len(self._starts) else None)
         return following - 1

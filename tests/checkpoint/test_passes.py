@@ -40,7 +40,7 @@ WORKERS.set_forkserver_preload(["torch.utils.data"])
 class Numbered:
     """Gives `count` batches per pass, in another order in each, and says of its length what it is told to say.
 
-    As PyTorch's stateful loaders: a state behind the last batch has an empty rest, one behind the end begins a pass.
+    As PyTorch's stateful loaders: a state after the last batch has an empty rest, one after the end begins a pass.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Numbered:
         self.epoch = self.position = 0
         self.is_restored = False
         self.ends = 0
-        """How often it was asked behind its last batch."""
+        """How often it was asked after its last batch."""
         self.memory = torch.zeros(2, 3) if reuses else None
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ SIMULATE = ["simulate", TINY, "--updates", "1000000"]
 
 
 IMPORTING = ("loading PyTorch", "starting the workers")
-"""Lines behind which a command or its fork server imports for seconds."""
+"""Lines after which a command or its fork server imports for seconds."""
 
 
 def started(words: list[str], line: str) -> "subprocess.Popen[str] | Command":

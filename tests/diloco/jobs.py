@@ -111,7 +111,7 @@ class Naive:
         self.left: dict[int, list[Tensor]] = {}
         """What every rank held then, where its progress since is kept."""
         self.departed: dict[int, int] = {}
-        """The fragment that left behind an update and has not landed, by the number of the update."""
+        """The fragment that left after an update and has not landed, by the number of the update."""
 
     def values(self) -> list[Tensor]:
         return [model.weight.detach() for model in self.models]

@@ -45,7 +45,7 @@ def test_real_ranks_with_a_lane_of_their_own_do_the_same_to_the_bit() -> None:
 
 
 def test_the_outer_step_is_sgd_with_nesterov_momentum() -> None:
-    """On a lone rank whose fragment leaves behind every update, with the way from the anchor as the gradient."""
+    """On a lone rank whose fragment leaves after every update, with the way from the anchor as the gradient."""
     strategy = DiLoCo(interval=1, outer_lr=0.7, outer_momentum=0.9)
     naive = Naive(DiLoCo(interval=1, outer_lr=1.0, outer_momentum=0.0))
     anchor = naive.anchor.clone().requires_grad_()

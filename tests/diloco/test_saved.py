@@ -32,7 +32,7 @@ KEEPING = st.DiLoCo(interval=4, delay=2, keep_progress=True)
 def test_a_resumed_run_goes_on_to_the_bit(
     strategy: st.DiLoCo, saved_at: int, wire: str, tmp_path: Path
 ) -> None:
-    """The fragment leaves behind update 4 and lands at update 6: what it has brought is saved in between."""
+    """The fragment leaves after update 4 and lands at update 6: what it has brought is saved in between."""
 
     def straight(rank: int, group: dist.ProcessGroup, steps: range, *, resumes: bool) -> list[torch.Tensor]:
         parallel = start(rank, group, strategy, options={"wire": wire})
@@ -60,7 +60,7 @@ def test_a_resumed_run_goes_on_to_the_bit(
 
 @pytest.mark.parametrize("loads", [True, False], ids=["load", "save beside training"])
 def test_checkpoints_talk_only_once_a_fragment_has_arrived(loads: bool, tmp_path: Path) -> None:
-    """It leaves behind update 4: there a job goes back to update 3, or ranks look after the files of that save."""
+    """It leaves after update 4: there a job goes back to update 3, or ranks look after the files of that save."""
 
     def program(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
         parallel = start(rank, group, STRATEGY)
@@ -196,7 +196,7 @@ GUARDS = (st.ReplicaGuard(), st.AtRest())
 def damaged(
     strategy: st.DiLoCo, behind: int, what: str, guards: tuple[st.Guard, ...] = GUARDS, wire: str = "fp32"
 ) -> list[tuple[list[torch.Tensor], list[Incident]]]:
-    """Flip a bit of something on rank 1, behind an update."""
+    """Flip a bit of something on rank 1, after an update."""
 
     def program(rank: int, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[Incident]]:
         parallel = start(rank, group, strategy, guards=guards, options={"wire": wire})

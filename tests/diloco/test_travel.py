@@ -139,7 +139,7 @@ def test_everything_lands_and_all_ranks_end_alike(strategy: st.DiLoCo, name: str
 
 @pytest.mark.parametrize("batches", [4, 5])
 def test_buffers_of_a_rank_that_lands_and_ends_in_one_round_are_averaged_too(batches: int) -> None:
-    """The fragment leaves behind update 4. Rank 1 learns only behind its last batch that there are no more.
+    """The fragment leaves after update 4. Rank 1 learns only after its last batch that there are no more.
 
     A running statistic is linear in the batches, so what ranks end with is the mean of what each has by itself.
     """

@@ -14,7 +14,7 @@ def expected_counts(case: Case, world_size: int) -> list[Counts]:
 
 
 def check(ranks: Sequence[Observed], expected: Trace, counts: Sequence[Counts] | None = None) -> None:
-    """Compare every rank to the bit; states that are shown behind the last micro-batch are seen by nobody."""
+    """Compare every rank to the bit; states that are shown after the last micro-batch are seen by nobody."""
     for rank, found in enumerate(ranks):
         if counts is not None:
             assert recorded_counts(found) == list(counts), f"rank {rank}"

@@ -71,7 +71,7 @@ class Observed:
     drained: int
     """How many of `updates` came from `finish`."""
     behind: int = 0
-    """How many landed behind the last micro-batch, in `feed` or `finish`: nobody sees all that was shown there."""
+    """How many landed after the last micro-batch, in `feed` or `finish`: nobody sees all that was shown there."""
 
 
 class Network(nn.Module):

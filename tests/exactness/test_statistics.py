@@ -61,6 +61,6 @@ def test_live_buffers_of_overlapping_strategies_run_ahead(index: int) -> None:
     found = watched()[0][index]
     seen = len(found.statistics) - (
         found.behind - found.drained
-    )  # behind the last micro-batch nothing runs ahead
+    )  # after the last micro-batch nothing runs ahead
     assert seen >= 2
     assert not any(map(same, found.live_statistics[:seen], found.statistics[:seen]))

@@ -58,7 +58,7 @@ def tiny_llama() -> nn.Module:
 
 
 def texts(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Sequences of unequal lengths: labels behind the end of one do not count, so ranks have unequal tokens."""
+    """Sequences of unequal lengths: labels after the end of one do not count, so ranks have unequal tokens."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):

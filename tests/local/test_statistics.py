@@ -50,7 +50,7 @@ def train(parallel: st.DataParallel, rank: int, step: int, *, is_bad: bool = Fal
 
 
 def statistics(model: nn.Module) -> Tensor:
-    """All floating-point buffers, one behind the other."""
+    """All floating-point buffers, one after the other."""
     return torch.cat([buffer.flatten() for buffer in model.buffers() if buffer.is_floating_point()]).clone()
 
 

@@ -170,7 +170,7 @@ def test_freezing_in_mid_run_equals_the_plain_loop() -> None:
 def test_unfreezing_what_was_frozen_at_the_start_is_refused() -> None:
     model = network()
     model[0].requires_grad_(False)
-    with pytest.raises(ParametersTouched, match="freeze behind that what is to train later"):
+    with pytest.raises(ParametersTouched, match="freeze after that what is to train later"):
         ours(model, before_batch=lambda index: model[0].requires_grad_(index >= 4))
 
 

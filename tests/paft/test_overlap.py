@@ -25,7 +25,7 @@ RANKS, UPDATES, RATE = 3, 8, 0.05
 
 
 def nudge(rank: int, step: int) -> float:
-    """What parts the replicas: added to every master behind an update."""
+    """What parts the replicas: added to every master after an update."""
     return 1e-3 * (rank + 1) * (step + 1)
 
 

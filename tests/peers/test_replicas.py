@@ -45,7 +45,7 @@ def train_replicas(rank: int, name: str, options: dict[str, Any]) -> tuple[Param
 
 
 def replicas_by_hand(then: Callable[[int, list[nn.Module]], None]) -> list[nn.Module]:
-    """Plain loops, one for each rank; `then` is called behind every update, from 1, with all models."""
+    """Plain loops, one for each rank; `then` is called after every update, from 1, with all models."""
     models = [training.new_model() for _ in range(WORLD_SIZE)]
     optimizers = [training.new_optimizer(model) for model in models]
     shards = [training.shard(rank) for rank in range(WORLD_SIZE)]

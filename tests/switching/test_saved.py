@@ -47,7 +47,7 @@ def goes_on(case: Case, saved: Path) -> tuple[Found, tuple[str, ...]]:
 
 @cache
 def straight() -> tuple[Found, TemporaryDirectory[str]]:
-    """Train without a stop, and save behind every update."""
+    """Train without a stop, and save after every update."""
     folder = TemporaryDirectory()
 
     def program(rank: int, group: Any) -> Any:

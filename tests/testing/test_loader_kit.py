@@ -196,7 +196,7 @@ class ComingBack:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (CountsEndsNowhere, "rank 0 of 1, a pass behind the end: expected as micro-batch 0"),
+        (CountsEndsNowhere, "rank 0 of 1, a pass after the end: expected as micro-batch 0"),
         (LiesAboutItsLength, "micro-batches of a loader whose len() is 8: expected 8, found 7"),
         (ComesBack, "ends found by asking three times behind 7 micro-batches: expected 3, found 0"),
     ],

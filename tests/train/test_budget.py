@@ -99,7 +99,7 @@ def test_a_run_ends_with_the_first_update_at_or_beyond_or_where_it_overlaps_one_
     late = len(spent) - 1 - first
     assert late <= (overlaps and not is_fixed)
     assert {outcome.updates for outcome in outcomes} == {len(spent)}
-    # What was loaded is what was counted, on all ranks: nothing is lost behind the end, and nothing counted twice.
+    # What was loaded is what was counted, on all ranks: nothing is lost after the end, and nothing counted twice.
     assert spent[-1] == 8 * sum(outcome.fresh_batches for outcome in outcomes)
 
 

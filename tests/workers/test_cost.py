@@ -97,7 +97,7 @@ def times(strategy: Strategy, slow: dict[int, float]) -> list[list[int]]:
 
 
 def test_a_node_sums_inside_while_a_fragment_travels_and_neither_waits() -> None:
-    """The fragment leaves behind update 5 and needs several updates on the link between nodes."""
+    """The fragment leaves after update 5 and needs several updates on the link between nodes."""
     hidden = times(st.DiLoCo(interval=5, delay=4, worker="node"), {})
     waiting = times(st.DiLoCo(interval=5, worker="node"), {})
     for rank in range(RANKS):

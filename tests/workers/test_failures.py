@@ -17,7 +17,7 @@ LONG = timedelta(seconds=60)
 
 
 def train(rank: int, ending: str) -> str:
-    """Train until an error; the last rank ends behind update 2, while a fragment is under way."""
+    """Train until an error; the last rank ends after update 2, while a fragment is under way."""
     parallel = start(
         rank,
         None,

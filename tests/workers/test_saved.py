@@ -32,7 +32,7 @@ def test_a_resumed_run_goes_on_to_the_bit(strategy: Strategy, wire: str, tmp_pat
 
 
 def saved(rank: int, group: distributed.ProcessGroup, strategy: Strategy, place: Path) -> Tensor:
-    """Save behind update 5, and return the mean of all replicas."""
+    """Save after update 5, and return the mean of all replicas."""
     parallel = start(rank, group, strategy, options=NODES)
     go_on(parallel, range(5), Course([], [], [], 0, parallel))
     checkpoint.save(parallel, place)

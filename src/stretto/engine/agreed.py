@@ -44,7 +44,7 @@ class Agreement:
 
     @property
     def is_united(self) -> bool:
-        """Whether all ranks hold the same masters, or should: in most jobs always, otherwise behind an average."""
+        """Whether all ranks hold the same masters, or should: in most jobs always, otherwise after an average."""
         return self.state is Alike.UNITED or self.state is Alike.AHEAD
 
     @property

@@ -59,7 +59,7 @@ class Departure:
 
     @property
     def is_torn(self) -> bool:
-        """Whether a gradient has changed behind its departure, so that ranks have summed something else."""
+        """Whether a gradient has changed after its departure, so that ranks have summed something else."""
         return self._was_torn or any(view._version != version for view, version in self._left)
 
     def go_on(self, come: Callable[[int], Sequence[Tensor] | None]) -> None:

@@ -142,7 +142,7 @@ class UserModel:
         if trainable - self._ids:
             raise ParametersTouched(
                 f"{where}: the model has {len(trainable - self._ids)} trainable parameters that it did not have when "
-                "it was wrapped; wrap after the model is complete, and freeze behind that what is to train later"
+                "it was wrapped; wrap after the model is complete, and freeze after that what is to train later"
             )
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if id(parameter) not in trainable and parameter.requires_grad:

@@ -154,7 +154,7 @@ class Replica:
         return sums, RoundReport.unpack(records, len(own.used), len(own.changed))
 
     def sum_up(self, round: Round) -> tuple[Slices, bool]:
-        """Sum the gradients of `round` over ranks; return the sums, and whether any changed behind their departure."""
+        """Sum the gradients of `round` over ranks; return the sums, and whether any changed after their departure."""
         if (departure := round.departure) is not None:
             round.take_back()
             return departure.finish(), departure.is_torn
@@ -195,7 +195,7 @@ class Replica:
         return transfers, sums, None if feedback is None else feedback.add
 
     def _stop_hiding(self, ranks: list[int]) -> None:
-        """Let nothing leave early any more: gradients of some rank changed behind their departure."""
+        """Let nothing leave early any more: gradients of some rank changed after their departure."""
         self.hides = False
         self._spare_sums.append(self._lent_sums.pop())
         _log.info(

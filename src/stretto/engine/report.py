@@ -79,7 +79,7 @@ class RankReport:
     stepped: bool = False
     """Whether this rank has stepped in that round; unused in the same case."""
     torn: bool = False
-    """Whether gradients of this rank changed behind their departure, so that all ranks sum them again."""
+    """Whether gradients of this rank changed after their departure, so that all ranks sum them again."""
     buffers_are_finite: bool = True
     """Whether no buffer of the model has got an infinity or a NaN in this round, by a micro-batch of any weight."""
 
@@ -179,7 +179,7 @@ class RoundReport:
         self.settings_agree = bool((records["settings"] == records["settings"][0]).all())
         """Whether all ranks have the same hyperparameters."""
         self.torn: list[int] = np.flatnonzero(records["torn"]).tolist()
-        """Ranks whose gradients changed behind their departure."""
+        """Ranks whose gradients changed after their departure."""
 
     @classmethod
     def pack(cls, report: RankReport) -> bytes:

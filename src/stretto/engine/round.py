@@ -96,7 +96,7 @@ class Round:
     agreed: list[Tensor | None]
     """The values of these buffers that ranks last agreed on; nobody may write them."""
     sound: list[Tensor | None]
-    """The values of these buffers behind the last round that counted; see `Statistics.sound`."""
+    """The values of these buffers after the last round that counted; see `Statistics.sound`."""
     first: Sequence[int]
     """Those of which all ranks take rank 0's."""
     vote: Vote
@@ -113,7 +113,7 @@ class Round:
         self.departure = None
 
     def leave_out_buffers(self) -> None:
-        """Let the buffers be as they were behind the last round that counted."""
+        """Let the buffers be as they were after the last round that counted."""
         self.statistics = self.sound
 
     def look_at_gradients(self) -> Tensor:
@@ -147,7 +147,7 @@ class Round:
         """Return this rank's part of the round report, as far as the host knows it.
 
         Args:
-            torn: Whether some gradients changed behind their departure.
+            torn: Whether some gradients changed after their departure.
         """
         return RankReport(
             totals=self.contribution.totals,

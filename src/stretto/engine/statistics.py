@@ -70,7 +70,7 @@ class Statistics:
         """Values that are equal on all ranks; they change at landings only. None where ranks do not agree."""
         self.sound = self.agreed
         """What a round that is left out goes back to: what ranks agreed on, or where they step alone, what this one had
-        behind its last round that counted. Nobody may write them."""
+        after its last round that counted. Nobody may write them."""
         self._told: set[int] = set()
         """Those that a warning has named."""
 

@@ -9,7 +9,7 @@ Note [The end of the data]
 
     A rank without data goes on in here: it hands over what it has accumulated, then empty rounds, until all have
     agreed. Then all land what is left, so that every update has ended and the model shows committed parameters. Where
-    the number of updates is given, nothing is accumulated behind the last one: its rounds are landed at once.
+    the number of updates is given, nothing is accumulated after the last one: its rounds are landed at once.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ class Feed:
         job.compute.hooks.mark.hold(self, job.compute.lifetime.fail)
         self._on_update: Callable[[Update], None] | None = None
         self._next_phase: int | None = None
-        """The update behind which another strategy takes over; None where none does."""
+        """The update after which another strategy takes over; None where none does."""
         self._begin_phase: Callable[[], None] = lambda: None
         """Called there, before anybody hears of that update."""
         self._last_update: int | None = None
@@ -121,13 +121,13 @@ class Feed:
         """Let strategies take turns.
 
         Args:
-            begin_phase: Called behind the last update of each, before anybody hears of that update.
+            begin_phase: Called after the last update of each, before anybody hears of that update.
         """
         self._begin_phase = begin_phase
         self._compute.call_before_forward(self.land_phase)  # a checkpoint may have left a round
 
     def expect_phase(self, step: int | None) -> None:
-        """Another strategy takes over behind update `step`; none does where that is None."""
+        """Another strategy takes over after update `step`; none does where that is None."""
         self._next_phase = step
 
     def batches(
@@ -251,7 +251,7 @@ class Feed:
         self._restored = state
 
     def end(self) -> None:
-        """Go no further than the updates that are committed; all ranks come here behind the same one."""
+        """Go no further than the updates that are committed; all ranks come here after the same one."""
         self._last_update = self._compute.course.steps
 
     def drain(self) -> None:
@@ -270,7 +270,7 @@ class Feed:
         return self.take_landed()
 
     def unite(self) -> None:
-        """Have replicas averaged where nothing is under way; all ranks come here behind the same update."""
+        """Have replicas averaged where nothing is under way; all ranks come here after the same update."""
         compute = self._compute
         with compute.course.finishing(forgets=True):
             while not (compute.is_clear and self._job.replica.agreement.is_united):
@@ -314,7 +314,7 @@ class Feed:
     def _end(self, current: Pass) -> None:
         """Land what is left on any rank, and show the committed parameters; all ranks come here at the same round."""
         compute = self._compute
-        if not current.has_ended:  # or these are votes about what was left behind the end of the data
+        if not current.has_ended:  # or these are votes about what was left after the end of the data
             compute.course.end_pass()
         if compute.course.have_data_ended(current.until):
             current.end()

@@ -334,7 +334,7 @@ def _group_of_parameter(
 def _place(
     sizes: Sequence[int], numel_max: int, world_size: int, parts: int
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return where tensors start that may be cut, one behind the other, and start and length of every bucket.
+    """Return where tensors start that may be cut, one after the other, and start and length of every bucket.
 
     Buckets are equal but for the last, of at most about `numel_max` elements. Their number is a multiple of `parts`
     where there are enough elements.

@@ -93,7 +93,7 @@ def _before(
     if isinstance(effect, Step | Preview) or runs_ahead:
         yield from ask("before_step")
     if isinstance(effect, Launch):
-        yield Conclude()  # behind a landing, as on ranks that have more data
+        yield Conclude()  # after a landing, as on ranks that have more data
     if isinstance(effect, Land):
         yield from ask("before_land")
     if isinstance(effect, Step | Average | Launch | Land):

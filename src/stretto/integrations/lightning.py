@@ -291,7 +291,7 @@ class StrettoStrategy(DDPStrategy):
         if self.parallel is None or self._is_alone:
             return super().lightning_module_state_dict()
         self._land()
-        with self.parallel.settled():  # behind which the tensors may show something else
+        with self.parallel.settled():  # after which the tensors may show something else
             state = super().lightning_module_state_dict()
             return {
                 name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()

@@ -269,7 +269,7 @@ def _check_asides(strategy: Strategy, runs: Sequence[Sequence[Effect]], count: C
     if asks_ahead and (strategy.overlaps or not count[AllReduce]):
         raise ConfigError(
             f"strategy {strategy.name}: only an update with AllReduce and without overlaps may look and average ahead "
-            "of its gradients; with Local ranks agree on their end at averages, so these come behind the step"
+            "of its gradients; with Local ranks agree on their end at averages, so these come after the step"
         )
     if count[Reduce] and any(isinstance(effect, _ASIDES) for run in runs for effect in run):
         raise ConfigError(

@@ -58,7 +58,7 @@ class AccelerateLocalSGD(Replicas, TorchDDP):
         self._averages = LocalSGD(
             accelerator=accelerator, model=wrapped, local_sgd_steps=self.options.interval
         )
-        self._averages.__enter__()  # its `__exit__` would average once more, behind the last update
+        self._averages.__enter__()  # its `__exit__` would average once more, after the last update
         return wrapped
 
     def prepare(self, is_last: bool) -> None:

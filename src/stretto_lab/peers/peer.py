@@ -200,7 +200,7 @@ class Peer:
         self._tally.stop = True
 
     def end(self) -> None:
-        """End `feed` behind the last update; all ranks must call, in `on_update`."""
+        """End `feed` after the last update; all ranks must call, in `on_update`."""
         self._ended = True
 
     def finish(self) -> list[Update]:

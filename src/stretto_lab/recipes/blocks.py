@@ -1,4 +1,4 @@
-"""Documents as blocks of tokens: packed one behind the other, or each in a sequence of its own, padded.
+"""Documents as blocks of tokens: packed one after the other, or each in a sequence of its own, padded.
 
 Packing needs the lengths of documents, which only the tokenizer knows. So the global order is one of *parcels*,
 consecutive runs of documents. A parcel is tokenised as a whole, in a worker, and cut into blocks; its last block is

@@ -93,7 +93,7 @@ class GuardConformance(Conformance):
             rank, latest = damage.rank % world_size, damage.behind + self.updates_to_notice
             incidents = self._train(job, world_size)[0].incidents
             where = f"{job.strategy.name}, rank {rank} of {world_size}"
-            what = f"{damage.site} damaged behind update {damage.behind}, {where}"
+            what = f"{damage.site} damaged after update {damage.behind}, {where}"
             sites = {incident.site for incident in incidents if damage.behind < incident.step <= latest}
             if damage.site not in sites:
                 raise ConformanceFailed(
@@ -139,7 +139,7 @@ class GuardConformance(Conformance):
                 expect(what, _texts(first.incidents), _texts(course.incidents))
 
     def test_guarded_runs_are_resumed_to_the_bit(self) -> None:
-        """Saved behind every update and resumed there, without an alarm about what came from the checkpoint."""
+        """Saved after every update and resumed there, without an alarm about what came from the checkpoint."""
         for job, world_size in self._jobs():
             with tempfile.TemporaryDirectory() as directory:
                 program = functools.partial(saved_and_resumed, job, directory)

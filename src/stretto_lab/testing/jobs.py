@@ -78,7 +78,7 @@ class Damage:
         for value in state.values():
             if isinstance(value, Tensor) and value.numel() > 1:
                 return value
-        raise ConfigError(f"{self}: the optimizer has no state to damage; plant it behind a later update")
+        raise ConfigError(f"{self}: the optimizer has no state to damage; plant it after a later update")
 
 
 State = list[Tensor]
@@ -189,7 +189,7 @@ class Training:
         self.course = Course()
 
     def train(self, directory: Path | None = None) -> Course:
-        """Train to the end; where a directory is given, save at the start and behind every update, each apart."""
+        """Train to the end; where a directory is given, save at the start and after every update, each apart."""
         with self.parallel:
             if directory is not None:
                 self._save(directory / "0")
@@ -257,14 +257,14 @@ def train(job: Job, rank: int, group: dist.ProcessGroup) -> Course:
 
 
 def saved_and_resumed(job: Job, directory: str, rank: int, group: dist.ProcessGroup) -> list[str]:
-    """Save behind every update and resume there; return how that differs from never having stopped."""
+    """Save after every update and resume there; return how that differs from never having stopped."""
     place = Path(directory, f"{group.size()}")
     straight = train(job, rank, group)
     saving = Training(job, rank, group).train(place)
-    findings = different_courses("the run saved behind every update", straight, saving)
+    findings = different_courses("the run saved after every update", straight, saving)
     for step in range(len(straight.committed)):
         resumed = Training(job, rank, group).resume(place / f"{step}")
-        findings += different_courses(f"the run resumed behind update {step}", straight.after(step), resumed)
+        findings += different_courses(f"the run resumed after update {step}", straight.after(step), resumed)
     return findings
 
 

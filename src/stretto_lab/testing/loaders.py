@@ -78,7 +78,7 @@ class LoaderConformance(Conformance):
                 next(batches, None)
 
     def test_a_pass_ends_once_and_its_end_is_a_place_to_go_on_from(self) -> None:
-        """Asked behind its last micro-batch it ends, and asked again too; a new pass begins at its state there."""
+        """Asked after its last micro-batch it ends, and asked again too; a new pass begins at its state there."""
         if self.endless:
             return
         for rank, world_size in self._seats():
@@ -86,14 +86,12 @@ class LoaderConformance(Conformance):
             batches = iter(loader)
             given = len(self._take(batches, self.uses * self.per_epoch + 1))
             ends = sum(next(batches, _END) is _END for _ in range(3))
-            expect(f"{name}, ends found by asking three times behind {given} micro-batches", 3, ends)
+            expect(f"{name}, ends found by asking three times after {given} micro-batches", 3, ends)
             if (length := _length_of(loader)) is not None:
                 expect(f"{name}, micro-batches of a loader whose len() is {length}", length, given)
             resumed = self.make_loader(rank, world_size)
             resumed.load_state_dict(copy.deepcopy(loader.state_dict()))
-            self._same(
-                f"{name}, a pass behind the end", self._take(loader, given), self._take(resumed, given)
-            )
+            self._same(f"{name}, a pass after the end", self._take(loader, given), self._take(resumed, given))
 
     def test_loading_replaces_whatever_was_there(self) -> None:
         """A loader that has gone on by itself returns to what it is told."""

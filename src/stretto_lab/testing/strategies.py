@@ -276,7 +276,7 @@ class StrategyConformance(Conformance):
                 expect_nothing(findings)
 
     def test_resumed_runs_go_on_to_the_bit(self) -> None:
-        """Saved behind every update, which changes nothing, and resumed there by new jobs."""
+        """Saved after every update, which changes nothing, and resumed there by new jobs."""
         for world_size in self.world_sizes:
             with tempfile.TemporaryDirectory() as directory:
                 program = functools.partial(saved_and_resumed, self._job(), directory)

@@ -3,7 +3,7 @@
     name[:key=value]...        for example  acco:first=1:wire=bf16  or  wp:clock=1,8:lr=2e-3
 
 A run names its strategy in the same way. Strategies that take turns are joined by +, each later one with the number of
-committed updates behind which it begins:
+committed updates after which it begins:
 
     name[:key=value]...[+name[:key=value]...@update]...        for example  zero1+acco:wire=int8@100+ddp@900
 """
@@ -120,7 +120,7 @@ class Arm:
     settings: dict[str, Any]
     """Settings of the run, out of `SETTINGS`."""
     phases: tuple[tuple[int, "Arm"], ...] = ()
-    """Strategies that take turns, each with the updates behind which it begins; none where one stays."""
+    """Strategies that take turns, each with the updates after which it begins; none where one stays."""
 
     @property
     def is_ours(self) -> bool:

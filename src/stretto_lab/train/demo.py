@@ -177,7 +177,7 @@ def _records(
 
 
 def _target(clean: Outcome) -> float:
-    """Return the held-out loss of the clean run at its first evaluation behind `TARGET_AT`."""
+    """Return the held-out loss of the clean run at its first evaluation after `TARGET_AT`."""
     return next(one.heldout_loss for one in clean.evaluations if one.step >= TARGET_AT * clean.updates)
 
 

@@ -49,7 +49,7 @@ class Outcome:
     updates: int
     """Committed updates, with those before the checkpoint that the run went on from."""
     samples: int
-    """Samples behind the updates made here, over all ranks."""
+    """Samples of the updates made here, over all ranks."""
     fresh_samples: int
     """Those at their first use."""
     training_seconds: float
