@@ -2,7 +2,7 @@
 
 The README, the results and the examples stay where a reader of the repository looks for them. Here they become pages
 of the site beside those of `docs/`. A link in any page is written for the repository. It is turned into one to the
-page that its target has become, or else to the file in the repository.
+page that its target has become. Any other file that a page links to is a download of the site, below `files/`.
 """
 
 import ast
@@ -17,7 +17,12 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = {"decisions": "Decisions", "results": "Results", "examples": "Examples"}
 """Folders of the site whose pages are all listed, with the titles of their lists."""
-FOLDERS = {"docs": "index.md", "docs/decisions": "decisions/index.md", "examples/extend": "examples/index.md"}
+FOLDERS = {
+    "docs": "index.md",
+    "docs/decisions": "decisions/index.md",
+    "examples/extend": "examples/index.md",
+    "examples/cluster": "examples/index.md",
+}
 """Folders of the repository that pages link to, and the page for each."""
 LINK = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)|\]\(([^)\s#]+)(#[^)\s]*)?\)", re.DOTALL | re.MULTILINE)
 """Code, which is passed over; or the target of a link, and its anchor."""
@@ -32,6 +37,9 @@ def source_of_pages() -> dict[str, str]:
         pages[f"results/{file.parent.name}.md"] = file.relative_to(ROOT).as_posix()
     for file in sorted(ROOT.glob("examples/**/*.py")):
         pages[file.relative_to(ROOT).with_suffix(".md").as_posix()] = file.relative_to(ROOT).as_posix()
+    for file in sorted(ROOT.glob("examples/cluster/*")):
+        if file.suffix != ".py":
+            pages[f"examples/cluster/{file.name}.md"] = file.relative_to(ROOT).as_posix()
     return pages
 
 
@@ -57,6 +65,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page, place in pages.items():
         if not place.startswith("docs/"):
             files.append(File.generated(config, page, content=texts[page]))
+    for path in downloads():
+        files.append(File.generated(config, f"files/{path}", abs_src_path=str(ROOT / path)))
     for folder, title in LISTED.items():
         rows = [
             f"- [{re.search('^# (.+)$', text, re.MULTILINE)[1]}]({posixpath.relpath(page, folder)})"
@@ -73,6 +83,8 @@ def text_of(file: Path) -> str:
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
         return text
+    if file.suffix != ".py":
+        return f"---\nsearch: {{boost: 0.3}}\n---\n# {file.name}\n\n```\n{text}```\n"
     about = ast.get_docstring(ast.parse(text))
     _, _, code = text.partition('"""\n\n')
     return f"---\nsearch: {{boost: 0.3}}\n---\n# {file.name}\n\n{about}\n\n```python\n{code}```\n"
@@ -80,16 +92,30 @@ def text_of(file: Path) -> str:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn the links of a page from the repository's paths to the site's."""
-    return with_links_of_site(markdown, page.file.src_uri, config.extra["repository"])
+    return with_links_of_site(markdown, page.file.src_uri)
 
 
-def with_links_of_site(markdown: str, page: str, repository: str) -> str:
+def downloads() -> list[str]:
+    """Return the files of the repository that pages link to and that are no pages themselves."""
+    pages = source_of_pages()
+    found = set()
+    for place in pages.values():
+        for match in LINK.finditer((ROOT / place).read_text(encoding="utf-8")):
+            if not match[1] and "://" not in match[2]:
+                found.add(posixpath.normpath(posixpath.join(posixpath.dirname(place), match[2])))
+    return sorted(
+        path
+        for path in found - set(pages.values())
+        if not path.startswith("docs/") and (ROOT / path).is_file()
+    )
+
+
+def with_links_of_site(markdown: str, page: str) -> str:
     """Return the text of a page with its links as the site needs them.
 
     Args:
         markdown: The text, with links relative to its file in the repository.
         page: The page's place in the site.
-        repository: Address of the repository, for files that are no pages.
     """
     pages = source_of_pages()
     if page not in pages:  # it was made for the site
@@ -104,9 +130,8 @@ def with_links_of_site(markdown: str, page: str, repository: str) -> str:
         uri = page_of.get(path) or page_of.get(f"{path}/README.md")
         if uri is None and path.startswith("docs/"):
             uri = path.removeprefix("docs/")  # a figure; or nothing, of which mkdocs will warn
-        if uri is not None:
-            return f"]({posixpath.relpath(uri, posixpath.dirname(page))}{anchor})"
-        kind = "tree" if (ROOT / path).is_dir() else "blob"
-        return f"]({repository}/{kind}/main/{path}{anchor})" if (ROOT / path).exists() else match[0]
+        if uri is None and (ROOT / path).is_file():
+            uri = f"files/{path}"
+        return match[0] if uri is None else f"]({posixpath.relpath(uri, posixpath.dirname(page))}{anchor})"
 
     return LINK.sub(on_site, markdown)

@@ -9,8 +9,6 @@ from tests.docs.pages import ROOT, without_code
 from website.pages import source_of_pages, with_links_of_site
 from website.promises import LOADED, MODULES, missing_names
 
-REPOSITORY = "https://example.org/repository"
-
 
 @pytest.mark.parametrize(
     ("page", "written", "on_site"),
@@ -19,14 +17,14 @@ REPOSITORY = "https://example.org/repository"
         ("index.md", "docs/figures/lanes.svg", "figures/lanes.svg"),
         ("index.md", "docs/decisions/", "decisions/index.md"),
         ("index.md", "examples/lora.py", "examples/lora.md"),
-        ("index.md", "LICENSE", f"{REPOSITORY}/blob/main/LICENSE"),
+        ("index.md", "LICENSE", "files/LICENSE"),
         ("echo.md", "../benchmarks/results/2026-11-21-echo-speed/", "results/2026-11-21-echo-speed.md"),
         ("decisions/0009-carry.md", "../strategies.md", "../strategies.md"),
         ("results/2026-11-21-echo-speed.md", "../../../docs/virtual-cluster.md", "../virtual-cluster.md"),
         (
             "results/2026-11-21-echo-speed.md",
             "two.json",
-            f"{REPOSITORY}/blob/main/benchmarks/results/2026-11-21-echo-speed/two.json",
+            "../files/benchmarks/results/2026-11-21-echo-speed/two.json",
         ),
         ("index.md", "no-such-file.md", "no-such-file.md"),
         ("index.md", "https://pytorch.org/docs", "https://pytorch.org/docs"),
@@ -35,12 +33,12 @@ REPOSITORY = "https://example.org/repository"
 def test_a_link_leads_to_the_page_that_its_target_has_become_or_to_the_file(
     page: str, written: str, on_site: str
 ) -> None:
-    assert with_links_of_site(f"See [this]({written}).", page, REPOSITORY) == f"See [this]({on_site})."
+    assert with_links_of_site(f"See [this]({written}).", page) == f"See [this]({on_site})."
 
 
 @pytest.mark.parametrize("code", ["`[a](docs/loops.md)`", "```\n[a](docs/loops.md)\n```\n"])
 def test_code_is_left_as_it_is(code: str) -> None:
-    assert with_links_of_site(code, "index.md", REPOSITORY) == code
+    assert with_links_of_site(code, "index.md") == code
 
 
 def test_every_page_of_the_repository_is_a_page_of_the_site() -> None:
