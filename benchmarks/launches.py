@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stretto as st
-from stretto.engine.runtime import Pending, Runtime, choose_runtime
+from stretto.engine.runtime import Pending, Runtime, RuntimeOver, choose_runtime
 from stretto.groups import SoloGroup
 from stretto_lab.testing.synchronising import Synchronisations
 
@@ -64,11 +64,11 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class WatchedRuntime(Runtime):
+class WatchedRuntime(RuntimeOver):
     """A lane's runtime whose work is counted and timed."""
 
     def __init__(self, runtime: Runtime, group: "WatchedGroup") -> None:
-        self._runtime = runtime
+        super().__init__(runtime)
         self._group = group
 
     def spawn(self, work: Callable[[], T]) -> Pending[T]:
@@ -78,13 +78,7 @@ class WatchedRuntime(Runtime):
             with self._group.watching():
                 return work()
 
-        return self._runtime.spawn(watched)
-
-    now = property(lambda self: self._runtime.now)
-    charge = property(lambda self: self._runtime.charge)
-    pass_backward = property(lambda self: self._runtime.pass_backward)
-    join = property(lambda self: self._runtime.join)
-    leave = property(lambda self: self._runtime.leave)
+        return super().spawn(watched)
 
 
 class WatchedGroup(SoloGroup):

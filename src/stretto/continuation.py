@@ -34,7 +34,7 @@ from stretto.engine.statistics import at, is_same
 from stretto.feed import Feed
 from stretto.flat import original_name
 from stretto.packed import pack, unpack
-from stretto.randomness import random_states, restore_random_states
+from stretto.random_states import random_states, restore_random_states
 
 _TOTALS = tuple(field.name for field in dataclasses.fields(Totals))
 

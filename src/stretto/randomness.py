@@ -6,19 +6,10 @@ A decision is a function of a seed and a counter:
 
 A generator would have to be kept in step on every rank and saved with every checkpoint. A hash needs only the
 counter, which every rank and every checkpoint has anyway.
-
-What a forward pass may draw from (torch, NumPy, Python) belongs to a rank. `random_states` copies it, to be kept or
-saved. `RandomStatesByRank` lets the ranks of one process take turns with it.
 """
 
-import random
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
 
-import numpy as np
-import torch
 import xxhash
 
 _RANGE = 1 << 64
@@ -39,75 +30,3 @@ def draw(seed: int, stream: str, counter: int) -> int:
 def coin(seed: int, stream: str, counter: int, probability: float) -> bool:
     """Return True with `probability`, always the same for the same arguments, which are those of `draw`."""
     return draw(seed, stream, counter) < int(probability * _RANGE)
-
-
-def random_states(device: torch.device) -> dict[str, Any]:
-    """Return copies of the states of torch, of `device`, of NumPy and of Python; checkpoints hold this dict."""
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-
-
-def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Put `states` in place, that of a device only where `device` is one of its kind."""
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])
-
-
-@contextmanager
-def kept_random_states(device: torch.device) -> Iterator[None]:
-    """Let what the block draws, here and on `device`, change no draw after it."""
-    states = random_states(device)
-    try:
-        yield
-    finally:
-        restore_random_states(states, device)
-
-
-class RandomStatesByRank:
-    """The states of torch, NumPy and Python of several ranks that take turns in one process.
-
-    A rank starts as if its number had been the seed, whatever the process drew before, so that a program that does
-    not seed itself repeats too. NumPy's generator changes hands as an object, in 0.2 µs, where copying its state there
-    and back takes 130: ranks take turns at every collective.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[Any, ...]] = {}
-        self._before = _exchangeable_states()
-        self._rank: int | None = None
-
-    def hand_to(self, rank: int) -> None:
-        """Put the states of `rank` in place, and keep those of the rank before."""
-        if rank == self._rank:
-            return
-        if self._rank is not None:
-            self._kept[self._rank] = _exchangeable_states()
-        self._rank = rank
-        if rank in self._kept:
-            _exchange(*self._kept[rank])
-            return
-        torch.default_generator.manual_seed(rank)
-        np.random.set_bit_generator(np.random.MT19937(rank))  # type: ignore[attr-defined]  # not in its stub
-        random.seed(rank)
-
-    def give_back(self) -> None:
-        """Put back what the process had before."""
-        _exchange(*self._before)
-
-
-def _exchangeable_states() -> tuple[Any, ...]:
-    numpy_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in its stub
-    return torch.default_generator.get_state(), numpy_generator, random.getstate()
-
-
-def _exchange(torch_state: torch.Tensor, numpy_generator: Any, python_state: tuple[Any, ...]) -> None:
-    torch.default_generator.set_state(torch_state)
-    np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]  # not in its stub
-    random.setstate(python_state)

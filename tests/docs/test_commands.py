@@ -5,6 +5,7 @@ import pytest
 from stretto_lab.campaign import CampaignConfig
 from stretto_lab.cli.options import parse_alone, parse_options
 from stretto_lab.doctor import Examination
+from stretto_lab.estimate import EstimateConfig
 from stretto_lab.page import ReportConfig
 from stretto_lab.plan import PlanConfig
 from stretto_lab.reproduce import ReproduceConfig
@@ -16,7 +17,7 @@ from tests.docs.pages import ROOT, commands, pages
 
 # Those of docs/recipes.md are run, by the page's own test.
 COMMANDS = [words for page in pages() if page.name != "recipes.md" for words in commands(page)]
-ALONE = {"demo": DemoConfig, "doctor": Examination}
+ALONE = {"demo": DemoConfig, "doctor": Examination, "estimate": EstimateConfig}
 """The options of commands that take nothing else."""
 AFTER_NAMES = {"report": ReportConfig, "reproduce": ReproduceConfig}
 """The options of commands that take folders or records before them."""
@@ -67,6 +68,7 @@ def test_the_pages_print_commands() -> None:
         "report",
         "diagnose",
         "plan",
+        "estimate",
         "campaign",
         "doctor",
         "reproduce",

@@ -1,7 +1,7 @@
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.groups.link import Link
+from stretto.link import Link
 
 
 @pytest.mark.parametrize(

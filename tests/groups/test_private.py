@@ -9,9 +9,9 @@ import torch.distributed as dist
 from stretto import DDP, DataParallel
 from stretto.errors import ConfigError
 from stretto.groups.collective_group import SoloGroup
-from stretto.groups.link import Link
 from stretto.groups.private import part_of, private_group, ranks_of, release, retire
 from stretto.groups.throttled import ThrottledGroup, register_throttled
+from stretto.link import Link
 from tests.processes import run_ranks
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import ConfigError
-from stretto.groups.link import Link
 from stretto.groups.throttled import ThrottledGroup, register_throttled
 from stretto.groups.wrapped import _gloo_group
+from stretto.link import Link
 from tests.processes import rank_outcomes, run_ranks
 
 

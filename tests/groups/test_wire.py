@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.groups.link import Link, Wire
+from stretto.groups.wire import Wire
+from stretto.link import Link
 
 
 def test_bytes_arrive_in_order_one_transmission_after_the_other_and_never_early() -> None:

@@ -15,7 +15,8 @@ from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto.strategies import STRATEGIES
 from stretto_lab.cli import main
-from stretto_lab.plan import EVIDENCE, Machine, PlanConfig, Ranking, price, rank_by_time
+from stretto_lab.evidence import EVIDENCE
+from stretto_lab.plan import Machine, PlanConfig, Ranking, price, rank_by_time
 from stretto_lab.plan.measure import measure
 from stretto_lab.recipes import DigitsResNet
 from stretto_lab.recipes.own import own_recipe

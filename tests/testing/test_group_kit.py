@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from stretto.errors import ConformanceFailed
 from stretto.groups.collective_group import SoloGroup
-from stretto.groups.link import Link
 from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import register_throttled
+from stretto.link import Link
 from stretto_lab.testing import ProcessGroupConformance
 from stretto_lab.testing.conformance import Program
 from stretto_lab.testing.process_groups import EVERY_NAME

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stretto.errors import ConfigError
-from stretto.randomness import kept_random_states
+from stretto.random_states import kept_random_states
 from stretto_lab.cli.environment import find_ranks
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.outcome import describe_environment

@@ -11,11 +11,11 @@ from stretto.groups.launcher import (
     launched_rank,
     meeting_point,
 )
-from stretto.groups.link import Link
 from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
 from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import ThrottledGroup, register_throttled
 from stretto.groups.wrapped import may_wait_again, orders_streams
+from stretto.link import Link
 
 __all__ = [
     "Connection",

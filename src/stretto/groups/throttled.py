@@ -22,8 +22,9 @@ from torch.futures import Future
 
 from stretto.errors import CommunicationError
 from stretto.groups.collectives import Call
-from stretto.groups.link import Link, Wire
+from stretto.groups.wire import Wire
 from stretto.groups.wrapped import WrappedGroup, register_over_gloo
+from stretto.link import Link
 
 
 def register_throttled(link: Link, name: str = "throttled", address: str | None = None) -> None:

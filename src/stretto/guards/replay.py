@@ -16,7 +16,7 @@ from stretto.engine.round import Listener, LossFunction, Weighed, weighed
 from stretto.errors import UnsafeValue, UsageError
 from stretto.guards.interpreter import GuardInterpreter
 from stretto.packed import pack, unpack
-from stretto.randomness import random_states, restore_random_states
+from stretto.random_states import random_states, restore_random_states
 from stretto.records import Incident
 
 

@@ -15,6 +15,7 @@ from importlib import metadata
 from stretto.errors import ConfigError, CorruptionError, OutputClosed, StrettoError, WorkerFailed
 from stretto.fields import unknown_name
 from stretto.terminal import is_unread, print_to_nobody, printable
+from stretto_lab.cli.estimate import print_estimate
 from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, overview
 
 FAILED, MISUSED, DAMAGED, INTERRUPTED = 1, 2, 3, 130
@@ -61,6 +62,9 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise unknown_name("no command is called", name, COMMANDS)
     asks_help = not {*HELP, HELP_ALL}.isdisjoint(words)
+    if name == "estimate" and not asks_help:  # which needs no PyTorch
+        print_estimate(words)
+        return 0
     # Of help, only the help itself goes to the standard output.
     if (
         "torch" not in sys.modules

@@ -9,7 +9,8 @@ from stretto.errors import ConfigError
 from stretto_lab.cli.options import TASK, named_as_options
 from stretto_lab.cli.run_folder import CONFIG, command_of
 from stretto_lab.cli.screens import recommendation
-from stretto_lab.plan import SMALL, PlanConfig, Ranking, plan
+from stretto_lab.evidence import SMALL
+from stretto_lab.plan import PlanConfig, Ranking, plan
 from stretto_lab.recipes import TaskConfig
 from stretto_lab.train.arms import AUTO, parse_arm
 from stretto_lab.train.configuration import Job, RunConfig, part_of

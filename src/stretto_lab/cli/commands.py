@@ -22,6 +22,7 @@ from stretto_lab.cli.auto import (
     without_auto,
 )
 from stretto_lab.cli.environment import find_ranks, is_joined
+from stretto_lab.cli.estimate import print_estimate
 from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, command_help, first_clause
 from stretto_lab.cli.options import (
     TASK,
@@ -45,6 +46,7 @@ from stretto_lab.cli.screens import (
     print_simulation,
 )
 from stretto_lab.doctor import Examination, Report, examine_rank
+from stretto_lab.estimate import EstimateConfig
 from stretto_lab.observe import print_campaign, print_comparison, print_demo, replace_json
 from stretto_lab.page import PAGE, ReportConfig, report
 from stretto_lab.plan import PlanConfig
@@ -72,6 +74,7 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "report": lambda _: ReportConfig(),
         "diagnose": lambda task: DiagnoseConfig(task=task),
         "plan": lambda task: PlanConfig(task=task),
+        "estimate": lambda _: EstimateConfig(),
         "campaign": lambda task: CampaignConfig(task=small(task)),
         "doctor": lambda _: Examination(),
         "presets": lambda _: PresetList(),
@@ -96,6 +99,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "report": report_command,
         "diagnose": diagnose_command,
         "plan": plan_command,
+        "estimate": print_estimate,
         "campaign": campaign_command,
         "doctor": doctor_command,
         "presets": presets_command,

@@ -84,6 +84,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             takes="RECIPE",
             basic=("workers", "ranks", "network", "micro-batches", "link", "batches", "seed"),
         ),
+        "estimate": Command(
+            summary="say at once what an exchange would cost, from a few figures",
+            takes="",
+            basic=("parameters", "update-seconds", "ranks", "network", "micro-batches"),
+        ),
         "campaign": Command(
             summary="strike small jobs with faults, and hold guards to their promises",
             takes="[RECIPE]",

@@ -4,11 +4,7 @@ from stretto_lab.plan.choice import Choice, choose
 from stretto_lab.plan.measure import Machine, measure
 from stretto_lab.plan.price import Price, compute_of, price
 from stretto_lab.plan.ranking import (
-    EVIDENCE,
-    OF_WIRES,
-    SMALL,
     UNEQUAL,
-    Evidence,
     PlanConfig,
     Ranking,
     evidence_of,
@@ -17,12 +13,8 @@ from stretto_lab.plan.ranking import (
 )
 
 __all__ = [
-    "EVIDENCE",
-    "OF_WIRES",
-    "SMALL",
     "UNEQUAL",
     "Choice",
-    "Evidence",
     "Machine",
     "PlanConfig",
     "Price",

@@ -12,10 +12,11 @@ from torch import distributed as dist
 
 from stretto.engine import Clock, Options
 from stretto.groups import join_launched_group, launched_per_node
-from stretto.randomness import random_states, restore_random_states
+from stretto.random_states import random_states, restore_random_states
 from stretto.strategies import Strategy
+from stretto_lab.evidence import SMALL
 from stretto_lab.plan.measure import Machine, Ranks, measure_task
-from stretto_lab.plan.ranking import SMALL, Ranking, rank_by_time
+from stretto_lab.plan.ranking import Ranking, rank_by_time
 from stretto_lab.recipes.task import Loss, Task
 from stretto_lab.train.arms import Arm, parse_arm
 

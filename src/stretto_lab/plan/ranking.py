@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Literal
 
 from stretto.engine.options import Clock, Options
@@ -12,6 +11,7 @@ from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
 from stretto.fields import check_at_least
 from stretto.strategies.ledger import ledger_of
+from stretto_lab.evidence import EVIDENCE, OF_WIRES, SMALL, Evidence
 from stretto_lab.plan.measure import WIRES, Machine, measure
 from stretto_lab.plan.price import Price, price
 from stretto_lab.train.arms import Arm, parse_arm
@@ -19,42 +19,6 @@ from stretto_lab.train.configuration import Job, TaskT
 from stretto_lab.train.launch import Ranks
 from stretto_lab.virtual import parse_network
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Evidence:
-    """What a strategy costs in held-out loss, on the same samples as synchronous training."""
-
-    nats: float | None
-    """More of them; None where nothing is known."""
-    source: str
-    """Where that was measured; empty where it is exact, or rounds to 16 bits as everybody does."""
-
-
-_FRONTIER = "benchmarks/results/2026-11-23-frontier"
-_LEARNING = "benchmarks/results/2026-11-21-learning"
-EVIDENCE: Mapping[str, Evidence] = MappingProxyType(
-    {
-        "zero1": Evidence(0.0, ""),
-        "ddp": Evidence(0.0, ""),
-        "acco": Evidence(0.013, _FRONTIER),
-        "wp": Evidence(0.22, _LEARNING),
-        "dpu": Evidence(0.60, _LEARNING),
-        "local": Evidence(None, "replicas drift"),
-        "diloco": Evidence(None, "replicas drift"),
-    }
-)
-"""By strategy, in the order of preference where times are alike."""
-OF_WIRES: Mapping[str, Evidence] = MappingProxyType(
-    {
-        "fp32": Evidence(0.0, ""),
-        "bf16": Evidence(0.0, ""),
-        "int8": Evidence(0.0, _FRONTIER),
-        "int4": Evidence(0.010, _FRONTIER),
-    }
-)
-"""By wire."""
-SMALL = 0.02
-"""Nats that hardly anybody would notice: about the spread between seeds in the measurements."""
 ALIKE = 0.02
 """Share of the time below which two prices count as the same."""
 RARE = ("local:rate=0.1", "local:rate=0.02", "diloco:interval=10:delay=1", "diloco:interval=50:delay=2")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from stretto.randomness import kept_random_states
+from stretto.random_states import kept_random_states
 from stretto.records import Update
 from stretto_lab.observe import Observer
 from stretto_lab.recipes import Task

@@ -26,7 +26,7 @@ from types import FrameType
 
 import torch
 
-from stretto.randomness import RandomStatesByRank
+from stretto.random_states import RandomStatesByRank
 
 
 class Stopped(BaseException):

@@ -19,10 +19,11 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.errors import ConfigError, UnknownName
-from stretto.fields import check_fields, unknown_name
+from stretto.errors import ConfigError
+from stretto.fields import check_fields
 from stretto.groups.collectives import Pattern
-from stretto.groups.link import Link
+from stretto.link import Link
+from stretto_lab.links import LINKS, parse_link
 
 _PICOSECONDS_PER_NANOSECOND = 1000
 _FREE = Link()
@@ -189,15 +190,7 @@ def _picoseconds_per_byte(link: Link) -> int:
     return 0 if link.bits_per_second is None else round(8e12 / link.bits_per_second)
 
 
-NETWORKS: Mapping[str, Network] = MappingProxyType(
-    {
-        "free": Network(),
-        "datacenter": Network(link=Link(bits_per_second=100e9, latency_seconds=5e-6)),
-        "ethernet": Network(link=Link(bits_per_second=10e9, latency_seconds=50e-6)),
-        "office": Network(link=Link(bits_per_second=1e9, latency_seconds=200e-6)),
-        "internet": Network(link=Link(bits_per_second=100e6, latency_seconds=20e-3)),
-    }
-)
+NETWORKS: Mapping[str, Network] = MappingProxyType({name: Network(link=link) for name, link in LINKS.items()})
 """Networks with a name; any link, such as 100mbit,2ms, is one too."""
 
 
@@ -207,10 +200,4 @@ def parse_network(text: str) -> Network:
     Raises:
         UnknownName: Neither.
     """
-    if text in NETWORKS:
-        return NETWORKS[text]
-    try:
-        return Network(link=Link.parse(text))
-    except ConfigError as error:
-        known = unknown_name("no network is called", text, NETWORKS)
-        raise UnknownName(f"{known}; {error}") from error
+    return Network(link=parse_link(text))

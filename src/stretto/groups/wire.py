@@ -1,0 +1,43 @@
+"""The wire of one process that makes a slow link felt.
+
+A `Wire` carries one transmission after the other, in the order in which they begin.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from stretto.link import Link
+
+
+class Wire:
+    """Tells when what was sent over a link has arrived.
+
+    A transmission occupies the wire for  8 bytes / rate  seconds, from the moment the previous one is through, and
+    arrives `latency` later. Arrivals therefore keep the order of sending, and one thread that sleeps until the
+    next of them is all it takes: nothing polls.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._free_from = 0.0  # in seconds of time.monotonic
+        self._order = threading.Lock()
+        self._under_way: queue.SimpleQueue[tuple[float, Callable[[], None]]] = queue.SimpleQueue()
+        self._courier: threading.Thread | None = None
+
+    def send(self, sent_bytes: int, arrived: Callable[[], None]) -> None:
+        """Queue a transmission behind those before it; call `arrived` on the courier's thread, never early."""
+        with self._order:
+            self._free_from = max(self._free_from, time.monotonic()) + self.link.occupied_seconds(sent_bytes)
+            self._under_way.put((self._free_from + self.link.latency_seconds, arrived))
+            if self._courier is None:
+                self._courier = threading.Thread(target=self._deliver, name="stretto-wire", daemon=True)
+                self._courier.start()
+
+    def _deliver(self) -> None:
+        while True:
+            due, arrived = self._under_way.get()
+            while (left := due - time.monotonic()) > 0:
+                time.sleep(left)
+            arrived()

@@ -1,0 +1,61 @@
+"""What the time model says agrees with the strategies' own code in virtual time, and needs no PyTorch."""
+
+import math
+import random
+
+import pytest
+
+from stretto.exchange import WIRES
+from stretto.link import Link
+from stretto_lab.estimate.times import ELEMENT_BYTES, Work, time_of
+from stretto_lab.plan import Machine, price
+from stretto_lab.train.arms import parse_arm
+
+CLOSE = 0.1
+ARMS = (
+    "zero1",
+    "wp",
+    "dpu",
+    "acco",
+    "local:rate=0.25",
+    "diloco:interval=4:fragments=2:delay=1",
+    "diloco:interval=10:fragments=5:delay=1:outer_lr=1:outer_momentum=0:keep_progress=on",
+    "diloco:interval=10",
+)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_an_update_takes_what_it_takes_in_virtual_time(seed: int) -> None:
+    draws = random.Random(seed)
+    arm = parse_arm(f"{ARMS[seed % len(ARMS)]}:wire={draws.choice(sorted(WIRES))}")
+    parameters = round(10 ** draws.uniform(7, 9.5))
+    work = Work(
+        parameters=parameters,
+        bucket_bytes=parameters // 8,  # 32 buckets, so that a twin is small
+        update_seconds=10 ** draws.uniform(-1, 1),
+        ranks=draws.choice((2, 4, 8, 64)),
+        micro_batches=draws.randint(2, 8),
+        link=Link(bits_per_second=10 ** draws.uniform(7.5, 11)),
+    )
+    micro_batch = work.update_seconds / work.micro_batches
+    machine = Machine(
+        ranks=work.ranks,
+        parameters=work.parameters,
+        forward_seconds=micro_batch / 3,
+        backward_seconds=micro_batch * 2 / 3,
+        load_seconds=0.0,
+        step_seconds=0.0,
+        exchange_seconds=dict.fromkeys(WIRES, 0.0),
+        link=work.link,
+        cores=math.inf,
+    )
+    found = time_of(work, arm.strategy(), arm.wire)
+    priced = price(arm, machine, micro_batches=work.micro_batches, bucket_bytes=work.bucket_bytes)
+    assert found.seconds == pytest.approx(priced.seconds, rel=CLOSE)
+    assert found.sent_bytes == pytest.approx(priced.sent_bytes, rel=CLOSE)
+    assert found.memory_bytes == pytest.approx(priced.memory_bytes)
+
+
+def test_bytes_of_an_element_are_those_of_the_wires() -> None:
+    numel, stored = 2**12, 4  # bytes of a float32: no value is sent in more than it is stored in
+    assert {name: min(stored, wire.num_bytes(numel) / numel) for name, wire in WIRES.items()} == ELEMENT_BYTES
