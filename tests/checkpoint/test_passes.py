@@ -67,10 +67,11 @@ class Numbered:
     def _rest(self) -> Iterator[Tensor]:
         order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist()
         context = WORKERS if self.workers else None
-        rest = DataLoader(
-            order[self.position :], batch_size=None, num_workers=self.workers, multiprocessing_context=context
+        rest: Any = order[self.position :]
+        batches: DataLoader[int] = DataLoader(
+            rest, batch_size=None, num_workers=self.workers, multiprocessing_context=context
         )
-        for index in rest:
+        for index in batches:
             self.position += 1
             number = float(1000 * self.rank + 100 * self.epoch + index)
             batch = torch.full((2, 3), number) if self.memory is None else self.memory.fill_(number)

@@ -103,6 +103,9 @@ class Passes:
         if not self._is_loaded:
             self.passes, self.position = self.passes + 1, 0
         self._is_loaded = False
+        return self._rest()
+
+    def _rest(self) -> Iterator[Tensor]:
         while self.position < self.length:
             self.position += 1
             yield torch.tensor([1000 * self.passes + self.position])
