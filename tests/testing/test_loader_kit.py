@@ -198,7 +198,7 @@ class ComingBack:
     [
         (CountsEndsNowhere, "rank 0 of 1, a pass after the end: expected as micro-batch 0"),
         (LiesAboutItsLength, "micro-batches of a loader whose len() is 8: expected 8, found 7"),
-        (ComesBack, "ends found by asking three times behind 7 micro-batches: expected 3, found 0"),
+        (ComesBack, "ends found by asking three times after 7 micro-batches: expected 3, found 0"),
     ],
 )
 def test_a_loader_whose_end_is_none_fails_the_check_of_ends(kind: type[Passes], message: str) -> None:
