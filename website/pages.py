@@ -66,7 +66,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if not place.startswith("docs/"):
             files.append(File.generated(config, page, content=texts[page]))
     for path in downloads():
-        files.append(File.generated(config, f"files/{path}", abs_src_path=str(ROOT / path)))
+        files.append(File.generated(config, place_of_download(path), abs_src_path=str(ROOT / path)))
     for folder, title in LISTED.items():
         rows = [
             f"- [{re.search('^# (.+)$', text, re.MULTILINE)[1]}]({posixpath.relpath(page, folder)})"
@@ -110,6 +110,11 @@ def downloads() -> list[str]:
     )
 
 
+def place_of_download(path: str) -> str:
+    """Return where a file of the repository lies in the site, which leaves out folders that begin with a dot."""
+    return f"files/{path.lstrip('.')}"
+
+
 def with_links_of_site(markdown: str, page: str) -> str:
     """Return the text of a page with its links as the site needs them.
 
@@ -131,7 +136,7 @@ def with_links_of_site(markdown: str, page: str) -> str:
         if uri is None and path.startswith("docs/"):
             uri = path.removeprefix("docs/")  # a figure; or nothing, of which mkdocs will warn
         if uri is None and (ROOT / path).is_file():
-            uri = f"files/{path}"
+            uri = place_of_download(path)
         return match[0] if uri is None else f"]({posixpath.relpath(uri, posixpath.dirname(page))}{anchor})"
 
     return LINK.sub(on_site, markdown)

@@ -18,6 +18,7 @@ from website.promises import LOADED, MODULES, missing_names
         ("index.md", "docs/decisions/", "decisions/index.md"),
         ("index.md", "examples/lora.py", "examples/lora.md"),
         ("index.md", "LICENSE", "files/LICENSE"),
+        ("contributing.md", ".github/workflows/ci.yml", "files/github/workflows/ci.yml"),
         ("echo.md", "../benchmarks/results/2026-11-21-echo-speed/", "results/2026-11-21-echo-speed.md"),
         ("decisions/0009-carry.md", "../strategies.md", "../strategies.md"),
         ("results/2026-11-21-echo-speed.md", "../../../docs/virtual-cluster.md", "../virtual-cluster.md"),
