@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import random
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -115,3 +117,14 @@ def test_the_end_of_an_earlier_holder_leaves_the_next_job_alone() -> None:
         DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
     update = parallel.backward(model(torch.randn(3, 4)).sum())
     assert update is not None
+
+
+def test_a_program_that_ends_with_a_job_says_nothing() -> None:
+    program = """if True:
+        import torch, stretto
+        model = torch.nn.Linear(4, 2)
+        parallel = stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=2)
+        parallel.backward(model(torch.ones(3, 4)).sum())
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""

@@ -35,7 +35,8 @@ class Mark:
 
     def hold(self, holder: object, let_go: Callable[[], None]) -> None:
         """Say who holds the job, and what to call once nobody does; see Note [Jobs that nobody holds]."""
-        self._holder = weakref.ref(holder, lambda _: let_go())
+        self._holder = weakref.ref(holder)
+        weakref.finalize(holder, let_go).atexit = False  # as Python ends, nothing stays anyway
 
     @property
     def is_held(self) -> bool:
