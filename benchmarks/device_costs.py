@@ -319,10 +319,16 @@ def commands(device: torch.device) -> dict[str, Any]:
 
 def suite(device: torch.device) -> dict[str, Any]:
     """tests/gpu."""
+    # Of plugins that a machine brings along, some warn; tests of several processes at once share the device.
+    words = ["-q", "tests/gpu", "-p", "no:cacheprovider", "-p", "no:benchmark", "-W", "default", "-n", "8"]
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/gpu", "-p", "no:cacheprovider"], cwd=ROOT,
-        capture_output=True, text=True, timeout=550, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "pytest", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
     lines = ended.stdout.splitlines()
     expect(ended.returncode == 0, "\n".join(lines[-30:]))
     return {"last line": lines[-1]}

@@ -45,7 +45,6 @@ CHECKS: Mapping[str, Check] = {
     "trace": Check(
         device_costs.trace, "does a profiler see computing beside exchanges", seconds=120, alone=True
     ),
-    "launches": Check(device_costs.launches, "what a bucket costs the host", seconds=240, alone=True),
     "two_ranks": Check(
         device_order.two_ranks, "do two ranks on one device hold the same", ranks=2, seconds=120
     ),
@@ -62,6 +61,7 @@ CHECKS: Mapping[str, Check] = {
     "ended_jobs": Check(
         device_costs.ended_jobs, "what ended jobs leave on the device", seconds=120, alone=True
     ),
+    "launches": Check(device_costs.launches, "what a bucket costs the host", seconds=240, alone=True),
     "commands": Check(device_costs.commands, "what a newcomer sees", seconds=500),
     "suite": Check(device_costs.suite, "do the tests of a device pass", seconds=580),
 }
