@@ -31,9 +31,9 @@ def is_plausible_sum(values: Sequence[Tensor] | Tensor, total: Tensor) -> bool |
         total: Their sum.
     """
     together = values if isinstance(values, Tensor) else torch.stack(tuple(values))
-    wide, numbers = together.double(), torch.finfo(total.dtype)
-    size = wide.abs().sum(0)
-    is_near = (total - wide.sum(0)).abs_() <= len(values) * numbers.eps * size
+    numbers, exact = torch.finfo(total.dtype), together.sum(0, dtype=torch.float64)
+    size = torch.linalg.vector_norm(together, 1, 0, dtype=torch.float64)
+    is_near = (total - exact).abs_() <= size * (len(values) * numbers.eps)
     if is_on_host(total) and is_near.all():
         return True
     is_plausible = (is_near | ~(size <= numbers.max)).all()

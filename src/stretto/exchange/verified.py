@@ -140,10 +140,11 @@ class VerifiedExchange(Exchange):
         rows, parts = received.view(count, -1), whole.view(count, -1)
         checked = opened(rows, seeds_from_senders(first, 0))
         self._arrived.append(_Arrived("gathered values", index, level.where, level.ranks, *checked))
-        values, part = rows[:, :-SEAL_BYTES].view(wire.dtype), parts[place]
         for others in (range(place), range(place + 1, count)):
             if others:
-                parts[others.start : others.stop].copy_(values[others.start : others.stop])
+                sent = slice(others.start, others.stop)
+                parts[sent].copy_(rows[sent, :-SEAL_BYTES].view(wire.dtype))
+        part = parts[place]
         if part.data_ptr() != own.data_ptr() or part.dtype != own.dtype:
             part.copy_(own)
 
