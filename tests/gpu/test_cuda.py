@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto import checkpoint
-from stretto.checksums import Checksum, Sums, digest
+from stretto.checksums import Checksum, Sums, digest, on_host
 from stretto.groups import SoloGroup
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.faults import Fault, FaultPlan, Injector, strike_memory
@@ -163,7 +163,7 @@ def checksums() -> dict[str, bool]:
             sums.columns.cpu(), own.columns
         )
         there.view(torch.uint8)[777] ^= 64
-        found[f"{dtype} seen"] = digest(there) != before.digest
+        found[f"{dtype} seen"] = [digest(there)] != on_host([before.digest])
         found[f"{dtype} repaired"] = before.repairs(there) and torch.equal(there.cpu(), values)
     return found
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from stretto.checksums import digest
+from stretto.checksums import digests, on_host
 from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.agreed import AgreedReplica
 from stretto.engine.replica import Flight, Performer
@@ -108,7 +108,7 @@ class GuardInterpreter:
                 effect.part, dict(self._parts(flight))[effect.part], effect.source, effect.onto
             ),
             Seal: lambda effect, flight: self._seal(effect.what, flight),
-            Inspect: lambda effect, _: list(self._differences(effect.what)),
+            Inspect: lambda effect, _: self._differences(effect.what),
             Mend: lambda effect, _: self._seals.mend(effect.part),
             Replace: lambda effect, _: self._replace(effect.parts),
             Publish: lambda effect, _: self._publish(effect.part),
@@ -236,15 +236,19 @@ class GuardInterpreter:
         # Ranks that keep their own state, or step alone, may also have cut it into different segments.
         agreement = self._replica.agreement
         compares_state = agreement.states_are_alike and not agreement.steps_alone
-        return {
-            part: self._fingerprint(part, tensor)
+        parts = {
+            part: tensor
             for part, tensor in self._parts(flight)
             if compares_state or part.site != "optimizer state"
         }
+        same = {part: tensor for part, tensor in parts.items() if not self._is_written(part, tensor)}
+        numbers = on_host(digests(list(same.values())))
+        return {**dict.fromkeys(parts, 0), **dict(zip(same, numbers, strict=True))}
 
-    def _fingerprint(self, part: Part, tensor: Tensor) -> int:
+    def _is_written(self, part: Part, tensor: Tensor) -> bool:
+        """Return whether somebody has written a fixed tensor since the job began."""
         version = self._progress.versions.get(part.name) if part.site == "fixed" else None
-        return digest(tensor) if version in (None, tensor._version) else 0
+        return version not in (None, tensor._version)
 
     def _recompute(self, flight: Flight | None) -> dict[Part, bool]:
         """Compute parts again where possible, and return for each whether the result is the same."""
@@ -254,15 +258,16 @@ class GuardInterpreter:
             for key in expected.keys() | found.keys():
                 for part in self._parts_of(index, key):
                     right[part] = right.get(part, True) and expected.get(key) == found.get(key)
-        for part, _ in self._seals.sealed(("values to be shown", "anchor")):
-            right[part] = self._seals.difference(part) is None
+        sealed = [part for part, _ in self._seals.sealed(("values to be shown", "anchor"))]
+        changed = {difference.part for difference in self._seals.differences(sealed)}
+        right |= {part: part not in changed for part in sealed}
         shown = dict(self._shown(flight)) if self._is_replicated else {}
         flats = [torch.zeros_like(flat) for flat in shown.values()]
         if flats:
             self._sharded.publish(flats)
-        for flat, (part, tensor) in zip(flats, shown.items(), strict=True):
-            right[part] = digest(flat) == digest(tensor)
-        return right
+        numbers = on_host(digests([*flats, *shown.values()]))
+        pairs = zip(shown, numbers[: len(flats)], numbers[len(flats) :], strict=True)
+        return right | {part: expected == found for part, expected, found in pairs}
 
     def _parts_of(self, segment: int, key: str) -> Iterator[Part]:
         """Yield the parts that hold one of a segment's tensors."""
@@ -289,16 +294,18 @@ class GuardInterpreter:
             case "values to be shown":
                 self._seals.add(what, self._shown(flight))
 
-    def _differences(self, what: Sequence[Sealable]) -> Iterator[Difference]:
-        """Yield the parts that have changed since they were sealed; parts that were cut again are not compared."""
+    def _differences(self, what: Sequence[Sealable]) -> list[Difference]:
+        """Return the parts that have changed since they were sealed; parts that were cut again are not compared."""
         # A checkpoint has gradients exchanged outside an update, which changes what the wire owes.
         self._seals.drop_written("error memory")
         state = dict(self._state()) if "state" in what else {}
-        for part, tensor in self._seals.sealed(what):
-            is_cut_again = part.site in ("masters", "optimizer state") and state.get(part) is not tensor
-            difference = None if is_cut_again else self._seals.difference(part)
-            if difference is not None:
-                yield difference
+        return self._seals.differences(
+            [
+                part
+                for part, tensor in self._seals.sealed(what)
+                if part.site not in ("masters", "optimizer state") or state.get(part) is tensor
+            ]
+        )
 
     def _replace(self, parts: Sequence[Part]) -> dict[Part, int]:
         """Replace this rank's damaged parts by those of other ranks, and send healthy parts to ranks that need them."""
@@ -314,6 +321,8 @@ class GuardInterpreter:
             for record in self._exchange.gather_records(names)
         ]
         wanted = sorted(set().union(*damaged), key=str)
+        if not wanted:
+            return {}
         sources = {}
         for part in wanted:
             healthy = [rank for rank, of_rank in enumerate(damaged) if part not in of_rank]
@@ -332,7 +341,7 @@ class GuardInterpreter:
             self._sharded.publish(buffer.flats)
             fresh = {Part(SHOWN, f"set {index}"): flat for index, flat in enumerate(buffer.flats)}
             self._seals.tensor(part).copy_(fresh[part])
-        self._give_up([part] if self._seals.difference(part) is not None else [])
+        self._give_up([difference.part for difference in self._seals.differences([part])])
 
     def _clear(self, part: Part) -> None:
         self._seals.tensor(part).zero_()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.checksums import digest
+from stretto.checksums import Digest, digests, on_host
 from stretto.errors import ConfigError
 from stretto.flat import Block, Layout, Owned, Slices
 from stretto.optimizer.private import is_elementwise, rebuild
@@ -218,17 +218,22 @@ class ShardedOptimizer:
         """
         self._isolate_unused(gradient.used)
         self._turn(hyperparameters)
-        digests = []
+        keys, found = [], []
         for index, segments in groupby(self.segments, key=attrgetter("block")):
             block = self.owned.blocks[index]
             copy = _inside(self.masters, block).clone()
-            for segment, ghost, state in self._step_ghosts(copy, block, segments, gradient, clip):
-                digests.append(_digests(ghost, state or self.optimizer.state.get(segment.master, {})))
-        return digests
+            ghosts = [
+                _by_key(ghost, state or self.optimizer.state.get(segment.master, {}))
+                for segment, ghost, state in self._step_ghosts(copy, block, segments, gradient, clip)
+            ]
+            keys += list(map(list, ghosts))  # not the ghosts: memory for one block has to do
+            found += digests([tensor for tensors in ghosts for tensor in tensors.values()])
+        return _read(keys, found)
 
     def digests(self) -> list[dict[str, int]]:
         """Return, by segment, digests of the present master and of each tensor of its state."""
-        return [_digests(one.master, self.optimizer.state.get(one.master, {})) for one in self.segments]
+        held = [_by_key(one.master, self.optimizer.state.get(one.master, {})) for one in self.segments]
+        return _read(held, digests([tensor for tensors in held for tensor in tensors.values()]))
 
     def preview(
         self,
@@ -345,9 +350,15 @@ class ShardedOptimizer:
         self.segments[position : position + 1] = parts
 
 
-def _digests(master: Tensor, state: Mapping[str, Any]) -> dict[str, int]:
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    return {key: digest(value) for key, value in {MASTER: master, **tensors}.items()}
+def _by_key(master: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a segment's tensors."""
+    return {MASTER: master, **{key: value for key, value in state.items() if isinstance(value, Tensor)}}
+
+
+def _read(keys: Sequence[Iterable[str]], found: Sequence[Digest]) -> list[dict[str, int]]:
+    """Return digests as numbers, by segment and key."""
+    numbers = iter(on_host(found))
+    return [{key: next(numbers) for key in of_segment} for of_segment in keys]
 
 
 def _inside(values: Slices, block: Block) -> Tensor:
