@@ -6,7 +6,7 @@ The private optimizer sees the masters as segments (`stretto.optimizer.segments`
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -123,20 +123,20 @@ class ReducedGradient:
         """
         on_host = self.sums.flats[0].device.type == "cpu"
         parts = self.sums if on_host else [b for flat in self.sums.flats for b in flat.split(_DEVICE_BLOCK)]
-        squares = [_norm_squared(part).to(self.sums[0].device) for part in parts]
+        squares = list(map(_norm_squared, parts, repeat(self.sums[0].device)))
         return torch.stack(squares).cumsum(0)[-1]  # one after the other
 
 
-def _norm_squared(total: Tensor) -> Tensor:
-    """Return the squared 2-norm, `()` float64, on the device of `total`."""
+def _norm_squared(total: Tensor, device: torch.device) -> Tensor:
+    """Return the squared 2-norm, `()` float64, on `device`."""
     if total.device.type != "cpu":
         norm: Tensor = torch.linalg.vector_norm(total, dtype=torch.float64)
-        return norm.square()
+        return norm.square().to(device)
     square = torch.zeros((), dtype=torch.float64)
     for block in total.split(_BLOCK):
         wide = block.to(torch.float64)
         square += torch.dot(wide, wide)
-    return square
+    return square.to(device)
 
 
 def _scaled(mean: Tensor, clip: float) -> Tensor:
