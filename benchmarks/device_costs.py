@@ -98,11 +98,12 @@ def hidden(device: torch.device) -> dict[str, Any]:
 
 def trace(device: torch.device) -> dict[str, Any]:
     """Share of the time of exchanges between two ranks in which the computing's kernels run, by a profiler."""
-    _, plain = _gpt_and_plain_loop(device)
+    rows = 32  # with fewer an H100 waits for its host, and exchanges for both
+    _, plain = _gpt_and_plain_loop(device, rows)
     lasts = _seconds(plain, 3, device)["device"] / 2
     found = {}
     for name in ("acco", "zero1"):
-        job, update, _ = _slow_job_on_gpt(device, name, lasts)
+        job, update, _ = _slow_job_on_gpt(device, name, lasts, rows)
         for _ in range(3):
             update()
         synchronize(device)
@@ -118,11 +119,11 @@ def trace(device: torch.device) -> dict[str, Any]:
 
 
 def _slow_job_on_gpt(
-    device: torch.device, name: str, lasts: float
+    device: torch.device, name: str, lasts: float, rows: int = 8
 ) -> tuple[st.DataParallel, Callable[[], None], float]:
     """Return a job whose exchanges last so many seconds an update, its update, and the bytes that one sends."""
     quick = Twins(device)
-    quiet, update = _job_on_gpt(device, STRATEGIES[name](), quick, 2**26)
+    quiet, update = _job_on_gpt(device, STRATEGIES[name](), quick, 2**26, rows)
     for _ in range(3):
         update()
     before = quick.bytes
@@ -130,7 +131,7 @@ def _slow_job_on_gpt(
         update()
     sent = (quick.bytes - before) / 3
     quiet.finish()
-    return *_job_on_gpt(device, STRATEGIES[name](), Twins(device, lasts / max(sent, 1)), 2**26), sent
+    return *_job_on_gpt(device, STRATEGIES[name](), Twins(device, lasts / max(sent, 1)), 2**26, rows), sent
 
 
 def _covered(profile: torch.profiler.profile) -> dict[str, float]:
