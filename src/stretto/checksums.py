@@ -121,7 +121,7 @@ def digests_of_rows(content: Tensor, seeds: Seeds = _UNSEEDED) -> Digests:
     """
     if is_on_host(content):
         rows = enumerate(content.numpy())
-        return [xxhash.xxh3_64_intdigest(row, seeds.of(number)) for number, row in rows]
+        return [xxhash.xxh3_64_intdigest(row.data, seeds.of(number)) for number, row in rows]
     return _hashed(*_sums_of(content), content.size(1), seeds)
 
 
@@ -210,7 +210,7 @@ def _together(tensors: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Sequence[
 
 def _xxh3(tensor: Tensor, seed: int = 0) -> int:
     held = tensor.detach().contiguous() if tensor.dtype in _NUMPY else _bytes_of(tensor)
-    return xxhash.xxh3_64_intdigest(held.numpy(), seed)
+    return xxhash.xxh3_64_intdigest(held.numpy().data, seed)
 
 
 def _signed(number: int) -> int:
@@ -387,10 +387,13 @@ def checksums(tensors: Sequence[Tensor]) -> list[Checksum]:
     """Take the checksum of each tensor as it is now; nothing waits for a device."""
     found = {}
     for places, content in _together(enumerate(tensors)):
-        sums, length = _sums_of(content), content.size(1)
-        numbers = digests_of_rows(content) if is_on_host(content) else _hashed(*sums, length, _UNSEEDED)
-        for place, one, *of_one in zip(places, numbers, *map(torch.unbind, sums), strict=True):
-            found[place] = Checksum(one, Sums(*of_one, length))
+        (rows, columns), length = _sums_of(content), content.size(1)
+        numbers = (
+            digests_of_rows(content) if is_on_host(content) else _hashed(rows, columns, length, _UNSEEDED)
+        )
+        sums = zip(rows.unbind(), columns.unbind(), strict=True)
+        for place, one, (of_rows, of_columns) in zip(places, numbers, sums, strict=True):
+            found[place] = Checksum(one, Sums(of_rows, of_columns, length))
     return [found[place] for place in range(len(tensors))]
 
 
