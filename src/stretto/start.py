@@ -110,8 +110,6 @@ class Parts:
                 "model: expected parameters of no other job, found some of a DataParallel that has not ended; call its "
                 "finish() first, or its fail(error) to give it up"
             )
-        for mark in marks:
-            mark.give_up()
         check_scheduler(self.scheduler, self.optimizer)
         for guard in self.guards:
             if not isinstance(guard, Guard):
