@@ -1,4 +1,4 @@
-"""Checksums of tensors: a digest tells whether a tensor changed; sums of rows and columns tell where, and repair it.
+"""Checksums of tensors: a digest tells whether a tensor changed; sums of rows and columns tell where, and by how much.
 
 Every function here reads a tensor's bytes, in the order of its elements. `digest` makes one 64-bit number of them.
 `Sums` reads them as 64-bit words, writes the words into a table with 4096 columns, and adds up each row and each
@@ -33,9 +33,11 @@ import torch
 import xxhash
 from torch import Tensor
 
+from stretto.mixed import mixed
+
 HOSTS = ("cpu",)
 """Types of devices whose memory the host reads by itself."""
-_WORD_BYTES = 8
+WORD_BYTES = 8
 _COLUMNS = 4096
 """Words in a row: 32 KiB, so that the sums of 64 MiB are 0.07 % of it."""
 _BYTES_TOGETHER = 2**26
@@ -44,11 +46,6 @@ _BYTES_IN_CACHE = 2**18
 """How much is read together on the host."""
 _NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.uint8})
 """Dtypes that NumPy has too: of such tensors it hands on the memory without a view of the bytes. Others are rare."""
-_BYTES_TRIED = 2**34
-"""How much a repair reads at most to find the right one of several explanations: some seconds of work, where giving up
-means a restart."""
-_PLACE, *_FACTORS = 0x1E3779B97F4A7C15, 0x36E8FEB86659FD93, 0x20761D6478BD642F
-"""Of the hash on devices: odd, below 2^63, with bits that look drawn."""
 
 
 class Seeds(NamedTuple):
@@ -64,10 +61,6 @@ class Seeds(NamedTuple):
     def of(self, row: int) -> int:
         """Return the seed of a row."""
         return (self.first + row * self.step) % 2**64
-
-    def on(self, device: torch.device, rows: int) -> Tensor:
-        """Return the seeds of so many rows, `(rows,)` int64; they are made there, so that nothing is sent."""
-        return torch.arange(rows, device=device).mul_(_signed(self.step)).add_(_signed(self.first))
 
 
 _UNSEEDED = Seeds()
@@ -121,8 +114,8 @@ def digests_of_rows(content: Tensor, seeds: Seeds = _UNSEEDED) -> Digests:
     """
     if is_on_host(content):
         rows = enumerate(content.numpy())
-        return [xxhash.xxh3_64_intdigest(row, seeds.of(number)) for number, row in rows]
-    return _hashed(*_sums_of(content), content.size(1), seeds)
+        return [xxhash.xxh3_64_intdigest(row.data, seeds.of(number)) for number, row in rows]
+    return mixed(torch.cat(_sums_of(content), 1), content.size(1), *seeds)
 
 
 def on_host(numbers: Sequence[Digest | Digests]) -> list[int]:
@@ -141,8 +134,6 @@ def on_host(numbers: Sequence[Digest | Digests]) -> list[int]:
     for tensors in by_device.values():
         together = torch.hstack(list(tensors.values())).long().cpu()
         joined: list[int] = together.numpy().view(np.uint64).tolist()
-        if len(tensors) == len(numbers):
-            return joined
         ends = itertools.accumulate(one.numel() for one in tensors.values())
         for (place, one), end in zip(tensors.items(), ends, strict=True):
             found[place] = joined[end - one.numel() : end]
@@ -161,17 +152,15 @@ def same_bytes(one: Tensor, other: Tensor) -> bool | Tensor:
     """
     if is_on_host(one):
         return _xxh3(one) == _xxh3(other)
-    return (_words_of(_bytes_of(one)) == _words_of(_bytes_of(other))).all()
+    return (words_of(_bytes_of(one)) == words_of(_bytes_of(other))).all()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, `(nbytes,)` uint8: a view if the tensor is contiguous."""
-    if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
-        return tensor
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _words_of(content: Tensor) -> Tensor:
+def words_of(content: Tensor) -> Tensor:
     """Return uint8 values as int64 words: a view if length and address allow it, else a copy with zeros at its end.
 
     Args:
@@ -179,19 +168,15 @@ def _words_of(content: Tensor) -> Tensor:
     """
     *apart, length = content.shape
     begins = content.data_ptr() | int(content.storage_offset()) | (int(content.stride(0)) if apart else 0)
-    if (length | begins) % _WORD_BYTES == 0:
+    if (length | begins) % WORD_BYTES == 0:
         return content.view(torch.int64)
-    padded = content.new_zeros(*apart, -(-length // _WORD_BYTES), dtype=torch.int64)
+    padded = content.new_zeros(*apart, -(-length // WORD_BYTES), dtype=torch.int64)
     padded.view(torch.uint8)[..., :length] = content
     return padded
 
 
 def _together(tensors: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yield tensors that are alike together: their places, and their bytes, `(tensors, bytes)`.
-
-    Args:
-        tensors: With their places.
-    """
+    """Yield tensors, given with their places, that are alike together: places, and bytes `(tensors, bytes)`."""
     alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[tuple[int, Tensor]]] = defaultdict(list)
     for place, tensor in tensors:
         alike[tensor.device, tensor.dtype, tensor.shape].append((place, tensor))
@@ -210,17 +195,12 @@ def _together(tensors: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Sequence[
 
 def _xxh3(tensor: Tensor, seed: int = 0) -> int:
     held = tensor.detach().contiguous() if tensor.dtype in _NUMPY else _bytes_of(tensor)
-    return xxhash.xxh3_64_intdigest(held.numpy(), seed)
-
-
-def _signed(number: int) -> int:
-    """Return a number modulo 2^64 as int64 holds it."""
-    return (number + 2**63) % 2**64 - 2**63
+    return xxhash.xxh3_64_intdigest(held.numpy().data, seed)
 
 
 def _sums_of(content: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums of bytes, `(..., bytes)`, as `Sums` says: `(..., rows)` and `(..., columns)`."""
-    words = _words_of(content)
+    words = words_of(content)
     *apart, length = words.shape
     width = min(_COLUMNS, max(1, length))
     whole = length // width * width
@@ -231,31 +211,6 @@ def _sums_of(content: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.cat([rows, rest.sum(-1, keepdim=True)], -1)
         columns[..., : length - whole] += rest
     return rows, columns
-
-
-def _hashed(rows: Tensor, columns: Tensor, num_bytes: int, seeds: Seeds) -> Tensor:
-    """Return a number of each tensor's sums, `(tensors,)`; the same for the same sums, length and seed."""
-    sums = torch.cat([rows, columns], 1)
-    # What a sum is mixed with is its place, so that two that have changed places show.
-    mixed = _mixed(sums.add_(Seeds(_PLACE, _PLACE).on(sums.device, sums.size(1)))).sum(1)
-    return _mixed(mixed.add_(_signed(num_bytes * _PLACE)).add_(seeds.on(sums.device, len(sums))))
-
-
-def _mixed(words: Tensor) -> Tensor:
-    """Mix each word's bits, in place: different words stay different, and every bit changes many."""
-    for factor in _FACTORS:
-        words.bitwise_xor_((words >> 32).bitwise_and_(2**32 - 1)).mul_(factor)
-    return words.bitwise_xor_((words >> 32).bitwise_and_(2**32 - 1))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Change:
-    """A change of one word."""
-
-    word: int
-    """Which 64-bit word of the tensor's bytes, from 0."""
-    amount: int
-    """New value minus old value, as a signed 64-bit number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -283,78 +238,10 @@ class Sums:
             and torch.equal(self.columns, other.columns)
         )
 
-    def explanations(self, found: "Sums") -> Iterator[list[Change]]:
-        """Yield sets of changes that turn these sums into `found`, the likeliest first.
-
-        Only two kinds are looked for: words of one column, and runs of neighbouring words that are shorter than a row.
-        Nothing is yielded if the sums are equal, or if neither kind fits. Several sets may fit the same sums, so
-        whoever repairs by one has to compare digests afterwards.
-        """
-        if self.num_bytes != found.num_bytes:
-            return
-        row_changes, column_changes = found.rows - self.rows, found.columns - self.columns
-        rows, columns = row_changes.nonzero()[:, 0].tolist(), column_changes.nonzero()[:, 0].tolist()
-        if len(columns) == 1:
-            width = self.columns.numel()
-            yield [Change(row * width + columns[0], int(row_changes[row])) for row in rows]
-        elif columns:
-            for first_row in _first_rows(rows, self.rows.numel()):
-                yield from _runs(row_changes, column_changes, columns, first_row)
-
-
-def _first_rows(changed: list[int], num_rows: int) -> Iterable[int]:
-    """Return the rows in which a run may begin that changed the sums of the rows `changed`; see Note [Runs]."""
-    match changed:
-        case []:
-            return range(num_rows)
-        case [row]:
-            return [row, row - 1] if row else [row]
-        case [row, next_row] if next_row == row + 1:
-            return [row]
-        case _:
-            return []
-
-
-def _runs(
-    row_changes: Tensor, column_changes: Tensor, columns: list[int], row: int
-) -> Iterator[list[Change]]:
-    """Yield the runs that begin in `row` and explain these changes of sums; `columns` are those that changed.
-
-    Note [Runs]
-        Damage often hits neighbouring words. A run that is shorter than a row lies in one row, or at the end of one row
-        and the beginning of the next. It has at most one word in each column, so each column's change is the change
-        of one word. What is open is where to split the columns: those from the split on lie in `row`, those before it
-        in the next row. The split must give both rows the change that their sums show. That change may be zero although
-        words changed: two flipped sign bits add 2^63 each, together 2^64.
-    """
-    width = column_changes.numel()
-    changes = column_changes[columns]
-    # By split: what the columns from there on add to `row`, and what the others add to the next row.
-    in_row = torch.cat([changes.flip(0).cumsum(0).flip(0), changes.new_zeros(1)])
-    in_next = in_row[0] - in_row
-    next_change = row_changes[row + 1] if row + 1 < row_changes.numel() else row_changes.new_zeros(())
-    for split in ((in_row == row_changes[row]) & (in_next == next_change)).nonzero()[:, 0].tolist():
-        if split < len(columns):  # otherwise all of the run lies in the next row
-            yield [
-                Change((row + (index < split)) * width + column, amount)
-                for index, (column, amount) in enumerate(zip(columns, changes.tolist(), strict=True))
-            ]
-
-
-def repair(tensor: Tensor, changes: Iterable[Change]) -> None:
-    """Take changes back, in place; the tensor must be contiguous."""
-    content = tensor.detach().view(-1).view(torch.uint8)
-    for change in changes:
-        # Through a copy: the tensor may end within the word, and may begin at any address.
-        held = content[change.word * _WORD_BYTES :][:_WORD_BYTES]
-        word = _words_of(held.clone()).clone()
-        word -= change.amount
-        held.copy_(word.view(torch.uint8)[: held.numel()])
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Checksum:
-    """Digest and sums of a tensor at one moment: they tell later whether it has changed, and repair it."""
+    """Digest and sums of a tensor at one moment: they tell later whether it has changed, and where."""
 
     digest: Digest
     sums: Sums
@@ -365,39 +252,22 @@ class Checksum:
         (found,) = checksums([tensor])
         return found
 
-    def repairs(self, tensor: Tensor) -> bool:
-        """Give a damaged tensor its old bits back, in place, and return whether that succeeded.
-
-        It succeeds for damage to words of one column, or to a run of words shorter than a row, in a contiguous tensor.
-        If it fails the tensor is left as it was.
-        """
-        if not tensor.is_contiguous():
-            return False
-        (expected,) = on_host([self.digest])
-        tries = max(1, _BYTES_TRIED // max(1, tensor.nbytes))
-        for changes in itertools.islice(self.sums.explanations(Sums.of(tensor)), tries):
-            repair(tensor, changes)
-            if digest(tensor) == expected:
-                return True
-            repair(tensor, [Change(change.word, -change.amount) for change in changes])
-        return False
-
 
 def checksums(tensors: Sequence[Tensor]) -> list[Checksum]:
     """Take the checksum of each tensor as it is now; nothing waits for a device."""
     found = {}
     for places, content in _together(enumerate(tensors)):
-        sums, length = _sums_of(content), content.size(1)
-        numbers = digests_of_rows(content) if is_on_host(content) else _hashed(*sums, length, _UNSEEDED)
-        for place, one, *of_one in zip(places, numbers, *map(torch.unbind, sums), strict=True):
-            found[place] = Checksum(one, Sums(*of_one, length))
+        (rows, columns), length = _sums_of(content), content.size(1)
+        numbers = (
+            digests_of_rows(content) if is_on_host(content) else mixed(torch.cat([rows, columns], 1), length)
+        )
+        sums = zip(rows.unbind(), columns.unbind(), strict=True)
+        for place, one, (of_rows, of_columns) in zip(places, numbers, sums, strict=True):
+            found[place] = Checksum(one, Sums(of_rows, of_columns, length))
     return [found[place] for place in range(len(tensors))]
 
 
 def compared(taken: Sequence[Checksum], tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return of each tensor the digest when its checksum was taken, and that of now; they differ if it has changed.
-
-    The host waits once for each device.
-    """
+    """Return the digests of then and now, which differ where a tensor has changed; the host waits once per device."""
     numbers = on_host([*(one.digest for one in taken), *digests(tensors)])
     return list(zip(numbers[: len(taken)], numbers[len(taken) :], strict=True))

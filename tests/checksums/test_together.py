@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto import checksums
 from stretto.checksums import Seeds, Sums, compared, digest, digests, digests_of_rows, on_host
+from stretto.guards.repair import repairs
 from stretto_lab.testing.synchronising import Synchronisations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
@@ -64,7 +65,7 @@ def test_any_damage_shows_in_the_digest_of_its_tensor_and_in_no_other(seed: int)
     content[draws.randrange(content.numel())] ^= 1 << draws.randrange(8)
     pairs = compared(taken, tensors)
     assert [index for index, pair in enumerate(pairs) if pair[0] != pair[1]] == [struck]
-    assert taken[struck].repairs(tensors[struck])
+    assert repairs(taken[struck], tensors[struck])
     assert torch.equal(tensors[struck].view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
 
 

@@ -44,8 +44,10 @@ def host_waits(
     def program(rank: int, group: ProcessGroup) -> Counter[str]:
         torch.manual_seed(rank)
         model = nn.Sequential(*[layer() for _ in range(layers)])
-        # It counts its steps on the device.
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        # A group for each layer, so that the optimizer's state is cut there; it counts its steps on the device.
+        optimizer = torch.optim.AdamW(
+            [{"params": list(layer.parameters())} for layer in model], lr=0.01, fused=True
+        )
         settings = Options(bucket_bytes=bucket_bytes, **options)
         counted = Synchronisations()
         with counted.watching() if rank == 0 else contextlib.nullcontext():  # watching the others takes time

@@ -19,6 +19,7 @@ import stretto as st
 from stretto import checkpoint
 from stretto.checksums import Checksum, Sums, digest, on_host
 from stretto.groups import SoloGroup
+from stretto.guards.repair import repairs
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.faults import Fault, FaultPlan, Injector, strike_memory
 from tests.processes import run_ranks
@@ -164,7 +165,7 @@ def checksums() -> dict[str, bool]:
         )
         there.view(torch.uint8)[777] ^= 64
         found[f"{dtype} seen"] = [digest(there)] != on_host([before.digest])
-        found[f"{dtype} repaired"] = before.repairs(there) and torch.equal(there.cpu(), values)
+        found[f"{dtype} repaired"] = repairs(before, there) and torch.equal(there.cpu(), values)
     return found
 
 

@@ -6,15 +6,16 @@ Sums are computed twice, and buckets with a damaged row travel again, before any
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from stretto.checksums import Digest, Digests, hexadecimal, on_host, same_bytes
-from stretto.errors import CorruptionError, TransferCorrupt
+from stretto.errors import TransferCorrupt
 from stretto.exchange.exchange import Exchange
+from stretto.exchange.given_up import given_up
 from stretto.exchange.missing import Missing, missing_anywhere
 from stretto.exchange.rows import (
     SEAL_BYTES,
@@ -203,7 +204,7 @@ class VerifiedExchange(Exchange):
                 self._doubted.clear()
                 return
             if repeats == REPEATS:
-                self._give_up(site, missing)
+                raise given_up(self.rank, site, missing, REPEATS)
             self._begin_attempt()
             for index in sorted({lost.index for lost in missing}):
                 super().perform([transfers[index]])  # one at a time: any two may share scratch memory
@@ -211,18 +212,15 @@ class VerifiedExchange(Exchange):
     def _sum_twice(self, level: Level, index: int, values: Tensor, total: Tensor) -> None:
         """Sum `values` twice, and note whether both are equal to the bit, and plausible."""
         again = self.scratch("again", index, total.numel(), total.dtype, total.device)
-        contributions = values.unbind()
-        self.add_up(contributions, total)
-        self.add_up(contributions, again)
+        for into in (total, again):
+            self.add_up(values.unbind(), into)
         looked_at = (values, total) if index in self._doubted else (sampled(values), sampled(total))
         is_right = same_bytes(total, again) & is_plausible_sum(*looked_at)
         self._arrived.append(_Arrived("sum", index, level.where, [self.rank], True, is_right))
 
     def _look(self) -> list[Missing]:
         """Return what this rank misses of what has arrived, and report it; the host reads all of it at once."""
-        numbers = iter(
-            on_host([one for arrived in self._arrived for one in (arrived.expected, arrived.found)])
-        )
+        numbers = iter(on_host([one for row in self._arrived for one in (row.expected, row.found)]))
         missing = []
         for arrived in self._arrived:
             count = len(arrived.senders)
@@ -243,20 +241,6 @@ class VerifiedExchange(Exchange):
             self._report("sum", part, sender, "summed again")
         else:
             self._report(arrived.site, part, sender, "sent again", expected, found)
-
-    def _give_up(self, site: str, missing: Sequence[Missing]) -> NoReturn:
-        where, what = f"rank {self.rank}: ", "; ".join(map(str, missing))
-        if wrong := sorted({lost.receiver for lost in missing if lost.is_sum}):
-            raise CorruptionError(
-                f"{where}sums came out wrong or differently after {REPEATS} repeats: expected the same bits from the "
-                f"same contributions, in {what}; take the device of ranks {wrong} out of the job",
-                ranks=wrong,
-            )
-        raise TransferCorrupt(
-            f"{where}{site} still damaged after {REPEATS} repeats: expected what the sender had sealed, found "
-            f"something else in {what}; take that rank or that link out of the job",
-            links=sorted({(lost.sender, lost.receiver) for lost in missing}),
-        )
 
     def _read(self, content: bytes, sealed_bytes: int, sender: int) -> bytes | None:
         """Return the record in one of the copies whose seal fits; None where none does."""

@@ -3,9 +3,8 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import get_args
 
-import torch
 from torch import Tensor
 
 from stretto.checksums import digests, on_host
@@ -32,32 +31,15 @@ from stretto.guards.contract import (
     Share,
     Where,
 )
+from stretto.guards.recomputed import recomputed
 from stretto.guards.seals import Seals
 from stretto.guards.strikes import Strikes
 from stretto.guards.weave import Arrived, Conclude, Forget, Moment
-from stretto.optimizer import MASTER, Hyperparameters, ReducedGradient, ShardedOptimizer
+from stretto.optimizer import ReducedGradient, RehearsingOptimizer
 from stretto.records import Incident
 
 SHOWN = "values to be shown"
 """Site of the values that the model shows next."""
-
-
-class RehearsingOptimizer(ShardedOptimizer):
-    """Computes every step first on copies, so that the result can be compared with that of the real step."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.rehearsed: list[dict[str, int]] = []
-        """Digests of the rehearsal of the last step, by segment; empty before the first one."""
-
-    def step(self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float) -> None:
-        """Rehearse the step, then perform it."""
-        self.rehearsed = self.rehearse(gradient, hyperparameters, clip)
-        super().step(gradient, hyperparameters, clip)
-
-    def forget_rehearsal(self) -> None:
-        """Compare the last step with nothing: its result came from elsewhere."""
-        self.rehearsed = []
 
 
 class GuardInterpreter:
@@ -113,7 +95,9 @@ class GuardInterpreter:
             Replace: lambda effect, _: self._replace(effect.parts),
             Publish: lambda effect, _: self._publish(effect.part),
             Clear: lambda effect, _: self._clear(effect.part),
-            Recompute: lambda _, flight: self._recompute(flight),
+            Recompute: lambda _, flight: recomputed(
+                self._sharded, self._seals, dict(self._shown(flight)) if self._is_replicated else {}
+            ),
             Where: lambda _, __: self._where,
             Report: lambda effect, _: self._report(effect),
         }
@@ -249,33 +233,6 @@ class GuardInterpreter:
         """Return whether somebody has written a fixed tensor since the job began."""
         version = self._progress.versions.get(part.name) if part.site == "fixed" else None
         return version not in (None, tensor._version)
-
-    def _recompute(self, flight: Flight | None) -> dict[Part, bool]:
-        """Compute parts again where possible, and return for each whether the result is the same."""
-        right: dict[Part, bool] = {}
-        rehearsed = self._sharded.rehearsed if isinstance(self._sharded, RehearsingOptimizer) else []
-        for index, (expected, found) in enumerate(zip(rehearsed, self._sharded.digests(), strict=False)):
-            for key in expected.keys() | found.keys():
-                for part in self._parts_of(index, key):
-                    right[part] = right.get(part, True) and expected.get(key) == found.get(key)
-        sealed = [part for part, _ in self._seals.sealed(("values to be shown", "anchor"))]
-        changed = {difference.part for difference in self._seals.differences(sealed)}
-        right |= {part: part not in changed for part in sealed}
-        shown = dict(self._shown(flight)) if self._is_replicated else {}
-        flats = [torch.zeros_like(flat) for flat in shown.values()]
-        if flats:
-            self._sharded.publish(flats)
-        numbers = on_host(digests([*flats, *shown.values()]))
-        pairs = zip(shown, numbers[: len(flats)], numbers[len(flats) :], strict=True)
-        return right | {part: expected == found for part, expected, found in pairs}
-
-    def _parts_of(self, segment: int, key: str) -> Iterator[Part]:
-        """Yield the parts that hold one of a segment's tensors."""
-        if key != MASTER:
-            yield Part("optimizer state", f"{key} of segment {segment}")
-            return
-        for bucket in sorted({piece.bucket for piece in self._sharded.segments[segment].pieces}):
-            yield Part("masters", f"bucket {bucket}")
 
     def _seal(self, what: Sealable, flight: Flight | None) -> None:
         match what:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stretto.checksums import Checksum, checksums, compared
 from stretto.guards.contract import Difference, Part, Sealable
+from stretto.guards.repair import repairs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Seals:
     def mend(self, part: Part) -> bool:
         """Repair a sealed part in place, and return whether that succeeded."""
         seal = self._seals[part]
-        return seal.checksum.repairs(seal.tensor)
+        return repairs(seal.checksum, seal.tensor)
 
     def tensor(self, part: Part) -> Tensor:
         """Return the tensor of a sealed part."""

@@ -13,6 +13,7 @@ from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.agreement import untrained
 from stretto.errors import ParametersTouched, StateCorrupt
 from stretto.guards.contract import RoundWatch
+from stretto.guards.repair import repairs
 from stretto.guards.replay import GuardedRounds
 from stretto.records import Incident
 
@@ -114,7 +115,7 @@ class ShownValues(RoundWatch):
         pairs = compared(self._checksums, self._model.parameters)
         for index, (expected, found) in enumerate(pairs):
             if expected != found:
-                is_mended = self._checksums[index].repairs(self._model.parameters[index])
+                is_mended = repairs(self._checksums[index], self._model.parameters[index])
                 action = "mended" if is_mended else "installed anew"
                 name = self._model.names[index]
                 incidents.append(self._incident("shown parameters", name, action, expected, found))
@@ -152,7 +153,7 @@ class ShownValues(RoundWatch):
                     "`with torch.no_grad(): target.mul_(0.9).add_(online, alpha=0.1)`; if nothing does, look at this "
                     "machine with `stretto doctor`"
                 )
-            if not checksum.repairs(tensor):
+            if not repairs(checksum, tensor):
                 raise StateCorrupt(
                     f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond mending: expected digest "
                     f"{hexadecimal(expected)}, found {hexadecimal(found)}, and nobody has written it in a way that "

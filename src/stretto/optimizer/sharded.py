@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.checksums import Digest, digests, on_host
 from stretto.errors import ConfigError
 from stretto.flat import Block, Layout, Owned, Slices
 from stretto.optimizer.private import is_elementwise, rebuild
 from stretto.optimizer.segments import Piece, Segment, cut_segments, owned_pieces, segment_of
 from stretto.optimizer.settings import Hyperparameters
 
-MASTER = ""
-"""Name of a segment's master among the digests of its state."""
 _BLOCK = 2**16
 """Elements of a sum that are widened at a time, on a processor: they stay in its cache."""
 _DEVICE_BLOCK = 2**22
@@ -113,7 +110,7 @@ class ReducedGradient:
 
     def mean_of(self, block: Block, clip: float) -> Tensor:
         """Return the mean of one block of the sums; a copy unless `become_mean` has been there already."""
-        part = _inside(self.sums, block)
+        part = inside(self.sums, block)
         return part if self._scale is not None else _scaled(part.div(self.weight), clip)
 
     def measure(self) -> Tensor:
@@ -209,32 +206,6 @@ class ShardedOptimizer:
         for segment in self.segments:
             segment.master.grad = None
 
-    def rehearse(
-        self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float
-    ) -> list[dict[str, int]]:
-        """Return, by segment, digests of what `step` would leave in the master and in each tensor of its state.
-
-        Like a preview it leaves no trace. With deterministic arithmetic, these are the correct digests.
-        """
-        self._isolate_unused(gradient.used)
-        self._turn(hyperparameters)
-        keys, found = [], []
-        for index, segments in groupby(self.segments, key=attrgetter("block")):
-            block = self.owned.blocks[index]
-            copy = _inside(self.masters, block).clone()
-            ghosts = [
-                _by_key(ghost, state or self.optimizer.state.get(segment.master, {}))
-                for segment, ghost, state in self._step_ghosts(copy, block, segments, gradient, clip)
-            ]
-            keys += list(map(list, ghosts))  # not the ghosts: memory for one block has to do
-            found += digests([tensor for tensors in ghosts for tensor in tensors.values()])
-        return _read(keys, found)
-
-    def digests(self) -> list[dict[str, int]]:
-        """Return, by segment, digests of the present master and of each tensor of its state."""
-        held = [_by_key(one.master, self.optimizer.state.get(one.master, {})) for one in self.segments]
-        return _read(held, digests([tensor for tensors in held for tensor in tensors.values()]))
-
     def preview(
         self,
         gradient: ReducedGradient,
@@ -251,7 +222,7 @@ class ShardedOptimizer:
         self._turn(hyperparameters)
         for index, segments in groupby(self.segments, key=attrgetter("block")):  # in others all is padding
             block = self.owned.blocks[index]
-            published, masters = _within(flats, block), _inside(self.masters, block)
+            published, masters = _within(flats, block), inside(self.masters, block)
             # The copy can be stepped in the memory that is sent, unless that has gaps or a narrower dtype.
             fits = published.is_contiguous() and published.dtype == masters.dtype
             ghost = (published.view(-1) if fits else torch.empty_like(masters)).copy_(masters)
@@ -270,7 +241,7 @@ class ShardedOptimizer:
     def place(self, values: Slices, flats: Sequence[Tensor]) -> None:
         """Write values of this rank's slices into their places in `flats`, one tensor per flat set."""
         for block in self.owned.blocks:
-            _within(flats, block).copy_(_inside(values, block).view(block.count, block.length))
+            _within(flats, block).copy_(inside(values, block).view(block.count, block.length))
 
     def values(self, tensors: Sequence[Tensor], piece: Piece) -> Tensor:
         """Return the part of per-bucket `tensors` (masters or sums) that holds `piece`."""
@@ -350,18 +321,7 @@ class ShardedOptimizer:
         self.segments[position : position + 1] = parts
 
 
-def _by_key(master: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a segment's tensors."""
-    return {MASTER: master, **{key: value for key, value in state.items() if isinstance(value, Tensor)}}
-
-
-def _read(keys: Sequence[Iterable[str]], found: Sequence[Digest]) -> list[dict[str, int]]:
-    """Return digests as numbers, by segment and key."""
-    numbers = iter(on_host(found))
-    return [{key: next(numbers) for key in of_segment} for of_segment in keys]
-
-
-def _inside(values: Slices, block: Block) -> Tensor:
+def inside(values: Slices, block: Block) -> Tensor:
     """Return a block's part of a rank's slices, `(count * length,)`."""
     return values.flats[block.set_index].narrow(0, block.offset, block.count * block.length)
 
