@@ -8,6 +8,7 @@ Note [Known results]
 """
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +58,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention, step by step: the fused kernels of GPUs add gradients in any order."""
     length, width = query.shape[-2:]
     later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    scores = (query @ key.transpose(-2, -1) / width**0.5).masked_fill(later, -torch.inf)
+    scores = (query @ key.transpose(-2, -1)).div(math.sqrt(width)).masked_fill(later, -torch.inf)
     return scores.softmax(-1) @ value
 
 
