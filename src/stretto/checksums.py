@@ -66,7 +66,10 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, `(nbytes,)` uint8: a view if the tensor is contiguous."""
     if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
         return tensor
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    values = tensor.detach().contiguous()
+    return values.as_strided((values.numel(),), (1,)).view(
+        torch.uint8
+    )  # an expanded element has stride 0 still
 
 
 def _words_of(content: Tensor) -> Tensor:

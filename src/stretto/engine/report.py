@@ -261,7 +261,7 @@ class RoundReport:
 def settings_text(hyperparameters: Hyperparameters) -> str:
     """Return hyperparameters as text, one line each; equal hyperparameters give equal texts."""
     return "\n".join(
-        f"group {index}: {key}={value.tolist() if isinstance(value, torch.Tensor) else value!r}"
+        f"group {index}: {key}={value.to_dense().tolist() if isinstance(value, torch.Tensor) else value!r}"
         for index, group in enumerate(hyperparameters)
         for key, value in sorted(group.items())
     )
