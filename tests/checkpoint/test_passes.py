@@ -5,8 +5,10 @@ import functools
 import itertools
 import multiprocessing
 import random
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +39,33 @@ that has no other threads forks safely."""
 WORKERS.set_forkserver_preload(["torch.utils.data"])
 
 
+@dataclasses.dataclass
+class Record:
+    """A batch as an object."""
+
+    x: Tensor
+
+
+WRAPS: tuple[Callable[[Tensor], Any], ...] = (
+    lambda x: x,
+    lambda x: {"x": x},
+    Record,
+    lambda x: UserDict(x=x),
+    lambda x: SimpleNamespace(part=Record(x), rest=[]),
+)
+"""What a loader may put its tensors into."""
+
+
+def number_of(batch: Any) -> Tensor:
+    """Return the tensor in what a loader gave."""
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, SimpleNamespace):
+        batch = batch.part
+    x: Tensor = batch.x if isinstance(batch, Record) else batch["x"]
+    return x
+
+
 class Numbered:
     """Gives `count` batches per pass, in another order in each, and says of its length what it is told to say.
 
@@ -44,7 +73,7 @@ class Numbered:
     """
 
     def __init__(
-        self, count: int, rank: int, says: object, *, reuses: bool = False, workers: int = 0
+        self, count: int, rank: int, says: object, *, reuses: bool = False, workers: int = 0, wrap: int = 0
     ) -> None:
         self.count, self.rank, self.says, self.workers = count, rank, says, workers
         self.epoch = self.position = 0
@@ -52,19 +81,20 @@ class Numbered:
         self.ends = 0
         """How often it was asked after its last batch."""
         self.memory = torch.zeros(2, 3) if reuses else None
+        self.wrap = WRAPS[wrap]
 
     def __len__(self) -> int:
         if isinstance(self.says, int):
             return self.says
         raise self.says if isinstance(self.says, Exception) else TypeError("no length")
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Any]:
         if not self.is_restored:
             self.epoch, self.position = self.epoch + (self.position > 0), 0
         self.is_restored = False
         return self._rest()
 
-    def _rest(self) -> Iterator[Tensor]:
+    def _rest(self) -> Iterator[Any]:
         order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist()
         context = WORKERS if self.workers else None
         rest: Any = order[self.position :]
@@ -75,7 +105,7 @@ class Numbered:
             self.position += 1
             number = float(1000 * self.rank + 100 * self.epoch + index)
             batch = torch.full((2, 3), number) if self.memory is None else self.memory.fill_(number)
-            yield batch
+            yield self.wrap(batch)
             if self.memory is not None:
                 self.memory.fill_(-1)
         self.ends += 1
@@ -120,6 +150,8 @@ class Case:
     """Whether the loader writes every batch into the same memory."""
     workers: int
     """Processes that read for the loader: none or one."""
+    wrap: int
+    """Which of `WRAPS` its batches are."""
 
 
 def drawn(draws: random.Random) -> Case:
@@ -153,6 +185,7 @@ def drawn(draws: random.Random) -> Case:
         rate=draws.choice((0.05, 0.05, 0.05, 0)),
         reuses=draws.random() < 0.3,
         workers=draws.choice((0,) * 11 + (1,)),
+        wrap=draws.randrange(len(WRAPS)),
     )
 
 
@@ -178,7 +211,14 @@ def train(rank: int, group: dist.ProcessGroup, case: Case, folder: Path, resume:
     parallel = stretto.DataParallel(
         model, optimizer, case.strategy, scheduler=scheduler, micro_batches=case.micro_batches, group=group
     )
-    bare = Numbered(case.counts[rank], rank, case.says[rank], reuses=case.reuses, workers=case.workers)
+    bare = Numbered(
+        case.counts[rank],
+        rank,
+        case.says[rank],
+        reuses=case.reuses,
+        workers=case.workers,
+        wrap=case.wrap,
+    )
     loader: Any = bare if case.plan is None else EchoLoader(bare, case.plan)
     seen: list[float] = []
     passes: list[int] = []
@@ -198,8 +238,9 @@ def train(rank: int, group: dist.ProcessGroup, case: Case, folder: Path, resume:
 
     while epoch < case.epochs:
         for batch in parallel.feed(loader, updates=case.updates, until=case.until, on_update=on_update):
-            seen.append(float(batch[0, 0]))
-            parallel.backward((model(batch / 1000) - 1).square().mean())
+            number = number_of(batch)
+            seen.append(float(number[0, 0]))
+            parallel.backward((model(number / 1000) - 1).square().mean())
         passes.append(len(seen))
         epoch += 1
         if case.saves_behind:
@@ -211,10 +252,7 @@ def train(rank: int, group: dist.ProcessGroup, case: Case, folder: Path, resume:
 def expect_passes(case: Case, rank: int, run: Run) -> None:
     """Compare fresh batches with what a plain loop sees that leaves its passes after as many; echoes repeat them."""
     bare = Numbered(case.counts[rank], rank, None)
-    # A rank that learns late of its own end is a round behind those that step alone beside it, and "any" is their end.
-    ends_alike = len(set(case.counts)) == 1 and (
-        steps_together(case.strategy) or len(set(map(str, case.says))) == 1
-    )
+    ends_alike = len(set(case.counts)) == 1
     for start, end in itertools.pairwise([0, *run.passes]):
         batches = iter(bare)
         seen = run.seen[start:end]
@@ -262,3 +300,28 @@ def test_every_batch_comes_once_all_end_together_and_a_checkpoint_goes_on_to_the
     draws = random.Random(seed)
     for number in range(14):
         check(drawn(draws), tmp_path / str(number))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_that_steps_alone_and_learns_late_of_an_end_trains_in_every_pass(
+    seed: int, tmp_path: Path
+) -> None:
+    draws = random.Random(seed)
+    alone = [strategy for strategy in JOBS if not steps_together(strategy)]
+    for _ in range(25):
+        case = dataclasses.replace(
+            drawn(draws),
+            strategy=draws.choice(alone),
+            until="any",
+            epochs=3,
+            updates=None,
+            save_at=99,
+            workers=0,
+        )
+        counts = draws.choice(((draws.randint(1, 6),) * 3, tuple(draws.randint(1, 6) for _ in range(3))))
+        case = dataclasses.replace(case, counts=counts, says=draws.choices([*counts, None, 9], k=3))
+        network, compute = parse_network("1gbit,5ms"), Compute(micro_batch_ns=4_000_000)
+        program = functools.partial(train, case=case, folder=tmp_path)
+        for rank, run in enumerate(VirtualCluster(3, network, compute).run(program).values):
+            expect_passes(case, rank, run)
+            assert all(end > start for start, end in itertools.pairwise([0, *run.passes])), case

@@ -260,20 +260,61 @@ def test_an_epoch_of_agreed_length_ends_sooner_where_no_held_batch_could_change_
     assert list(loader.over(Sized([2] * 5, [0, 1, 2, 3, 3]))) == [0, 1, 0, 1, 2, 3, 2, 3]
 
 
-def test_a_wrong_length_makes_no_batch_meet_the_same_parameters_twice() -> None:
-    for seed in range(100):
-        draws = random.Random(seed)
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=draws.choice([0.0, 0.0, 0.01]))
-        kind = STRATEGIES[draws.choice(["ddp", "zero1", "dpu", "wp"])]
-        parallel = DataParallel(model, optimizer, kind(), micro_batches=draws.randrange(1, 4))
-        length = draws.randrange(3, 10)
-        plan = draws.choice([Even(2.0), Even(2.5), Even(3.0), Bernoulli(0.5)])
-        seen: Seen = []
-        for batch in parallel.feed(EchoLoader(Passes(length, draws.randrange(1, 12)), plan)):
+def use(seed: int, *, knows: bool) -> Seen:
+    """Train one rank on an `EchoLoader` whose loader says a length or none; return what every batch met."""
+    torch.manual_seed(seed)
+    draws = random.Random(seed)
+    length, micro_batches = draws.randrange(3, 10), draws.randrange(1, 4)
+    says = draws.choice([length, length - 1, draws.randrange(1, 14)])
+    rates = draws.choices([0.0, 1.0], k=99)  # after an update at rate zero the same parameters come again
+    kind = STRATEGIES[draws.choice(["ddp", "zero1", "dpu", "wp"])]
+    plan = draws.choice([Even(2.0), Even(2.5), Even(3.0), Bernoulli(0.5)])
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)
+    parallel = DataParallel(model, optimizer, kind(), micro_batches=micro_batches, scheduler=scheduler)
+    loader, seen = EchoLoader(Passes(length, says if knows else None), plan), Seen()
+    for _ in range(2):
+        for batch in parallel.feed(loader):
             loss = model(batch / 1000).square().mean()  # a take-off may change what is shown until here
             seen.append((digest(model.bias, digest(model.weight)), int(batch)))
             parallel.backward(loss)
-        parallel.finish()
-        assert doubles(seen) == [], (seed, plan)
-        assert {number for _, number in seen} == {1000 + one for one in range(1, length + 1)}, seed
+    parallel.finish()
+    assert {number for _, number in seen} == {
+        1000 * one + other for one in (1, 2) for other in range(1, length + 1)
+    }, seed
+    return seen
+
+
+def test_whatever_a_loader_says_of_its_length_the_same_batches_meet_the_same_parameters_and_once() -> None:
+    for seed in range(100):
+        without = use(seed, knows=False)
+        assert doubles(without) == [], seed
+        assert use(seed, knows=True) == without, seed
+
+
+def fed(
+    rank: int, group: VirtualGroup, length: int, micro_batches: int, plan: Plan, options: EchoOptions
+) -> int:
+    """Echo `length` batches on rank 0 and none of many on the others; return how many came."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    parallel = DataParallel(model, optimizer, micro_batches=micro_batches, group=group)
+    loader: Any = Passes(999, 999) if rank else EchoLoader(Passes(length, length), plan, options=options)
+    count = 0
+    for batch in parallel.feed(loader):
+        count += 1
+        parallel.backward(model(batch / 1000).square().mean())
+    parallel.finish()
+    return count
+
+
+def test_the_end_of_a_loader_that_knows_its_length_costs_the_other_ranks_no_round() -> None:
+    for seed in range(100):
+        draws = random.Random(seed)
+        length, micro_batches = draws.randrange(3, 12), draws.randrange(1, 5)
+        plan = draws.choice([Even(2.0), Even(2.5), Even(3.0), Bernoulli(0.5)])
+        options = EchoOptions(seed=seed, steps_per_epoch=draws.choice([None, None, draws.randrange(3, 9)]))
+        program = partial(fed, length=length, micro_batches=micro_batches, plan=plan, options=options)
+        first, other = VirtualCluster(2, parse_network("1gbit,5ms")).run(program).values
+        assert other == -(-first // micro_batches) * micro_batches, seed

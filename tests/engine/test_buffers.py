@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import stretto
 from stretto import ACCO, DDP, DPU, DiLoCo, LocalSGD, Options, WeightPrediction, ZeRO1
 from stretto.errors import ConfigError
 from stretto.strategies import Strategy
-from stretto_lab.virtual import VirtualCluster
+from stretto_lab.virtual import VirtualCluster, parse_network
 
 EXACT: tuple[Strategy, ...] = (ZeRO1(), DDP())
 OTHERS: tuple[Strategy, ...] = (
@@ -66,7 +67,10 @@ class Restless(nn.Module):
         shape, dtype = kind
         value = torch.full(shape, own(self.rank, self.calls), dtype=dtype)
         held = getattr(self, name)
-        if held is not None and held.shape == value.shape and held.dtype == dtype:
+        if self.calls % 2:  # one element for all of them, which cannot be written
+            value = torch.full((), own(self.rank, self.calls), dtype=dtype).expand(shape)
+        is_alike = held is not None and held.shape == value.shape and held.dtype == dtype
+        if is_alike and 0 not in held.stride():
             held.copy_(value)  # in place, as running statistics are
         else:
             setattr(self, name, value)
@@ -205,3 +209,46 @@ def test_a_choice_for_no_buffer_or_of_no_kind_is_refused(text: str, message: str
         stretto.DataParallel(
             model, torch.optim.SGD(model.parameters(), lr=0.1), options=Options(buffers=text)
         )
+
+
+class Odd(nn.Module):
+    """A layer, and a buffer that becomes something whose elements nobody compares."""
+
+    def __init__(self, become: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("buffer0", torch.zeros(2))
+        self.become = become
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.buffer0 = self.become()
+        return self.layer(input).square().mean()
+
+
+@pytest.mark.parametrize("choice", ["mean", "rank0", "alone"])
+@pytest.mark.parametrize(
+    "become",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.ones(3).to(torch.float8_e4m3fn),
+        lambda: torch.ones(3, device="meta"),
+        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+    ],
+    ids=["sparse", "8 bits", "meta", "nested"],
+)
+def test_what_nobody_can_compare_is_each_ranks_own(become: Callable[[], Tensor], choice: str) -> None:
+    def program(rank: int, group: dist.ProcessGroup) -> Tensor:
+        torch.manual_seed(0)
+        model = Odd(become)
+        optimizer, options = torch.optim.SGD(model.parameters(), lr=0.1), Options(buffers=f"buffer0={choice}")
+        parallel = stretto.DataParallel(model, optimizer, group=group, options=options)
+        for _ in range(3):
+            parallel.backward(model(torch.ones(2, 3)))
+        parallel.finish()
+        assert (model.buffer0.layout, model.buffer0.dtype) == (become().layout, become().dtype)
+        return model.layer.weight.detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weights = VirtualCluster(2, parse_network("1gbit,5ms")).run(program).values
+    assert torch.equal(*weights)

@@ -68,7 +68,7 @@ def test_a_rank_that_has_handed_over_what_was_left_says_again_what_it_said(vote:
         course.stop()
     course.resume_pass([vote])
     with course.finishing(forgets=forgets):
-        assert course.vote is Vote.DRAIN
+        assert course.vote is Vote.LEFT
     assert course.vote is vote
     assert course.votes == ([] if forgets else [vote])
 

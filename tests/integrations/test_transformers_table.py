@@ -166,7 +166,32 @@ def lora() -> Any:
     return peft.get_peft_model(model, config)
 
 
+def makes_optimizer(trainer: type[Any]) -> type[Any]:
+    """Derive a Trainer that makes its optimizer itself."""
+
+    class Makes(trainer):  # type: ignore[misc]  # known when it runs
+        def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
+            return self.optimizer
+
+    return Makes
+
+
+def makes_schedule(trainer: type[Any]) -> type[Any]:
+    """Derive a Trainer that makes its schedule itself, over the optimizer that it has."""
+
+    class Makes(trainer):  # type: ignore[misc]  # known when it runs
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer or self.optimizer, 2)
+            return self.lr_scheduler
+
+    return Makes
+
+
 USES: dict[str, Row] = {
+    "an optimizer of a subclass": lambda: {"base": makes_optimizer},
+    "a schedule of a subclass": lambda: {"base": makes_schedule},
+    "both of a subclass": lambda: {"base": lambda cls: makes_schedule(makes_optimizer(cls))},
     "own optimizer and schedule": lambda: own_optimizer(schedule=True),
     "own optimizer": lambda: own_optimizer(schedule=False),
     "summed losses": lambda: {"compute_loss_func": summed},

@@ -133,9 +133,20 @@ def tied_by_data() -> nn.Module:
     return model
 
 
+def with_buffer(value: Tensor) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_buffer("graph", value)
+    return model
+
+
 REFUSED = {
     "lazy": (lazy, "has no values yet"),
     "meta": (on_meta, "has no values yet"),
+    "sparse buffer": (
+        lambda: with_buffer(torch.eye(2).to_sparse()),
+        "buffer 'graph' has layout torch.sparse",
+    ),
+    "buffer on meta": (lambda: with_buffer(torch.ones(2, device="meta")), "buffer 'graph' has no values yet"),
     "complex": (lambda: nn.Linear(4, 4, dtype=torch.complex64), "pairs of real ones"),
     "expanded": (expanded, r"elements of 'bias' .* share memory, as after expand"),
     "tied by data": (tied_by_data, "'0.weight' and '1.weight' share memory"),

@@ -133,7 +133,7 @@ class DriftingReplica(AgreedReplica):
     # Performers
 
     def _look(self, _: Look, flight: Flight | None) -> Moment:
-        drains = flight is not None and all(vote == Vote.DRAIN for vote in flight.reduction.report.votes)
+        drains = flight is not None and set(flight.reduction.report.votes) <= {Vote.LEFT, Vote.DRAIN}
         return Moment(self.progress.round_index, self.agreement.gap, drains, self.interval)
 
     def _postpone(self, effect: Postpone, _: Flight | None) -> None:

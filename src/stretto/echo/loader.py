@@ -221,16 +221,13 @@ class EchoLoader(Generic[Batch]):
         Args:
             ends_update: Whether the batch that was given last is the last one of its update.
         """
-        position, held, limit = self._position, self._buffer.held, self.options.steps_per_epoch
+        position, limit = self._position, self.options.steps_per_epoch
         if limit is not None:
             return position.step - position.epoch_step < limit
         if self._reader is None or not self._ask(self._reader).has_ended:
             return self._reader is not None
-        if not self.plan.decides_by_update:
-            return bool(held)
-        if ends_update:
-            return self._repeats(position.update + 1, held, self._reader)
-        return position.repeats and any(one.update == position.update - 1 for one in held)
+        # Within an update it is early enough to learn of the end with the next batch.
+        return not ends_update or self._repeats(position.update + 1, self._buffer.held, self._reader)
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` of the loader, its samplers and its dataset, once on each that has it."""

@@ -17,6 +17,13 @@ VALUE, KIND = 1, 2
 """Bits of a report: a buffer has another value than ranks agreed on; it is of another kind."""
 
 
+def is_comparable(value: object) -> TypeGuard[Tensor]:
+    """Return whether it is a tensor whose elements can be compared and averaged: not sparse, on meta or of 8 bits."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+        return False
+    return not value.is_floating_point() or value.dtype.itemsize > 1
+
+
 def are_alike(left: Buffer, right: Buffer) -> bool:
     """Return whether both are of one kind: shape and dtype, or both missing."""
     if left is None or right is None:

@@ -72,7 +72,7 @@ class Course:
         self.at_boundary = True
         """Whether the last round that landed ended an update."""
         self.vote = Vote.GO_ON
-        """What this rank says in its rounds: it goes on, is exhausted, asks all to stop, or is finishing."""
+        """What this rank says in its rounds: it goes on, is exhausted, has left a pass, asks all to stop, or drains."""
         self.votes: list[Vote] = []
         """What each rank has said in the last round that landed."""
         self._is_stopped = False
@@ -161,7 +161,7 @@ class Course:
         Args:
             forgets: Whether the votes in it were about nothing else, and not about the end of the data.
         """
-        own, self.vote = self.vote, Vote.DRAIN
+        own, self.vote = self.vote, Vote.DRAIN if self._is_stopped else Vote.LEFT
         yield
         self.vote = own
         if forgets:
@@ -185,17 +185,19 @@ class Course:
     def is_pass_over(self, until: Until) -> bool:
         """Return whether all ranks have agreed to end; the same on every rank at the same round."""
         return bool(self.votes) and (
-            max(self.votes) >= Vote.STOP or _decisive(self.votes, until) >= Vote.EXHAUSTED
+            max(self.votes) >= Vote.LEFT or _decisive(self.votes, until) >= Vote.EXHAUSTED
         )
 
     def have_data_ended(self, until: Until) -> bool:
         """Return whether all ranks have agreed to end because of the data."""
         votes = self.votes
-        return bool(votes) and max(votes) < Vote.STOP and _decisive(votes, until) == Vote.EXHAUSTED
+        is_end = Vote.EXHAUSTED in votes and _decisive(votes, until) >= Vote.EXHAUSTED
+        return is_end and max(votes) < Vote.STOP
 
-    def have_all_left(self, world_size: int) -> bool:
+    def have_all_left(self) -> bool:
         """Return whether nobody has anything left to contribute."""
-        return self.votes in ([Vote.DRAIN] * world_size, [Vote.EXHAUSTED] * world_size)
+        votes = set(self.votes)
+        return bool(votes) and (votes <= {Vote.LEFT, Vote.DRAIN} or votes == {Vote.EXHAUSTED})
 
 
 def _decisive(votes: Sequence[Vote], until: Until) -> Vote:

@@ -27,10 +27,12 @@ class Vote(IntEnum):
     GO_ON = 0
     EXHAUSTED = 1
     """Its data have ended: this round holds its last contribution."""
-    STOP = 2
+    LEFT = 2
+    """It has left a pass that ranks have agreed to end, and hands over what is left; another pass may come."""
+    STOP = 3
     """It wants every rank to stop at this round."""
-    DRAIN = 3
-    """It has left its training loop and only hands over what is left."""
+    DRAIN = 4
+    """It has left its training loop for good, and only hands over what is left."""
 
 
 _VOTES = tuple(Vote)
@@ -259,7 +261,7 @@ class RoundReport:
 def settings_text(hyperparameters: Hyperparameters) -> str:
     """Return hyperparameters as text, one line each; equal hyperparameters give equal texts."""
     return "\n".join(
-        f"group {index}: {key}={value.tolist() if isinstance(value, torch.Tensor) else value!r}"
+        f"group {index}: {key}={value.to_dense().tolist() if isinstance(value, torch.Tensor) else value!r}"
         for index, group in enumerate(hyperparameters)
         for key, value in sorted(group.items())
     )

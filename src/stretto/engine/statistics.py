@@ -34,6 +34,7 @@ from stretto.engine.buffers import (
     changes_of,
     copies_of,
     count_of,
+    is_comparable,
     side_by_side,
 )
 from stretto.engine.options import BufferChoices
@@ -76,9 +77,9 @@ class Statistics:
 
     @property
     def live(self) -> list[Buffer]:
-        """The buffers as the model holds them now; modules may have replaced or removed them."""
+        """The buffers as the model holds them now; modules may have removed them, or put anything in their place."""
         found = [getattr(module, attribute, None) for module, attribute in self._owners]
-        return [value.detach() if isinstance(value, Tensor) else None for value in found]
+        return [value.detach() if is_comparable(value) else None for value in found]
 
     @property
     def copies(self) -> list[Buffer]:
@@ -149,7 +150,7 @@ class Statistics:
             held = live[index]
             if value is None or held is None:  # what a module has removed stays away
                 continue
-            if are_alike(held, value):
+            if are_alike(held, value) and 0 not in held.stride():  # an expanded one cannot be written
                 written.append((held, value))
             else:
                 module, attribute = self._owners[index]

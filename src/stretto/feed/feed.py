@@ -333,7 +333,7 @@ class Feed:
 
     def _is_drained(self) -> bool:
         """Return whether every update has ended and nobody has anything left to contribute; the same on all ranks."""
-        agreed = self._compute.course.have_all_left(self._job.exchange.world_size)
+        agreed = self._compute.course.have_all_left()
         agreement = self._job.replica.agreement
         # Ranks that step alone come to the last update at different times, and meet at an average behind it.
         has_enough = self._has_enough() and (agreement.is_united or not agreement.steps_alone)
@@ -368,11 +368,8 @@ class Feed:
         if compute.overlaps:
             compute.take_off_if_ready()
             landing = compute.wait_for_lane()
-            is_last = landing is not None and set(landing.reduction.report.votes) <= {
-                Vote.EXHAUSTED,
-                Vote.DRAIN,
-            }
-            self._keep(compute.fly() if is_last else compute.end_round())
+            votes = {Vote.GO_ON} if landing is None else set(landing.reduction.report.votes)
+            self._keep(compute.end_round() if votes & {Vote.GO_ON, Vote.STOP} else compute.fly())
         else:
             self._keep(compute.fly() if compute.has_round_ready else compute.end_round())
         self._land_in_sight(self._last_update)

@@ -8,6 +8,7 @@ Note [A pass in a checkpoint]
     nobody's: the first one after `load` begins anew, as it does in the run that saved.
 """
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,11 +46,19 @@ def state_before(loader: Any) -> Any:
 
 
 def own_tensors(batch: Any) -> Any:
-    """Return a batch whose tensors and arrays have memory of their own; what else it holds is the loader's."""
+    """Return a batch with memory of its own; what cannot be copied is the loader's."""
+    copies: dict[int, Any] = {}
 
     def own(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return copied(leaf)
-        return leaf.copy() if type(leaf) is np.ndarray else leaf
+        try:
+            if isinstance(leaf, Tensor):
+                return copied(leaf)
+            has_memory = isinstance(leaf, np.ndarray) or hasattr(leaf, "__dict__")  # object() may be a mark
+            return copy.deepcopy(leaf, copies) if has_memory else leaf
+        except Exception:  # a batch may hold any object, for which no job may end
+            return leaf
 
-    return tree_map(own, batch)
+    try:
+        return tree_map(own, batch)
+    except RecursionError:  # it holds itself
+        return copy.deepcopy(batch)

@@ -241,6 +241,8 @@ def check_parameters(model: nn.Module) -> None:
         )
     for name, parameter in model.named_parameters():
         _check_parameter(original_name(name), parameter)
+    for name, buffer in model.named_buffers():
+        _check_buffer(original_name(name), buffer)
     check_memory([*model.named_parameters(), *model.named_buffers()])
 
 
@@ -296,6 +298,15 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         }.get(parameter.dtype, "freeze it with requires_grad_(False), or convert it")
         raise UnsupportedModel(
             f"parameter {name!r} has dtype {parameter.dtype}: expected one of {_TRAINABLE_DTYPES}; {advice}"
+        )
+
+
+def _check_buffer(name: str, buffer: torch.Tensor) -> None:
+    if buffer.layout is not torch.strided or buffer.is_meta:
+        kind = "no values yet" if buffer.is_meta else f"layout {buffer.layout}"
+        raise UnsupportedModel(
+            f"buffer {name!r} has {kind}: expected a dense tensor, which ranks can take over from rank 0; keep it in "
+            "an attribute that is no buffer, or materialise it"
         )
 
 

@@ -107,14 +107,10 @@ class StrettoTrainer(transformers.Trainer):
             self.accelerator.prepare_model,
             evaluation_mode=True,  # places, compiles and casts, and no more
         )
+        # Here, because a subclass may make the optimizer itself.
+        prepare = self.accelerator.prepare_optimizer
+        self.accelerator.prepare_optimizer = lambda optimizer, **_: prepare(_faced(optimizer))
         self.accelerator.backward = self._backward
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer, and return the face that the Trainer steps."""
-        optimizer = super().create_optimizer(model)
-        face = optimizer if isinstance(optimizer, _Face) else _Face(optimizer, device_placement=False)
-        self.optimizer = face
-        return face
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -335,6 +331,10 @@ class _Face(AcceleratedOptimizer):  # type: ignore[misc]  # it has no types
     def step_was_skipped(self) -> bool:
         """True, so that the Trainer does not turn the schedule a second time."""
         return True
+
+
+def _faced(optimizer: torch.optim.Optimizer) -> _Face:
+    return optimizer if isinstance(optimizer, _Face) else _Face(optimizer, device_placement=False)
 
 
 def _folder_in(path: str) -> Path:

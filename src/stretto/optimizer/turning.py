@@ -54,7 +54,9 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             "same on all ranks"
         )
     of_another = getattr(scheduler, "optimizer", optimizer)
-    if not any(of_another is one for one in (optimizer, *members_of(optimizer))):
+    # Its groups, because it may be of a wrapper that shows them.
+    groups = getattr(of_another, "param_groups", None)
+    if not any(groups is one.param_groups for one in (optimizer, *members_of(optimizer))):
         raise ConfigError(
             f"scheduler: expected one of the optimizer that is handed over, found one of another "
             f"{type(of_another).__name__}: its learning rates would have no effect"
