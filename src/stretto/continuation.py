@@ -73,8 +73,7 @@ class Continuation:
         self._feeding, self._scheduler = feeding, scheduler
         self._published = "masters" if job.replica.replicated else options.changes or options.wire
         self._state = JobState(job)
-        self._rank = job.exchange.rank
-        self._world_size = job.exchange.world_size
+        self._rank, self._world_size = job.everyone.rank, job.everyone.world_size
         self._device = job.sharded.masters[0].device
 
     def write(self) -> State:
@@ -206,8 +205,8 @@ class Continuation:
                 own = [mine["shown"][slot.name].to(self._device) for slot in self._state.slots]
                 compute.model.show(own, "estimate")
         if "shown" in state:
-            shown = [(state["shown"][slot.name].content(), slot.shape) for slot in self._state.slots]
-            compute.model.show([content.view(shape).to(self._device) for content, shape in shown], "estimate")
+            shown = [state["shown"][slot.name].content() for slot in self._state.slots]
+            compute.model.show([content.to(self._device) for content in shown], "estimate")
         if "scheduler" in state:
             self._scheduler.load_state_dict(unpack(state["scheduler"], "the scheduler's state"))
         if mine is not None:
@@ -255,7 +254,7 @@ class Continuation:
         sums = sharded.new_sums()
         for piece in sharded.pieces:
             entry = state["carry"][piece.slot.name]
-            sharded.values(sums, piece).copy_(entry.content(piece.offset, piece.numel))
+            sharded.values(sums, piece).copy_(entry.run(piece.slot.offset + piece.offset, piece.numel))
         names = [slot.name for slot in self._state.slots]
         buffers = self.job.model.statistics.names
         records = [
@@ -268,8 +267,9 @@ class Continuation:
         return self.job.replica.reduction(sums, report, statistics, skipped=described["skipped"])
 
     def _deal(self, records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-        """Deal the saved ranks' records to the running ranks in turn."""
-        return [list(records[rank :: self._world_size]) for rank in range(self._world_size)]
+        """Deal the saved ranks' records to the running ranks in turn; those of nodes, where nodes hold shards."""
+        world_size = self.job.exchange.world_size
+        return [list(records[rank::world_size]) for rank in range(world_size)]
 
     def _buffers(self, saved: Collection[str]) -> dict[str, Tensor]:
         """Return this rank's persistent buffers, except for those that equal what all ranks save together."""
