@@ -111,8 +111,7 @@ class DataParallel:
         self._work_with(phases[0])
         if group is None and isinstance(model, nn.Module):
             join_launched_group(next(model.parameters(), torch.empty(0)).device)
-        sharding = sharding_for(phases, mesh, group or ranks)
-        ranks = ranks if sharding is None else sharding.everyone
+        sharding, ranks = sharding_for(phases, mesh, group, ranks)
         seconds = self.options.timeout_seconds + BACKEND_MARGIN_SECONDS
         self._group = private_group(group, ranks, timeout_seconds=seconds)
         self.late_incidents: tuple[Incident, ...] = ()
@@ -397,7 +396,10 @@ class DataParallel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.fail(error)
+            cause = self._compute.lifetime.cause_of(error)
+            self.fail(cause)
+            if cause is not error:
+                raise cause from error
 
     # Micro-batches
 

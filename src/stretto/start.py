@@ -130,20 +130,26 @@ class Parts:
             )
 
 
-def sharding_for(phases: Mapping[int, Parts], mesh: object, others: object) -> "Sharding | None":
-    """Return which ranks hold shards of the model together; all ranks of the node must call.
+def sharding_for(
+    phases: Mapping[int, Parts],
+    mesh: object,
+    group: dist.ProcessGroup | None,
+    ranks: Sequence[int] | None,
+) -> "tuple[Sharding | None, Sequence[int] | None]":
+    """Return which ranks hold shards of the model together, and which train; all ranks of the node must call.
 
     Args:
         phases: What the job is made of.
         mesh: The dimension across which it trains; None where no rank holds a shard.
-        others: What else says who trains, if anything does.
+        group: Says who trains, in the place of a mesh.
+        ranks: Likewise.
 
     Raises:
         ConfigError: The model is not sharded over another dimension of that mesh, or something is asked for that does
             not work with shards.
     """
     if mesh is None:
-        return None
+        return None, ranks
     from stretto.engine.sharding import sharding_of  # FSDP2 takes half a second to import
 
     parts = phases[0]
@@ -164,14 +170,15 @@ def sharding_for(phases: Mapping[int, Parts], mesh: object, others: object) -> "
         "Options(ranks_per_node=...): sums inside a node are FSDP2's": parts.options.ranks_per_node
         is not None,
     }
-    if others is not None:
+    if group is not None or ranks is not None:
         raise ConfigError("mesh says which ranks train: leave out group and ranks")
     if refused := [what for what, is_asked in unfit.items() if is_asked]:
         raise ConfigError(
             f"a model that is sharded inside nodes (mesh=...) does not work yet with {'; nor with '.join(refused)}: "
             "leave that out, or train whole models with ZeRO1() or ACCO(), which shard the optimizer"
         )
-    return sharding_of(parts.model, mesh)
+    sharding = sharding_of(parts.model, mesh)
+    return sharding, sharding.everyone
 
 
 def start(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Sharding | None" = None) -> Job:
@@ -192,7 +199,7 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Shar
     devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
     device = devices[0] if devices else torch.device("cpu")
     options = phases[0].options
-    failures = FailureDetector(
+    failures = _kind_of_detector(sharding)(
         group,
         device,
         timeout_seconds=options.timeout_seconds,
@@ -340,6 +347,14 @@ def _connected(
     follow = failures.follow_among(sharding.across, where) if failures.orders_streams else None
     node = Exchange(inside, layout, FP32, failures.among(inside, sharding.inside))
     return exchange_of(options, across, layout, wait, follow), Within(node, everyone, sharding.inside)
+
+
+def _kind_of_detector(sharding: "Sharding | None") -> Callable[..., FailureDetector]:
+    if sharding is None:
+        return FailureDetector
+    from stretto.engine.sharding import NodeFailures
+
+    return functools.partial(NodeFailures, sharding=sharding)
 
 
 def _kind_of_model(sharding: "Sharding | None") -> Callable[..., SettlingModel]:

@@ -53,8 +53,6 @@ _SEEN_BY_ALL = (NonFinite, Quarantined, RanksDisagree, UnusedParameters)
 """Errors that every rank finds and raises without being told, from the same round report or incidents."""
 _OF_ONE_WORKER = (ReplicaNonFinite, WorkerDisagrees)
 """Those of them that only the ranks of one worker find."""
-Ranks = range | tuple[int, ...]
-"""Of the job, who share a group."""
 BACKEND_MARGIN_SECONDS = 5.0
 """The backend's timeout comes after the library's, which names the silent rank, and not long after: a process
 cannot end while the backend waits."""
@@ -81,8 +79,8 @@ class FailureDetector:
         progress: Progress,
     ) -> None:
         self.group = group
-        self.groups = [group]
-        """All that end with the job."""
+        self.groups, self.waited_in = [group], [group]
+        """All that end with the job; and those in which ranks wait for each other, which an error of the job aborts."""
         self.rank = group.rank()
         self.world_size = group.size()
         self.timeout_seconds = timeout_seconds
@@ -93,29 +91,30 @@ class FailureDetector:
         self._completed: collections.deque[dist.Work] = collections.deque(maxlen=_KEPT)
         store = store_of(group)
         place = Place(keeps(store), frozenset(connection.name for connection in self._connections))
-        aborts = () if waits_again else self.groups
+        aborts = () if waits_again else self.waited_in
         self._watcher = Watcher(store, ranks_of(group), self.rank, place, silent_seconds, aborts)
         self._look_seconds = min(self._watcher.period, timeout_seconds)
         # Where nobody ends the job; also as Python ends, because no thread may come out of C++ then.
         weakref.finalize(self, self._watcher.end, leaves=False)
         self.orders_streams = orders_streams(group, device)
         """Whether works can be followed, and not only waited for."""
-        self._followed: dict[Ranks | None, Started] = {}
+        self._followed: dict[Sequence[int] | None, Started] = {}
         """By the ranks that take part, what was followed last."""
 
-    def among(self, group: dist.ProcessGroup, ranks: Ranks, where: str = " inside a node") -> Wait:
+    def among(self, group: dist.ProcessGroup, ranks: Sequence[int], where: str = " inside a node") -> Wait:
         """Return what waits for collectives of `group`, which only these ranks of the job share; it ends with the job.
 
         Whatever rank of the job fails, they hear of it; silence or a closed connection is laid to one of them.
         """
         self.groups.append(group)
+        self.waited_in.append(group)
         return lambda work, what: self.wait(work, f"{what}{where}", ranks)
 
-    def follow_among(self, ranks: Ranks, where: str = " inside a node") -> Wait:
+    def follow_among(self, ranks: Sequence[int], where: str = " inside a node") -> Wait:
         """Return what follows collectives of a group that was given to `among`."""
         return lambda work, what: self.follow(work, f"{what}{where}", ranks)
 
-    def follow(self, work: dist.Work, what: str, ranks: Ranks | None = None) -> None:
+    def follow(self, work: dist.Work, what: str, ranks: Sequence[int] | None = None) -> None:
         """Go on after `work`, which orders streams: what the caller's stream is given next comes after it.
 
         The host does not wait. Whether the work has completed shows at the next `wait` for one of the same group, or at
@@ -259,12 +258,16 @@ class Lifetime:
                 raise
             raise cause from error
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return what has ended the job, where `error` leaves the user's code; see `FailureDetector.cause_of`."""
+        return error if self._ended_because is not None else self._failures.cause_of(error)
+
     def fail(self, error: BaseException, *, is_users: bool = False) -> None:
         """End the job because of `error`, and tell the other ranks; see `FailureDetector.tell`."""
         if self._ended_because is None:
             self._ended_because = f"{type(error).__name__}: {error}"
             if self._failures.tell(error, is_users=is_users):
-                for group in self._failures.groups:
+                for group in self._failures.waited_in:
                     group.abort()
             self._leave(waits=False)
             self._retire()

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from stretto.engine.failures import FailureDetector
 from stretto.errors import ConfigError, UnsupportedModel
 from stretto.flat import original_name, shard_of
 
@@ -31,6 +32,8 @@ class Sharding:
     """Of this process."""
     shard: int
     """Of this process, on its node."""
+    group: dist.ProcessGroup
+    """Of this node's ranks, in which FSDP2 works."""
 
     @property
     def everyone(self) -> list[int]:
@@ -50,6 +53,30 @@ class Sharding:
     def _numbered(self, ranks: Any) -> tuple[int, ...]:
         everyone = self.everyone
         return tuple(everyone.index(rank) for rank in ranks)
+
+
+class NodeFailures(FailureDetector):
+    """A failure detector that also explains why FSDP2's collectives fail: those in passes through the model.
+
+    Args:
+        sharding: Which ranks pass through the model together; other arguments are those of `FailureDetector`.
+    """
+
+    def __init__(self, *args: Any, sharding: Sharding, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.waited_in.append(sharding.group)
+        self._inside = sharding.inside
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return what to raise for an error of a job: what is known of the node's other ranks, for a backend's."""
+        cause = super().cause_of(error)
+        # Gloo's errors have no class of their own.
+        is_backends = isinstance(cause, dist.DistError) or (
+            type(cause) is RuntimeError and "gloo" in str(cause)
+        )
+        if cause is not error or not is_backends:
+            return cause
+        return self._inquiry("other ranks in a pass through the model", self._inside).into(error)
 
 
 def sharding_of(model: object, mesh: object) -> Sharding:
@@ -89,7 +116,7 @@ def sharding_of(model: object, mesh: object) -> Sharding:
             f"init_device_mesh('cuda', (nodes, shards), mesh_dim_names=('node', 'shard')) makes them; found ranks "
             f"{inside.mesh.tolist()} inside and {across} across"
         )
-    return Sharding(ranks, node, inside.get_local_rank())
+    return Sharding(ranks, node, inside.get_local_rank(), inside.get_group())
 
 
 def _rises(line: Any) -> bool:
