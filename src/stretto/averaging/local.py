@@ -68,7 +68,7 @@ class LocalReplica(AgreedReplica):
     @property
     def name(self) -> str:
         """Of this rank's own state in a checkpoint."""
-        return self._worker.name
+        return self._worker.name if self.within is None else super().name
 
     def reduce(self, round: Round) -> Reduction:
         """Take the gradients of this rank's worker; nobody else is asked."""

@@ -20,7 +20,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from stretto.engine.agreed import Alike
 from stretto.engine.job import Job
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
-from stretto.flat import Fragments, PartedTensor, Shares, Slot, original_name
+from stretto.flat import Fragments, PartedTensor, Shard, Shares, Slot, original_name
 from stretto.optimizer import (
     Piece,
     PieceState,
@@ -133,6 +133,13 @@ class JobState:
         fragments = [] if values is None else [(0, values.detach().reshape(-1))]
         dtype = self.job.sharded.layout.sets[slot.set_index].dtype
         return self._shares.cut(slot, dtype, fragments, everywhere=True)
+
+    def held(self, slot: Slot, values: Tensor | None) -> PartedTensor:
+        """Return values of a slot that this rank alone writes, as wide as masters; None gives a blank one."""
+        shard = slot.shard or Shard(slot.shape, 0, slot.shape)
+        return self._shares.held(
+            shard, self._master_dtype(slot), None if values is None else values.reshape(-1)
+        )
 
     def _cut(self, slot: Slot, dtype: torch.dtype, fragments: Fragments) -> PartedTensor:
         return self._shares.cut(slot, dtype, fragments, everywhere=self.job.replica.replicated)

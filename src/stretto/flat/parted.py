@@ -240,14 +240,24 @@ class Shares:
         """
         local, shard = shard_of(value)
         flat = None if blank else local.detach().reshape(-1)
-        if shard is None:
-            parts = [Part(whole(value.shape), flat, alike or self.rank == 0)]
-        else:
-            start, stop = shard.offset, shard.offset + local.numel()
-            fragments = [] if flat is None else [(0, flat)]
-            boxes = cover(shard.whole_shape, start, stop)
-            parts = [Part(box, _find(fragments, start, box), True) for box in boxes]
-        return PartedTensor(value.shape, value.dtype, parts, shard)
+        if shard is not None:
+            return self.held(shard, value.dtype, flat)
+        return PartedTensor(
+            value.shape, value.dtype, [Part(whole(value.shape), flat, alike or self.rank == 0)]
+        )
+
+    def held(self, shard: Shard, dtype: torch.dtype, values: Tensor | None) -> PartedTensor:
+        """Return a tensor of which this rank writes and reads its shard.
+
+        Args:
+            shard: Of this rank.
+            dtype: Dtype of the values.
+            values: Of the shard, `(numel,)`; None if there are none yet.
+        """
+        boxes = cover(shard.whole_shape, shard.offset, shard.offset + math.prod(shard.shape))
+        fragments = [] if values is None else [(0, values)]
+        parts = [Part(box, _find(fragments, shard.offset, box), True) for box in boxes]
+        return PartedTensor(shard.whole_shape, dtype, parts, shard)
 
     def whole(self, slot: Slot, like: Tensor, value: Tensor | None) -> PartedTensor:
         """Return a number or a tensor of any shape that belongs to a parameter.
