@@ -115,7 +115,7 @@ def test_what_does_not_work_with_shards_is_refused_with_the_way_out() -> None:
     for name, (_, words) in CASES.items():
         for word in words:
             assert word in found[name], (name, found[name])
-    assert isinstance(found, dict)
+    assert "works element by element" in found["whole tensors"]
 
 
 def too_late(rank: int) -> str:

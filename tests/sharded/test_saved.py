@@ -25,6 +25,7 @@ from tests.sharded.jobs import (
     adamw,
     batch,
     loss_of,
+    mesh_of,
     network,
     sharded,
     unsharded,
@@ -164,3 +165,33 @@ def test_a_checkpoint_of_shards_goes_on_to_the_bit_and_is_read_everywhere(tmp_pa
         model.load_state_dict(state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
         assert differing(whole(model), expected[name][0]) == set(), name
+
+
+def carried_over(rank: int) -> dict[str, set[str]]:
+    """In memory, between jobs in one process: names of values that differ from those of a job that simply went on."""
+    found = {}
+    for name in ("zero1", "acco on int4", "local"):
+        ends = []
+        for carries in (False, True):
+            case = case_of(name)
+            model, parallel = sharded(case, 2, 2)
+            go_on(model, parallel, rank, SAVED_AT)
+            if carries:
+                parallel = checkpoint.continued(parallel, lambda m=model, c=case: job_over(m, c))
+            for index in range(6):
+                parallel.backward(loss_of(model, batch(rank, 100 + index)))
+            parallel.finish()
+            ends.append(whole(model))
+        found[name] = differing(*ends)
+    return found
+
+
+def job_over(model: Network, case: Case) -> DataParallel:
+    return DataParallel(
+        model, adamw(model), case.strategy, micro_batches=2, options=case.options, mesh=mesh_of(2, 2)["node"]
+    )
+
+
+def test_a_job_goes_on_in_another_one_without_files() -> None:
+    for found in run_ranks(WORLD_SIZE, carried_over):
+        assert found == {name: set() for name in found}
