@@ -6,6 +6,7 @@
     shown.<name>         the prediction that the model shows, for strategies that leave one at an update's end
     rank.<rank>          random states, buffers as this rank has them, and counts; a prediction of its own
     owed.<rank>          rounding errors that this rank has yet to send, where the wire packs gradients or has done so
+    debts.<node>.<name>  the same of a parameter, where the ranks of a node hold shards
     replica.<rank>       parameters, optimizer state and totals of this rank, where replicas differ; the name also says
                          which ranks hold the same one, where workers are nodes
     scheduler            state of the scheduler that the library turns
@@ -73,8 +74,7 @@ class Continuation:
         self._feeding, self._scheduler = feeding, scheduler
         self._published = "masters" if job.replica.replicated else options.changes or options.wire
         self._state = JobState(job)
-        self._rank = job.exchange.rank
-        self._world_size = job.exchange.world_size
+        self._rank, self._world_size = job.everyone.rank, job.everyone.world_size
         self._device = job.sharded.masters[0].device
 
     def write(self) -> State:
@@ -114,7 +114,15 @@ class Continuation:
         rank = str(self._rank)
         own: State = {"rank": {rank: pack({**mine, "replicas": replicas}, f"the state of rank {rank}")}}
         if (feedback := self.job.exchange.feedback) is not None:
-            own["owed"] = {rank: pack(feedback.state_dict(), f"what rank {rank} owes")}
+            owed = feedback.state_dict()
+            if self.job.within is None:
+                own["owed"] = {rank: pack(owed, f"what rank {rank} owes")}
+            else:
+                node = self.job.exchange.rank
+                own["debts"] = {
+                    f"{node}.{slot.name}": self._state.held(slot, owed[slot.name])
+                    for slot in self._state.slots
+                }
         if replica is not None:
             agreed = self.job.model.statistics.agreed
             packed = pack({"replica": replica, "agreed": agreed}, f"the replica of rank {rank}")
@@ -153,9 +161,7 @@ class Continuation:
             state["rank"] = {str(self._rank): b""}
             if f"pass.{self._rank}" in stored:
                 state["pass"] = {str(self._rank): b""}
-        owing = [rank for rank in range(self._rank, world_size, self._world_size) if f"owed.{rank}" in stored]
-        if owing:
-            state["owed"] = {str(rank): b"" for rank in owing}
+        state |= self._blank_debts(stored, world_size)
         if same_strategy and same_layout and f"replica.{self.job.replica.name}" in stored:
             state["replica"] = {self.job.replica.name: b""}
         loaders = sorted(
@@ -189,7 +195,7 @@ class Continuation:
             buffers = _named_buffers(self.job.model.model)
             for name, value in mine["buffers"].items():
                 buffers[name].copy_(value)
-        self.job.exchange.owe([unpack(owed, "what a rank owes") for owed in state.get("owed", {}).values()])
+        self.job.exchange.owe(self._debts(state))
         replicas = {} if mine is None else mine["replicas"]
         if "replica" in state:
             replica = unpack(state["replica"][self.job.replica.name], "the replica")
@@ -206,14 +212,44 @@ class Continuation:
                 own = [mine["shown"][slot.name].to(self._device) for slot in self._state.slots]
                 compute.model.show(own, "estimate")
         if "shown" in state:
-            shown = [(state["shown"][slot.name].content(), slot.shape) for slot in self._state.slots]
-            compute.model.show([content.view(shape).to(self._device) for content, shape in shown], "estimate")
+            shown = [state["shown"][slot.name].content() for slot in self._state.slots]
+            compute.model.show([content.to(self._device) for content in shown], "estimate")
         if "scheduler" in state:
             self._scheduler.load_state_dict(unpack(state["scheduler"], "the scheduler's state"))
         if mine is not None:
             restore_random_states(mine["random"], self._device)
         self._feeding.go_on(None if rest is None else unpack(rest, "the pass under way"))
         compute.began_again()
+
+    def _blank_debts(self, stored: Collection[str], world_size: int) -> State:
+        """Return blank entries for what this rank takes over: they are dealt in turn, so that none is lost."""
+        exchange = self.job.exchange
+        dealt = range(world_size)[exchange.rank :: exchange.world_size]
+        owed = {str(rank): b"" for rank in dealt if f"owed.{rank}" in stored}
+        debts = {
+            f"{node}.{slot.name}": self._state.held(slot, None)
+            for node in dealt
+            for slot in self._state.slots
+            if f"debts.{node}.{slot.name}" in stored
+        }
+        return {part: entries for part, entries in (("owed", owed), ("debts", debts)) if entries}
+
+    def _debts(self, state: State) -> list[dict[str, Tensor]]:
+        """Return what ranks, and nodes of shards, have yet to send of this rank's parameters or shards."""
+        slots = {slot.name: slot for slot in self._state.slots}
+        found = []
+        for record in state.get("owed", {}).values():
+            owed = unpack(record, "what a rank owes")
+            found.append(
+                {
+                    name: value.reshape(-1)[slots[name].offset :][: slots[name].numel].view(slots[name].shape)
+                    for name, value in owed.items()
+                    if name in slots
+                }
+            )
+        for key, entry in state.get("debts", {}).items():
+            found.append({key.partition(".")[2]: entry.content()})
+        return found
 
     def _publish_anew(self, saved: Mapping[str, Any]) -> None:
         """Show the masters as this job's owners publish them, where those that saved showed something else."""
@@ -255,7 +291,7 @@ class Continuation:
         sums = sharded.new_sums()
         for piece in sharded.pieces:
             entry = state["carry"][piece.slot.name]
-            sharded.values(sums, piece).copy_(entry.content(piece.offset, piece.numel))
+            sharded.values(sums, piece).copy_(entry.run(piece.slot.offset + piece.offset, piece.numel))
         names = [slot.name for slot in self._state.slots]
         buffers = self.job.model.statistics.names
         records = [
@@ -268,8 +304,9 @@ class Continuation:
         return self.job.replica.reduction(sums, report, statistics, skipped=described["skipped"])
 
     def _deal(self, records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-        """Deal the saved ranks' records to the running ranks in turn."""
-        return [list(records[rank :: self._world_size]) for rank in range(self._world_size)]
+        """Deal the saved ranks' records to the running ranks in turn; those of nodes, where nodes hold shards."""
+        world_size = self.job.exchange.world_size
+        return [list(records[rank::world_size]) for rank in range(world_size)]
 
     def _buffers(self, saved: Collection[str]) -> dict[str, Tensor]:
         """Return this rank's persistent buffers, except for those that equal what all ranks save together."""

@@ -84,8 +84,8 @@ def hold(
         step=job.compute.course.steps,
         strategy=strategy,
         optimizer=name_of(job.model.optimizer),
-        world_size=job.exchange.world_size,
-        layout=job.layout.digest(),
+        world_size=job.everyone.world_size,
+        layout=job.layout_digest,
         entries={
             name: _entry(value, copies=copies)
             for _, _, name, value in _entries(state)
@@ -105,7 +105,7 @@ def go_on(continuation: Continuation, strategy: str, shares: Sequence[Held], *, 
         shares: What this rank holds.
         counted: Micro-batches that this rank has counted.
     """
-    holding = Holding(shares, continuation.job.exchange.gather_records)
+    holding = Holding(shares, continuation.job.everyone.gather_records)
     state = continuation.blank(
         holding.names, holding.world_size, same_strategy=holding.strategy == strategy, same_layout=True
     )

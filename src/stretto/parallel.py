@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.continuation import Continuation
 from stretto.engine import Clock, Job, Options
@@ -16,14 +17,14 @@ from stretto.engine.failures import BACKEND_MARGIN_SECONDS
 from stretto.engine.round import Weighed, weighed
 from stretto.engine.state import JobState, State
 from stretto.errors import ConfigError
-from stretto.feed import Batch, Feed, num_samples
+from stretto.feed import Batch, feed_of, num_samples
 from stretto.groups.launcher import join_launched_group
 from stretto.groups.private import private_group
 from stretto.guards import Guard
 from stretto.guards.fitting import choose_guards
 from stretto.optimizer import SeveralSchedulers, as_one
 from stretto.records import Incident, Update
-from stretto.start import Parts, start
+from stretto.start import Parts, sharding_for, start
 from stretto.strategies import Strategy, ZeRO1, check_strategy
 from stretto.switching import Phases, Switching
 
@@ -53,6 +54,7 @@ class DataParallel:
         guards: Sequence[Guard] | Literal["standard"] = (),
         group: dist.ProcessGroup | None = None,
         ranks: Sequence[int] | None = None,
+        mesh: DeviceMesh | None = None,
         options: Options | None = None,
     ) -> None:
         """Wrap `model`; all ranks of the group must call, with equal settings.
@@ -74,6 +76,8 @@ class DataParallel:
                 srun) has started make it; otherwise this process trains alone. The job makes a group of its own
                 over these ranks.
             ranks: Ranks of the default group, instead of `group`.
+            mesh: Instead of `group`, for a model that `fully_shard` has sharded inside nodes: the dimension of its mesh
+                across which the job trains, as `mesh["node"]`. See docs/sharded.md.
             options: Everything else.
 
         Raises:
@@ -107,12 +111,13 @@ class DataParallel:
         self._work_with(phases[0])
         if group is None and isinstance(model, nn.Module):
             join_launched_group(next(model.parameters(), torch.empty(0)).device)
+        sharding, ranks = sharding_for(phases, mesh, group, ranks)
         seconds = self.options.timeout_seconds + BACKEND_MARGIN_SECONDS
         self._group = private_group(group, ranks, timeout_seconds=seconds)
         self.late_incidents: tuple[Incident, ...] = ()
         """What guards and the verified exchange found after the last update; known once `finish` has returned."""
-        self.job: Job = start(phases, self._group)
-        self.feeding = Feed(self.job)
+        self.job: Job = start(phases, self._group, sharding)
+        self.feeding = feed_of(self.job)
         """The job's parts, and where this rank stands in its data: for checkpoints, faults and tests."""
         self._compute = self.job.compute
         self._phases = Phases(phases, self.job, self.feeding, self._work_with) if len(phases) > 1 else None
@@ -391,7 +396,10 @@ class DataParallel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.fail(error)
+            cause = self._compute.lifetime.cause_of(error)
+            self.fail(cause)
+            if cause is not error:
+                raise cause from error
 
     # Micro-batches
 

@@ -5,7 +5,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.agreed import AgreedReplica
 from stretto.engine.agreement import agree, share_start, untrained
 from stretto.engine.comm_lane import CommLane, Weave
-from stretto.engine.failures import FailureDetector
+from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector
 from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
@@ -30,7 +30,8 @@ from stretto.engine.rest import RestingLane
 from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
 from stretto.engine.settling import SettlingModel
-from stretto.errors import ConfigError, UnsupportedModel
+from stretto.engine.within import Within
+from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from stretto.exchange import (
     FP32,
     WIRES,
@@ -42,8 +43,8 @@ from stretto.exchange import (
 )
 from stretto.exchange.transfer import Wait
 from stretto.exchange.verified import VerifiedTwoLevelExchange
-from stretto.flat import Layout, check_parameters, original_name, plan_layout
-from stretto.groups import may_wait_again
+from stretto.flat import Layout, check_parameters, original_name, plan_layout, shard_of
+from stretto.groups import may_wait_again, part_of
 from stretto.guards import Guard
 from stretto.guards.fitting import check_guards
 from stretto.guards.interpreter import GuardInterpreter
@@ -61,6 +62,9 @@ from stretto.optimizer import (
 )
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
+
+if TYPE_CHECKING:
+    from stretto.engine.sharding import Sharding  # which imports FSDP2
 
 _OF_OTHERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 """Names of PyTorch's own wrappers: importing them all to ask for their kind would take a second."""
@@ -125,13 +129,65 @@ class Parts:
             )
 
 
-def start(phases: Mapping[int, Parts], group: dist.ProcessGroup) -> Job:
+def sharding_for(
+    phases: Mapping[int, Parts],
+    mesh: object,
+    group: dist.ProcessGroup | None,
+    ranks: Sequence[int] | None,
+) -> "tuple[Sharding | None, Sequence[int] | None]":
+    """Return which ranks hold shards of the model together, and which train; all ranks of the node must call.
+
+    Args:
+        phases: What the job is made of.
+        mesh: The dimension across which it trains; None where no rank holds a shard.
+        group: Says who trains, in the place of a mesh.
+        ranks: Likewise.
+
+    Raises:
+        ConfigError: The model is not sharded over another dimension of that mesh, or something is asked for that does
+            not work with shards.
+    """
+    if mesh is None:
+        return None, ranks
+    from stretto.engine.sharding import sharding_of  # FSDP2 takes half a second to import
+
+    parts = phases[0]
+    parts.check()
+    unfit = {
+        "strategies in turns": len(phases) > 1,
+        f"strategy {parts.strategy.name}, which averages what should be equal": parts.ledger.may_average
+        and not parts.ledger.local,
+        f"strategy {parts.strategy.name}, whose ranks look ahead on their own": parts.ledger.own_previews > 0,
+        "worker='node', which every node of shards is anyway": parts.ledger.by_node,
+        "a Clock, by which ranks of a node would end rounds at different micro-batches": isinstance(
+            parts.micro_batches, Clock
+        ),
+        "guards, which would act on one shard of a replica": bool(parts.guards),
+        "Options(verified=True)": parts.options.verified,
+        "Options(strikes=...)": parts.options.strikes is not None,
+        "Options(noise=...)": parts.options.noise is not None,
+        "Options(ranks_per_node=...): sums inside a node are FSDP2's": parts.options.ranks_per_node
+        is not None,
+    }
+    if group is not None or ranks is not None:
+        raise ConfigError("mesh says which ranks train: leave out group and ranks")
+    if refused := [what for what, is_asked in unfit.items() if is_asked]:
+        raise ConfigError(
+            f"a model that is sharded inside nodes (mesh=...) does not work yet with {'; nor with '.join(refused)}: "
+            "leave that out, or train whole models with ZeRO1() or ACCO(), which shard the optimizer"
+        )
+    sharding = sharding_of(parts.model, mesh)
+    return sharding, sharding.everyone
+
+
+def start(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Sharding | None" = None) -> Job:
     """Set up both lanes of one rank; all ranks of `group`, which is used by this job and nobody else, must call.
 
     Args:
         phases: What the job is made of, by the committed updates from which on: all of it from 0, where no other
             strategy takes over later. All are checked; the first is set up.
         group: Connects the ranks.
+        sharding: Which of them hold shards of one model together, where some do.
 
     Raises:
         ConfigError: Model, optimizer or settings cannot be trained, or differ between ranks. Raised before
@@ -142,7 +198,7 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup) -> Job:
     devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
     device = devices[0] if devices else torch.device("cpu")
     options = phases[0].options
-    failures = FailureDetector(
+    failures = _kind_of_detector(sharding)(
         group,
         device,
         timeout_seconds=options.timeout_seconds,
@@ -150,51 +206,44 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup) -> Job:
         progress=progress,
     )
     try:
-        return _start(phases, progress, failures)
+        return _start(phases, progress, failures, sharding)
     except BaseException as error:  # what only one rank cannot train is told to the others
         failures.tell(error)
         raise
 
 
-def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDetector) -> Job:
-    parts, group = phases[0], failures.group
-    parts.check()
+def _start(
+    phases: Mapping[int, Parts],
+    progress: Progress,
+    failures: FailureDetector,
+    sharding: "Sharding | None",
+) -> Job:
+    parts = phases[0]
     ledgers = [one.ledger for one in phases.values()]
-    for one in phases.values():
-        check_guards(one.guards, one.strategy, one.ledger)
-        check_worker(one.strategy, one.ledger, one.options)
-        plan_quota(one.strategy, one.micro_batches, one.ledger.rounds)
-    check_messages(parts.model, [one.strategy for one in phases.values()], group)
-    check_formats([(one.options, one.strategy, one.ledger) for one in phases.values()])
-    check_parameters(parts.model)
-    layout, parameters = plan_layout(
-        parts.model,
-        parts.optimizer,
-        world_size=group.size(),
-        bucket_bytes=parts.options.bucket_bytes,
-        widen=parts.options.accumulate == "fp32",
-        parts=math.lcm(*(max(1, ledger.fragments) for ledger in ledgers)),
-        whole_groups=whole_groups(parts.optimizer),  # a replicated one, too, sees flat slices where owners do
-    )
-    follow = failures.follow if failures.orders_streams else None
-    exchange = exchange_of(parts.options, group, layout, failures.wait, follow)
-    plain = Exchange(group, layout, FP32, failures.wait)  # nobody knows yet that all ranks verify, or none
-    agree(plain, {**_settings(phases), "model": layout.text()}, f"rank {group.rank()}, before step 1")
-    exchange.take_account(plain)
+    _check(phases, failures.group, sharding)
+    layout, registered = _planned(phases, failures.world_size, sharding)
+    parameters = [shard_of(parameter)[0] for parameter in registered]
+    exchange, within = _connected(phases, layout, failures, sharding)
     inside = exchange_inside(exchange, failures) if any(ledger.by_node for ledger in ledgers) else None
     for slot in layout.slots:
         flat = layout.sets[slot.set_index]
         if flat.accumulation_dtype != flat.dtype:
-            parameters[slot.index].grad_dtype = flat.accumulation_dtype
-    share_start(exchange, parameters, GradientBuffer(layout), parts.model)
+            registered[slot.index].grad_dtype = flat.accumulation_dtype
+    everyone = exchange if within is None else within.everyone
+    share_start(exchange, parameters, GradientBuffer(layout), parts.model, everyone)
     if any(one.guards for one in phases.values()):
         progress.watch(_fixed(parts.model))
-    sharded = owner_of(parts, parameters, exchange)
+    owner = owner_of(parts, parameters, exchange)
     if any(ledger.local or ledger.may_average for ledger in ledgers[1:]):
-        StateKinds(sharded).check_averages()  # now, and not when its turn comes
-    lane = lane_of(parts, exchange, inside, sharded, progress)
-    model = SettlingModel(
-        parts.model, parameters, parts.optimizer, layout, BufferChoices.read(parts.options.buffers)
+        StateKinds(owner).check_averages()  # now, and not when its turn comes
+    lane = lane_of(parts, exchange, inside, owner, progress, within=within)
+    model = _kind_of_model(sharding)(
+        parts.model,
+        parameters,
+        parts.optimizer,
+        layout,
+        BufferChoices.read(parts.options.buffers),
+        registered,
     )
     compute = RestingLane(
         model,
@@ -206,8 +255,9 @@ def _start(phases: Mapping[int, Parts], progress: Progress, failures: FailureDet
         accumulate=lane.accumulate,
     )
     job = Job(
-        model=model, layout=layout, exchange=exchange, inside=inside, sharded=sharded, replica=lane.comm.replica,
-        compute=compute, comm=lane.comm,
+        model=model, layout=layout, exchange=exchange, inside=inside, sharded=owner, replica=lane.comm.replica,
+        compute=compute, comm=lane.comm, within=within,
+        layout_digest=layout.digest() if within is None else within.digest_of(layout),
     )  # fmt: skip
     lane.watch(job)
     for listener in model.listeners:
@@ -232,7 +282,89 @@ class Lane:
             job.model.listeners.append(GuardedRounds(job, self.interpreter))
 
 
-def owner_of(parts: Parts, parameters: Sequence[nn.Parameter], exchange: Exchange) -> ShardedOptimizer:
+def _check(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Sharding | None") -> None:
+    """Raise unless a job can be made of these parts."""
+    parts = phases[0]
+    parts.check()
+    for one in phases.values():
+        check_guards(one.guards, one.strategy, one.ledger)
+        check_worker(one.strategy, one.ledger, one.options)
+        plan_quota(one.strategy, one.micro_batches, one.ledger.rounds)
+    check_messages(parts.model, [one.strategy for one in phases.values()], group)
+    check_formats([(one.options, one.strategy, one.ledger) for one in phases.values()])
+    check_parameters(parts.model, sharded=sharding is not None)
+
+
+def _planned(
+    phases: Mapping[int, Parts], world_size: int, sharding: "Sharding | None"
+) -> tuple[Layout, list[nn.Parameter]]:
+    """Return the layout, and the parameters in its order."""
+    parts = phases[0]
+    whole = whole_groups(parts.optimizer)  # a replicated one, too, sees flat slices where owners do
+    if sharding is not None and whole:
+        raise UnsupportedOptimizer(
+            f"{name_of(parts.optimizer)} steps whole tensors (groups {sorted(whole)}), and a rank holds shards: "
+            "expected an optimizer that works element by element, such as AdamW"
+        )
+    return plan_layout(
+        parts.model,
+        parts.optimizer,
+        world_size=world_size if sharding is None else len(sharding.across),
+        bucket_bytes=parts.options.bucket_bytes,
+        widen=parts.options.accumulate == "fp32",
+        parts=math.lcm(*(max(1, one.ledger.fragments) for one in phases.values())),
+        whole_groups=whole,
+    )
+
+
+def _connected(
+    phases: Mapping[int, Parts],
+    layout: Layout,
+    failures: FailureDetector,
+    sharding: "Sharding | None",
+) -> tuple[Exchange, Within | None]:
+    """Return the job's exchange, once all ranks have the same settings, and what this node's ranks tell each other.
+
+    Where these hold shards, the exchange is among the ranks that hold this rank's shard.
+    """
+    options = phases[0].options
+    everyone = Exchange(
+        failures.group, layout, FP32, failures.wait
+    )  # nobody knows yet that all verify, or none
+    text = layout.text() if sharding is None else layout.text_of_wholes()
+    agree(everyone, {**_settings(phases), "model": text}, f"rank {failures.rank}, before step 1")
+    follow: Wait | None
+    if sharding is None:
+        follow = failures.follow if failures.orders_streams else None
+        exchange = exchange_of(options, failures.group, layout, failures.wait, follow)
+        exchange.take_account(everyone)
+        return exchange, None
+    seconds = failures.timeout_seconds + BACKEND_MARGIN_SECONDS
+    inside, across = (part_of(failures.group, ranks, seconds) for ranks in (sharding.inside, sharding.across))
+    where = " across nodes"
+    wait = failures.among(across, sharding.across, where)
+    follow = failures.follow_among(sharding.across, where) if failures.orders_streams else None
+    node = Exchange(inside, layout, FP32, failures.among(inside, sharding.inside))
+    return exchange_of(options, across, layout, wait, follow), Within(node, everyone, sharding.inside)
+
+
+def _kind_of_detector(sharding: "Sharding | None") -> Callable[..., FailureDetector]:
+    if sharding is None:
+        return FailureDetector
+    from stretto.engine.sharding import NodeFailures
+
+    return functools.partial(NodeFailures, sharding=sharding)
+
+
+def _kind_of_model(sharding: "Sharding | None") -> Callable[..., SettlingModel]:
+    if sharding is None:
+        return SettlingModel
+    from stretto.engine.sharded_model import ShardedModel  # FSDP2 takes half a second to import
+
+    return ShardedModel
+
+
+def owner_of(parts: Parts, parameters: Sequence[Tensor], exchange: Exchange) -> ShardedOptimizer:
     """Return this rank's masters, with the values of the parameters, and an optimizer that has not stepped them."""
     is_replicated, rehearses = parts.ownership
     rank, num_owners = (0, 1) if is_replicated else (exchange.rank, exchange.world_size)
@@ -248,6 +380,7 @@ def lane_of(
     sharded: ShardedOptimizer,
     progress: Progress,
     strikes: Strikes | None = None,
+    within: Within | None = None,
 ) -> Lane:
     """Put together what the strategy of `parts` brings into a job; all ranks must call.
 
@@ -258,6 +391,7 @@ def lane_of(
         sharded: This rank's masters, as `owner_of` cuts them.
         progress: Where the job stands.
         strikes: What guards have counted so far in this job.
+        within: The ranks of this node, where each holds a shard of the model.
     """
     ledger = parts.ledger
     quota = plan_quota(parts.strategy, parts.micro_batches, ledger.rounds)
@@ -271,7 +405,8 @@ def lane_of(
         options=parts.options,
         runtime=runtime,
         progress=progress,
-        hides=_hides(parts, ledger, exchange, quota),
+        hides=within is None and _hides(parts, ledger, exchange, quota),
+        within=within,
     )
     performers = dict(replica.performers)
     interpreter = _interpreter(parts, ledger, replica, strikes)
@@ -339,6 +474,10 @@ def _hides(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bo
 
 def _accumulation(parts: Parts, replica: AgreedReplica, quota: Quota) -> Accumulate:
     """Return what makes the job's accumulation: one from which gradients leave early, where they may."""
+    if replica.within is not None:
+        from stretto.engine.sharded_model import ShardedAccumulation
+
+        return ShardedAccumulation
     if not replica.hides:
         return Accumulation
     return functools.partial(

@@ -8,7 +8,8 @@ import torch
 from torch import distributed as dist
 
 import stretto as st
-from stretto.engine.report import RoundReport, empty_report
+from stretto.averaging.local import empty_report
+from stretto.engine.report import RoundReport
 from stretto.errors import ConfigError, PeerFailed, RanksDisagree
 from stretto.exchange import WIRES
 from stretto.strategies.contract import Gather, Land, Launch, Local, Look, Reduce, Script, Step

@@ -94,7 +94,7 @@ def test_a_sharded_or_already_wrapped_model_is_refused(group_of_one: None) -> No
     mesh = init_device_mesh("cpu", (1,))
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh))
-    assert says(refused(model, UnsupportedModel), "'weight'", "DTensor", "do not shard")
+    assert says(refused(model, UnsupportedModel), "'weight'", "DTensor", "mesh=mesh['node']")
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     assert says(refused(wrapped, UnsupportedModel), "DistributedDataParallel", ".module")
 

@@ -35,6 +35,13 @@ def test_torchrun_needs_nothing_but_the_script() -> None:
     assert set(torch.load("model.pt")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
+def test_shards_of_a_node_train_as_one_model() -> None:
+    (line,) = printed_by_ranks("sharded.py", 2)
+    assert line.startswith("160 updates on 1 nodes of 2 shards, loss ")
+    assert losses([line])[0] < 0.1
+    assert Path("model/.metadata").is_file()
+
+
 def test_lora_sends_and_saves_the_adapters_alone() -> None:
     first, *lines, last = printed_by_ranks("lora.py", 2)
     trained, total = map(int, re.findall(r"\d+", first))

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import stretto as st
-from stretto.engine.report import RoundReport, empty_report
+from stretto.averaging.local import empty_report
+from stretto.engine.report import RoundReport
 from stretto.errors import ConfigError
 from stretto.groups import Link
 from stretto.groups.collective_group import CollectiveGroup

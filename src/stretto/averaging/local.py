@@ -18,7 +18,7 @@ from stretto.engine.accumulation import Totals
 from stretto.engine.agreed import AgreedReplica, Alike
 from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.replica import Flight, Performer
-from stretto.engine.report import RankReport, RoundReport, empty_report
+from stretto.engine.report import RankReport, RoundReport, Vote
 from stretto.engine.round import Reduction, Round
 from stretto.engine.statistics import Statistics, average_statistics
 from stretto.errors import RanksDisagree, ReplicaNonFinite
@@ -55,6 +55,8 @@ class LocalReplica(AgreedReplica):
         self._since = self._nothing_yet()
         self._changed = b""
         """How the model's buffers differed from what ranks had agreed on in that round."""
+        self._vote = Vote.GO_ON
+        """Of this rank, or of a node of shards, in that round."""
         self._known: WorkersRound
         """Of the round whose gradients came last."""
 
@@ -66,7 +68,7 @@ class LocalReplica(AgreedReplica):
     @property
     def name(self) -> str:
         """Of this rank's own state in a checkpoint."""
-        return self._worker.name
+        return self._worker.name if self.within is None else super().name
 
     def reduce(self, round: Round) -> Reduction:
         """Take the gradients of this rank's worker; nobody else is asked."""
@@ -80,8 +82,13 @@ class LocalReplica(AgreedReplica):
         sums = self._own_gradient(flats)
         self._worker.add_up(flats, sums)
         measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
-        own = round.report().completed(measured)
-        self._changed = own.changed
+        own = round.report()
+        if self.within is not None:
+            own = self.within.merge(own, own.places(measured), round.hyperparameters, self.where)
+            exchange.take_account(self.within.exchange)
+        else:
+            own = own.completed(measured)
+        self._changed, self._vote = own.changed, own.vote
         self._known = known = self._worker.look_at(round, own, self.where)
         report, norm_squared = known.report, known.norm_squared
         gradient = ReducedGradient(sums, report.weight, norm_squared, report.used)
@@ -179,6 +186,7 @@ class LocalReplica(AgreedReplica):
         """Return what this rank reports of its last round at an average."""
         return dataclasses.replace(
             round.report(),
+            vote=self._vote,
             changed=self._changed,
             round_index=self.progress.round_index,
             step=self.progress.step,
@@ -232,7 +240,7 @@ class LocalReplica(AgreedReplica):
         # A rank without data comes early and waits; one that comes late has passed an average by.
         if len(planned) > 1 or (planned and max(rounds) > max(planned)):
             raise RanksDisagree(
-                f"rank {self.exchange.rank}, after step {step}: ranks average in different rounds, "
+                f"rank {self.rank}, after step {step}: ranks average in different rounds, "
                 f"{rounds} by rank (below zero: settles or saves instead): a rate that is a function must give the "
                 "same on all ranks and depend on nothing but the round's index, and all ranks must settle and save at "
                 "the same updates"
@@ -256,3 +264,17 @@ class LocalReplica(AgreedReplica):
 
     def _nothing_yet(self) -> _SinceAverage:
         return _SinceAverage(bytearray(len(self.sharded.layout.slots)))
+
+
+def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
+    """Return the report of a rank that contributes nothing."""
+    return RankReport(
+        totals=Totals(),
+        gradient_is_finite=True,
+        norm_squared=0.0,
+        vote=Vote.GO_ON,
+        settings=0,
+        used=bytes(num_slots),
+        changed=changed,
+        step=step,
+    )

@@ -135,7 +135,7 @@ def load(
                 reading.names,
                 saved.world_size,
                 same_strategy=saved.strategy == parallel.strategy.name,
-                same_layout=saved.layout == parallel.job.layout.digest(),
+                same_layout=saved.layout == parallel.job.layout_digest,
             )
         reading.read(state)
     except CheckpointError:
@@ -165,7 +165,7 @@ class _Memory:
         def gather(record: bytes) -> list[bytes]:
             with parallel.job.compute.lifetime.running():
                 parallel.job.replica.wait_for_transfers()
-                return parallel.job.exchange.gather_records(record)
+                return parallel.job.everyone.gather_records(record)
 
         self._ranks = ranks
         self._optimizer = name_of(parallel.optimizer)

@@ -70,7 +70,7 @@ class Ranks:
         job = self._parallel.job
         try:
             job.replica.wait_for_transfers()
-            records = job.exchange.gather_records(record)
+            records = job.everyone.gather_records(record)
         except CommunicationError as error:
             job.compute.lifetime.fail(error)
             raise

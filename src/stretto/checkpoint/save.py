@@ -85,7 +85,7 @@ def save(
             for listener in parallel.job.model.listeners:
                 listener.committed_is_read()
         if in_background:
-            group = parallel.job.exchange.group
+            group = parallel.job.everyone.group
             parallel.job.model.listeners.append(BackgroundSave(ranks, group, writing.steps, writing.abandon))
             return home / name
         outcomes: list[Any] = []
@@ -180,7 +180,7 @@ def _manifest(
         world_size=parallel.world_size,
         strategy=parallel.strategy.name,
         optimizer=name_of(parallel.optimizer),
-        layout=parallel.job.layout.digest(),
+        layout=parallel.job.layout_digest,
         files={file.name: file.stat().st_size for file in path.iterdir()},
         metadata_digest=file_digest(path / METADATA),
         entries=entry_kinds(metadata),

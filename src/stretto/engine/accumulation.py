@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Self, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.engine.departure import Departure
 from stretto.errors import ConfigError, GradientsTouched, LossNotScalar, UsageError
@@ -94,7 +94,7 @@ class Accumulation:
         buffer: The buffer of the first round; gradients accumulate in it after `attach`.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], buffer: GradientBuffer) -> None:
+    def __init__(self, parameters: Sequence[Tensor], buffer: GradientBuffer) -> None:
         self.parameters = parameters
         self.apart: set[int] = set()
         """Slots whose view was taken away; see Note [Gradients of others]."""
@@ -108,6 +108,8 @@ class Accumulation:
     def begin(self, buffer: GradientBuffer) -> Self:
         """Begin a round in `buffer`; gradients accumulate in it after `attach`."""
         self.buffer = buffer
+        self.gradients: Sequence[Tensor] = buffer.views
+        """What parameters have as `.grad`, in the buffer's memory."""
         self.contribution = Contribution(
             bytearray(len(buffer.layout.slots)),
             torch.zeros((), dtype=torch.float64, device=buffer.layout.sets[0].device),
@@ -140,7 +142,7 @@ class Accumulation:
         if zero:
             for flat in self.buffer.flats:
                 flat.zero_()
-        for index, (parameter, view) in enumerate(zip(self.parameters, self.buffer.views, strict=True)):
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.gradients, strict=True)):
             if index not in self.apart:
                 parameter.grad = view
         self.remember()
@@ -216,7 +218,7 @@ class Accumulation:
 
     def set_apart(self) -> None:
         """Tell gradients that the caller has put into `.grad` from those that have accumulated there."""
-        for index, (parameter, view) in enumerate(zip(self.parameters, self.buffer.views, strict=True)):
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.gradients, strict=True)):
             if parameter.grad is not None and parameter.grad is not view:
                 self.apart.add(index)
 
@@ -234,7 +236,7 @@ class Accumulation:
     def discard(self) -> None:
         """Drop the gradients of backward passes that were not this job's."""
         for index in self.apart:
-            self.parameters[index].grad = self.buffer.views[index]
+            self.parameters[index].grad = self.gradients[index]
         self.apart.clear()
 
     def check_own(self, where: object) -> None:
@@ -264,10 +266,10 @@ class Accumulation:
                 "zeroing; clip with Options(clip_norm=...), weigh with backward(loss, weight)"
             )
         gradients = map(_gradient, self.parameters)
-        if all(map(operator.is_, gradients, self.buffer.views)):
+        if all(map(operator.is_, gradients, self.gradients)):
             return
         for parameter, view, slot in zip(
-            self.parameters, self.buffer.views, self.buffer.layout.slots, strict=True
+            self.parameters, self.gradients, self.buffer.layout.slots, strict=True
         ):
             if parameter.grad is not view and slot.index not in self.apart:
                 raise GradientsTouched(
@@ -281,7 +283,7 @@ class Accumulation:
         return [index for index in sorted(self.apart) if self.parameters[index].grad is not None]
 
 
-Accumulate: TypeAlias = Callable[[Sequence[nn.Parameter], GradientBuffer], Accumulation]
+Accumulate: TypeAlias = Callable[[Sequence[Tensor], GradientBuffer], Accumulation]
 """Makes an accumulation of its kind."""
 
 

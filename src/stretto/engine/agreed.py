@@ -10,6 +10,7 @@ from torch import Tensor
 from stretto.engine.buffers import Buffer
 from stretto.engine.replica import Replica
 from stretto.engine.statistics import Statistics
+from stretto.engine.within import Within
 from stretto.exchange import PlainWire
 from stretto.optimizer import ShardedOptimizer
 
@@ -88,16 +89,24 @@ class AgreedReplica(Replica):
     """A replica with all that an update does not pass; arguments are those of `Replica`.
 
     Strategies whose ranks step alone, or whose replicas may differ, have subclasses.
+
+    Args:
+        steps_alone: Whether ranks step without asking the others, and may be at different rounds.
+        within: The ranks of this node, where each holds a shard of the replica.
     """
 
-    def __init__(self, *args: Any, steps_alone: bool = False, **others: Any) -> None:
+    def __init__(
+        self, *args: Any, steps_alone: bool = False, within: Within | None = None, **others: Any
+    ) -> None:
         super().__init__(*args, **others)
+        if within is not None:
+            self.within, self.rank = within, within.rank
         self.agreement = Agreement(steps_alone=steps_alone)
 
     @property
     def name(self) -> str:
         """Of this rank's own state in a checkpoint, for those who could use it."""
-        return str(self.exchange.rank)
+        return str(self.rank)
 
     def anchors(self, *, waits: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield, by name, what all ranks hold alike beside masters.

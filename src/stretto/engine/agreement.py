@@ -11,7 +11,7 @@ from stretto.checksums import digest
 from stretto.engine.accumulation import GradientBuffer
 from stretto.errors import RanksDisagree, TransferCorrupt
 from stretto.exchange import Exchange
-from stretto.flat import original_name
+from stretto.flat import original_name, shard_of
 
 _SHOWN_CHARACTERS = 300
 _BROADCASTS = 4
@@ -55,15 +55,20 @@ def agree(
 
 
 def share_start(
-    exchange: Exchange, parameters: Sequence[nn.Parameter], buffer: GradientBuffer, model: nn.Module
+    exchange: Exchange,
+    parameters: Sequence[Tensor],
+    buffer: GradientBuffer,
+    model: nn.Module,
+    everyone: Exchange,
 ) -> None:
     """Give every rank the parameters and buffers of rank 0, to the bit.
 
     Args:
-        exchange: Connects the ranks.
+        exchange: Connects the ranks that hold the same parameters.
         parameters: In the layout's order; overwritten on ranks other than 0.
         buffer: Scratch; left undefined.
         model: Its frozen parameters and buffers, of any dtype, are overwritten too.
+        everyone: Connects all ranks of the job.
     """
     with torch.no_grad():
         torch._foreach_copy_(buffer.views, list(parameters))
@@ -71,7 +76,8 @@ def share_start(
             _take_from_rank_0(exchange, flat)
         torch._foreach_copy_(list(parameters), buffer.views)
         for _, tensor in untrained(model):
-            _take_from_rank_0(exchange, tensor)
+            local, shard = shard_of(tensor)
+            _take_from_rank_0(everyone if shard is None else exchange, local)
 
 
 def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:

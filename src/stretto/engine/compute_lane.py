@@ -235,7 +235,7 @@ class ComputeLane:
         )
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._schedule = None if scheduler is None else Schedule(scheduler)
-        self.course = Course(comm.replica.exchange.rank, len(quota.minima))
+        self.course = Course(comm.replica.rank, len(quota.minima))
         self.where: object = self.course
         """Rank and step, for messages: they are put into words where there is one."""
         self.num_counted = 0  # micro-batches of this rank, of any weight, since the job began or was loaded
@@ -260,7 +260,7 @@ class ComputeLane:
         self.comm, self.replica, self.runtime = comm, comm.replica, comm.runtime
         self._timer = self.runtime.timer()  # of waits for the other lane
         self.layout, self.overlaps, self.quota = buffer.layout, comm.strategy.overlaps, quota
-        self.accumulation = accumulate(self.model.parameters, buffer)  # of the round that accumulates
+        self.accumulation = accumulate(self.model.registered, buffer)  # of the round that accumulates
         self._keeps_pace = not quota.is_fixed
         self.course.begin_phase(len(quota.minima))
         self._idle = GradientBuffer(self.layout) if self.overlaps else None
@@ -325,6 +325,7 @@ class ComputeLane:
             self.model.train_on(self.where)
         self.take_off_if_ready()
         if weight > 0 and not (self.accumulation.has_arrived or lacks):
+            self.model.check_complete(self.where)
             raise StepWithoutBackward(
                 f"{self.where}: no gradient has arrived since the last micro-batch was counted: run its backward pass "
                 "first, or count it with weight=0 to contribute nothing"

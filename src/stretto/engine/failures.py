@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from stretto.engine.inquiry import ANSWER_SECONDS, Inquiry, closed_ranks
 from stretto.engine.round import Progress
-from stretto.engine.watcher import Place, Watcher
+from stretto.engine.watcher import Place, Watcher, keeps, store_of
 from stretto.errors import (
     CommunicationError,
     Finished,
@@ -40,7 +39,7 @@ from stretto.errors import (
     WorkerDisagrees,
 )
 from stretto.exchange.transfer import Started, Wait
-from stretto.groups import connections_of, listens_at, may_wait_again, orders_streams, ranks_of, retire
+from stretto.groups import connections_of, may_wait_again, orders_streams, ranks_of, retire
 
 _POLL_SECONDS = 0.05
 """Seconds between two questions who has heard why this rank leaves."""
@@ -80,8 +79,8 @@ class FailureDetector:
         progress: Progress,
     ) -> None:
         self.group = group
-        self.groups = [group]
-        """All that end with the job."""
+        self.groups, self.waited_in = [group], [group]
+        """All that end with the job; and those in which ranks wait for each other, which an error of the job aborts."""
         self.rank = group.rank()
         self.world_size = group.size()
         self.timeout_seconds = timeout_seconds
@@ -90,31 +89,32 @@ class FailureDetector:
         self._completes = _within if waits_again else _polled
         self._connections = connections_of(group) if waits_again else set()
         self._completed: collections.deque[dist.Work] = collections.deque(maxlen=_KEPT)
-        store = _store_of(group)
-        place = Place(_keeps(store), frozenset(connection.name for connection in self._connections))
-        aborts = () if waits_again else self.groups
+        store = store_of(group)
+        place = Place(keeps(store), frozenset(connection.name for connection in self._connections))
+        aborts = () if waits_again else self.waited_in
         self._watcher = Watcher(store, ranks_of(group), self.rank, place, silent_seconds, aborts)
         self._look_seconds = min(self._watcher.period, timeout_seconds)
         # Where nobody ends the job; also as Python ends, because no thread may come out of C++ then.
         weakref.finalize(self, self._watcher.end, leaves=False)
         self.orders_streams = orders_streams(group, device)
         """Whether works can be followed, and not only waited for."""
-        self._followed: dict[range | None, Started] = {}
+        self._followed: dict[Sequence[int] | None, Started] = {}
         """By the ranks that take part, what was followed last."""
 
-    def among(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Wait:
+    def among(self, group: dist.ProcessGroup, ranks: Sequence[int], where: str = " inside a node") -> Wait:
         """Return what waits for collectives of `group`, which only these ranks of the job share; it ends with the job.
 
         Whatever rank of the job fails, they hear of it; silence or a closed connection is laid to one of them.
         """
         self.groups.append(group)
-        return lambda work, what: self.wait(work, f"{what} inside a node", ranks)
+        self.waited_in.append(group)
+        return lambda work, what: self.wait(work, f"{what}{where}", ranks)
 
-    def follow_among(self, ranks: range) -> Wait:
+    def follow_among(self, ranks: Sequence[int], where: str = " inside a node") -> Wait:
         """Return what follows collectives of a group that was given to `among`."""
-        return lambda work, what: self.follow(work, f"{what} inside a node", ranks)
+        return lambda work, what: self.follow(work, f"{what}{where}", ranks)
 
-    def follow(self, work: dist.Work, what: str, ranks: range | None = None) -> None:
+    def follow(self, work: dist.Work, what: str, ranks: Sequence[int] | None = None) -> None:
         """Go on after `work`, which orders streams: what the caller's stream is given next comes after it.
 
         The host does not wait. Whether the work has completed shows at the next `wait` for one of the same group, or at
@@ -258,12 +258,16 @@ class Lifetime:
                 raise
             raise cause from error
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return what has ended the job, where `error` leaves the user's code; see `FailureDetector.cause_of`."""
+        return error if self._ended_because is not None else self._failures.cause_of(error)
+
     def fail(self, error: BaseException, *, is_users: bool = False) -> None:
         """End the job because of `error`, and tell the other ranks; see `FailureDetector.tell`."""
         if self._ended_because is None:
             self._ended_because = f"{type(error).__name__}: {error}"
             if self._failures.tell(error, is_users=is_users):
-                for group in self._failures.groups:
+                for group in self._failures.waited_in:
                     group.abort()
             self._leave(waits=False)
             self.retire()
@@ -312,18 +316,3 @@ def _within(work: dist.Work, seconds: float) -> bool:
             return False
     work.wait()  # it is over: this raises its error, or returns if it completed at the last moment
     return True
-
-
-def _store_of(group: dist.ProcessGroup) -> Store | None:
-    """Return a store of the group's own ranks, or None for a group without one (a lone rank, a simulation)."""
-    try:
-        return PrefixStore("stretto", group.get_group_store())
-    except RuntimeError:
-        return None
-
-
-def _keeps(store: Store | None) -> bool:
-    """Return whether a store ends with this process."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, TCPStore) and listens_at(store.port)

@@ -48,7 +48,7 @@ class HiddenAccumulation(Accumulation):
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Tensor],
         buffer: GradientBuffer,
         *,
         model: nn.Module,

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 _JOB = "stretto job"
 """Key in the metadata of autograd's nodes that a job has hooks on."""
 
 
-def adding_node(parameter: nn.Parameter) -> Any:
+def adding_node(parameter: Tensor) -> Any:
     """Return autograd's node that adds gradients to `parameter`.
 
     Hooks on it are not copied with the parameter, and see those gradients alone that are about to be added.

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, jit, nn
 
 from stretto.engine.holding import Mark, adding_node
-from stretto.engine.model import UserModel
+from stretto.engine.settling import SettlingModel
 from stretto.errors import EstimateShown, OptimizerStepped, UsageError
 from stretto.optimizer import members_of
 
@@ -55,7 +55,7 @@ class Hooks:
 
     def __init__(
         self,
-        model: UserModel,
+        model: SettlingModel,
         *,
         before_gradient: Callable[[int, Gradients], Gradients | None],
         before_forward: Callable[[nn.Module, object], None],
@@ -65,10 +65,10 @@ class Hooks:
         """Says who holds the job."""
         self._user = model
         self._handles: list[Any] = []
-        self._nodes = [adding_node(parameter) for parameter in model.parameters]
+        self._nodes = [adding_node(parameter) for parameter in model.registered]
         """Kept: a node and its hooks end with the last reference."""
         for index, node in enumerate(self._nodes):
-            self._handles.append(node.register_prehook(functools.partial(before_gradient, index)))
+            self._handles.append(model.hook_gradient(index, node, functools.partial(before_gradient, index)))
             self.mark.put(node)
         self._hook_model(model.model, before_forward, where)
         self._hook_optimizer(where)
@@ -93,7 +93,8 @@ class Hooks:
         # A scripted module takes no hooks: its backward pass brings a take-off, and its own state_dict() is not seen.
         hooked = [module for module in model.modules() if not isinstance(module, jit.ScriptModule)]
         if model in hooked:
-            self._handles.append(model.register_forward_pre_hook(_Hook(before_forward)))
+            # First: what is to be shown has to be there before hooks of others look at parameters.
+            self._handles.append(model.register_forward_pre_hook(_Hook(before_forward), prepend=True))
         for module in hooked:
             self._handles.append(
                 module.register_state_dict_pre_hook(_Hook(state_dict, before_copy=refuse_estimate))
@@ -129,7 +130,7 @@ class Hooks:
     def remove(self) -> None:
         """Remove every hook, and give the parameters their gradients' fields back."""
         self.unhook()
-        for parameter in self._user.parameters:
+        for parameter in self._user.registered:
             parameter.grad = None
             if parameter.grad_dtype != parameter.dtype:  # once set, it stays when the model changes its dtype
                 parameter.grad_dtype = parameter.dtype

@@ -6,6 +6,7 @@ from stretto.engine.agreed import AgreedReplica
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.rest import RestingLane
 from stretto.engine.settling import SettlingModel
+from stretto.engine.within import Within
 from stretto.exchange import Exchange
 from stretto.flat import Layout
 from stretto.optimizer import ShardedOptimizer
@@ -30,8 +31,17 @@ class Job:
     """This rank's; it knows how equal the ranks' replicas are, and what they agree on."""
     compute: RestingLane
     comm: CommLane
+    layout_digest: str
+    """The same on all ranks, and in another job only if each of its ranks has the layout of the same one here."""
+    within: Within | None = None
+    """The ranks of this node, where each holds a shard of the model."""
     num_checkpoints: int = 0
     """Saved so far; the first one is checked for whether this job could load it."""
+
+    @property
+    def everyone(self) -> Exchange:
+        """Among all ranks of the job, for what they tell each other at rest."""
+        return self.exchange if self.within is None else self.within.everyone
 
     def count_checkpoint(self) -> None:
         """One more has been saved."""

@@ -36,22 +36,26 @@ class UserModel:
 
     Args:
         model: The user's model.
-        parameters: The parameters that train, in the layout's order.
+        parameters: The values that train, in the layout's order.
         optimizer: The user's optimizer: read, never stepped.
         layout: Names the parameters.
         choices: What becomes of which buffers.
+        registered: The model's parameters whose values these are; None where they are themselves.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
         layout: Layout,
         choices: BufferChoices,
+        registered: Sequence[Tensor] | None = None,
     ) -> None:
         self.model = model
         self.parameters = parameters
+        self.registered = parameters if registered is None else registered
+        """What autograd gives gradients to."""
         self.optimizer = optimizer
         self._members = members_of(optimizer)
         self.names = [slot.name for slot in layout.slots]
@@ -61,7 +65,7 @@ class UserModel:
         """Receive the installed values and the other events of the compute lane."""
         self.held_back: Held | None = None
         """Inside `settled`, what the model showed before; otherwise None."""
-        self._ids = {id(parameter) for parameter in parameters}
+        self._ids = {id(parameter) for parameter in self.registered}
         self._groups = [member.param_groups for member in self._members]
         self._num_groups = sum(map(len, self._groups))
         self.remember()
@@ -142,9 +146,10 @@ class UserModel:
         if trainable - self._ids:
             raise ParametersTouched(
                 f"{where}: the model has {len(trainable - self._ids)} trainable parameters that it did not have when "
-                "it was wrapped; wrap after the model is complete, and freeze after that what is to train later"
+                "it was wrapped; wrap after the model is complete and sharded (fully_shard), and freeze after that "
+                "what is to train later"
             )
-        for name, parameter in zip(self.names, self.parameters, strict=True):
+        for name, parameter in zip(self.names, self.registered, strict=True):
             if id(parameter) not in trainable and parameter.requires_grad:
                 raise ParametersTouched(
                     f"{where}: parameter {name!r} was removed from the model after wrapping; make a new DataParallel "

@@ -24,6 +24,7 @@ from stretto.engine.round import AtLanding, Progress, Reduction, Round, Shown
 from stretto.engine.runtime import Runtime
 from stretto.engine.statistics import average_statistics
 from stretto.engine.streams import SideStream
+from stretto.engine.within import Within
 from stretto.errors import NonFinite
 from stretto.exchange import Exchange, Publication
 from stretto.exchange.transfer import Prepare, Transfers
@@ -78,6 +79,8 @@ class Replica:
 
     interval: int | None = None
     """Updates from one average to the next, where the strategy chooses."""
+    within: Within | None = None
+    """The ranks of this node, where each holds a shard of the replica."""
     shows_own = False
     """Whether every rank's model shows an estimate of its own."""
 
@@ -93,6 +96,7 @@ class Replica:
         hides: bool,
     ) -> None:
         self.exchange = exchange
+        self.rank = exchange.rank  # by which messages call it
         self.sharded = sharded
         self.replicated = replicated
         self.progress = progress
@@ -123,7 +127,7 @@ class Replica:
     @property
     def where(self) -> str:
         """Rank and step, for messages."""
-        return f"rank {self.exchange.rank}, after step {self.progress.step}"
+        return f"rank {self.rank}, after step {self.progress.step}"
 
     def reduce(self, round: Round) -> Reduction:
         """Exchange the gradients of `round` and the reports on it; all ranks must call, unless ranks step alone."""
@@ -149,8 +153,11 @@ class Replica:
         sums, is_torn = self.sum_up(round)
         measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
         own = round.report(torn=is_torn)
+        places = own.places(measured)
+        if self.within is not None:
+            own, places = self.within.merge(own, places, round.hyperparameters, self.where), []
         # The host waits here, for the first time in this round, with everything on its way.
-        records = self.exchange.gather_bytes(RoundReport.pack(own), own.places(measured))
+        records = self.exchange.gather_bytes(RoundReport.pack(own), places)
         return sums, RoundReport.unpack(records, len(own.used), len(own.changed))
 
     def sum_up(self, round: Round) -> tuple[Slices, bool]:
@@ -269,10 +276,10 @@ class Replica:
 
     def is_left_out(self, report: RoundReport, norm_squared: float, kind: type[NonFinite]) -> bool:
         """Return whether to leave this round out; the answer is the same on every rank that took part."""
-        found = report.not_finite(norm_squared)
+        found = report.not_finite(norm_squared, "ranks" if self.within is None else "nodes")
         if found is not None and self._options.nonfinite == "raise":
             raise kind(
-                f"rank {self.exchange.rank}, step {self.progress.step + 1}, round {self.progress.round_index}: "
+                f"rank {self.rank}, step {self.progress.step + 1}, round {self.progress.round_index}: "
                 f"{found}; lower the learning rate, or leave such rounds out with Options(nonfinite='skip')"
             )
         return found is not None
@@ -285,6 +292,8 @@ class Replica:
         norm_squared = gradient.norm_squared
         if norm_squared is None:
             own = gradient.measure()
+            if self.within is not None:
+                own = self.within.total(own)
             if self.replicated:
                 norm_squared = gradient.know_norm(float(own))
             else:

@@ -109,20 +109,6 @@ class RankReport:
         )
 
 
-def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
-    """Return the report of a rank that contributes nothing."""
-    return RankReport(
-        totals=Totals(),
-        gradient_is_finite=True,
-        norm_squared=0.0,
-        vote=Vote.GO_ON,
-        settings=0,
-        used=bytes(num_slots),
-        changed=changed,
-        step=step,
-    )
-
-
 @functools.cache
 def record_dtype(num_slots: int, num_buffers: int) -> np.dtype[np.void]:
     """Return the fixed layout of one rank's record."""
@@ -242,20 +228,20 @@ class RoundReport:
         norms = self.records["norm_squared"]
         return float(norms[0]) if replicated else in_rank_order(norms)
 
-    def not_finite(self, norm_squared: float) -> str | None:
+    def not_finite(self, norm_squared: float, who: str = "ranks") -> str | None:
         """Describe which value is not finite, and on which rank; return None if all are finite.
 
-        `norm_squared` is the squared norm of the whole sum, and is checked too.
+        `norm_squared` is the squared norm of the whole sum, and is checked too; `who` has made these reports.
         """
         losses = np.flatnonzero(~np.isfinite(self.records["loss_sum"])).tolist()
         gradients = np.flatnonzero(~self.records["gradient_is_finite"]).tolist()
         if losses:
-            return f"the loss is not finite on ranks {losses}"
+            return f"the loss is not finite on {who} {losses}"
         if gradients:
-            return f"the gradient is not finite on ranks {gradients}"
+            return f"the gradient is not finite on {who} {gradients}"
         if buffers := np.flatnonzero(~self.records["buffers_are_finite"]).tolist():
-            return f"buffers of the model (running statistics and the like) are not finite on ranks {buffers}"
-        return None if math.isfinite(norm_squared) else "the sum of the ranks' gradients overflows"
+            return f"buffers of the model (running statistics and the like) are not finite on {who} {buffers}"
+        return None if math.isfinite(norm_squared) else f"the sum of the {who}' gradients overflows"
 
 
 def settings_text(hyperparameters: Hyperparameters) -> str:

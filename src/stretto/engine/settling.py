@@ -20,6 +20,19 @@ class SettlingModel(UserModel):
         self._keys = {original_name(key): key for key in self.model.state_dict()}
         self._settled_until_training = False
 
+    def hook_gradient(self, index: int, node: Any, before: Callable[..., Any]) -> Any:
+        """Have `before` called with every gradient of a parameter, alone in a tuple, before it is added.
+
+        Args:
+            index: Of the parameter.
+            node: Autograd's, which adds it.
+            before: May return another gradient in the same form.
+
+        Returns:
+            A handle that removes the hook.
+        """
+        return node.register_prehook(before)
+
     def settle(self, values: Sequence[Tensor] | None, statistics: Sequence[Buffer]) -> None:
         """Show committed values, and keep what was shown.
 

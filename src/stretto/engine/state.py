@@ -8,6 +8,7 @@ optimizer.param_groups.<name>.<key>     hyperparameters; of a group without para
 job.step, job.round_index               counts
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from stretto.engine.agreed import Alike
 from stretto.engine.job import Job
 from stretto.errors import ForeignCheckpoint, TornCheckpoint
-from stretto.flat import Fragments, PartedTensor, Shares, Slot, original_name
+from stretto.flat import Fragments, PartedTensor, Shard, Shares, Slot, original_name
 from stretto.optimizer import (
     Piece,
     PieceState,
@@ -133,12 +134,19 @@ class JobState:
         dtype = self.job.sharded.layout.sets[slot.set_index].dtype
         return self._shares.cut(slot, dtype, fragments, everywhere=True)
 
+    def held(self, slot: Slot, values: Tensor | None) -> PartedTensor:
+        """Return values of a slot that this rank alone writes, as wide as masters; None gives a blank one."""
+        shard = slot.shard or Shard(slot.shape, 0, slot.shape)
+        return self._shares.held(
+            shard, self._master_dtype(slot), None if values is None else values.reshape(-1)
+        )
+
     def _cut(self, slot: Slot, dtype: torch.dtype, fragments: Fragments) -> PartedTensor:
         return self._shares.cut(slot, dtype, fragments, everywhere=self.job.replica.replicated)
 
     def _model(self, *, blank: bool) -> State:
         user, compute = self.job.model, self.job.compute
-        slots = {id(p): slot for p, slot in zip(user.parameters, self.slots, strict=True)}
+        slots = {id(p): slot for p, slot in zip(user.registered, self.slots, strict=True)}
         shows_it = compute.model.shown == "committed" and compute.model.held_back is None
         is_shown_anyway = shows_it and self.job.replica.agreement.state is Alike.UNITED
         with compute.settled():
@@ -155,8 +163,8 @@ class JobState:
                 elif blank:
                     entries[name] = self.spread(slot, None)
                 else:
-                    kept = value if is_shown_anyway else value.detach().clone()
-                    entries[name] = self.spread(slot, kept)
+                    shown = user.parameters[slot.index]
+                    entries[name] = self.spread(slot, shown if is_shown_anyway else shown.detach().clone())
         return entries
 
     def _states(self, found: Mapping[Piece, PieceState]) -> State:
@@ -165,7 +173,7 @@ class JobState:
         for slot in self.slots:
             pieces = self.pieces[slot.index]
             own = [(piece.offset, found.get(piece, {})) for piece in pieces]
-            if not slot.numel and not slot.is_whole:
+            if not slot.is_whole and not math.prod(slot.whole_shape):
                 own = [
                     (0, self._kinds.of(slot))
                 ]  # nobody owns a part of it, but plain PyTorch asks for its state
@@ -251,14 +259,12 @@ def _under(entries: Mapping[str, Any], prefix: str) -> State:
 
 def _run(entry: Tensor | None, piece: Piece) -> Tensor | None:
     """Return the elements of `piece`, or None where the entry does not exist or was not read."""
+    start = piece.slot.offset + piece.offset
     if isinstance(entry, PartedTensor):
-        return entry.content(piece.offset, piece.numel)
-    return None if entry is None else entry.detach().reshape(-1)[piece.offset : piece.offset + piece.numel]
+        return entry.run(start, piece.numel)
+    return None if entry is None else entry.detach().reshape(-1)[start : start + piece.numel]
 
 
 def _whole(entry: Any) -> Any:
     """Return the value of an entry, in its own shape; None for a tensor that was not read."""
-    if not isinstance(entry, PartedTensor):
-        return entry
-    content = entry.content()
-    return None if content is None else content.view(entry.shape)
+    return entry.content() if isinstance(entry, PartedTensor) else entry

@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from torch import distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from stretto.groups import deaths
+from stretto.groups import deaths, listens_at
 
 _log = logging.getLogger("stretto")
 
@@ -268,3 +268,18 @@ class Watcher:
             for group in self._aborts:
                 group.abort()
             self._aborts = ()
+
+
+def store_of(group: dist.ProcessGroup) -> Store | None:
+    """Return a store of the group's own ranks, or None for a group without one (a lone rank, a simulation)."""
+    try:
+        return PrefixStore("stretto", group.get_group_store())
+    except RuntimeError:
+        return None
+
+
+def keeps(store: Store | None) -> bool:
+    """Return whether a store ends with this process."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore) and listens_at(store.port)

@@ -1,5 +1,12 @@
 """Batches for the user's loop, and the end of the data."""
 
+from stretto.engine import Job
 from stretto.feed.feed import Batch, Feed, num_samples
+from stretto.feed.together import SharedFeed
 
-__all__ = ["Batch", "Feed", "num_samples"]
+__all__ = ["Batch", "Feed", "feed_of", "num_samples"]
+
+
+def feed_of(job: Job) -> Feed:
+    """Return the feed of one rank of a job."""
+    return Feed(job) if job.within is None else SharedFeed(job, job.within)

@@ -12,6 +12,7 @@ from stretto.flat.layout import (
 )
 from stretto.flat.owned import Block, Owned, Slices
 from stretto.flat.parted import Fragments, PartedTensor, Shares
+from stretto.flat.shards import Shard, is_dtensor, shard_of
 from stretto.flat.whole import ALIGNMENT
 
 __all__ = [
@@ -23,11 +24,14 @@ __all__ = [
     "Layout",
     "Owned",
     "PartedTensor",
+    "Shard",
     "Shares",
     "Slices",
     "Slot",
     "check_parameters",
+    "is_dtensor",
     "original_name",
     "plan_layout",
+    "shard_of",
     "usual_bucket_bytes",
 ]

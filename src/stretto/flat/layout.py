@@ -14,7 +14,6 @@ Note [Layout]
 import dataclasses
 import hashlib
 import math
-import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 
@@ -24,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from stretto.errors import UnsupportedModel, UnsupportedOptimizer
 from stretto.flat.memory import check_memory
+from stretto.flat.shards import Shard, is_dtensor, shard_of
 from stretto.flat.whole import ALIGNMENT, place_whole, round_up
 
 
@@ -44,11 +44,23 @@ class Slot:
     """Index of the optimizer's parameter group."""
     is_whole: bool = False
     """Whether one owner holds all of it, and the optimizer sees it in its shape."""
+    shard: Shard | None = None
+    """Which part of the parameter this is, where the ranks of a node share it; None for all of it."""
 
     @property
     def stop(self) -> int:
         """One past the last element in the flat set, without padding."""
         return self.start + self.numel
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.shape if self.shard is None else self.shard.whole_shape
+
+    @property
+    def offset(self) -> int:
+        """First element in the whole parameter."""
+        return 0 if self.shard is None else self.shard.offset
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,6 +126,13 @@ class Layout:
         sets = [f"set of {s.numel} {s.dtype}, {s.accumulation_dtype} on {s.device.type}" for s in self.sets]
         return "\n".join([*slots, *sets, *map(str, self.buckets), f"{self.world_size} ranks"])
 
+    def text_of_wholes(self) -> str:
+        """Return what ranks with different shards of the same parameters must agree on, one line each."""
+        return "\n".join(
+            f"parameter {slot.name}: {slot.whole_shape} {self.sets[slot.set_index].dtype}, optimizer group {slot.group}"
+            for slot in self.slots
+        )
+
     def digest(self) -> str:
         """Return a hexadecimal SHA-256 of `text`."""
         return hashlib.sha256(self.text().encode()).hexdigest()
@@ -155,7 +174,7 @@ def plan_layout(
     parts: int = 1,
     whole_groups: Collection[int] = (),
 ) -> tuple[Layout, list[nn.Parameter]]:
-    """Plan the flat layout of the parameters that `optimizer` trains.
+    """Plan the flat layout of the parameters that `optimizer` trains, or of this rank's shards of them.
 
     Parameters are in the order in which their gradients become ready, approximately: the reverse of registration.
     Groups of the optimizer stay together where parameters may be cut, so that an owner has few segments. Buckets are
@@ -179,7 +198,7 @@ def plan_layout(
         UnsupportedModel: Nothing trains, a parameter cannot be averaged or has no values, or elements share memory.
         UnsupportedOptimizer: Model and optimizer disagree on what trains.
     """
-    check_parameters(model)
+    check_parameters(model, sharded=True)
     named = [(original_name(name), one) for name, one in model.named_parameters() if one.requires_grad]
     groups = _group_of_parameter(named, optimizer)
     whole = {id(parameter) for _, parameter in named if groups[id(parameter)] in whole_groups}
@@ -200,24 +219,24 @@ def plan_layout(
         if not is_whole:
             members.sort(key=lambda item: groups[id(item[1])])
         starts, cuts = (place_whole if is_whole else _place)(
-            [parameter.numel() for _, parameter in members],
+            [shard_of(parameter)[0].numel() for _, parameter in members],
             (bucket_bytes or usual_bucket_bytes(first.device)) // accumulation_dtype.itemsize,
             world_size,
             parts,
         )
-        # In flat order; one without elements comes before what starts at the same place.
-        placed = sorted(zip(starts, members, strict=True), key=lambda item: (item[0], item[1][1].numel()))
-        for start, (name, parameter) in placed:
+        for start, (name, parameter) in sorted(zip(starts, members, strict=True), key=_in_flat_order):
+            local, shard = shard_of(parameter)
             slots.append(
                 Slot(
                     name=name,
                     index=len(slots),
                     set_index=set_index,
                     start=start,
-                    numel=parameter.numel(),
-                    shape=tuple(parameter.shape),
+                    numel=local.numel(),
+                    shape=tuple(local.shape),
                     group=groups[id(parameter)],
                     is_whole=is_whole,
+                    shard=shard,
                 )
             )
             ordered.append(parameter)
@@ -229,8 +248,18 @@ def plan_layout(
     return layout, ordered
 
 
-def check_parameters(model: nn.Module) -> None:
+def _in_flat_order(placed: tuple[int, tuple[str, nn.Parameter]]) -> tuple[int, int]:
+    """Sort by place; a parameter without elements comes before what starts at the same place."""
+    start, (_, parameter) = placed
+    return start, shard_of(parameter)[0].numel()
+
+
+def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
     """Raise unless a job can train the model's parameters.
+
+    Args:
+        model: Holds them.
+        sharded: Whether they may be sharded inside a node.
 
     Raises:
         UnsupportedModel: Nothing trains, a parameter cannot be averaged or has no values, or elements share memory.
@@ -240,7 +269,7 @@ def check_parameters(model: nn.Module) -> None:
             "the model has no trainable parameter: expected at least one requires_grad=True"
         )
     for name, parameter in model.named_parameters():
-        _check_parameter(original_name(name), parameter)
+        _check_parameter(original_name(name), parameter, sharded=sharded)
     for name, buffer in model.named_buffers():
         _check_buffer(original_name(name), buffer)
     check_memory([*model.named_parameters(), *model.named_buffers()])
@@ -280,10 +309,11 @@ def _slots_by_bucket(slots: Sequence[Slot], buckets: Sequence[Bucket]) -> list[l
     ]
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if _is_dtensor(parameter):
+def _check_parameter(name: str, parameter: nn.Parameter, *, sharded: bool) -> None:
+    if is_dtensor(parameter) and not sharded:
         raise UnsupportedModel(
-            f"parameter {name!r} is a DTensor: expected ordinary parameters; do not shard the model before wrapping it"
+            f"parameter {name!r} is a DTensor: expected ordinary parameters; for a model that fully_shard has sharded "
+            "inside nodes, say across which ranks the job trains: DataParallel(..., mesh=mesh['node'])"
         )
     if is_lazy(parameter) or parameter.is_meta:
         raise UnsupportedModel(
@@ -308,12 +338,6 @@ def _check_buffer(name: str, buffer: torch.Tensor) -> None:
             f"buffer {name!r} has {kind}: expected a dense tensor, which ranks can take over from rank 0; keep it in "
             "an attribute that is no buffer, or materialise it"
         )
-
-
-def _is_dtensor(parameter: nn.Parameter) -> bool:
-    # Importing the module takes half a second. A program that has a DTensor has already imported it.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(parameter, module.DTensor)
 
 
 def _group_of_parameter(

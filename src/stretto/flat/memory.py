@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import UnsupportedModel
+from stretto.flat.shards import shard_of
 
 Named = tuple[str, Tensor]
 
@@ -25,7 +26,8 @@ def check_memory(named: Sequence[Named]) -> None:
         UnsupportedModel: Names the tensors.
     """
     by_storage: dict[int, list[Named]] = defaultdict(list)
-    for name, tensor in named:
+    for name, held in named:
+        tensor, _ = shard_of(held)
         # Sparse tensors and those that only wrap others have no storage.
         is_placed = tensor.layout is torch.strided and tensor.numel() > 0
         if is_placed and (place := tensor.untyped_storage().data_ptr()):

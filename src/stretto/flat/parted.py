@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stretto.errors import CheckpointError
 from stretto.flat.layout import Layout, Slot
+from stretto.flat.shards import Shard, shard_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,21 +94,27 @@ class PartedTensor(Tensor):
 
     parts: dict[tuple[int, ...], Part]
     """By offsets."""
+    shard: Shard
+    """What of it belongs into this rank's model: all of it, unless ranks of a node share the tensor."""
 
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Part]) -> "PartedTensor":
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Part], shard: Shard | None = None
+    ) -> "PartedTensor":
         """Make the tensor; parts must be disjoint."""
         self: PartedTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         self.parts = {part.box.offsets: part for part in parts}
+        self.shard = shard or Shard(tuple(shape), 0, tuple(shape))
         return self
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch types it as a function
         if func is torch.ops.aten.new_empty.default:
-            return cls(args[1], args[0].dtype, ())  # `dcp.async_save` copies the parts into it
+            return cls(args[1], args[0].dtype, (), args[0].shard)  # `dcp.async_save` copies the parts into it
         raise NotImplementedError(f"{func} of a PartedTensor: it only names values for a checkpoint")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartedTensor":
-        return PartedTensor(self.shape, self.dtype, copy.deepcopy(list(self.parts.values()), memo))
+        parts = copy.deepcopy(list(self.parts.values()), memo)
+        return PartedTensor(self.shape, self.dtype, parts, self.shard)
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise CheckpointError(
@@ -119,9 +126,13 @@ class PartedTensor(Tensor):
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]  # torch leaves it untyped
         return f"PartedTensor({tuple(self.shape)}, {self.dtype}, {len(self.parts)} parts)"
 
-    def content(self, start: int = 0, numel: int | None = None) -> Tensor | None:
+    def content(self) -> Tensor | None:
+        """Return what of it belongs into this rank's model, in its shape; None if this rank does not have all of it."""
+        run = self.run(self.shard.offset, math.prod(self.shard.shape))
+        return None if run is None else run.view(self.shard.shape)
+
+    def run(self, start: int, numel: int) -> Tensor | None:
         """Return a run of elements, `(numel,)`; None if this rank does not have all of them."""
-        numel = self.shape.numel() if numel is None else numel
         if numel == 0:
             return torch.empty(0, dtype=self.dtype)
         pieces, found = [], 0
@@ -204,47 +215,63 @@ class Shares:
         Args:
             slot: The parameter.
             dtype: Dtype of the values.
-            fragments: The values that this rank has.
+            fragments: The values that this rank has, of the slot.
             everywhere: Whether to include the shares of all ranks, or only that of this rank.
         """
         parts = [
             Part(
                 box,
-                _find(fragments, box) if box.numel else torch.empty(0, dtype=dtype),
+                _find(fragments, slot.offset, box) if box.numel else torch.empty(0, dtype=dtype),
                 share.rank == self.rank,
             )
             for share in self._of_slot[slot.index]
             if everywhere or share.rank == self.rank
             for box in _boxes(slot, share)
         ]
-        return PartedTensor(slot.shape, dtype, parts)
+        return PartedTensor(slot.whole_shape, dtype, parts, slot.shard)
 
     def uncut(self, value: Tensor, *, blank: bool, alike: bool) -> PartedTensor:
-        """Return a tensor in a single part.
+        """Return a tensor in a single part, or in those that hold this rank's shard of it.
 
         Args:
             value: Gives the shape, the dtype and, unless `blank`, the values.
             blank: Leave the values out.
             alike: Whether all ranks hold the same values, so that any rank may write them; otherwise rank 0 does.
         """
-        flat = None if blank else value.detach().reshape(-1)
+        local, shard = shard_of(value)
+        flat = None if blank else local.detach().reshape(-1)
+        if shard is not None:
+            return self.held(shard, value.dtype, flat)
         return PartedTensor(
             value.shape, value.dtype, [Part(whole(value.shape), flat, alike or self.rank == 0)]
         )
 
+    def held(self, shard: Shard, dtype: torch.dtype, values: Tensor | None) -> PartedTensor:
+        """Return a tensor of which this rank writes and reads its shard.
+
+        Args:
+            shard: Of this rank.
+            dtype: Dtype of the values.
+            values: Of the shard, `(numel,)`; None if there are none yet.
+        """
+        boxes = cover(shard.whole_shape, shard.offset, shard.offset + math.prod(shard.shape))
+        fragments = [] if values is None else [(0, values)]
+        parts = [Part(box, _find(fragments, shard.offset, box), True) for box in boxes]
+        return PartedTensor(shard.whole_shape, dtype, parts, shard)
+
     def whole(self, slot: Slot, like: Tensor, value: Tensor | None) -> PartedTensor:
         """Return a number or a tensor of any shape that belongs to a parameter.
 
-        The rank that writes the parameter's first element writes it too.
+        A rank that writes the parameter's first element writes it too.
 
         Args:
             slot: The parameter.
             like: Gives the shape and the dtype.
             value: None if there is none yet.
         """
-        writer = self._of_slot[slot.index][0].rank
+        is_first = self._of_slot[slot.index][0].rank == self.rank and slot.offset == 0
         flat = None if value is None else value.reshape(-1)
-        return PartedTensor(like.shape, like.dtype, [Part(whole(like.shape), flat, writer == self.rank)])
+        return PartedTensor(like.shape, like.dtype, [Part(whole(like.shape), flat, is_first)])
 
 
 def _shares_of(layout: Layout, slot: Slot) -> Iterator[Share]:
@@ -261,13 +288,14 @@ def _shares_of(layout: Layout, slot: Slot) -> Iterator[Share]:
 
 
 def _boxes(slot: Slot, share: Share) -> Iterator[Box]:
-    if slot.numel == 0:
-        yield whole(slot.shape)
-    yield from cover(slot.shape, share.start, share.stop)
+    if math.prod(slot.whole_shape) == 0:
+        yield whole(slot.whole_shape)
+    yield from cover(slot.whole_shape, slot.offset + share.start, slot.offset + share.stop)
 
 
-def _find(fragments: Fragments, box: Box) -> Tensor | None:
-    for start, values in fragments:
+def _find(fragments: Fragments, offset: int, box: Box) -> Tensor | None:
+    for first, values in fragments:
+        start = offset + first
         if start <= box.start and box.start + box.numel <= start + values.numel():
             return values[box.start - start : box.start - start + box.numel]
     return None

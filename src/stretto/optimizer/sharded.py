@@ -11,7 +11,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.errors import ConfigError
 from stretto.flat import Block, Layout, Owned, Slices
@@ -159,7 +159,7 @@ class ShardedOptimizer:
     def __init__(
         self,
         layout: Layout,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
         *,
         rank: int,
@@ -181,7 +181,7 @@ class ShardedOptimizer:
         )
         self._ghost = rebuild(optimizer, [[] for _ in range(num_groups)])
 
-    def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
+    def adopt(self, parameters: Sequence[Tensor]) -> None:
         """Copy the parameters' present values into the masters."""
         flats = [parameter.detach().reshape(-1) for parameter in parameters]
         places = [self.values(self.masters, piece) for piece in self.pieces]

@@ -1,0 +1,152 @@
+"""A model that FSDP2 has sharded inside a node: its shards hold what is shown, and take up gradients.
+
+Note [Never stale]
+    FSDP2 gathers parameters for a forward pass, and copies what the shards hold then. Those of the root module, and all
+    with `reshard_after_forward=False`, stay gathered until a backward pass is over. If other values are installed after
+    a forward pass without a backward one, an evaluation, say, the next forward pass would use the old ones. So whoever
+    installs values drops what is gathered.
+
+Note [Into the buffer]
+    FSDP2 reduces gradients inside the node and adds them, in place, into what a parameter has as `.grad`: a `DTensor`
+    over a view of the flat buffer. No hook sees a gradient before that, only after. So the backward pass of somebody
+    else cannot be kept apart, and is an error.
+
+    It divides by the number of ranks of the node. The loss is multiplied by that number, so that a sum arrives. All
+    ranks of a node have to run a backward pass together, also those whose weight is zero.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.engine.settling import SettlingModel
+from stretto.errors import GradientsTouched, ParametersTouched, UsageError
+from stretto.flat import shard_of
+
+
+class ShardedModel(SettlingModel):
+    """A model whose values are this rank's shards; see Note [Never stale]. Arguments are those of `SettlingModel`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._gathered = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    def install(self, values: Sequence[Tensor]) -> None:
+        """Copy `values`, one per shard, into the model."""
+        self._drop_gathered()
+        super().install(values)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what this rank holds of what `model.state_dict()` returned."""
+        self._drop_gathered()
+        own = self.model.state_dict()
+        whole = {}
+        for name, value in state.items():
+            held = own[self._keys.get(name, name)]
+            whole[name] = _as_shard(value.to(held.device), held) if isinstance(held, DTensor) else value
+        super().load_state_dict(whole)
+
+    def hook_gradient(self, index: int, node: Any, before: Callable[..., Any]) -> Any:
+        """Have `before` called after every gradient of a parameter: FSDP2 shows none before."""
+
+        def after(parameter: Tensor) -> None:
+            before((parameter.grad,))
+
+        return self.registered[index].register_post_accumulate_grad_hook(after)
+
+    def check_complete(self, where: object) -> None:
+        """Raise if a trainable parameter was added, removed, replaced or rebound since the model was wrapped."""
+        super().check_complete(where)
+        for name, parameter, value in zip(self.names, self.registered, self.parameters, strict=True):
+            if shard_of(parameter)[0].data_ptr() != value.data_ptr():
+                raise ParametersTouched(
+                    f"{where}: the storage of parameter {name!r} was rebound (.to(...), .half()); bring the model to "
+                    "its device and dtype before wrapping"
+                )
+
+    def _every_parameter(self) -> Any:
+        """Yield what is registered: while a module is gathered, other tensors are in its parameters' places."""
+        self._drop_gathered()
+        return super()._every_parameter()
+
+    def _drop_gathered(self) -> None:
+        for module in self._gathered:
+            module.reshard()
+
+
+class ShardedAccumulation(Accumulation):
+    """The gradients of one rank's shards; see Note [Into the buffer].
+
+    Args:
+        parameters: Sharded by FSDP2, in the layout's order.
+        buffer: The buffer of the first round.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], buffer: GradientBuffer) -> None:
+        self.parameters = parameters
+        self._over: weakref.WeakKeyDictionary[GradientBuffer, list[Tensor]] = weakref.WeakKeyDictionary()
+        self._num_shards = parameters[0].device_mesh.size()  # type: ignore[attr-defined]  # a DTensor
+        self._is_foreign = False  # whether a backward pass that was not this job's has added to the buffer
+        super().__init__(parameters, buffer)
+
+    def begin(self, buffer: GradientBuffer) -> Self:
+        """Begin a round in `buffer`; gradients accumulate in it after `attach`."""
+        super().begin(buffer)
+        if buffer not in self._over:
+            pairs = zip(buffer.views, self.parameters, strict=True)
+            self._over[buffer] = [_as_shard(view, parameter) for view, parameter in pairs]
+        self.gradients = self._over[buffer]
+        return self
+
+    def before_gradient(self, index: int, gradient: Tensor) -> None:
+        """Note that a gradient was added to a slot."""
+        if self._is_own_backward:
+            self.has_arrived = True
+            self.contribution.used[index] = 1
+        else:
+            self._is_foreign = True
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Add the gradient of `weight` times the loss; a weight of zero adds zeros.
+
+        Raises:
+            UsageError: The loss has 16 bits, in which its weight would be rounded.
+        """
+        factor = weight * self._num_shards
+        if (
+            loss.dtype.itemsize < torch.float32.itemsize
+            and float(torch.tensor(factor, dtype=loss.dtype)) != factor
+        ):
+            raise UsageError(
+                f"weight {weight} and a loss of {loss.dtype}: gradients of shards take their weight from the loss, "
+                "which would round it; hand over loss.float()"
+            )
+        self._is_own_backward = True
+        try:
+            (loss if factor == 1.0 else loss * factor).backward()
+        finally:
+            self._is_own_backward = False
+        self.remember()
+
+    def check_untouched(self, where: object) -> None:
+        """Raise if gradients were written outside this job's backward passes, or replaced."""
+        if self._is_foreign:
+            raise GradientsTouched(
+                f"{where}: a backward pass that was not this job's (loss.backward(), or another job's) has added to "
+                "the gradients of sharded parameters, where it cannot be told from this job's: use "
+                "parallel.backward(loss), and torch.autograd.grad for other looks at gradients"
+            )
+        super().check_untouched(where)
+
+
+def _as_shard(local: Tensor, like: Any) -> Tensor:
+    """Return a `DTensor` over `local`, in its memory, that is cut as `like` is."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

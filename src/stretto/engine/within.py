@@ -1,0 +1,117 @@
+"""What the ranks of a node tell each other, where each holds a shard of the node's one replica.
+
+Note [One rank of shards]
+    FSDP2 adds up the gradients of a node's ranks, and each rank has the sums of its shard. The strategy runs between
+    ranks that hold the same shard of different nodes. It sees a smaller model, whose rank is the node. So whatever
+    decides is merged inside the node before it travels, and all shards of a replica take the same step:
+
+        weight, samples, losses, squared norm   the sum over the node's ranks, in rank order
+        finite                                  on all of them
+        used, changed                           on any
+        vote                                    the strongest
+        settings                                the same, or an error
+
+    The group is the node's own. No node waits for another here.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.engine.accumulation import Totals
+from stretto.engine.agreement import agree
+from stretto.engine.report import RankReport, RoundReport, settings_text
+from stretto.errors import UnsupportedModel, WorkerDisagrees
+from stretto.exchange import Exchange
+from stretto.exchange.transfer import Place
+from stretto.flat import Layout
+from stretto.optimizer import Hyperparameters
+
+
+class Within:
+    """The ranks of one node; see Note [One rank of shards].
+
+    Args:
+        exchange: Among them, on a group of its own.
+        everyone: Among all ranks of the job, on its group.
+        ranks: Theirs in the job, in the order of their shards.
+    """
+
+    def __init__(self, exchange: Exchange, everyone: Exchange, ranks: Sequence[int]) -> None:
+        self.exchange = exchange
+        self.everyone = everyone
+        self.ranks = ranks
+
+    @property
+    def rank(self) -> int:
+        """This process's position among the job's, by which messages call it."""
+        return self.everyone.rank
+
+    def digest_of(self, layout: Layout) -> str:
+        """Return a digest of the layouts of all ranks of the job, which all must call."""
+        digests = self.everyone.gather_bytes(layout.digest().encode())
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+    def merge(
+        self, own: RankReport, places: Sequence[Place], hyperparameters: Hyperparameters, where: str
+    ) -> RankReport:
+        """Return the node's report of a round, the same on all its ranks; all must call.
+
+        Args:
+            own: This rank's.
+            places: Parts of it that only its device knows.
+            hyperparameters: That this rank uses for the next step.
+            where: Rank and step, for messages.
+
+        Raises:
+            WorkerDisagrees: The ranks would step with other settings.
+            UnsupportedModel: A floating-point buffer of the model has changed.
+        """
+        records = self.exchange.gather_bytes(RoundReport.pack(own), places)
+        report = RoundReport.unpack(records, len(own.used), len(own.changed))
+        if not report.settings_agree:
+            texts = {"optimizer settings": settings_text(hyperparameters)}
+            agree(
+                self.exchange,
+                texts,
+                f"{where}, inside a node of ranks {list(self.ranks)}",
+                kind=WorkerDisagrees,
+            )
+        if any(report.changed):
+            raise UnsupportedModel(
+                f"{where}: floating-point buffers of the model have changed in a forward pass (running statistics and "
+                "the like): expected constant ones where fully_shard has sharded the model, because nobody averages "
+                "them inside a node; leave each rank its own with Options(buffers='*=alone'), or take layers without"
+            )
+        every = report.records
+        return dataclasses.replace(
+            own,
+            totals=Totals(
+                weight=report.weight,
+                samples=report.samples,
+                fresh_samples=report.fresh_samples,
+                micro_batches=sum(report.micro_batches),
+                loss_sum=report.loss_sum,
+                loss_weight=report.loss_weight,
+            ),
+            gradient_is_finite=bool(every["gradient_is_finite"].all()),
+            norm_squared=report.norm_squared(replicated=False),
+            vote=max(report.votes),
+            used=report.used,
+            changed=bytes(report.changed),
+            buffers_are_finite=bool(every["buffers_are_finite"].all()),
+        )
+
+    def total(self, value: Tensor) -> Tensor:
+        """Return the sum of a number over the node's ranks, `()` float64 on the same device; all must call."""
+        records = self.exchange.gather_bytes(bytes(value.nbytes), [(0, value.view(1).view(torch.int8))])
+        total = np.add.accumulate(np.frombuffer(b"".join(records)))[-1]
+        return torch.full_like(value, float(total))
+
+    def have_all(self, found: bool) -> bool:
+        """Return whether all ranks of the node have found something; all must call."""
+        return all(map(any, self.exchange.gather_bytes(bytes([found]))))

@@ -1,0 +1,37 @@
+"""The feed of ranks that hold one model in shards: a node's data end together.
+
+No rank of a node can take a forward pass alone, because FSDP2 gathers parameters from all of them. So they ask each
+other before every batch. The data of a node end where those of its first rank do, and the others' rest is left out.
+"""
+
+from typing import Any
+
+from stretto.engine import Job
+from stretto.engine.within import Within
+from stretto.feed.feed import NOTHING, Feed, Pass
+
+
+class SharedFeed(Feed):
+    """The batches of one rank of a node.
+
+    Args:
+        job: Of this rank.
+        within: The ranks of its node.
+    """
+
+    def __init__(self, job: Job, within: Within) -> None:
+        super().__init__(job)
+        self._within = within
+
+    def _next(self, current: Pass) -> Any:
+        """Return the next batch of a pass, or `NOTHING` if any rank of the node has none."""
+        batch = super()._next(current)
+        with self._compute.lifetime.running():
+            if self._within.have_all(batch is not NOTHING):
+                return batch
+        batch, _ = current.take(_nothing)
+        return batch
+
+
+def _nothing(*_: object) -> tuple[object, int]:
+    return NOTHING, 0

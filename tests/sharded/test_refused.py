@@ -1,0 +1,132 @@
+"""What does not work with shards is refused before training, with the reason and the way out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from stretto import Clock, DataParallel, DiLoCo, Noise, Options, PAFTDyn, ReplicaGuard, Switching, ZeRO1
+from stretto.errors import ConfigError, ParametersTouched
+from tests.processes import run_ranks
+from tests.sharded.jobs import adamw, loss_of, mesh_of, network, shard
+
+Made = tuple[nn.Module, dict[str, Any]]
+
+
+def over(**settings: Any) -> Callable[[], Made]:
+    """A model that is sharded as it should be, and what else is asked for."""
+
+    def make() -> Made:
+        model = network()
+        shard(model, mesh_of(1, 1)["shard"])
+        return model, {"mesh": mesh_of(1, 1)["node"], **settings}
+
+    return make
+
+
+def sharded_by(cut: Callable[[nn.Module], object], **settings: Any) -> Callable[[], Made]:
+    def make() -> Made:
+        model = network()
+        cut(model)
+        return model, {"mesh": mesh_of(1, 1)["node"], **settings}
+
+    return make
+
+
+def by_columns(parameter: nn.Parameter) -> Shard:
+    return Shard(parameter.ndim - 1)
+
+
+CASES: dict[str, tuple[Callable[[], Made], tuple[str, ...]]] = {
+    "no mesh": (over(mesh=None), ("DTensor", "mesh=mesh['node']")),
+    "the whole mesh": (lambda: (over()()[0], {"mesh": mesh_of(1, 1)}), ("2 dimensions", "mesh['node']")),
+    "not sharded": (sharded_by(lambda model: None), ("ordinary parameters", "fully_shard(model")),
+    "tensor parallelism": (
+        sharded_by(lambda model: parallelize_module(model.few, mesh_of(1, 1)["shard"], ColwiseParallel())),
+        ("tensor parallelism", "fully_shard(model"),
+    ),
+    "tensor parallelism inside": (
+        sharded_by(
+            lambda model: (
+                parallelize_module(model.few, mesh_of(1, 1)["node"], ColwiseParallel()),
+                fully_shard(model, mesh=mesh_of(1, 1)["shard"]),
+            )
+        ),
+        ("placements", "tensor parallelism"),
+    ),
+    "HSDP": (
+        sharded_by(lambda model: fully_shard(model, mesh=mesh_of(1, 1))),
+        ("HSDP", "mesh=mesh['shard']"),
+    ),
+    "a part of the model": (
+        sharded_by(lambda model: fully_shard(model.mix[0], mesh=mesh_of(1, 1)["shard"])),
+        ("not sharded", "on the whole model"),
+    ),
+    "columns": (
+        sharded_by(
+            lambda model: fully_shard(model, mesh=mesh_of(1, 1)["shard"], shard_placement_fn=by_columns)
+        ),
+        ("dimension 1", "shard_placement_fn"),
+    ),
+    "a group too": (over(ranks=[0]), ("leave out group and ranks",)),
+    "a clock": (over(micro_batches=Clock()), ("Clock",)),
+    "guards": (over(guards=[ReplicaGuard()]), ("guards",)),
+    "verified": (over(options=Options(verified=True)), ("verified",)),
+    "strikes": (over(options=Options(strikes=3)), ("strikes",)),
+    "noise": (over(options=Options(noise=Noise(0.1))), ("noise",)),
+    "ranks per node": (over(options=Options(ranks_per_node=1)), ("ranks_per_node", "FSDP2")),
+    "averages": (over(strategy=PAFTDyn()), ("paft-dyn",)),
+    "node workers": (
+        over(strategy=DiLoCo(worker="node"), options=Options(ranks_per_node=1)),
+        ("worker='node'",),
+    ),
+    "turns": (over(strategy=Switching({0: ZeRO1(), 2: ZeRO1()})), ("turns",)),
+}
+
+
+def refused(rank: int) -> dict[str, str]:
+    found = {}
+    for name, (make, _) in CASES.items():
+        model, settings = make()
+        try:
+            DataParallel(model, adamw(model), **settings)
+            found[name] = "nothing was raised"
+        except ConfigError as error:
+            found[name] = str(error)
+    model, settings = over()()
+    try:
+        DataParallel(
+            model,
+            torch.optim.Muon([p for p in model.parameters() if p.requires_grad and p.ndim == 2]),
+            **settings,
+        )
+    except ConfigError as error:
+        found["whole tensors"] = str(error)
+    return found
+
+
+def test_what_does_not_work_with_shards_is_refused_with_the_way_out() -> None:
+    (found,) = run_ranks(1, refused)
+    for name, (_, words) in CASES.items():
+        for word in words:
+            assert word in found[name], (name, found[name])
+    assert "works element by element" in found["whole tensors"]
+
+
+def too_late(rank: int) -> str:
+    model = network()
+    parallel = DataParallel(model, adamw(model))
+    shard(model, mesh_of(1, 1)["shard"])
+    with pytest.raises(ParametersTouched) as caught:
+        parallel.backward(loss_of(model, torch.ones(2, 6, dtype=torch.long)))
+    return str(caught.value)
+
+
+def test_sharding_after_wrapping_says_what_to_do_first() -> None:
+    (message,) = run_ranks(1, too_late)
+    assert "sharded (fully_shard)" in message
