@@ -15,7 +15,7 @@ from stretto_lab.cli.options import shown
 from stretto_lab.cli.presets import Preset
 from stretto_lab.cli.run_folder import resume_command
 from stretto_lab.doctor import Finding, Report
-from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking, evidence_of
+from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking
 from stretto_lab.recipes import TaskConfig
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig
@@ -174,7 +174,9 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
 
 def _row_of(one: Price, ranking: Ranking) -> str:
     """Return what a table calls an arm; on nodes that of one level says so, and others leave out what they share."""
-    name, by_node, _ = one.arm.replace(":wire=", " ").partition(":ranks_per_node=")
+    name, by_node, _ = (
+        one.arm.replace(":worker=node", " by node").replace(":wire=", " ").partition(":ranks_per_node=")
+    )
     growth = f" (x{ranking.growth(one):.1f})" if _has_clock(one.arm) else ""
     return (
         f"{name}{growth}" if by_node or ranking.machine.ranks_per_node == 1 else f"{name}{growth}, one level"
@@ -200,14 +202,14 @@ def recommendation(ranking: Ranking) -> str:
     choice, base = ranking.choice, ranking.base
     arm = parse_arm(choice.arm)
     wire = arm.wire
-    options = f"--strategy {arm.name}" + ("" if wire == "fp32" else f" --wire {wire}")
+    options = f"--strategy {arm.own_text}" + ("" if wire == "fp32" else f" --wire {wire}")
     if (each := arm.settings.get("ranks_per_node")) is not None:
         options += f" --ranks-per-node {each}"
     if (clock := arm.settings.get("clock")) is not None:
         options += f" --clock {shown(clock)}"
     gain = base.seconds_per_micro_batch / choice.seconds_per_micro_batch
-    evidence = evidence_of(choice.arm)
-    loss = f"{evidence.nats:+.3f} nats in {evidence.source}" if evidence.source else "exact"
+    evidence = ranking.evidence_of(choice.arm)
+    loss = f"{evidence.nats:+.3f} nats (measured with {evidence.source})" if evidence.source else "exact"
     if wire == "bf16":
         loss += ", but for the rounding of bf16"
     if clock is not None:

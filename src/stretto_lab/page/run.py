@@ -133,7 +133,7 @@ def _about(config: dict[str, Any], strategy: str, path: Path) -> dict[str, str]:
     return {
         **({"command": " ".join(words)} if command else {}),
         "model and data": describe_task(config.get("task")),
-        "strategy": strategy,
+        "strategy": str(config.get("resolved_strategy", strategy)),
         "wire": str(config.get("wire", "unknown")),
         "ranks": f"{config.get('workers', 'unknown')}{', virtual: all times are virtual' if is_virtual else ''}",
         **({} if is_virtual else {"link": str(config.get("link", "unknown"))}),

@@ -24,6 +24,7 @@ from stretto.errors import ConfigError
 from stretto.machine import processor_name
 from stretto.records import Update
 from stretto_lab.observe import replace_json
+from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.hold import LOCK
 
@@ -204,7 +205,11 @@ def prepare_run_folder(
         return
     folder = Path(run.run_dir)
     check_folder(folder, resume=run.resume)
-    described = {**dataclasses.asdict(run), "environment": describe_environment(device)}
+    described = {
+        **dataclasses.asdict(run),
+        "resolved_strategy": parse_arm(run.strategy).resolved,
+        "environment": describe_environment(device),
+    }
     if command is not None:
         described["command"] = command
     replace_json(folder / _CONFIG, described)

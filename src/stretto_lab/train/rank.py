@@ -242,11 +242,12 @@ def _plan(run: RunConfig[TaskT], budget: Budget | None) -> LoopPlan:
     )
 
 
-def title_of(run: RunConfig[TaskT], world_size: int, device: str) -> str:
-    """Return what is trained where, in one line."""
+def title_of(run: RunConfig[TaskT], world_size: int, device: str, *, is_whole: bool = False) -> str:
+    """Return what is trained where, in one line; `is_whole` with every option of the strategy."""
     workers = "1 worker" if world_size == 1 else f"{world_size} workers"
-    title = f"{run.strategy} on {workers} ({device})"
-    told = parse_arm(run.strategy).settings  # by the strategy's own text
+    arm = parse_arm(run.strategy)
+    title = f"{arm.resolved if is_whole else arm.text} on {workers} ({device})"
+    told = arm.settings  # by the strategy's own text
     formats = {"wire": run.wire, "changes": run.changes, "estimates": run.estimates}
     for what, chosen in formats.items():
         if what not in told and chosen is not None and (what, chosen) != ("wire", "fp32"):
