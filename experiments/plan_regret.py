@@ -28,10 +28,10 @@ from torch import nn
 from stretto import DataParallel, Options
 from stretto.groups import Link
 from stretto.groups.collectives import method_of
+from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
 from stretto_lab.plan import Machine, compute_of, rank_by_time
 from stretto_lab.train.arms import parse_arm
-from stretto_lab.train.outcome import describe_environment
 from stretto_lab.virtual import Network, Uplink, VirtualCluster
 
 CLOSE = 1.25

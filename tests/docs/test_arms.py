@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-import importlib.util
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -36,16 +36,15 @@ def printed(page: Path) -> list[str]:
 
 PAGES = [*pages(), *sorted((ROOT / "benchmarks" / "results").glob("*/README.md"))]
 ALL = list(dict.fromkeys(text for page in PAGES for text in printed(page)))
-OURS = [text for text in ALL if _WORD.match(text)[0] in STRATEGIES]  # type: ignore[index]
-STOCK = [text for text in ALL if text not in OURS]
+STOCK = [text for text in ALL if re.split(r"[^\w-]", text)[0] in PEERS]
+OURS = [text for text in ALL if text not in STOCK]
 
 
 @pytest.fixture(autouse=True)
 def example_of_a_wire(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some results are of a wire that the examples bring; who types those has registered it."""
     monkeypatch.setitem(WIRES, "largest", WIRES["int8"])  # what the example puts there is gone afterwards
-    spec = importlib.util.spec_from_file_location("wire", ROOT / "examples" / "extend" / "wire.py")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # type: ignore[union-attr]
+    runpy.run_path(str(ROOT / "examples" / "extend" / "wire.py"))
 
 
 @pytest.mark.parametrize("text", OURS)

@@ -10,6 +10,7 @@ from typing import Any
 
 from stretto.errors import ConfigError, StrettoError, UnknownName
 from stretto.fields import unknown_name
+from stretto.machine import describe_environment
 from stretto.terminal import printable
 from stretto_lab.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto_lab.cli.auto import (
@@ -58,7 +59,7 @@ from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunCo
 from stretto_lab.train.demo import RESULTS, DemoConfig, demonstrate
 from stretto_lab.train.handle import check_run
 from stretto_lab.train.launch import Ranks
-from stretto_lab.train.outcome import Outcome, describe_environment, new_run_folder
+from stretto_lab.train.outcome import Outcome, new_run_folder
 from stretto_lab.train.rank import title_of
 from stretto_lab.train.restarts import train_on
 from stretto_lab.train.simulation import SimulateConfig, simulate

@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from stretto.disk import replace_file, replace_folder
 from stretto.groups import Link
+from stretto.machine import most_bytes, peak_resident_bytes
 from stretto.terminal import printable
 from stretto_lab.observe import (
     Header,
@@ -35,7 +36,7 @@ from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.handle import Handle, Rehearsal, open_handle
 from stretto_lab.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
-from stretto_lab.train.outcome import Outcome, Totals, peak_resident_bytes
+from stretto_lab.train.outcome import Outcome, Totals
 from stretto_lab.train.slow_rank import Wait, slow_down
 from stretto_lab.train.state import Saves, TrainState, loader_of
 from stretto_lab.train.workers import RankInfo, choose_device, described_device, joined_group
@@ -272,7 +273,7 @@ def _observers(
 ) -> list[Observer]:
     """Return who hears of the run on this rank: but for a trace and for strikes, nobody but on rank 0."""
     observers: list[Observer] = []
-    peak_bytes = partial(_peak_bytes, context.device)
+    peak_bytes = partial(most_bytes, context.device)
     with ExitStack() as opened:  # one whose file is damaged must not leave the others open
 
         def add(observer: Observer) -> None:
@@ -292,11 +293,6 @@ def _observers(
             observers.append(progress)
         opened.pop_all()
     return observers
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """Return the most memory so far where the model lives: allocated on a GPU, resident on the host."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def _seed(seed: int, rank: int) -> None:
