@@ -149,7 +149,7 @@ def _time(runs: Sequence[Run]) -> Iterator[str]:
     headings = ("run", "update", "compute", "exposed", "data", "lane busy", "time model", "updates")
     note = (
         "An average update of rank 0 in milliseconds, without evaluations and checkpoints; of a run also without its "
-        "first updates, which are slower. Compute is all that is not waiting. The time model (docs/time-model.md) is "
+        "first updates, which are slower. Compute is all that is not waiting. The time model is "
         "given this compute time and this lane; what the rank waited for data is added. It has no row for strategies "
         "that average. Stock methods cannot tell their parts."
     )
@@ -202,7 +202,7 @@ def _averages(runs: Sequence[Run]) -> Iterator[str]:
     if parts:
         note = (
             "What averages found: the standard deviation of the noise per coordinate of the mean gradient, how far "
-            "replicas were from their mean, and the interval that was chosen (docs/paft.md). A zero has no place here."
+            "replicas were from their mean, and the interval that was chosen. A zero has no place here."
         )
         yield _section("Noise and averages", f"<p class=note>{note}</p>", *parts)
 

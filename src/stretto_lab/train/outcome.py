@@ -87,6 +87,10 @@ class Outcome:
     pace: tuple[float, float] | None = None
     """Seconds of an update at first and in the end, where the run has ended because they differ; the same on all
     ranks."""
+    resumed_from: int = 0
+    """Committed updates of the checkpoint that the run went on from; 0 for a new run."""
+    seconds_before: float = 0.0
+    """Part of `training_seconds` up to that checkpoint."""
     faults_struck: int = 0
     """Times that faults of the run, which are done on purpose, changed values of this rank."""
 
