@@ -1,5 +1,6 @@
 """`stretto estimate` answers at once, in an environment without PyTorch."""
 
+import dataclasses
 import random
 import subprocess
 import sys
@@ -31,6 +32,17 @@ def test_it_answers_within_a_second_of_processor_time_without_pytorch() -> None:
     )
     assert float(done.stderr) < 1
     assert "First choice: --strategy" in done.stdout
+
+
+@pytest.mark.parametrize("asked", ["--help", "--help-all"])
+def test_its_help_needs_no_pytorch_either(asked: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, asked], capture_output=True, text=True, check=True
+    )
+    assert float(done.stderr) < 1
+    for name in dataclasses.fields(EstimateConfig):
+        assert f"--{name.name.replace('_', '-')} " in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_it_fits_a_terminal_and_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:

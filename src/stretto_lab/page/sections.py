@@ -39,6 +39,7 @@ def sections(folders: Sequence[Contents], runs: Sequence[Run], traced: Sequence[
     if any(len(run.evaluations) or run.columns for run in runs):
         yield _loss(sum(len(folder.runs) for folder in folders) - len(runs), folders[0].against)
     yield from _events(runs)
+    yield from _course(runs)
     yield from _time(runs)
     for index, (folder, shown, _) in enumerate(traced):
         yield _timeline(index, folder, shown)
@@ -133,6 +134,25 @@ def _events(runs: Sequence[Run]) -> Iterator[str]:
             title="", headings=("run", "update", "what", "where, by whom, and what became of it"), rows=rows
         )
         yield _section("Faults, verdicts and repairs", _table(table))
+
+
+_COURSE = {
+    "rate": "learning rate",
+    "norm": "norm of the gradient",
+    "speed": "samples per second of all ranks",
+}
+
+
+def _course(runs: Sequence[Run]) -> Iterator[str]:
+    parts = [
+        f"<h3>{text(run.name)}, {label}</h3>\n"
+        + _chart(f"{name}-{index}", f"{label} along the run", small=True)
+        for index, run in enumerate(runs)
+        if run.columns and len(run.columns["step"])
+        for name, label in _COURSE.items()
+    ]
+    if parts:
+        yield _section("Learning rate, gradient and speed", *parts)
 
 
 def _time(runs: Sequence[Run]) -> Iterator[str]:
