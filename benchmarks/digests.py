@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from stretto.checksums import Checksum, Sums, digest
+from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
-from stretto_lab.train.outcome import describe_environment
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEBIBYTES = (0.25, 4, 64, 256)

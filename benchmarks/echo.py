@@ -30,11 +30,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from stretto import Auto, Bernoulli, DataParallel, EchoLoader, EchoOptions, Even, Ready, ZeRO1
+from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
 from stretto_lab.recipes import DigitsResNet
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.launch import LocalRanks, train
-from stretto_lab.train.outcome import describe_environment
 from stretto_lab.train.slow_loader import SlowStore
 from stretto_lab.virtual import Compute, VirtualCluster, VirtualGroup, VirtualStore, parse_network
 

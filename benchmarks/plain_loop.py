@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import stretto
+from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
 from stretto_lab.recipes import StdlibGPT
-from stretto_lab.train.outcome import describe_environment
 
 MICRO_BATCHES = 4
 WARM_UP = 3

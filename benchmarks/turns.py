@@ -26,12 +26,12 @@ from namespaces import Namespaces
 from scipy import stats
 from torch import distributed as dist
 
+from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
 from stretto_lab.recipes import StdlibGPT
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.handle import open_handle
-from stretto_lab.train.outcome import describe_environment
 
 WARM_UP_TURNS = 3
 """First turns, which are left out: they use memory for the first time."""

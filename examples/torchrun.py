@@ -6,8 +6,6 @@ Stretto makes the process group itself (NCCL on GPUs, Gloo elsewhere). Every ran
 the data, and all ranks end with the same parameters. Without torchrun it runs on one process.
 """
 
-import os
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -22,9 +20,7 @@ def make_dataset() -> TensorDataset:
 
 
 def main() -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = stretto.local_device()
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     parallel = stretto.DataParallel(model, optimizer, stretto.ACCO(), micro_batches=2, wire="bf16")

@@ -30,12 +30,12 @@ from paired_comparison import arguments, perform
 from tuned_arms import Experiment, Setting
 
 from stretto.echo.text import parse_plan
+from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
 from stretto_lab.recipes import DigitsResNet, StdlibGPT
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.launch import LocalRanks, train
-from stretto_lab.train.outcome import describe_environment
 
 ARMS = ("ddp", "accumulate", "interval", "coin", "coin+state", "unechoed")
 SETTINGS = {

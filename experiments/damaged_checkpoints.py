@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
-from stretto_lab.train.outcome import describe_environment
 from tests.checkpoint.damages import Damaged
 from tests.train.damages import DamagedRuns
 

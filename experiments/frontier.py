@@ -44,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stretto import DataParallel, Options
 from stretto.groups import Link
+from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
 from stretto_lab.plan import Machine, price
 from stretto_lab.recipes import StdlibGPT
@@ -51,7 +52,6 @@ from stretto_lab.recipes.optimizers import Schedule
 from stretto_lab.recipes.task import Task
 from stretto_lab.reproduce import Book, Interval, difference, interval
 from stretto_lab.train.arms import Arm, parse_arm
-from stretto_lab.train.outcome import describe_environment
 from stretto_lab.virtual import VirtualCluster
 
 CALIBRATED = Machine(

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from launched import Launched, until
 
+from stretto.machine import describe_environment
 from stretto_lab.observe import read_json_lines, replace_json
-from stretto_lab.train.outcome import describe_environment
 
 STRATEGIES = (
     "acco", "wp", "dpu", "zero1", "ddp", "local:rate=0.3", "acco:wire=int8", "zero1:wire=int4", "paft-sync", "zero1"

@@ -20,6 +20,7 @@ import torch
 import transformers
 from presets import write_data
 
+from stretto.machine import describe_environment
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.observe import replace_json
 from stretto_lab.recipes.language import Language
@@ -28,7 +29,6 @@ from stretto_lab.recipes.text import Snippet
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.launch import LocalRanks
-from stretto_lab.train.outcome import describe_environment
 from stretto_lab.train.rank import train_rank
 
 ARMS = (

@@ -22,10 +22,10 @@ from torch import nn
 import stretto as st
 from stretto.exchange.exchange import IN_FLIGHT
 from stretto.flat import usual_bucket_bytes
+from stretto.machine import describe_environment
 from stretto.strategies import STRATEGIES, strategy_by_name
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.observe import replace_json
-from stretto_lab.train.outcome import describe_environment
 
 UPDATES = 2
 MICRO_BATCHES = 2

@@ -32,10 +32,10 @@ from torch import nn
 import stretto as st
 from stretto.averaging.probe import Conclusion, spread_of, whole
 from stretto.engine.round import Reduction, Round
+from stretto.machine import describe_environment
 from stretto.strategies.contract import Divergence
 from stretto_lab.observe import replace_json
 from stretto_lab.reproduce import Book
-from stretto_lab.train.outcome import describe_environment
 from stretto_lab.virtual import VirtualCluster
 
 AVERAGES = 10

@@ -28,11 +28,10 @@ from torch import nn
 from stretto import DataParallel, Options
 from stretto.groups import Link
 from stretto.groups.collectives import method_of
-from stretto_lab.evidence import SMALL
+from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
 from stretto_lab.plan import Machine, compute_of, rank_by_time
 from stretto_lab.train.arms import parse_arm
-from stretto_lab.train.outcome import describe_environment
 from stretto_lab.virtual import Network, Uplink, VirtualCluster
 
 CLOSE = 1.25
@@ -189,7 +188,7 @@ def compare(seed: int) -> dict[str, Any]:
         measured(setting, random.Random(-1 - seed)),
         micro_batches=setting.micro_batches,
         bucket_bytes=setting.bucket_bytes,
-        most_nats=SMALL,
+        prices_all=False,
     )
     prices = {one.arm: one.seconds for one in ranking.prices}
     limit = float("inf") if seed % 10 == 0 else CLOSE * min(prices.values())

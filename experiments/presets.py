@@ -26,9 +26,9 @@ from kill_and_resume import WORKERS, written
 from launched import _running, until
 
 from stretto import checkpoint
+from stretto.machine import describe_environment
 from stretto_lab.cli.presets import PRESETS
 from stretto_lab.observe import read_json_lines, replace_json
-from stretto_lab.train.outcome import describe_environment
 from tests.processes import Command, start_server_of_ranks
 
 IMPORTED = (

@@ -23,8 +23,8 @@ from typing import Any
 from kill_and_resume import TINY
 from launched import Launched, until
 
+from stretto.machine import describe_environment
 from stretto_lab.observe import replace_json
-from stretto_lab.train.outcome import describe_environment
 
 LONG = ["--updates", "1000000"]
 COMMANDS = {

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import stretto as st
+from stretto.machine import describe_environment, peak_resident_bytes
 from stretto_lab.observe import replace_json
-from stretto_lab.train.outcome import describe_environment, peak_resident_bytes
 from stretto_lab.virtual import NETWORKS, Compute, Transfer, VirtualCluster, VirtualGroup
 
 MICRO_BATCHES = 2

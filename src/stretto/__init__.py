@@ -12,14 +12,17 @@ if TYPE_CHECKING:
     from stretto.echo import Auto, Bernoulli, EchoDataset, EchoLoader, EchoOptions, Even, Ready, diagnose
     from stretto.engine import Clock, Options
     from stretto.errors import StrettoError
+    from stretto.groups import local_device
     from stretto.guards import AtRest, Audit, Guard, ReplicaGuard
     from stretto.noise import Noise
     from stretto.parallel import DataParallel
+    from stretto.recorder import Recorder
     from stretto.records import Incident, Update
     from stretto.strategies import (
         ACCO,
         DDP,
         DPU,
+        Average,
         DiLoCo,
         LocalSGD,
         PAFTDyn,
@@ -39,6 +42,7 @@ __all__ = [
     "AtRest",
     "Audit",
     "Auto",
+    "Average",
     "Bernoulli",
     "Clock",
     "DataParallel",
@@ -56,6 +60,7 @@ __all__ = [
     "PAFTSync",
     "Phase",
     "Ready",
+    "Recorder",
     "ReplicaGuard",
     "Strategy",
     "StrettoError",
@@ -66,11 +71,15 @@ __all__ = [
     "diagnose",
     "echo",
     "errors",
+    "local_device",
 ]
 
 _PACKAGES = ("checkpoint", "echo", "exchange", "groups", "guards", "integrations", "strategies")
 """What programs use by its full name, as `stretto.checkpoint.save`."""
-_PARTS = ("parallel", "strategies", "switching", "guards", "echo", "engine", "noise", "records", "errors")
+_PARTS = (
+    "parallel", "strategies", "switching", "guards", "echo", "engine", "noise", "records", "recorder", "groups",
+    "errors",
+)  # fmt: skip
 """Where the names above are found; `errors` is one itself."""
 
 

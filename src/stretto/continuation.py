@@ -32,6 +32,7 @@ from stretto.engine.report import RankReport, RoundReport, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State, is_extra
 from stretto.engine.statistics import at, is_same
+from stretto.errors import ConfigError
 from stretto.feed import Feed
 from stretto.flat import original_name
 from stretto.packed import pack, unpack
@@ -50,6 +51,22 @@ class Loader(Protocol):
     def load_state_dict(self, state: Any, /) -> None:
         """Go to the position that `state_dict` returned."""
         ...
+
+
+def check_loader(loader: object) -> None:
+    """Raise unless a loader's position can be saved; None is no loader.
+
+    Raises:
+        ConfigError: It has no state, as PyTorch's own `DataLoader` has none.
+    """
+    if loader is not None and not all(
+        callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")
+    ):
+        raise ConfigError(
+            f"loader: a {type(loader).__name__} has no state_dict() and load_state_dict(), so nobody can save its "
+            "position: expected torchdata.stateful_dataloader.StatefulDataLoader in the place of a DataLoader, which "
+            "takes the same arguments; or leave it out, and data begin anew"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

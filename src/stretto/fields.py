@@ -4,8 +4,9 @@ A record is a frozen dataclass of options. On the command line one record is one
 
     name[:key=value]...      acco:first=1:wire=bf16     audit:rate=0.02     ready:pool=8
 
-The keys are the record's fields, and each value is read by its field's type. The same types are checked when a program
-makes the record, because many programs run without a type checker.
+The keys are the record's fields, and each value is read by its field's type. A number that comes first is the value of
+the first field: average:4 is average:every=4. The same types are checked when a program makes the record, because many
+programs run without a type checker.
 """
 
 import contextlib
@@ -89,6 +90,23 @@ def split_settings(text: str) -> tuple[str, dict[str, str]]:
     return name, {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
+def named_settings(text: str, kinds: Iterable[str]) -> dict[str, str]:
+    """Return the values by key, as `split_settings` does; a number that comes first is that of the first of `kinds`.
+
+    Raises:
+        ConfigError: That one has a value under its name, too.
+    """
+    _, settings = split_settings(text)
+    number, key = next(iter(settings), ""), next(iter(kinds), "")
+    if not number[:1].isdigit():
+        return settings
+    if key in settings:
+        raise ConfigError(
+            f"{text!r}: {number} and {key}={settings[key]}: expected one of them; leave out one"
+        )
+    return {key: number, **{other: value for other, value in settings.items() if other != number}}
+
+
 def read_settings(text: str, kinds: Mapping[str, Any], readers: Readers = _NO_READERS) -> dict[str, Any]:
     """Return the values that "name:key=value..." sets, by key.
 
@@ -101,9 +119,9 @@ def read_settings(text: str, kinds: Mapping[str, Any], readers: Readers = _NO_RE
         UnknownName: A key does not exist.
         ConfigError: A value cannot be read.
     """
-    name, settings = split_settings(text)
+    name, _ = split_settings(text)
     values = {}
-    for key, value in settings.items():
+    for key, value in named_settings(text, kinds).items():
         if key not in kinds:
             raise unknown_name(f"{text!r}: {name} has no setting", key, kinds)
         try:

@@ -1,9 +1,17 @@
-"""What this process may use of the machine it runs on."""
+"""What this process may use of the machine it runs on, what it has used, and what machine that is."""
 
 import os
 import platform
+import resource
+import subprocess
+import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
 
 
 def usable_cores() -> set[int]:
@@ -34,3 +42,46 @@ def processor_name() -> str:
     lines = information.read_text().splitlines() if information.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest resident memory that this process has had."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def most_bytes(device: torch.device) -> int:
+    """Return the most memory so far where a model lives: allocated on a GPU, resident on the host."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+
+
+def describe_environment(device: torch.device = _CPU) -> dict[str, Any]:
+    """Return versions, processor, device and commit.
+
+    Args:
+        device: Where the model lives; `cuda` is its name, and None on processors, whatever else the machine has. The
+            commit is None where the sources are not a git checkout.
+    """
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "cuda": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):  # no git, or sources that were installed from a package
+        return None
+    return found.stdout.strip()

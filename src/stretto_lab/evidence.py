@@ -1,8 +1,10 @@
-"""What strategies and wires cost in held-out loss, as far as it was measured: a small GPT, and two ranks."""
+"""What strategies and wires cost in held-out loss, as far as it was measured: a small GPT, on two to 32 ranks."""
 
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+
+from stretto.strategies import Average, Strategy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -12,31 +14,57 @@ class Evidence:
     nats: float | None
     """More of them; None where nothing is known."""
     source: str
-    """Where that was measured; empty where it is exact, or rounds to 16 bits as everybody does."""
+    """What was measured, or why nothing is known; empty where it is exact, or rounds to 16 bits as everybody does."""
 
 
-_FRONTIER = "benchmarks/results/2026-11-23-frontier"
-_LEARNING = "benchmarks/results/2026-11-21-learning"
+_SMALL_GPT = "a small GPT"
 EVIDENCE: Mapping[str, Evidence] = MappingProxyType(
     {
         "zero1": Evidence(0.0, ""),
         "ddp": Evidence(0.0, ""),
-        "acco": Evidence(0.013, _FRONTIER),
-        "wp": Evidence(0.22, _LEARNING),
-        "dpu": Evidence(0.60, _LEARNING),
+        "acco": Evidence(0.013, _SMALL_GPT),
+        "wp": Evidence(0.22, _SMALL_GPT),
+        "dpu": Evidence(0.60, _SMALL_GPT),
+        "average": Evidence(None, "not measured so"),
         "local": Evidence(None, "replicas drift"),
         "diloco": Evidence(None, "replicas drift"),
     }
 )
-"""By strategy, in the order of preference where times are alike."""
+"""By strategy, in the order of preference where times are alike; of averages `AVERAGES` says more."""
 OF_WIRES: Mapping[str, Evidence] = MappingProxyType(
     {
         "fp32": Evidence(0.0, ""),
         "bf16": Evidence(0.0, ""),
-        "int8": Evidence(0.0, _FRONTIER),
-        "int4": Evidence(0.010, _FRONTIER),
+        "int8": Evidence(0.0, _SMALL_GPT),
+        "int4": Evidence(0.010, _SMALL_GPT),
     }
 )
 """By wire."""
+AVERAGES: Mapping[str, tuple[Average, Mapping[int, float]]] = MappingProxyType(
+    {
+        "average:2": (Average(2), MappingProxyType({2: 0.038})),
+        "average:4": (Average(4), MappingProxyType({2: 0.047, 8: 0.153, 32: 0.402})),
+        "average:10": (Average(10), MappingProxyType({2: 0.086, 8: 0.221})),
+        "average:30:fragments=10": (Average(30, 10), MappingProxyType({2: 0.124, 8: 0.348, 32: 0.718})),
+    }
+)
+"""Averages that were measured, and their nats on 4 bits by the number of replicas
+(`benchmarks/results/2026-11-23-frontier`). Eight ranks on two nodes, each node one replica, paid about what two do."""
 SMALL = 0.02
 """Nats that hardly anybody would notice: about the spread between seeds in the measurements."""
+
+
+def of_strategy(strategy: Strategy, replicas: int) -> Evidence:
+    """Return what a strategy costs; of averages what they cost the next larger number of replicas that was measured.
+
+    Args:
+        strategy: With its options: others than the averages of `AVERAGES` were not measured.
+        replicas: Ranks that step alone, or nodes that do.
+    """
+    if not isinstance(strategy, Average):
+        return EVIDENCE[strategy.name]
+    for measured, nats in AVERAGES.values():
+        known = [count for count in nats if count >= replicas]
+        if known and strategy == dataclasses.replace(measured, worker=strategy.worker):
+            return Evidence(nats[known[0]], f"a small GPT, {known[0]} replicas")
+    return EVIDENCE[strategy.name]

@@ -32,7 +32,7 @@ from stretto_lab.cli.help import COMMANDS
         ("simulate digits-resnet --network offise", "did you mean 'office'?"),
         (
             "train digits-resnet --strategy aco",
-            "no strategy is called 'aco'; there are ddp, zero1, dpu, wp, acco, local",
+            "no strategy is called 'aco'; there are ddp, zero1, dpu, wp, acco, average, local",
         ),
         ("train digits-resnet --strategy acco:frist=1", "acco has no setting 'frist'; there are first"),
         ("train digits-resnet --strategy auto:wire=int4", "'auto:wire=int4': auto takes no settings"),
@@ -40,11 +40,11 @@ from stretto_lab.cli.help import COMMANDS
         ("compare digits-resnet --strategies auto", "of train alone: expected --strategy auto there"),
         ("train digits-resnet --strategy ACCO", "did you mean 'acco'?"),
         ("train digits-resnet --interval 4", "a setting of a strategy, as --strategy diloco:interval=4"),
-        ("train digits-resnet --delay=1", "a setting of a strategy, as --strategy diloco:delay=1"),
+        ("train digits-resnet --delay=1", "a setting of a strategy, as --strategy average:delay=1"),
         ("train digits-resnet --outer-lr 1", "a setting of a strategy, as --strategy diloco:outer_lr=1"),
         (
             "compare digits-resnet --fragments 2",
-            "a setting of a strategy, as --strategies diloco:fragments=2",
+            "a setting of a strategy, as --strategies average:fragments=2",
         ),
         ("train digits-resnet --strategy torch-ddp", "torch-ddp is there to compare with"),
         ("train digits-resnet --upadtes 3", "has no option '--upadtes'"),

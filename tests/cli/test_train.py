@@ -1,8 +1,10 @@
 """`stretto train` and `stretto resume`, as a user starts them. Tests that only look at a run share one."""
 
+import dataclasses
 import io
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -15,7 +17,7 @@ import pytest
 
 from stretto.records import Update
 from stretto_lab.cli import main
-from stretto_lab.cli.screens import advice
+from stretto_lab.cli.screens import advice, print_run
 from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes import recipe
 from stretto_lab.train.configuration import RunConfig
@@ -177,7 +179,7 @@ def test_a_rank_that_is_hit_again_and_again_is_left_out_and_the_run_ends_well(
     ("begin", "loading", "every", "last"),
     [
         (from_nothing, ["loading PyTorch\n"], "1", "go on with it: stretto resume run"),
-        (with_imports_made, [], "90000", "no checkpoint yet: there is one every 90000 updates"),
+        (with_imports_made, [], "90000", "go on with it: stretto resume run"),
     ],
 )
 def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how_to_go_on(
@@ -206,6 +208,38 @@ def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how
     assert evaluated.startswith("held-out loss 1.")
     assert re.fullmatch(r"update 1/100000  loss 1\.\d+\n", updated)
     assert shown.splitlines()[-1] == last
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_after_a_resume_shares_and_rates_are_of_what_they_say(
+    seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draws = random.Random(seed)
+    before, here = draws.uniform(1, 50), draws.uniform(1, 50)
+    waiting, rate, step = draws.uniform(0.3, 0.9), draws.uniform(10, 900), draws.randint(1, 90)
+    measured = dict.fromkeys(Outcome.__slots__, 0) | {"sample": None, "accuracy": None}
+    outcome = Outcome(
+        **{
+            **measured,
+            "updates": step + 10,
+            "resumed_from": step,
+            "training_seconds": before + here,
+            "seconds_before": before,
+            "exposed_seconds": waiting * here,
+            "samples_per_second": rate,
+        }
+    )
+    print_run(outcome, RunConfig(task=recipe("digits-resnet"), run_dir="run"), is_on_a_link=True)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"{step + 10} updates in {before + here:.1f} s; 10 of them here, in {here:.1f} s, {rate:,.0f} samples/s"
+        in shown
+    )
+    assert f"{waiting:.0%} of the time since update {step} waited" in shown
+    fresh = dataclasses.replace(outcome, resumed_from=0, seconds_before=0.0, training_seconds=here)
+    assert advice(fresh, RunConfig(task=recipe("digits-resnet"))) == advice(
+        outcome, RunConfig(task=recipe("digits-resnet"))
+    ).replace(f" since update {step}", "")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """`diloco` is its equation to the bit; its simplest case is `local`, its outer optimizer that of PyTorch."""
 
 import dataclasses
+import random
 
 import pytest
 import torch
 
-from stretto import DiLoCo, LocalSGD, Options
+from stretto import Average, DiLoCo, LocalSGD, Options
 from stretto_lab.virtual import VirtualCluster
 from tests.diloco.jobs import RANKS, Naive, on_cluster, train
 from tests.exactness.jobs import Case, Observed, same
@@ -32,6 +33,23 @@ def test_every_replica_is_the_equation_to_the_bit(strategy: DiLoCo) -> None:
         assert len(course.shown) == len(expected)
         for step, (found, of_ranks) in enumerate(zip(course.shown, expected, strict=True)):
             assert torch.equal(found, of_ranks[rank]), f"rank {rank}, update {step + 1}"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_averages_are_the_equation_with_a_plain_outer_step_to_the_bit(seed: int) -> None:
+    draws = random.Random(seed)
+    every = draws.randint(1, 7)
+    strategy = Average(every, draws.choice([None, draws.randint(1, every)]))
+    longest = every // strategy.fragments - 1
+    strategy = dataclasses.replace(strategy, delay=draws.choice([longest, 0]))
+    plain = DiLoCo(
+        every, strategy.fragments, 1.0, 0.0, delay=strategy.delay, keep_progress=strategy.delay > 0
+    )
+    expected = Naive(plain).run()
+    for rank, course in enumerate(on_cluster(strategy)):
+        assert all(
+            torch.equal(one, of_ranks[rank]) for one, of_ranks in zip(course.shown, expected, strict=True)
+        )
 
 
 def shown(rank: int, group: torch.distributed.ProcessGroup) -> list[torch.Tensor]:

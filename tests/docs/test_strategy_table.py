@@ -2,7 +2,7 @@
 
 import pytest
 
-from stretto.strategies import STRATEGIES, DiLoCo, LocalSGD, PAFTSync, Strategy
+from stretto.strategies import STRATEGIES, LocalSGD, PAFTSync, Strategy
 from stretto.strategies.ledger import ledger_of
 from tests.docs.pages import DOCS, table
 
@@ -50,13 +50,13 @@ def traffic(name: str, bytes_per_element: int) -> str:
         )
         assert averaged == pytest.approx([plain + (averaged[0] - plain) / every for every in (1, 2, 5)])
         return f"{plain:g} + {averaged[0] - plain:g}/interval"
-    if name == "diloco":
+    if name in ("average", "diloco"):
         always, *rarely = (
-            ledger_of(DiLoCo(interval=every, fragments=parts)).wire_bytes(bytes_per_element)
+            ledger_of(STRATEGIES[name](every, parts)).wire_bytes(bytes_per_element)
             for every, parts in ((1, 1), (2, 1), (5, 5), (10, 4))
         )
         assert rarely == pytest.approx([always / every for every in (2, 5, 10)])
-        return f"{always:g}/interval"
+        return f"{always:g}/{'every' if name == 'average' else 'interval'}"
     if name != "local":
         return f"{ledger_of(STRATEGIES[name]()).wire_bytes(bytes_per_element):g}"
     always = ledger_of(LocalSGD(rate=1)).wire_bytes(bytes_per_element)

@@ -160,7 +160,7 @@ def test_no_strategy_minds_what_becomes_of_a_buffer(seed: int) -> None:
     draws = random.Random(seed)
     for _ in range(14):
         case = drawn(draws, OTHERS)
-        if case.strategy.name in ("local", "diloco"):
+        if case.strategy.name in ("average", "local", "diloco"):
             case = dataclasses.replace(case, guards=())
         found = VirtualCluster(len(case.kinds)).run(partial(train, case=case)).values
         weights = VirtualCluster(len(case.kinds)).run(partial(bare, case=case)).values

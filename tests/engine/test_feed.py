@@ -137,7 +137,7 @@ def test_ranks_with_unequal_data_count_every_batch_until_all_have_ended(strategy
 
 
 UNEQUAL = (
-    *(kind() for name, kind in STRATEGIES.items() if name not in ("local", "diloco")),
+    *(kind() for name, kind in STRATEGIES.items() if name not in ("average", "local", "diloco")),
     stretto.PAFTSync(interval=3, overlap=True),
     stretto.LocalSGD(0.25),
     stretto.DiLoCo(4),

@@ -18,7 +18,7 @@ from stretto_lab.testing.synchronising import Synchronisations
 from stretto_lab.virtual import VirtualCluster
 
 WARM_UP = 3
-UPDATES = {"local": 10, "diloco": 10, "paft-sync": 10, "paft-dyn": 10}
+UPDATES = {"average": 10, "local": 10, "diloco": 10, "paft-sync": 10, "paft-dyn": 10}
 """Counted: as many as these strategies go from one average to the next, so that one is among them; of others 2."""
 
 

@@ -1,14 +1,18 @@
 """`stretto estimate` answers at once, in an environment without PyTorch."""
 
+import dataclasses
+import random
 import subprocess
 import sys
 
 import pytest
 
 from stretto.errors import ConfigError, UnknownName
+from stretto.strategies import Average
 from stretto_lab.cli import main
 from stretto_lab.cli.estimate import print_estimate
 from stretto_lab.estimate import EstimateConfig, estimate
+from stretto_lab.evidence import of_strategy
 
 WORDS = "--parameters 124M --update-seconds 1.0 --ranks 4 --network 1gbit"
 WITHOUT_TORCH = """
@@ -30,6 +34,17 @@ def test_it_answers_within_a_second_of_processor_time_without_pytorch() -> None:
     assert "First choice: --strategy" in done.stdout
 
 
+@pytest.mark.parametrize("asked", ["--help", "--help-all"])
+def test_its_help_needs_no_pytorch_either(asked: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, asked], capture_output=True, text=True, check=True
+    )
+    assert float(done.stderr) < 1
+    for name in dataclasses.fields(EstimateConfig):
+        assert f"--{name.name.replace('_', '-')} " in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
 def test_it_fits_a_terminal_and_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", *WORDS.split()]) == 0
     shown = capsys.readouterr().out
@@ -43,6 +58,30 @@ def test_the_choice_is_no_slower_than_the_default_and_exact_where_nothing_is_gai
     assert choice.time.seconds <= rows[0].time.seconds
     if seconds == 1e6:
         assert choice == rows[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_averages_are_chosen_where_their_measured_loss_is_allowed_and_no_sooner(seed: int) -> None:
+    draws = random.Random(seed)
+    ranks, seconds = draws.choice([2, 4, 8, 32, 64]), 10 ** draws.uniform(-2, 1)
+    work = EstimateConfig(ranks=ranks, update_seconds=seconds, network="100mbit").work
+    for allowed in (0.0, 0.02, 0.05, 0.1, 0.3, 1.0):
+        rows, choice = estimate(work, allowed)
+        assert choice.nats is not None
+        assert choice.nats <= allowed
+        known = [row for row in rows if row.nats is not None and row.nats <= allowed]
+        assert choice.time.seconds <= 1.02 * min(row.time.seconds for row in known)
+        averages = {row.strategy: row.nats for row in rows if row.strategy.startswith("average")}
+        assert len(averages) == 4
+        if ranks == 64:
+            assert set(averages.values()) == {None}
+
+
+def test_what_averages_cost_is_that_of_the_next_larger_number_of_replicas() -> None:
+    found = [of_strategy(Average(4), replicas).nats for replicas in (1, 2, 3, 8, 9, 32, 33)]
+    assert found == [0.047, 0.047, 0.153, 0.153, 0.402, 0.402, None]
+    assert of_strategy(Average(4, fragments=1), 2).nats is None  # another delay than the measured one
+    assert of_strategy(Average(4, worker="node"), 2).nats == 0.047
 
 
 @pytest.mark.parametrize(

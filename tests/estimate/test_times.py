@@ -19,7 +19,7 @@ ARMS = (
     "acco",
     "local:rate=0.25",
     "diloco:interval=4:fragments=2:delay=1",
-    "diloco:interval=10:fragments=5:delay=1:outer_lr=1:outer_momentum=0:keep_progress=on",
+    "average:10",
     "diloco:interval=10",
 )
 

@@ -18,7 +18,7 @@ from tests.exchange.accounts import SHAPES, Account, Course, error, growth, sett
 from tests.exchange.values import of_every_size
 
 SUMMING = [
-    name for name in STRATEGIES if name not in ("local", "diloco")
+    name for name in STRATEGIES if name not in ("average", "local", "diloco")
 ]  # whose ranks step with their own gradients
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 PACKED = [name for name, wire in WIRES.items() if isinstance(wire, PackedWire) and wire.owes]

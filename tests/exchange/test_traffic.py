@@ -17,7 +17,11 @@ from stretto.strategies import STRATEGIES, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
 from stretto_lab.virtual import VirtualCluster
 
-EVERY_UPDATE: dict[str, dict[str, Any]] = {"local": {"rate": 1.0}, "diloco": {"interval": 1}}
+EVERY_UPDATE: dict[str, dict[str, Any]] = {
+    "average": {"every": 1},
+    "local": {"rate": 1.0},
+    "diloco": {"interval": 1},
+}
 """Options of strategies with which ranks send the same with every update. PAFT averages nothing before its tenth."""
 NODES = ((1, None), (1, 2), (2, None), (2, 1), (2, 2), (3, None), (3, 1), (3, 3), (4, None), (4, 2), (4, 4))
 """Ranks, and how many of them a node has."""

@@ -30,6 +30,7 @@ LEGS = (
 )
 """The way of a bucket: what is damaged, and where. Each leg is one all-to-all, a *contribution* to who damages it."""
 OFTEN: dict[str, dict[str, Any]] = {
+    "average": {"every": 2},
     "local": {"rate": 0.5},
     "diloco": {"interval": 2},
     "paft-sync": {"interval": 2},

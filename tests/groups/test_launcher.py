@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stretto.errors import ConfigError
-from stretto.groups import join_launched_group, launched_rank, meeting_point
+from stretto.groups import join_launched_group, launched_rank, local_device, meeting_point
 from stretto_lab.cli import main
 from stretto_lab.cli.environment import find_ranks, is_joined
 
@@ -81,3 +81,46 @@ def test_restarts_on_the_store_of_the_ranks_before_are_refused() -> None:
         meeting_point(rank, restarting)
     own_store = {**restarting, "TORCHELASTIC_USE_AGENT_STORE": "False"}  # as torchrun says it then
     assert meeting_point(rank, own_store) == ("10.77.0.1", 29500)
+
+
+SECOND_OF_NODE = {
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+}
+FOURTH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "found", "expected"),
+    [
+        ({}, 0, "cpu"),
+        ({}, 2, "cuda:0"),
+        ({**FOURTH, "LOCAL_RANK": "1"}, 2, "cuda:1"),
+        ({**SECOND_OF_NODE, "SLURM_LOCALID": "1"}, 2, "cuda:1"),
+        ({**SECOND_OF_NODE, "SLURM_LOCALID": "1"}, 8, "cuda:1"),
+        ({**SECOND_OF_NODE, "SLURM_LOCALID": "1"}, 0, "cpu"),
+        (
+            {**SECOND_OF_NODE, "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "5"},
+            1,
+            "cuda:0",
+        ),  # --gpus-per-task=1
+        ({**SECOND_OF_NODE, "SLURM_LOCALID": "1"}, 1, "rank 3: number 1 of 2 ranks of this node"),
+        ({**FOURTH, "LOCAL_RANK": "1"}, 1, "expected one for each"),
+    ],
+)
+def test_ranks_of_a_node_take_its_devices_in_order(
+    variables: dict[str, str], found: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr("os.environ", variables)
+    if expected.startswith(("cpu", "cuda")):
+        device = local_device()
+        assert str(device) == expected
+        assert chosen == ([device] if device.type == "cuda" else [])
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            local_device()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto as st
+from stretto.errors import UsageError
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -83,3 +84,14 @@ def test_micro_batches_that_are_replayed_under_autocast_see_the_mended_values() 
     assert len(actions) == 1
     assert actions[0].startswith("mended")
     assert all(map(torch.equal, sound, struck))
+
+
+@pytest.mark.parametrize("strategy", [st.ZeRO1(), st.ACCO()], ids=str)
+def test_autocast_to_float16_is_refused_at_the_first_forward_pass(strategy: st.Strategy) -> None:
+    model = nn.Linear(4, 2)
+    st.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, micro_batches=2)
+    with (
+        pytest.raises(UsageError, match="expected autocast to bfloat16"),
+        torch.autocast("cpu", torch.float16),
+    ):
+        model(torch.ones(3, 4))

@@ -37,7 +37,7 @@ def draw_case(name: str, seed: int) -> Case:
     """Draw ranks, weights, micro-batches, buckets and wire, and for how long each rank has data."""
     chance = random.Random(f"{name}, {seed}")
     ranks = chance.randint(1, 8)
-    steps_alone = name in ("local", "diloco")
+    steps_alone = name in ("average", "local", "diloco")
     weights = [chance.choice((0.3, 1.0, 17.0, 4096.0)) for _ in range(chance.randint(1, 5))]
     if ranks > 1 and not steps_alone:
         weights = [0.0, *weights]  # an update needs some weight on any rank, or it does not step

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import optim
 
-from stretto.strategies import STRATEGIES, DiLoCo, LocalSGD, PAFTDyn, PAFTSync, Strategy
+from stretto.strategies import STRATEGIES, Average, DiLoCo, LocalSGD, PAFTDyn, PAFTSync, Strategy
 from tests.optimizer.bowls import Bowls, assert_equal, plain, trained
 from tests.optimizer.written import Lamb, Lars
 
@@ -35,6 +35,7 @@ EXCHANGES_EVERY_GRADIENT = ("ddp", "zero1", "dpu", "wp", "acco")
 
 
 AVERAGES: dict[str, Strategy] = {
+    "average": Average(2, fragments=2),
     "local": LocalSGD(rate=0.5, state=True),
     "diloco": DiLoCo(interval=2, outer_lr=1.0, outer_momentum=0.0, fragments=2),
     "paft-sync": PAFTSync(interval=2, state=True),

@@ -47,6 +47,30 @@ def test_curves_are_the_records_on_every_axis(folders: Path) -> None:
     assert run["input"]["echoed"][-1] == sum(one["echoed"] for one in updates) > 0
 
 
+def test_the_page_leads_with_what_limited_the_run_and_shows_rate_norm_and_speed(folders: Path) -> None:
+    updates = read_json_lines(folders / "run" / "updates.jsonl")
+    page = page_of(folders / "run")
+    (run,) = numbers(page)["runs"]
+    assert run["course"]["norm"] == [one["gradient_norm"] for one in updates]
+    assert run["course"]["rate"] == [one["learning_rates"][0] for one in updates]
+    seconds = [one["training_seconds"] for one in updates]
+    took = [end - begin for begin, end in itertools.pairwise([0.0, *seconds])]
+    expected = [one["samples"] / long for one, long in zip(updates, took, strict=True)]
+    assert run["course"]["speed"] == pytest.approx(expected)
+    for name in ("rate", "norm", "speed"):
+        assert f'id="{name}-0"' in page
+    facts = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", shown(page))
+    share = {name: run["time"][name] for name in ("exposed", "data")}
+    whole = run["time"]["compute"] + sum(share.values())
+    largest = max(share, key=share.__getitem__)
+    limit = (
+        "computing" if share[largest] < 0.2 * whole else {"exposed": "the link", "data": "the data"}[largest]
+    )
+    assert facts[0][0] == "what limited it"
+    assert facts[0][1].startswith(limit)
+    assert ("link", "none") not in facts
+
+
 def test_averages_that_look_for_noise_have_a_chart(folders: Path, tmp_path: Path) -> None:
     words = [
         "--strategy",

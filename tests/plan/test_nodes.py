@@ -83,7 +83,14 @@ def test_a_link_inside_nodes_that_is_slow_has_its_price() -> None:
 def test_a_job_on_nodes_is_ranked_on_both_levels_unless_it_has_chosen() -> None:
     machine = on_nodes(4, 2, link=Link(bits_per_second=1e7))
     open_, chosen = (
-        rank_by_time(machine, micro_batches=4, bucket_bytes=BUCKET_BYTES, most_nats=0.0, ranks_per_node=given)
+        rank_by_time(
+            machine,
+            micro_batches=4,
+            bucket_bytes=BUCKET_BYTES,
+            allow_loss=0.0,
+            prices_all=False,
+            ranks_per_node=given,
+        )
         for given in (None, 2)
     )
     assert open_.choice == chosen.choice

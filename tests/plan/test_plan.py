@@ -182,10 +182,26 @@ def test_a_slow_link_sends_fewer_bytes_and_every_other_arm_has_its_reason(rankin
     assert times == sorted(times)
     for one in ranking.prices:
         reason, name = ranking.why_not(one), parse_arm(one.arm).name
-        assert ("nats" in reason) == (name in ("wp", "dpu"))
-        assert (reason == "replicas drift") == (name in ("local", "diloco"))
+        assert ("nats" in reason) == (name in ("wp", "dpu", "average"))
+        assert (reason == "replicas drift") == (name == "local")
         if one.seconds_per_micro_batch < ranking.choice.seconds_per_micro_batch / 1.02:
             assert "nats" in reason or reason == "replicas drift"
+
+
+@pytest.mark.parametrize("allowed", [0.0, 0.02, 0.04, 0.05, 0.09, 0.3, 1.0])
+def test_the_choice_costs_no_more_than_is_allowed_and_nothing_allowed_is_faster(
+    ranking: Ranking, allowed: float
+) -> None:
+    ranking = dataclasses.replace(ranking, allow_loss=allowed)
+    costs = {one.arm: ranking.evidence_of(one.arm).nats for one in ranking.prices}
+    fastest = min(
+        one.seconds for one in ranking.prices if costs[one.arm] is not None and costs[one.arm] <= allowed
+    )
+    assert costs[ranking.choice.arm] <= allowed
+    assert ranking.choice.seconds <= 1.02 * fastest
+    chosen = parse_arm(ranking.choice.arm).name
+    assert (chosen == "average") == (allowed in (0.04, 0.05, 0.09, 0.3, 1.0))
+    assert ranking.why_not(ranking.choice) == "the choice"
 
 
 def test_the_choice_is_priced_at_other_counts_and_with_echoes_where_the_loader_is_slow(

@@ -141,9 +141,11 @@ def test_replan_is_refused_where_nothing_is_chosen_or_the_factor_is_none(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["train", TINY, "--replan", "2"]) == 2
+    assert main(["train", TINY, "--allow-loss", "0.1"]) == 2
     assert main(["train", TINY, "--strategy", "auto", "--replan", "1"]) == 2
-    first, second = capfd.readouterr().err.splitlines()
+    first, allowed, second = capfd.readouterr().err.splitlines()
     assert "expected --strategy auto" in first
+    assert "--allow-loss says what a choice may cost: expected --strategy auto" in allowed
     assert "must be above 1, found 1" in second
 
 

@@ -52,6 +52,7 @@ def test_every_strategy_has_one_name() -> None:
         "dpu",
         "wp",
         "acco",
+        "average",
         "local",
         "diloco",
         "paft-sync",
@@ -62,6 +63,7 @@ def test_every_strategy_has_one_name() -> None:
 
 def test_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(
-        UnknownName, match="'zero3'; there are ddp, zero1, dpu, wp, acco, local, diloco, paft-sync, paft-dyn"
+        UnknownName,
+        match="'zero3'; there are ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync, paft-dyn",
     ):
         strategy_by_name("zero3")

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto import DataParallel, DiLoCo, LocalSGD, PAFTDyn, PAFTSync
+from stretto import Average, DataParallel, DiLoCo, LocalSGD, PAFTDyn, PAFTSync
 from stretto.strategies import STRATEGIES, Strategy
 from stretto_lab.virtual import VirtualCluster, VirtualGroup
 
 SOON: dict[str, Strategy] = {
+    "average": Average(2),
     "local": LocalSGD(rate=0.5),
     "diloco": DiLoCo(interval=2),
     "paft-sync": PAFTSync(interval=1),

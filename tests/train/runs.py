@@ -83,7 +83,7 @@ def train_until_hit_in_write(
     victims: tuple[int, ...],
     number: signal.Signals,
     save: int,
-) -> None:
+) -> Outcome:
     """Train; on `victims` the process sends itself a signal when a piece of that save is written."""
     files, was_sent = 0, False
 
@@ -96,7 +96,8 @@ def train_until_hit_in_write(
             os.kill(os.getpid(), number)
 
     threading.setprofile(count)
-    train_rank(info, run, warmup_updates, shows_progress)
+    sys.setprofile(count)  # a save that is not beside training
+    return train_rank(info, run, warmup_updates, shows_progress)
 
 
 def records(folder: str) -> list[dict[str, Any]]:

@@ -1,12 +1,14 @@
 """An arm is one line of text: a strategy, its options, settings of its own."""
 
 import dataclasses
+import random
 
 import pytest
 
 from stretto.engine import Clock
 from stretto.errors import ConfigError, UnknownName
-from stretto.strategies import ACCO, LocalSGD
+from stretto.fields import field_types, named_settings
+from stretto.strategies import ACCO, STRATEGIES, Average, DiLoCo, LocalSGD, Strategy
 from stretto_lab.train.arms import parse_arm, parse_arms, parse_clock, parse_learning_rates, split_list
 from stretto_lab.train.configuration import CompareConfig, Job, RunConfig
 from tests.train.tiny import Tiny
@@ -34,6 +36,52 @@ def test_an_arm_keeps_what_it_does_not_set() -> None:
     job = Job(task=Tiny(lr=0.5), clock=Clock(minimum=2, maximum=4), seed=7, link="1gbit")
     run = job.run_of(parse_arm("wp"))
     assert (run.task, run.clock, run.seed, run.link) == (job.task, job.clock, 7, "1gbit")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("average", Average(4, 2, 1)),
+        ("average:4", Average(4, 2, 1)),
+        ("average:every=10", Average(10, 5, 1)),
+        ("average:30:fragments=10", Average(30, 10, 2)),
+        ("average:3", Average(3, 1, 2)),
+        ("average:1", Average(1, 1, 0)),
+        ("average:10:fragments=1:delay=0", Average(10, 1, 0)),
+        ("acco:1", ACCO(first=1)),
+        ("diloco:30:delay=2", DiLoCo(interval=30, delay=2)),
+    ],
+)
+def test_a_number_that_comes_first_is_the_first_option(text: str, expected: Strategy) -> None:
+    assert parse_arm(text).strategy() == expected
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_a_text_was_resolved_to_says_all_options_and_the_same(seed: int) -> None:
+    draws = random.Random(seed)
+    name = draws.choice([name for name in STRATEGIES if name not in ("paft-dyn",)])
+    some = {
+        "acco": ["first=1"],
+        "average": ["every=6", "fragments=2", "delay=0", "worker=node"],
+        "local": ["rate=0.25", "plan=bernoulli", "max_gap=7", "state=on", "seed=3", "rate=cosine(1,0.1)"],
+        "diloco": ["interval=12", "outer_lr=0.5", "nesterov=off", "delay=1", "mix=0.25"],
+        "paft-sync": ["interval=5", "state=on"],
+    }
+    given = {part.partition("=")[0]: part for part in some.get(name, []) if draws.random() < 0.5}
+    text = ":".join([name, *given.values(), *draws.sample(["wire=int4", "lr=0.5", "micro_batches=8"], 2)])
+    arm = parse_arm(text)
+    resolved = parse_arm(arm.resolved)
+    assert (resolved.strategy(), resolved.settings) == (arm.strategy(), arm.settings)
+    assert resolved.resolved == arm.resolved
+    values = {name: getattr(arm.strategy(), name) for name in field_types(type(arm.strategy()))}
+    left_out = {name for name, value in values.items() if value is None or name == "seed"}
+    assert set(values) - left_out <= set(named_settings(arm.resolved, ()))
+
+
+def test_turns_are_resolved_each_by_itself() -> None:
+    assert parse_arm("average:4:wire=int4+acco@8").resolved == (
+        "average:every=4:fragments=2:delay=1:worker=rank:wire=int4@0+acco@8"
+    )
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "compute", "torch-ddp"])
@@ -66,6 +114,12 @@ def test_learning_rates_go_to_the_arm_or_to_all_arms_of_a_strategy_but_not_over_
         ("acco:lr=", ConfigError, "lr=''"),
         ("local:state=yes", ConfigError, "expected on or off"),
         ("local:_pace=1", UnknownName, "max_gap"),
+        ("average:4:every=8", ConfigError, "leave out one"),
+        ("average:0", ConfigError, "at least 1 update"),
+        ("average:4:fragments=5", ConfigError, "fragments=5, every=4"),
+        ("average:4:delay=2", ConfigError, "from 0 to 1"),
+        ("average:fragments=0", ConfigError, "at least 1 fragment"),
+        ("average:many", UnknownName, "every"),
     ],
 )
 def test_an_arm_that_cannot_be_read_is_an_error_that_names_what_is_known(

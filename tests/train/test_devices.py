@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from stretto.errors import ConfigError
+from stretto.machine import describe_environment
 from stretto.random_states import kept_random_states
 from stretto_lab.cli.environment import find_ranks
 from stretto_lab.train.configuration import RunConfig
-from stretto_lab.train.outcome import describe_environment
 from stretto_lab.train.rank import title_of
 from stretto_lab.train.workers import described_device, device_of, local_workers
 from tests.train.tiny import Tiny

@@ -1,5 +1,6 @@
 """Processes that a command starts: results in order, whoever fails is told, and nothing outlives the command."""
 
+import functools
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import WorkerFailed
-from stretto_lab.train.processes import HeldStops, map_on_workers, supervised
+from stretto_lab.train.processes import Stops, map_on_workers, supervised
 from tests.processes import Command
 
 
@@ -56,20 +57,59 @@ def test_no_process_outlives_a_command_that_is_stopped() -> None:
     assert command.returncode == 128 + signal.SIGTERM
 
 
-def hold_a_stop() -> None:
-    stops = HeldStops()
-    stops.hold(True)
-    os.kill(os.getpid(), signal.SIGTERM)
-    sys.stdout.write("still here\n")
-    sys.stdout.flush()
-    stops.hold(False)
-    sys.stdout.write("never\n")
+def land(pipe: Connection) -> None:
+    stops = Stops()
+    pipe.send("training")
+    while not stops.has_come:
+        signal.pause()
+    pipe.send("landed")
 
 
-def test_a_stop_that_is_held_back_comes_when_it_no_longer_is() -> None:
-    with Command(function=hold_a_stop) as command:
-        assert command.communicate() == ("still here\n", "")
-    assert command.returncode == -signal.SIGTERM
+def stop_itself(asked: int) -> None:
+    """A command whose process lands after the first signal, or never does and is asked twice."""
+    with supervised(lands=True) as workers:
+        worker = workers.start(land)
+        workers.may_land = True
+        sys.stdout.write(f"{worker.receive()}\n")
+        sys.stdout.flush()
+        os.kill(os.getpid(), asked)
+        sys.stdout.write(f"{worker.receive()}\n")
+        sys.stdout.flush()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_stop_signal_lets_processes_land_and_is_raised_then(number: signal.Signals) -> None:
+    with Command(function=functools.partial(stop_itself, number)) as command:
+        shown, complaint = command.communicate()
+    assert shown == "training\nlanded\n"
+    if number == signal.SIGINT:
+        assert complaint.endswith("KeyboardInterrupt\n")
+    else:
+        assert command.returncode == 128 + number
+
+
+def never_land(pipe: Connection) -> None:
+    Stops()
+    pipe.send("training")
+    threading.Event().wait()
+
+
+def stop_twice(asked: int) -> None:
+    with supervised(lands=True) as workers:
+        workers.start(never_land).receive()
+        workers.may_land = True
+        os.kill(os.getpid(), asked)
+        sys.stdout.write("still there\n")
+        sys.stdout.flush()
+        os.kill(os.getpid(), asked)
+        sys.stdout.write("never\n")
+
+
+def test_the_second_stop_signal_ends_all_at_once() -> None:
+    with Command(function=functools.partial(stop_twice, signal.SIGTERM)) as command:
+        shown, complaint = command.communicate()  # it ends when the last process has
+    assert (shown, complaint) == ("still there\n", "")
+    assert command.returncode == 128 + signal.SIGTERM
 
 
 def write_when_stopped(pipe: Connection, path: str) -> None:

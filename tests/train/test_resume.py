@@ -52,23 +52,39 @@ def test_a_killed_run_resumes_to_the_bit(strategy: str, moments: int) -> None:
         assert written(f"killed-{moment}") == written("whole")
 
 
-@pytest.mark.parametrize(
-    ("number", "victims", "left"),
-    [
-        (signal.SIGKILL, (1,), [".writing-000002-step-6", "000001-step-3"]),
-        (signal.SIGTERM, (0, 1), ["000001-step-3", "000002-step-6"]),
-    ],
-)
-def test_in_mid_write_beside_training_a_kill_costs_one_checkpoint_and_a_stop_none(
-    number: signal.Signals, victims: tuple[int, ...], left: list[str]
-) -> None:
+def test_in_mid_write_beside_training_a_kill_costs_one_checkpoint() -> None:
     train(tiny_run("whole", strategy="acco"))
     run = tiny_run("hit", strategy="acco", async_save=True)
-    with pytest.raises(WorkerFailed, match=f"killed by {number.name}"):
-        train(run, 2, train_until_hit_in_write, victims, number, 2)
+    with pytest.raises(WorkerFailed, match="killed by SIGKILL"):
+        train(run, 2, train_until_hit_in_write, (1,), signal.SIGKILL, 2)
+    left = [".writing-000002-step-6", "000001-step-3"]
     assert sorted(path.name for path in Path("hit", "checkpoints").iterdir()) == left
     train(dataclasses.replace(run, resume=True))
     assert written("hit") == written("whole")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "ddp", "acco", "wp", "average:2"])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_stop_signal_to_any_rank_lands_and_saves_and_the_run_goes_on(
+    strategy: str, async_save: bool
+) -> None:
+    run = tiny_run("stopped", strategy=strategy, async_save=async_save)
+    victims = random.Random(strategy).choice([(0,), (1,), (0, 1)])
+    outcomes = train(run, 2, train_until_hit_in_write, victims, signal.SIGTERM, 1)
+    (updates,) = {outcome.updates for outcome in outcomes}
+    assert 3 <= updates < 10
+    last, *_ = checkpoint.complete(Path("stopped", "checkpoints"))
+    assert last.name.endswith(f"-step-{updates}")
+    assert [one["step"] for one in read_json_lines(Path("stopped", "updates.jsonl"))] == list(
+        range(1, updates + 1)
+    )
+    assert not Path("stopped", "model.pt").exists()
+    (outcome, _) = train(dataclasses.replace(run, resume=True))
+    assert (outcome.updates, outcome.resumed_from) == (10, updates)
+    if strategy in ("zero1", "ddp"):  # nothing was in flight, so nothing ended early
+        train(tiny_run("whole", strategy=strategy))
+        assert [one["loss"] for one in records("stopped")] == [one["loss"] for one in records("whole")]
+        assert model_bits("stopped") == model_bits("whole")
 
 
 def test_a_finished_run_that_is_resumed_is_finished() -> None:

@@ -15,7 +15,7 @@ from stretto.checkpoint.manifest import METADATA, Manifest
 from stretto.checkpoint.pieces import LoadPlanner, Reader
 from stretto.checkpoint.ranks import Ranks
 from stretto.checkpoint.save import file_digest
-from stretto.continuation import Loader
+from stretto.continuation import Loader, check_loader
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, ForeignCheckpoint, TornCheckpoint
 from stretto.held import Held, Holding, check_whole
@@ -54,6 +54,7 @@ def hold(parallel: DataParallel, *, loader: Loader | None = None, extra: Any = N
     Raises:
         OutOfTurn: An update is under way.
     """
+    check_loader(loader)
     with parallel.between_updates("holding a state"):
         return held.hold(
             parallel.continuation(), parallel.strategy.name, loader=loader, extra=extra, copies=True
@@ -117,6 +118,7 @@ def load(
         OutOfTurn: An update is under way.
         CommunicationError: A rank died, raised or fell silent.
     """
+    check_loader(loader)
     with parallel.job.compute.lifetime.running():
         parallel.job.compute.check_between_updates("loading a checkpoint")
     wait(parallel)

@@ -14,7 +14,7 @@ from stretto.checkpoint.manifest import METADATA, Manifest, Stored
 from stretto.checkpoint.pieces import LoadPlanner, SavePlanner, Writer, entry_kinds
 from stretto.checkpoint.plans import plan_as_json, plan_from_json
 from stretto.checkpoint.ranks import Ranks
-from stretto.continuation import Continuation, Loader
+from stretto.continuation import Continuation, Loader, check_loader
 from stretto.disk import writing_to
 from stretto.engine.state import State
 from stretto.errors import CheckpointError, ConfigError
@@ -59,6 +59,7 @@ def save(
     """
     if keep < 1:
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is being written")
+    check_loader(loader)
     wait(parallel)
     with parallel.between_updates("a checkpoint"):
         continuation = parallel.continuation()

@@ -9,9 +9,6 @@ Note [The course of a round]
     READY           a round is closed, and takes off at the next forward or backward pass   take-off
     IN_FLIGHT       the communication lane has it; a strategy that overlaps accumulates     somebody has waited for it
     ARRIVED         what it brings is known, and is installed next                          landing, and all over again
-
-    There is no other order. A job is at rest where the stage is ACCUMULATING, the last update has ended and nothing is
-    counted for the next.
 """
 
 import dataclasses
@@ -34,7 +31,7 @@ from stretto.engine.round import Accounts, Landing, Reduction, Round
 from stretto.engine.runtime import Pending
 from stretto.engine.settling import SettlingModel
 from stretto.engine.statistics import Carried
-from stretto.errors import OutOfTurn, StepWithoutBackward
+from stretto.errors import OutOfTurn, StepWithoutBackward, UsageError
 from stretto.optimizer import Hyperparameters, Schedule, read_hyperparameters
 from stretto.records import Incident, Update
 
@@ -463,6 +460,11 @@ class ComputeLane:
         if module is not self.model.model:  # a copy
             return
         with self.lifetime.running():
+            kind = self.model.parameters[0].device.type
+            if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+                raise UsageError(
+                    f"{self.where}: float16 needs loss scaling, which there is not: expected autocast to bfloat16"
+                )
             # A take-off checks the parameters; their own backward pass brings it where others stand in for them.
             if self._ready is None or not self.model.is_replaced:
                 if self._first is not None:

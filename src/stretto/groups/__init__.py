@@ -9,7 +9,9 @@ from stretto.groups.launcher import (
     join_launched_group,
     launched_per_node,
     launched_rank,
+    local_device,
     meeting_point,
+    own_rank,
 )
 from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
 from stretto.groups.staged import StagedGroup
@@ -32,9 +34,11 @@ __all__ = [
     "launched_per_node",
     "launched_rank",
     "listens_at",
+    "local_device",
     "may_wait_again",
     "meeting_point",
     "orders_streams",
+    "own_rank",
     "part_of",
     "private_group",
     "ranks_of",

@@ -73,6 +73,49 @@ def launched_per_node() -> int:
     return 1 if launched is None else launched.local_world_size
 
 
+def own_rank() -> int:
+    """Return the rank of this process in the default group, or as a launcher says; 0 where it is alone.
+
+    Raises:
+        ConfigError: The variables of a launcher do not fit.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    launched = launched_rank(os.environ)
+    return 0 if launched is None else launched.rank
+
+
+def local_device() -> torch.device:
+    """Return the device of this rank, made the current one: under torchrun, srun, or alone.
+
+    Ranks of a node take its CUDA devices in order. Where a launcher shows each rank one device alone, that is its own;
+    where there is none, it is the processor.
+
+    Raises:
+        ConfigError: The node has CUDA devices, but fewer than ranks; or a launcher's variables do not fit.
+    """
+    found = torch.cuda.device_count()
+    if not found:
+        return torch.device("cpu")
+    launched = launched_rank(os.environ)
+    local_rank, ranks = (0, 1) if launched is None else (launched.local_rank, launched.local_world_size)
+    if found == 1 and ranks > 1:
+        local_rank = 0 if _shows_one(os.environ) else local_rank
+    if local_rank >= found:
+        raise ConfigError(
+            f"rank {0 if launched is None else launched.rank}: number {local_rank} of {ranks} ranks of this node, and "
+            f"PyTorch finds {found} CUDA devices: expected one for each; start fewer ranks per node"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _shows_one(variables: Mapping[str, str]) -> bool:
+    """Return whether somebody has chosen a single device for this process."""
+    return variables.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and "CUDA_VISIBLE_DEVICES" in variables
+
+
 def announce_rank(rank: int, world_size: int) -> None:
     """Set the variables of torchrun in this process, for a library that looks for nothing else.
 

@@ -3,6 +3,7 @@
 from stretto.errors import ConfigError
 from stretto.fields import unknown_name
 from stretto.strategies.acco import ACCO
+from stretto.strategies.average import Average
 from stretto.strategies.contract import Strategy
 from stretto.strategies.delayed import DPU, WeightPrediction
 from stretto.strategies.diloco import DiLoCo
@@ -11,7 +12,8 @@ from stretto.strategies.paft import PAFTDyn, PAFTSync
 from stretto.strategies.synchronous import DDP, ZeRO1
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (DDP, ZeRO1, DPU, WeightPrediction, ACCO, LocalSGD, DiLoCo, PAFTSync, PAFTDyn)
+    kind.name: kind
+    for kind in (DDP, ZeRO1, DPU, WeightPrediction, ACCO, Average, LocalSGD, DiLoCo, PAFTSync, PAFTDyn)
 }
 
 
@@ -45,6 +47,7 @@ __all__ = [
     "DDP",
     "DPU",
     "STRATEGIES",
+    "Average",
     "DiLoCo",
     "LocalSGD",
     "PAFTDyn",

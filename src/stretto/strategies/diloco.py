@@ -75,17 +75,7 @@ class DiLoCo(Strategy):
         check_fields(self)
         if self.interval < 1:
             raise ConfigError(f"DiLoCo(interval={self.interval}): expected at least 1 update")
-        if not 1 <= self.fragments <= min(self.interval, MOST_FRAGMENTS):
-            raise ConfigError(
-                f"DiLoCo(fragments={self.fragments}, interval={self.interval}): expected at least 1 fragment, and at "
-                f"most one per update of the interval and {MOST_FRAGMENTS} in all"
-            )
-        if not 0 <= self.delay < self.interval // self.fragments:
-            raise ConfigError(
-                f"DiLoCo(delay={self.delay}, interval={self.interval}, fragments={self.fragments}): expected from 0 to "
-                f"{self.interval // self.fragments - 1}, because a fragment lands before the next one leaves; raise "
-                "interval or lower fragments"
-            )
+        check_travel(self, "interval")
         if not 0 < self.outer_lr < float("inf"):
             raise ConfigError(f"DiLoCo(outer_lr={self.outer_lr}): expected a positive, finite number")
         if not 0 <= self.outer_momentum < 1:
@@ -124,4 +114,25 @@ class DiLoCo(Strategy):
             self.nesterov,
             keeps_progress=self.keep_progress,
             is_due=departure == position,
+        )
+
+
+def check_travel(record: Strategy, interval: str) -> None:
+    """Raise unless a strategy's `fragments` and `delay` go with its interval, which it calls `interval`.
+
+    Raises:
+        ConfigError: A fragment would have no update to leave at, or not have landed when the next one leaves.
+    """
+    kind = type(record).__name__
+    every, fragments, delay = (getattr(record, name) for name in (interval, "fragments", "delay"))
+    if not 1 <= fragments <= min(every, MOST_FRAGMENTS):
+        raise ConfigError(
+            f"{kind}(fragments={fragments}, {interval}={every}): expected at least 1 fragment, and at most one per "
+            f"update of the interval and {MOST_FRAGMENTS} in all"
+        )
+    if not 0 <= delay < every // fragments:
+        raise ConfigError(
+            f"{kind}(delay={delay}, {interval}={every}, fragments={fragments}): expected from 0 to "
+            f"{every // fragments - 1}, because a fragment lands before the next one leaves; raise {interval} or lower "
+            "fragments"
         )

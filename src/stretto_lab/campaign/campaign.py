@@ -19,6 +19,7 @@ import torch
 
 from stretto.errors import ConfigError
 from stretto.fields import check_fields
+from stretto.machine import describe_environment
 from stretto_lab.campaign.drawing import (
     CAMPAIGNED,
     RANKS,
@@ -34,7 +35,6 @@ from stretto_lab.observe import replace_json
 from stretto_lab.recipes import DigitsResNet, StdlibGPT, TaskConfig
 from stretto_lab.train.configuration import TaskT
 from stretto_lab.train.launch import LocalRanks
-from stretto_lab.train.outcome import describe_environment
 from stretto_lab.train.processes import map_on_workers
 
 RESULTS = "campaign.json"

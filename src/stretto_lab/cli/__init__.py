@@ -16,7 +16,8 @@ from stretto.errors import ConfigError, CorruptionError, OutputClosed, StrettoEr
 from stretto.fields import unknown_name
 from stretto.terminal import is_unread, print_to_nobody, printable
 from stretto_lab.cli.estimate import print_estimate
-from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, overview
+from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, overview, plain_help
+from stretto_lab.estimate import EstimateConfig
 
 FAILED, MISUSED, DAMAGED, INTERRUPTED = 1, 2, 3, 130
 """Exit codes beside 0; see `main`."""
@@ -62,8 +63,11 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise unknown_name("no command is called", name, COMMANDS)
     asks_help = not {*HELP, HELP_ALL}.isdisjoint(words)
-    if name == "estimate" and not asks_help:  # which needs no PyTorch
-        print_estimate(words)
+    if name == "estimate":  # which needs no PyTorch
+        if asks_help:
+            print(plain_help(name, EstimateConfig(), whole=HELP_ALL in words), end="")
+        else:
+            print_estimate(words)
         return 0
     # Of help, only the help itself goes to the standard output.
     if (

@@ -1,7 +1,6 @@
 """The strategy that is chosen for a run: what was chosen before, what a plan says now, and whether it may change."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +19,9 @@ from stretto_lab.train.outcome import check_folder
 
 REPLAN = 1.5
 """Factor on the time of an update at which the strategy is chosen again."""
+
+OF_AUTO = {"--replan": "chooses the strategy again", "--allow-loss": "says what a choice may cost"}
+"""Options that mean nothing unless the strategy is chosen."""
 
 
 def chosen_before(run: RunConfig[TaskConfig]) -> str | None:
@@ -49,31 +51,33 @@ def without_auto(options: Sequence[str]) -> list[str]:
     return kept
 
 
-def check_replan(given: Sequence[str], options: Sequence[str]) -> None:
-    """Raise where the words that were given now speak of choosing again, and nothing is chosen.
+def check_chosen(given: Sequence[str], options: Sequence[str]) -> None:
+    """Raise where the words that were given now speak of how a strategy is chosen, and none is.
 
     Raises:
         ConfigError: They do.
     """
-    if any(word.startswith("--replan") for word in given) and not is_auto(options):
-        raise ConfigError("--replan chooses the strategy again: expected --strategy auto beside it")
+    for option, what in OF_AUTO.items():
+        if any(word.partition("=")[0] == option for word in given) and not is_auto(options):
+            raise ConfigError(f"{option} {what}: expected --strategy auto beside it")
 
 
 def choose(run: RunConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None]) -> str:
     """Return the strategy that a plan chooses, the same on all ranks; `log` is told why."""
     with named_as_options(run):
-        job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job))
-    (ranking,) = rankings(job, ranks, log, most_nats=SMALL)
+        allowed = SMALL if run.allow_loss is None else run.allow_loss
+        job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job), allow_loss=allowed)
+    (ranking,) = rankings(job, ranks, log, prices_all=False)
     log(recommendation(ranking))
     return ranking.choice.arm
 
 
 def rankings(
-    job: PlanConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None], *, most_nats: float = math.inf
+    job: PlanConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None], *, prices_all: bool = True
 ) -> list[Ranking]:
     """Measure a job on all ranks, and rank what it could use, as `stretto_lab.plan.plan` does."""
     with named_as_options(job), named_as_options(job.task, TASK):
         arm = parse_arm("zero1")
         here = dataclasses.replace(job, slow={})  # ranks of the plan, perhaps more than there are here
         check_run(here.fitted_to(arm).run_of(arm), ranks.world_size)
-    return plan(job, ranks, log, most_nats=most_nats)
+    return plan(job, ranks, log, prices_all=prices_all)

@@ -10,11 +10,12 @@ from typing import Any
 
 from stretto.errors import ConfigError, StrettoError, UnknownName
 from stretto.fields import unknown_name
+from stretto.machine import describe_environment
 from stretto.terminal import printable
 from stretto_lab.campaign import CampaignConfig, repeat_fault, run_campaign, small
 from stretto_lab.cli.auto import (
     REPLAN,
-    check_replan,
+    check_chosen,
     choose,
     chosen_before,
     is_auto,
@@ -58,7 +59,7 @@ from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunCo
 from stretto_lab.train.demo import RESULTS, DemoConfig, demonstrate
 from stretto_lab.train.handle import check_run
 from stretto_lab.train.launch import Ranks
-from stretto_lab.train.outcome import Outcome, describe_environment, new_run_folder
+from stretto_lab.train.outcome import Outcome, new_run_folder
 from stretto_lab.train.rank import title_of
 from stretto_lab.train.restarts import train_on
 from stretto_lab.train.simulation import SimulateConfig, simulate
@@ -133,7 +134,7 @@ def train_command(words: Sequence[str]) -> None:
     """Train a recipe on local workers, or as a rank of a launcher."""
     named, given = parse_options("train", words, CONFIGURE["train"])
     run, options = _with_folder(named, given), list(words[1:])
-    check_replan(words, options)
+    check_chosen(words, options)
     ranks = find_ranks(run.workers, run.device)
     run, given = (dataclasses.replace(one, workers=ranks.world_size) for one in (run, given))
     if run.strategy == AUTO:
@@ -157,7 +158,7 @@ def resume_command(words: Sequence[str]) -> None:
     run = dataclasses.replace(run, workers=ranks.world_size)
     if any(word.startswith("--strategy") for word in given):  # what was chosen before no longer counts
         options = going_on(without_auto(before["options"]), given)
-    check_replan(given, options)
+    check_chosen(given, options)
     if run.strategy == AUTO:
         chosen = choose(run, ranks, _log(ranks))
         run, options = dataclasses.replace(run, strategy=chosen), [*options, "--strategy", chosen]
@@ -213,7 +214,7 @@ def _train_once(named: str, options: Sequence[str], run: RunConfig[TaskConfig], 
     device = device_of(run.device, 0, ranks.local_world_size)
     with run_folder(run, named, options, device):
         place = described_device(device, run.device, ranks.local_world_size)
-        _print_line(title_of(run, ranks.world_size, place))
+        _print_line(title_of(run, ranks.world_size, place, is_whole=True))
         _print_line("starting the workers")  # they import PyTorch anew, which takes seconds
         return train_on(ranks, run, _print_line)
 

@@ -18,7 +18,7 @@ def print_estimate(words: Sequence[str]) -> None:
     """
     config = _read(words)
     work = config.work
-    rows, choice = estimate(work)
+    rows, choice = estimate(work, config.allow_loss)
     base = rows[0].time
     print(
         textwrap.fill(
@@ -28,19 +28,20 @@ def print_estimate(words: Sequence[str]) -> None:
             COLUMNS,
         )
     )
-    print("\nstrategy  wire   sent       s/update  waits   memory     nats")
+    print("\nstrategy                 wire   sent       s/update  waits   memory     nats")
     for row in rows:
         time = row.time
         waits = f"{time.exposed_seconds / time.seconds:.0%}"
         print(
-            f"{row.strategy:9} {row.wire:6} {_bytes(time.sent_bytes):10} {time.seconds:<9.3g} {waits:7} "
-            f"{_bytes(time.memory_bytes):10} {row.nats:+.3f}"
+            f"{row.strategy:24} {row.wire:6} {_bytes(time.sent_bytes):10} {time.seconds:<9.3g} {waits:7} "
+            f"{_bytes(time.memory_bytes):10} {'unknown' if row.nats is None else f'{row.nats:+.3f}'}"
         )
     print(
         f"\nFirst choice: {choice.options}\n"
         + textwrap.fill(
             f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Loss was measured with a small "
-            "GPT on two ranks, and may differ for you. Memory is without activations and what a packed wire keeps. "
+            "GPT, that of averages on the next larger of 2, 8 and 32 ranks, and may differ for you. "
+            "Memory is without activations and what a packed wire keeps. "
             "Nothing was measured here: `stretto plan` does that.",
             COLUMNS,
         )

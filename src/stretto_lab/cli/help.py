@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from stretto.fields import field_types
+
 if TYPE_CHECKING:  # the overview is printed before what the options are made of is there
     from stretto_lab.cli.options import Option
 
@@ -82,12 +84,12 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "plan": Command(
             summary="measure a recipe, and say which strategy and wire to use",
             takes="RECIPE",
-            basic=("workers", "ranks", "network", "micro-batches", "link", "batches", "seed"),
+            basic=("workers", "ranks", "network", "allow-loss", "micro-batches", "link", "batches", "seed"),
         ),
         "estimate": Command(
             summary="say at once what an exchange would cost, from a few figures",
             takes="",
-            basic=("parameters", "update-seconds", "ranks", "network", "micro-batches"),
+            basic=("parameters", "update-seconds", "ranks", "network", "micro-batches", "allow-loss"),
         ),
         "campaign": Command(
             summary="strike small jobs with faults, and hold guards to their promises",
@@ -172,6 +174,22 @@ def command_help(
     if not whole:
         count = len(own) + (0 if recipe is None else len(tasks))
         lines += ["", f"--help-all explains all {count} options."]
+    return "\n".join([*lines, ""])
+
+
+def plain_help(name: str, record: Any, *, whole: bool) -> str:
+    """Return the help of a command whose options are plain fields of one record; nothing is imported for it."""
+    texts, kinds = _explained(record.__class__), field_types(record.__class__)
+    summary = COMMANDS[name].summary
+    lines = [f"usage: stretto {name} [OPTIONS]", "", f"{summary[0].upper()}{summary[1:]}.", ""]
+    lines += ["options, with their defaults in brackets:"]
+    for field, kind in kinds.items():
+        text = " ".join(texts.get(field, "").split())
+        metavar = "TEXT" if kind is str else kind.__name__.upper()
+        shown = f"{text if whole else first_clause(text)} [{getattr(record, field)}]"
+        lines += _row(f"--{field.replace('_', '-')} {metavar}", shown, _LEFT)
+    if not whole:
+        lines += ["", f"--help-all explains all {len(kinds)} options."]
     return "\n".join([*lines, ""])
 
 

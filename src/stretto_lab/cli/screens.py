@@ -10,12 +10,14 @@ from stretto.echo import Diagnosis
 from stretto.exchange import WIRES
 from stretto.flat import ALIGNMENT
 from stretto.groups import Link
+from stretto.strategies import ACCO
 from stretto_lab.cli.help import COLUMNS
 from stretto_lab.cli.options import shown
 from stretto_lab.cli.presets import Preset
 from stretto_lab.cli.run_folder import resume_command
 from stretto_lab.doctor import Finding, Report
-from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking, evidence_of
+from stretto_lab.evidence import of_strategy
+from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking
 from stretto_lab.recipes import TaskConfig
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig
@@ -38,18 +40,14 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
     """
     if outcome.sample is not None:
         print(f"a sample:\n{outcome.sample}\n")
-    rate = outcome.samples_per_second
-    print(
-        f"{outcome.updates} updates in {outcome.training_seconds:.1f} s"
-        + ("" if rate is None else f", {rate:,.0f} samples/s")
-    )
+    print(f"{outcome.updates} updates in {outcome.training_seconds:.1f} s{_since(outcome)}")
     print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
     if outcome.accuracy is not None:
         print(f"held-out accuracy {outcome.accuracy:.1%}")
     if outcome.echoed_batches or run.slow_loader != "none":
         print(
             f"rank 0 took {outcome.fresh_batches} batches, used {outcome.echoed_batches} again and waited "
-            f"{outcome.wait_seconds:.1f} s for data"
+            f"{outcome.wait_seconds:.1f} s for data{_behind(outcome)}"
         )
     if is_on_a_link and (hint := advice(outcome, run)):
         print(textwrap.fill(hint, COLUMNS))
@@ -64,13 +62,27 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
         print(f"look at it      {shlex.join(['tensorboard', '--logdir', str(run.run_dir)])}")
 
 
+def _since(outcome: Outcome) -> str:
+    """Return the rate of the updates made here, and which they are where the run went on from others."""
+    rate = "" if outcome.samples_per_second is None else f", {outcome.samples_per_second:,.0f} samples/s"
+    if not outcome.resumed_from:
+        return rate
+    here = outcome.updates - outcome.resumed_from
+    return f"; {here} of them here, in {outcome.training_seconds - outcome.seconds_before:.1f} s{rate}"
+
+
+def _behind(outcome: Outcome) -> str:
+    """Return since when something is counted, where that is not the beginning."""
+    return f" since update {outcome.resumed_from}" if outcome.resumed_from else ""
+
+
 def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
     """Return what hiding communication would gain where the link was the bottleneck, and nothing elsewhere.
 
     By the time model (docs/time-model.md): a synchronous update takes `n·t + C`, one of ACCO `max(n·t, 2C)`, and `C` is
     proportional to the bytes.
     """
-    exposed, seconds = outcome.exposed_seconds, outcome.training_seconds
+    exposed, seconds = outcome.exposed_seconds, outcome.training_seconds - outcome.seconds_before
     arm = parse_arm(run.strategy)
     if arm.phases or arm.overlaps or run.micro_batches < 2 or not exposed or exposed < _BOTTLENECK * seconds:
         return ""
@@ -86,9 +98,11 @@ def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
     if gain(best) < 1.1:
         return ""
     options = "--strategy acco" + ("" if best == run.wire else f" --wire {best}")
+    evidence = of_strategy(ACCO(), 1)
     return (
-        f"The link was the bottleneck: {waiting:.0%} of the time waited for communication. With {options} up to "
-        f"{gain(best):.1f} times as many samples per second are possible (docs/time-model.md)."
+        f"The link was the bottleneck: {waiting:.0%} of the time{_behind(outcome)} waited for communication. With "
+        f"{options} up to {gain(best):.1f} times as many updates in the same time are possible, and a loss about as "
+        f"much sooner ({evidence.source} ended {evidence.nats:.3f} nats above): `stretto plan` measures it."
     )
 
 
@@ -174,7 +188,9 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
 
 def _row_of(one: Price, ranking: Ranking) -> str:
     """Return what a table calls an arm; on nodes that of one level says so, and others leave out what they share."""
-    name, by_node, _ = one.arm.replace(":wire=", " ").partition(":ranks_per_node=")
+    name, by_node, _ = (
+        one.arm.replace(":worker=node", " by node").replace(":wire=", " ").partition(":ranks_per_node=")
+    )
     growth = f" (x{ranking.growth(one):.1f})" if _has_clock(one.arm) else ""
     return (
         f"{name}{growth}" if by_node or ranking.machine.ranks_per_node == 1 else f"{name}{growth}, one level"
@@ -200,14 +216,14 @@ def recommendation(ranking: Ranking) -> str:
     choice, base = ranking.choice, ranking.base
     arm = parse_arm(choice.arm)
     wire = arm.wire
-    options = f"--strategy {arm.name}" + ("" if wire == "fp32" else f" --wire {wire}")
+    options = f"--strategy {arm.own_text}" + ("" if wire == "fp32" else f" --wire {wire}")
     if (each := arm.settings.get("ranks_per_node")) is not None:
         options += f" --ranks-per-node {each}"
     if (clock := arm.settings.get("clock")) is not None:
         options += f" --clock {shown(clock)}"
     gain = base.seconds_per_micro_batch / choice.seconds_per_micro_batch
-    evidence = evidence_of(choice.arm)
-    loss = f"{evidence.nats:+.3f} nats in {evidence.source}" if evidence.source else "exact"
+    evidence = ranking.evidence_of(choice.arm)
+    loss = f"{evidence.nats:+.3f} nats (measured with {evidence.source})" if evidence.source else "exact"
     if wire == "bf16":
         loss += ", but for the rounding of bf16"
     if clock is not None:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from stretto.errors import ConfigError
 from stretto.fields import check_at_least
 from stretto.strategies import ACCO, Strategy, WeightPrediction, ZeRO1
 from stretto_lab.estimate.times import Time, Work, time_of
-from stretto_lab.evidence import EVIDENCE, OF_WIRES, SMALL
+from stretto_lab.evidence import AVERAGES, OF_WIRES, SMALL, of_strategy
 from stretto_lab.links import parse_link
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMB]?)")
@@ -31,9 +32,12 @@ class EstimateConfig:
     """free, datacenter, ethernet, office, internet, or a link of every rank such as 100mbit."""
     micro_batches: int = 4
     """Per rank and update; only the last one hides a synchronous exchange."""
+    allow_loss: float = SMALL
+    """Nats of held-out loss that the first choice may cost, as far as it was measured: averages of replicas need 0.04
+    and more."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, ranks=1, micro_batches=1)
+        check_at_least(self, ranks=1, micro_batches=1, allow_loss=0)
         if not 0 < self.update_seconds < float("inf"):
             raise ConfigError(f"update_seconds={self.update_seconds}: expected a positive, finite number")
         _ = self.work  # refuses what cannot be read
@@ -57,8 +61,8 @@ class Row:
     strategy: str
     wire: str
     time: Time
-    nats: float
-    """What it cost in held-out loss where that was measured: the larger of what strategy and wire cost."""
+    nats: float | None
+    """What it cost in held-out loss: the larger of what strategy and wire cost; None where that was not measured."""
 
     @property
     def options(self) -> str:
@@ -66,22 +70,31 @@ class Row:
         return f"--strategy {self.strategy} --wire {self.wire}"
 
 
-def estimate(work: Work) -> tuple[list[Row], Row]:
-    """Return all rows, and of those whose cost in loss is small the fastest; of some that are alike the most exact."""
-    strategies: Sequence[Strategy] = (ZeRO1(), ACCO(), WeightPrediction())
+def estimate(work: Work, allow_loss: float = SMALL) -> tuple[list[Row], Row]:
+    """Return all rows, and the fastest that costs no more in loss than is allowed; of some alike the most exact."""
     rows = [
-        Row(strategy.name, wire, time_of(work, strategy, wire), _nats(strategy.name, wire))
-        for strategy in strategies
+        Row(text, wire, time_of(work, strategy, wire), _nats(strategy, wire, work.ranks))
+        for text, (strategy, wires) in _ARMS.items()
         if not (isinstance(strategy, ACCO) and work.micro_batches < 2)
-        for wire in OF_WIRES
+        for wire in wires
     ]
-    cheap = [row for row in rows if row.nats <= SMALL]
+    cheap = [row for row in rows if row.nats is not None and row.nats <= allow_loss]
     limit = _ALIKE * min(row.time.seconds for row in cheap)
     return rows, next(row for row in cheap if row.time.seconds <= limit)
 
 
-def _nats(strategy: str, wire: str) -> float:
-    return max(EVIDENCE[strategy].nats or 0.0, OF_WIRES[wire].nats or 0.0)
+_ARMS: Mapping[str, tuple[Strategy, Sequence[str]]] = MappingProxyType(
+    {
+        **{strategy.name: (strategy, tuple(OF_WIRES)) for strategy in (ZeRO1(), ACCO(), WeightPrediction())},
+        **{text: (average, ("int4",)) for text, (average, _) in AVERAGES.items()},
+    }
+)
+"""Strategies that are estimated, and the wires; averages on that on which they were measured."""
+
+
+def _nats(strategy: Strategy, wire: str, replicas: int) -> float | None:
+    nats, of_wire = of_strategy(strategy, replicas).nats, OF_WIRES[wire].nats
+    return None if nats is None or of_wire is None else max(nats, of_wire)
 
 
 def _count(text: str) -> int:

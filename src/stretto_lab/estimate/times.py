@@ -8,7 +8,7 @@ gradients, G for gathering the parameters and C for both:
     dpu, wp     max(n t, C)
     acco        max(n_B t, C) + max(n_A t, C)                  C is one of its two exchanges
     local       n t + rate · average
-    diloco      n t + F/H · max(0, average / F - delay n t)    F fragments leave in H updates
+    diloco      n t + F/H · max(0, average / F - delay n t)    F fragments leave in H updates; average is one
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from stretto.errors import ConfigError
 from stretto.link import Link
-from stretto.strategies import DiLoCo, Strategy
+from stretto.strategies import Average, DiLoCo, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
 
 ELEMENT_BYTES: Mapping[str, float] = MappingProxyType(
@@ -97,6 +97,8 @@ def time_of(work: Work, strategy: Strategy, wire: str) -> Time:
 
 def _update_seconds(work: Work, strategy: Strategy, ledger: Ledger, busy: float) -> float:
     computing = work.update_seconds
+    if isinstance(strategy, Average):
+        strategy = strategy.outer
     if isinstance(strategy, DiLoCo):
         transfer = busy / ledger.outer_steps / strategy.fragments
         rate = strategy.fragments / strategy.interval

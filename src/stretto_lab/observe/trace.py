@@ -31,10 +31,11 @@ from typing import Any, Literal
 from stretto.disk import writing_to
 from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction
+from stretto.json_lines import JsonLines
 from stretto.parallel import DataParallel
 from stretto.records import Update
 from stretto.strategies import contract
-from stretto_lab.observe.records import JsonLines, Observer
+from stretto_lab.observe.records import Observer
 
 FOLDER = "traces"
 """Of a run: it holds the files of all ranks."""

@@ -35,6 +35,7 @@ def curves(run: Run) -> dict[str, Any]:
         drawn["loss"] = {**_axes(run.axes, kept), "y": plain(run.columns["loss"][kept])}
         drawn["events"] = _events(run)
         drawn["parts"] = _parts(run)
+        drawn["course"] = _course(run)
         drawn["input"] = _input(run)
         drawn["averages"] = _averages(run)
     return drawn
@@ -87,6 +88,16 @@ def _parts(run: Run) -> dict[str, Any]:
         for name, value in values.items()
     }
     return {**_axes(run.axes, ends), **means}
+
+
+def _course(run: Run) -> dict[str, Any]:
+    """Return learning rate, gradient norm and samples per second along the run."""
+    columns = run.columns
+    seconds = np.diff(columns["training_seconds"], prepend=0.0)
+    speed = columns["samples"] / np.where(seconds > 0, seconds, np.nan)
+    kept = np.unique(np.linspace(0, len(seconds) - 1, POINTS // 2).astype(int))
+    values = {"rate": columns["learning_rate"], "norm": columns["gradient_norm"], "speed": speed}
+    return {**_axes(run.axes, kept), **{name: plain(value[kept]) for name, value in values.items()}}
 
 
 def _input(run: Run) -> dict[str, Any] | None:

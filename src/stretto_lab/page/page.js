@@ -106,6 +106,18 @@ function drawParts() {
   });
 }
 
+function drawCourse() {
+  const axis = chosenAxis();
+  data.runs.forEach((run, index) => {
+    if (!run.course) return;
+    for (const [part, scale] of [["rate", "linear"], ["norm", "log"], ["speed", "linear"]]) {
+      const traces = [{ x: run.course[axis], y: run.course[part], mode: run.course[part].length > 60 ? "lines" : "lines+markers",
+        line: { color: RUN_COLOURS[index % RUN_COLOURS.length], width: 1.3 }, marker: { size: 4 }, hovertemplate: "%{y:.4g}<extra></extra>" }];
+      draw(`${part}-${index}`, traces, { height: 180, showlegend: false, xaxis: { title: title(AXIS_TITLES[axis]) }, yaxis: { type: scale } });
+    }
+  });
+}
+
 function drawInput() {
   const axis = chosenAxis();
   data.runs.forEach((run, index) => {
@@ -259,6 +271,7 @@ function drawAll() {
   if (element("loss")) drawLoss();
   if (element("time")) drawTime();
   drawParts();
+  drawCourse();
   drawInput();
   drawAverages();
   drawMemory();

@@ -18,11 +18,11 @@ from stretto_lab.page.contents import (
     read_evaluations,
 )
 from stretto_lab.page.records import items, mapping, number, read_json, read_records
-from stretto_lab.page.times import of_updates
+from stretto_lab.page.times import UpdateTime, of_updates
 
 _NUMBERS = (
     "step", "samples", "fresh_samples", "loss", "training_seconds", "exposed_seconds", "lane_seconds", "wait_seconds",
-    "sent_bytes", "fresh", "echoed", "skipped_rounds", "interval", "noise", "divergence",
+    "sent_bytes", "fresh", "echoed", "skipped_rounds", "interval", "noise", "divergence", "gradient_norm",
 )  # fmt: skip
 
 
@@ -32,6 +32,8 @@ def read_run(path: Path, name: str) -> Contents:
     config = read_json(path / "config.json", gaps)
     records = list(read_records(path, "updates.jsonl", gaps, expected=True))
     columns = {field: np.array([number(one.get(field)) for one in records]) for field in _NUMBERS}
+    rates = [[*items(one.get("learning_rates")), None][0] for one in records]
+    columns["learning_rate"] = np.array([number(rate) for rate in rates])
     strategy = str(config.get("strategy", "unknown strategy"))
     axes = {
         "updates": columns["step"],
@@ -59,7 +61,7 @@ def read_run(path: Path, name: str) -> Contents:
     )
     if not records:
         gaps.append("no update is recorded")
-    facts = {**_about(config, strategy, path), **_outcome(run)}
+    facts = {**_verdict(run.time), **_about(config, strategy, path), **_outcome(run)}
     return Contents(path=path, name=name, facts=facts, runs=[run], gaps=gaps, is_traceable=True)
 
 
@@ -120,6 +122,27 @@ def _incident(record: dict[str, Any]) -> str:
     return f"{found}, found by {record.get('guard')}: {record.get('action')}"
 
 
+_LIMITS = 0.2
+"""Share of an update from which waiting is what limits a run."""
+
+
+def _verdict(time: UpdateTime | None) -> dict[str, str]:
+    """Return what limited a run, and what to do about it; nothing where its times are not known."""
+    if time is None or not np.isfinite(time.exposed) or not time.seconds > 0:
+        return {}
+    link, data = time.exposed / time.seconds, time.data / time.seconds
+    if max(link, data) < _LIMITS:
+        return {"what limited it": f"computing: {1 - link - data:.0%} of an update; there is little to hide"}
+    if link >= data:
+        return {
+            "what limited it": f"the link: {link:.0%} of an update waited for it. `stretto plan` says "
+            "which strategy and wire would wait less"
+        }
+    return {
+        "what limited it": f"the data: {data:.0%} of an update waited for it. `stretto diagnose` says what would help"
+    }
+
+
 def _about(config: dict[str, Any], strategy: str, path: Path) -> dict[str, str]:
     """Return what a configuration says about a run, by label."""
     command, machine = mapping(config.get("command")), mapping(config.get("environment"))
@@ -133,19 +156,24 @@ def _about(config: dict[str, Any], strategy: str, path: Path) -> dict[str, str]:
     return {
         **({"command": " ".join(words)} if command else {}),
         "model and data": describe_task(config.get("task")),
-        "strategy": strategy,
+        "strategy": str(config.get("resolved_strategy", strategy)),
+        **({"parameters": f"{number(config['parameters']):,.0f}"} if "parameters" in config else {}),
         "wire": str(config.get("wire", "unknown")),
         "ranks": f"{config.get('workers', 'unknown')}{', virtual: all times are virtual' if is_virtual else ''}",
-        **({} if is_virtual else {"link": str(config.get("link", "unknown"))}),
+        **({} if is_virtual or _is_off(config, "link") else {"link": str(config["link"])}),
         "micro-batches": _per_update(config),
-        "echo": str(config.get("echo", "unknown")),
-        "guards": ", ".join(map(str, items(config.get("guards")))) or "none",
+        **({} if _is_off(config, "echo") else {"echo": str(config["echo"])}),
+        **({"guards": ", ".join(map(str, items(config["guards"])))} if items(config.get("guards")) else {}),
         **({"slow on purpose": ", ".join(slow)} if slow else {}),
         **({"damage on purpose": "; ".join(faults)} if faults else {}),
         **({"noise on purpose": describe_noise(mapping(config["noise"]))} if config.get("noise") else {}),
         "seed": str(config.get("seed", "unknown")),
         **describe_machine(machine),
     }
+
+
+def _is_off(config: dict[str, Any], name: str) -> bool:
+    return bool(config.get(name, "none") == "none")
 
 
 def _per_update(config: dict[str, Any]) -> str:

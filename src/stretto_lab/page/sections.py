@@ -39,6 +39,7 @@ def sections(folders: Sequence[Contents], runs: Sequence[Run], traced: Sequence[
     if any(len(run.evaluations) or run.columns for run in runs):
         yield _loss(sum(len(folder.runs) for folder in folders) - len(runs), folders[0].against)
     yield from _events(runs)
+    yield from _course(runs)
     yield from _time(runs)
     for index, (folder, shown, _) in enumerate(traced):
         yield _timeline(index, folder, shown)
@@ -135,6 +136,25 @@ def _events(runs: Sequence[Run]) -> Iterator[str]:
         yield _section("Faults, verdicts and repairs", _table(table))
 
 
+_COURSE = {
+    "rate": "learning rate",
+    "norm": "norm of the gradient",
+    "speed": "samples per second of all ranks",
+}
+
+
+def _course(runs: Sequence[Run]) -> Iterator[str]:
+    parts = [
+        f"<h3>{text(run.name)}, {label}</h3>\n"
+        + _chart(f"{name}-{index}", f"{label} along the run", small=True)
+        for index, run in enumerate(runs)
+        if run.columns and len(run.columns["step"])
+        for name, label in _COURSE.items()
+    ]
+    if parts:
+        yield _section("Learning rate, gradient and speed", *parts)
+
+
 def _time(runs: Sequence[Run]) -> Iterator[str]:
     rows = []
     for run in runs:
@@ -149,7 +169,7 @@ def _time(runs: Sequence[Run]) -> Iterator[str]:
     headings = ("run", "update", "compute", "exposed", "data", "lane busy", "time model", "updates")
     note = (
         "An average update of rank 0 in milliseconds, without evaluations and checkpoints; of a run also without its "
-        "first updates, which are slower. Compute is all that is not waiting. The time model (docs/time-model.md) is "
+        "first updates, which are slower. Compute is all that is not waiting. The time model is "
         "given this compute time and this lane; what the rank waited for data is added. It has no row for strategies "
         "that average. Stock methods cannot tell their parts."
     )
@@ -202,7 +222,7 @@ def _averages(runs: Sequence[Run]) -> Iterator[str]:
     if parts:
         note = (
             "What averages found: the standard deviation of the noise per coordinate of the mean gradient, how far "
-            "replicas were from their mean, and the interval that was chosen (docs/paft.md). A zero has no place here."
+            "replicas were from their mean, and the interval that was chosen. A zero has no place here."
         )
         yield _section("Noise and averages", f"<p class=note>{note}</p>", *parts)
 

@@ -48,7 +48,7 @@ class Choice:
         return self.arm.settings.get("ranks_per_node")
 
 
-def choose(
+def choose(  # noqa: PLR0913  # what a choice depends on, each by its own name
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_function: Callable[[nn.Module, Any], Tensor],
@@ -57,10 +57,11 @@ def choose(
     micro_batches: int | Clock = 1,
     batches: int = 8,
     bucket_bytes: int | None = None,
+    allow_loss: float = SMALL,
 ) -> Choice:
     """Measure a loop's work and link for some seconds, and return the strategy and wire whose updates are the fastest.
 
-    Only those take part whose price in held-out loss is known to be small. Measured is a copy of model and optimizer;
+    Only those take part whose price in held-out loss is known and allowed. Measured is a copy of model and optimizer;
     they, and the random states, are afterwards as they were. All ranks must call, before `DataParallel`. A rank that is
     alone has nothing to choose, and takes the default.
 
@@ -73,6 +74,7 @@ def choose(
             its minimum.
         batches: Micro-batches to time.
         bucket_bytes: That of the job's `Options`; None is what its device has by default.
+        allow_loss: Nats of held-out loss that the choice may cost, as far as it was measured.
 
     Raises:
         ConfigError: The loader ends too soon.
@@ -91,7 +93,8 @@ def choose(
             micro_batches=fixed,
             clock="auto" if isinstance(micro_batches, int) else micro_batches,
             bucket_bytes=bucket_bytes,
-            most_nats=SMALL,
+            allow_loss=allow_loss,
+            prices_all=False,
         )
         # Prices of other processors might differ in a last bit, so rank 0's choice is everybody's.
         arms = sorted(one.arm for one in ranking.prices)

@@ -191,7 +191,8 @@ def _is_by_node(arm: Arm, machine: Machine) -> bool:
 
 def _counted(strategy: Strategy, machine: Machine, quota: int | Clock) -> int:
     """Return how many updates to count."""
-    interval: int = getattr(strategy, "interval", None) or round(1 / getattr(strategy, "rate", 1.0))
+    ledger = ledger_of(strategy)
+    interval = round(1 / (ledger.averages or ledger.outer_steps or 1.0))
     least = _UPDATES if isinstance(quota, int) else _UPDATES_BY_CLOCK
     return max(_UPDATES_WITH_JITTER if machine.jitter else least, _INTERVALS * interval)
 

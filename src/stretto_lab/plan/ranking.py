@@ -10,8 +10,9 @@ from stretto.engine.options import Clock, Options
 from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
 from stretto.fields import check_at_least
+from stretto.strategies import Average
 from stretto.strategies.ledger import ledger_of
-from stretto_lab.evidence import EVIDENCE, OF_WIRES, SMALL, Evidence
+from stretto_lab.evidence import AVERAGES, EVIDENCE, OF_WIRES, SMALL, Evidence, of_strategy
 from stretto_lab.plan.measure import WIRES, Machine, measure
 from stretto_lab.plan.price import Price, price
 from stretto_lab.train.arms import Arm, parse_arm
@@ -21,8 +22,8 @@ from stretto_lab.virtual import parse_network
 
 ALIKE = 0.02
 """Share of the time below which two prices count as the same."""
-RARE = ("local:rate=0.1", "local:rate=0.02", "diloco:interval=10:delay=1", "diloco:interval=50:delay=2")
-"""Strategies that send now and then; a long delay learns worse than waiting for a slow link (docs/diloco.md)."""
+RARE = {"local:rate=0.1": ("fp32", "int4"), **dict.fromkeys(AVERAGES, ("int4",))}
+"""Strategies that send now and then, and the wires on which they are priced."""
 UNEQUAL = 1.5
 """How many times as slow as the fastest rank the slowest has to be, for a clock to be looked at that nobody asked for:
 time on a shared machine is uncertain by about as much."""
@@ -47,10 +48,13 @@ class PlanConfig(Job[TaskT]):
     several ranks of every node; None is the link that was measured."""
     batches: int = 8
     """Micro-batches to time."""
+    allow_loss: float = SMALL
+    """Nats of held-out loss that the choice may cost, as far as it was measured: averages of replicas need 0.04 and
+    more."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
-        check_at_least(self, batches=1)
+        check_at_least(self, batches=1, allow_loss=0)
         if any(ranks < 1 for ranks in self.ranks):
             raise ConfigError(f"ranks={self.ranks}: expected at least 1")
         if self.wire not in WIRES:
@@ -108,21 +112,23 @@ class Ranking:
     """Of the job."""
     micro_batches: int
     """Of the job, per rank and update; by the clock there are others."""
+    allow_loss: float = SMALL
+    """Nats that the choice may cost."""
 
     @property
     def choice(self) -> Price:
-        """The fastest arm that costs little in loss; of those that are alike, the most exact."""
-        exact = [one for one in self.prices if _nats(one.arm) <= SMALL]
+        """The fastest arm that costs no more in loss than is allowed; of those that are alike, the most exact."""
+        exact = [one for one in self.prices if _in_nats(self.evidence_of(one.arm)) <= self.allow_loss]
         limit = exact[0].seconds_per_micro_batch * (1 + ALIKE)
         return min(
             (one for one in exact if one.seconds_per_micro_batch <= limit),
-            key=lambda one: _preference(one.arm),
+            key=self._preference,
         )
 
     @property
     def base(self) -> Price:
         """What is exact and what nobody has to choose: the default."""
-        return min(self.prices, key=lambda one: _preference(one.arm))
+        return min(self.prices, key=self._preference)
 
     def by_count(self) -> list[Price]:
         """Price the choice at `COUNTS` micro-batches; what a larger batch does to the loss is not in it."""
@@ -156,25 +162,41 @@ class Ranking:
     def _priced(self, arm: str, machine: Machine, count: int) -> Price:
         return price(parse_arm(arm), machine, micro_batches=count, bucket_bytes=self.bucket_bytes)
 
+    def evidence_of(self, arm: str) -> Evidence:
+        """Return what an arm costs on this machine."""
+        return evidence_of(arm, self.machine)
+
+    def _preference(self, one: Price) -> tuple[int, float, int, int]:
+        """Return how exact an arm is: the smaller, the more; of two that are as exact, the one with fewer settings."""
+        parsed = parse_arm(one.arm)
+        of_average = _in_nats(self.evidence_of(one.arm)) if isinstance(parsed.strategy(), Average) else 0.0
+        return (
+            list(EVIDENCE).index(parsed.name),
+            of_average,
+            WIRES.index(parsed.wire),
+            len(parsed.settings),
+        )
+
     def why_not(self, other: Price) -> str:
         """Return why an arm is not the choice, in a word or two."""
-        choice, evidence = self.choice, evidence_of(other.arm)
+        choice, evidence = self.choice, self.evidence_of(other.arm)
         if other == choice:
             return "the choice"
-        if _nats(other.arm) > SMALL:
-            return evidence.source if evidence.nats is None else f"costs {evidence.nats:.2f} nats"
+        if _in_nats(evidence) > self.allow_loss:
+            return evidence.source if evidence.nats is None else f"{evidence.nats:+.2f} nats"
         slower = other.seconds_per_micro_batch / choice.seconds_per_micro_batch - 1
         if slower <= ALIKE:
             return "no faster"
         return "waits" if other.exposed_seconds > ALIKE * other.seconds else "computes more"
 
 
-def rank_by_time(
+def rank_by_time(  # noqa: PLR0913  # what a choice depends on, each by its own name
     machine: Machine,
     *,
     micro_batches: int,
     bucket_bytes: int | None = None,
-    most_nats: float = math.inf,
+    allow_loss: float = SMALL,
+    prices_all: bool = True,
     ranks_per_node: int | None = None,
     wire: str | None = None,
     clock: Clock | Literal["auto"] | None = "auto",
@@ -185,19 +207,18 @@ def rank_by_time(
         machine: What was measured, perhaps with other ranks or another link.
         micro_batches: Per rank and update.
         bucket_bytes: Of the job; None is what its device has by default.
-        most_nats: Leave out strategies that cost more in held-out loss, and those whose cost is not known, unless this
-            is infinite.
+        allow_loss: Nats of held-out loss that the choice may cost.
+        prices_all: Price those that cost more or nobody knows how much, too.
         ranks_per_node: That of the job's options; None looks at one level too where the machine has nodes.
         wire: The only one to look at; None looks at all.
         clock: By which strategies that overlap accumulate; None lets all have fixed counts. "auto" looks at fixed
             counts and, where ranks are not equally fast, at a clock too.
     """
     bucket_bytes = bucket_bytes or machine.bucket_bytes
-    frequent = [arm for arm in EVIDENCE if arm not in ("local", "diloco")]
+    frequent = [arm for arm, evidence in EVIDENCE.items() if evidence.nats is not None]
     texts = [
         _on_wire(arm, one)
-        for arms, wires in ((frequent, WIRES), (RARE, ("fp32", "int4")))
-        for arm in arms
+        for arm, wires in {**dict.fromkeys(frequent, WIRES), **RARE}.items()
         for one in (wires if wire is None else (wire,))
     ]
     by_node = "" if machine.ranks_per_node == 1 else f":ranks_per_node={machine.ranks_per_node}"
@@ -208,20 +229,25 @@ def rank_by_time(
     else:
         clocks = [clock]
     texts = [one for text in texts for one in _by_clocks(text, clocks)]
+    if by_node:  # the ranks of a node as one replica: what averages cost grows with the number of replicas
+        averages = [text.partition(":wire=") for text in texts if text.partition(":wire=")[0] in AVERAGES]
+        texts += [f"{text}:worker=node{wire}{name}" for text, wire, name in averages]
     arms = [
         arm
         for text in texts
-        if _fits(arm := parse_arm(text + by_node), micro_batches) and _nats(text) <= most_nats
+        if _fits(arm := parse_arm(text + by_node), micro_batches)
+        and (prices_all or _in_nats(evidence_of(arm.text, machine)) <= allow_loss)
     ]
     prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in arms]
     if by_node and ranks_per_node is None:
         # What the second level is worth: there are few links on which another arm would win without it.
-        chosen = _ranked(machine, prices, bucket_bytes, micro_batches).choice.arm.removesuffix(by_node)
-        for text in dict.fromkeys((_on_wire(_BASE, wire or "fp32"), chosen)):
+        chosen = Ranking(machine, _by_time(prices), bucket_bytes, micro_batches, allow_loss).choice
+        one_level = [] if parse_arm(chosen.arm).is_by_node else [chosen.arm.removesuffix(by_node)]
+        for text in dict.fromkeys((_on_wire(_BASE, wire or "fp32"), *one_level)):
             prices.append(
                 price(parse_arm(text), machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes)
             )
-    return _ranked(machine, prices, bucket_bytes, micro_batches)
+    return Ranking(machine, _by_time(prices), bucket_bytes, micro_batches, allow_loss)
 
 
 def _by_clocks(text: str, clocks: Sequence[Clock | None]) -> list[str]:
@@ -244,13 +270,12 @@ def _on_wire(arm: str, wire: str) -> str:
     return arm if wire == "fp32" else f"{arm}:wire={wire}"
 
 
-def _ranked(machine: Machine, prices: list[Price], bucket_bytes: int, micro_batches: int) -> Ranking:
-    by_time = sorted(prices, key=lambda one: one.seconds_per_micro_batch)
-    return Ranking(machine, tuple(by_time), bucket_bytes, micro_batches)
+def _by_time(prices: Sequence[Price]) -> tuple[Price, ...]:
+    return tuple(sorted(prices, key=lambda one: one.seconds_per_micro_batch))
 
 
 def plan(
-    job: PlanConfig[TaskT], ranks: Ranks, log: Callable[[str], None], *, most_nats: float = math.inf
+    job: PlanConfig[TaskT], ranks: Ranks, log: Callable[[str], None], *, prices_all: bool = True
 ) -> list[Ranking]:
     """Measure a job on all ranks, and return a ranking for each number of ranks that is asked for.
 
@@ -258,7 +283,7 @@ def plan(
         job: What to measure and to plan for.
         ranks: The ranks that measure.
         log: Called with one line of text at a time.
-        most_nats: Of `rank_by_time`.
+        prices_all: Of `rank_by_time`.
 
     Raises:
         WorkerFailed: A rank failed.
@@ -271,7 +296,8 @@ def plan(
             machine,
             micro_batches=job.micro_batches,
             bucket_bytes=job.bucket_bytes,
-            most_nats=most_nats,
+            allow_loss=job.allow_loss,
+            prices_all=prices_all,
             ranks_per_node=job.ranks_per_node,
             wire=None if job.wire == Options().wire else job.wire,
             clock=job.clock or ("auto" if job.echo == "none" else None),  # an echo plans over fixed counts
@@ -285,24 +311,15 @@ def _fits(arm: Arm, micro_batches: int) -> bool:
     return ledger_of(arm.strategy()).rounds <= micro_batches
 
 
-def evidence_of(arm: str) -> Evidence:
-    """Return what an arm costs: the larger of what its strategy and its wire cost.
+def evidence_of(arm: str, machine: Machine) -> Evidence:
+    """Return what an arm costs on a machine: the larger of what its strategy and its wire cost.
 
-    Together they cost no more, as far as was measured (`acco` on int4).
+    Together they cost no more, as far as was measured (`acco` and averages on int4).
     """
     parsed = parse_arm(arm)
-    return max(OF_WIRES[parsed.wire], EVIDENCE[parsed.name], key=_in_nats)
-
-
-def _nats(arm: str) -> float:
-    return _in_nats(evidence_of(arm))
+    replicas = machine.ranks // (machine.ranks_per_node if parsed.is_by_node else 1)
+    return max(OF_WIRES[parsed.wire], of_strategy(parsed.strategy(), replicas), key=_in_nats)
 
 
 def _in_nats(evidence: Evidence) -> float:
     return math.inf if evidence.nats is None else evidence.nats
-
-
-def _preference(arm: str) -> tuple[int, int, int]:
-    """Return how exact an arm is: the smaller, the more; of two that are as exact, the one with fewer settings."""
-    parsed = parse_arm(arm)
-    return list(EVIDENCE).index(parsed.name), WIRES.index(parsed.wire), len(parsed.settings)

@@ -1,6 +1,6 @@
 """Arms of a comparison: a strategy, its options, and settings of the run for it alone, as one word.
 
-    name[:key=value]...        for example  acco:first=1:wire=bf16  or  wp:clock=1,8:lr=2e-3
+    name[:key=value]...        for example  acco:first=1:wire=bf16  or  wp:clock=1,8:lr=2e-3  or  average:4
 
 A run names its strategy in the same way. Strategies that take turns are joined by +, each later one with the number of
 committed updates after which it begins:
@@ -21,6 +21,7 @@ from stretto.fields import (
     Readers,
     did_you_mean,
     field_types,
+    named_settings,
     read_settings,
     read_value,
     split_settings,
@@ -140,6 +141,11 @@ class Arm:
         return self.is_ours and STRATEGIES[self.name].overlaps
 
     @property
+    def is_by_node(self) -> bool:
+        """Whether the ranks of a node hold one replica together; only of a strategy that stays."""
+        return ledger_of(self.strategy()).by_node
+
+    @property
     def published(self) -> set[str]:
         """What it sends in a format of its own: changes, estimates; see `Ledger.published`."""
         parts = [arm for _, arm in self.phases] or [self]
@@ -157,6 +163,28 @@ class Arm:
             parts = ", ".join(arm.text for _, arm in self.phases)
             raise ConfigError(f"{self.text}: expected one strategy; look at each of them by itself: {parts}")
         return STRATEGIES[self.name](**{key: _without_run(value) for key, value in self.options.items()})
+
+    @property
+    def own_text(self) -> str:
+        """The text without settings of the run."""
+        parts = self.text.split(":")
+        return ":".join(part for part in parts if part.partition("=")[0] not in self.settings)
+
+    @property
+    def resolved(self) -> str:
+        """The text that says the same with every option of the strategy in it; what is None and a seed are left out."""
+        if self.phases:
+            return "+".join(f"{arm.resolved}@{step}" for step, arm in self.phases)
+        record = self.strategy() if self.is_ours else PEERS[self.name].options_type(**self.options)
+        own = field_types(record.__class__)
+        values = {name: getattr(record, name) for name in own}
+        texts = {
+            name: ("off", "on")[value] if isinstance(value, bool) else str(value)
+            for name, value in values.items()
+            if value is not None and name != "seed"
+        }
+        texts |= named_settings(self.text, [*own, *SETTINGS])
+        return ":".join([self.name, *(f"{name}={text}" for name, text in texts.items())])
 
     def plan(self, strategy_of: "Callable[[Arm], Strategy] | None" = None) -> Strategy | Switching:
         """Return the strategy, or the plan of those that take turns; only where `is_ours`.

@@ -11,6 +11,7 @@ import torch
 
 from stretto.echo import Diagnosis, diagnose
 from stretto.groups import Link
+from stretto.machine import describe_environment
 from stretto.records import Update
 from stretto_lab.observe import replace_json
 from stretto_lab.recipes.task import Batch
@@ -18,7 +19,7 @@ from stretto_lab.train.arms import Arm, parse_arm, parse_arms
 from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig, TaskT
 from stretto_lab.train.handle import check_run, open_handle
 from stretto_lab.train.launch import Ranks, train
-from stretto_lab.train.outcome import Outcome, describe_environment
+from stretto_lab.train.outcome import Outcome
 from stretto_lab.train.slow_rank import slow_down
 from stretto_lab.train.state import slowed
 from stretto_lab.train.workers import RankInfo, choose_device, device_of, joined_group

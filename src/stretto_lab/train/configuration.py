@@ -226,9 +226,9 @@ class RunConfig(Job[TaskT]):
     """One training run, with its files."""
 
     strategy: str = "zero1"
-    """ddp, zero1, dpu, wp, acco, local, diloco, paft-sync or paft-dyn; what is set for it alone follows after colons,
-    as in acco:first=1 or local:rate=0.1:state=on. Several take turns as in zero1+acco:wire=int8@100+ddp@900. auto takes
-    what `stretto plan` says."""
+    """ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; what is set for it alone follows after
+    colons, as in acco:first=1 or average:4:wire=int4. Several take turns as in zero1+acco:wire=int8@100+ddp@900. auto
+    takes what `stretto plan` says."""
     run_dir: str | None = None
     """Folder of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
     checkpoints."""
@@ -238,6 +238,9 @@ class RunConfig(Job[TaskT]):
     replan: float | None = None
     """With --strategy auto: choose again once an update takes more than this many times as long as at first, or less
     than that part of it; None is 1.5 there."""
+    allow_loss: float | None = None
+    """With --strategy auto: nats of held-out loss that the choice may cost, as far as it was measured; None is 0.02.
+    Averages of replicas need 0.04 and more."""
     restarts: int = 3
     """Times that local workers go on from the last checkpoint after damage that cannot be repaired, or that came too
     often, without those it is laid to; 0 for none."""
@@ -261,7 +264,7 @@ class RunConfig(Job[TaskT]):
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
-        check_at_least(self, checkpoint_every=1, checkpoints_kept=1, restarts=0)
+        check_at_least(self, checkpoint_every=1, checkpoints_kept=1, restarts=0, allow_loss=0)
         if self.strategy != AUTO:
             parse_arm(self.strategy)
         if self.replan is not None and not 1 < self.replan < math.inf:
@@ -275,8 +278,8 @@ class DiagnoseConfig(Job[TaskT]):
     """Whether a job waits for its data, and what an echo would gain: a few real steps, nothing is kept."""
 
     strategy: str = "zero1"
-    """ddp, zero1, dpu, wp, acco, local, diloco, paft-sync or paft-dyn; what the steps communicate, and whether it is
-    hidden."""
+    """ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; what the steps communicate, and whether
+    it is hidden."""
     batches: int = 32
     """Micro-batches to measure each time, rounded up to whole updates; the loader alone, the step alone, both."""
 

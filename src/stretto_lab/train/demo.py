@@ -18,6 +18,7 @@ import torch
 
 from stretto.errors import ConfigError
 from stretto.fields import check_at_least
+from stretto.machine import describe_environment
 from stretto_lab.faults import Fault, faults_text, parse_faults
 from stretto_lab.observe import read_json_lines, replace_json
 from stretto_lab.recipes import StdlibGPT, TaskConfig
@@ -27,7 +28,7 @@ from stretto_lab.train.configuration import Job, RunConfig, part_of
 from stretto_lab.train.handle import check_run
 from stretto_lab.train.launch import STEADY_AFTER, Ranks
 from stretto_lab.train.loop import seconds_to_loss
-from stretto_lab.train.outcome import Outcome, describe_environment, new_run_folder, prepare_run_folder
+from stretto_lab.train.outcome import Outcome, new_run_folder, prepare_run_folder
 from stretto_lab.train.rank import train_rank
 from stretto_lab.train.workers import device_of
 

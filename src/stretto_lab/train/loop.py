@@ -192,6 +192,11 @@ class Loop:
         self._observers = observers
         self._saves = saves
 
+    def tell_of_beginning(self) -> None:
+        """Tell observers that training begins."""
+        for observer in self._observers:
+            observer.begins(self)
+
     def run(self) -> None:
         """Train to the end of the plan, and commit what is left."""
         loss_function = partial(self.task.loss, self.handle.model)
@@ -204,6 +209,16 @@ class Loop:
         self._saves.check()
         for incident, observer in itertools.product(self.handle.late_incidents, self._observers):
             observer.noticed(incident)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop signal has come to this rank, which the run answers by landing and saving."""
+        return self._saves.is_stopped
+
+    @property
+    def can_land(self) -> bool:
+        """Whether a stop signal lets the run land and save; the same on all ranks."""
+        return self._saves.can_land
 
     def evaluate(self) -> None:
         """Measure the held-out loss of the committed parameters, once per update.
@@ -240,8 +255,8 @@ class Loop:
             self.save()
         if self.plan.budget is not None and self.plan.budget.is_spent:
             self.handle.end()
-        # Rank 0's clock and losses alone decide; the others hear of it at the next round.
-        if self.handle.rank == 0 and self._has_enough():
+        # Rank 0's clock and losses alone decide, or a stop signal to any rank; others hear of it at the next round.
+        if self.is_stopped or (self.handle.rank == 0 and self._has_enough()):
             self.handle.stop()
 
     def _count(self, update: Update) -> None:

@@ -7,11 +7,6 @@ tokenizer/ that was made for it.
 
 import dataclasses
 import json
-import os
-import platform
-import resource
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +16,10 @@ import torch
 
 from stretto.disk import UNFINISHED, read_whole
 from stretto.errors import ConfigError
-from stretto.machine import processor_name
+from stretto.machine import describe_environment
 from stretto.records import Update
 from stretto_lab.observe import replace_json
+from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.hold import LOCK
 
@@ -91,6 +87,10 @@ class Outcome:
     pace: tuple[float, float] | None = None
     """Seconds of an update at first and in the end, where the run has ended because they differ; the same on all
     ranks."""
+    resumed_from: int = 0
+    """Committed updates of the checkpoint that the run went on from; 0 for a new run."""
+    seconds_before: float = 0.0
+    """Part of `training_seconds` up to that checkpoint."""
     faults_struck: int = 0
     """Times that faults of the run, which are done on purpose, changed values of this rank."""
 
@@ -142,44 +142,6 @@ class Totals:
         return samples / (steady[-1][0] - steady[0][0])
 
 
-def peak_resident_bytes() -> int:
-    """Return the largest resident memory that this process has had."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def describe_environment(device: torch.device = _CPU) -> dict[str, Any]:
-    """Return versions, processor, device and commit.
-
-    Args:
-        device: Where the model lives; `cuda` is its name, and None on processors, whatever else the machine has. The
-            commit is None where the sources are not a git checkout.
-    """
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "processor": processor_name(),
-        "cores": os.cpu_count(),
-        "cuda": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "commit": _commit(),
-    }
-
-
-def _commit() -> str | None:
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):  # no git, or sources that were installed from a package
-        return None
-    return found.stdout.strip()
-
-
 def new_run_folder(recipe: str) -> str:
     """Return a name for the folder of a run that begins now."""
     return str(Path("runs", f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"))
@@ -204,7 +166,11 @@ def prepare_run_folder(
         return
     folder = Path(run.run_dir)
     check_folder(folder, resume=run.resume)
-    described = {**dataclasses.asdict(run), "environment": describe_environment(device)}
+    described = {
+        **dataclasses.asdict(run),
+        "resolved_strategy": parse_arm(run.strategy).resolved,
+        "environment": describe_environment(device),
+    }
     if command is not None:
         described["command"] = command
     replace_json(folder / _CONFIG, described)

@@ -32,7 +32,7 @@ FIRST = ("stretto_lab.train.orphan",)
 STOPS = (signal.SIGTERM, signal.SIGHUP)
 """What asks a command to end, beside Ctrl-C."""
 SAVING_SECONDS = 5.0
-"""How long a process that is asked to end may go on with a save that it has begun (`HeldStops`); then it is killed."""
+"""How long a process that is asked to end may take for what it has still to write; then it is killed."""
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -70,6 +70,10 @@ class Workers:
     def __init__(self, *preload: str) -> None:
         self._context = _context(preload)
         self._workers: list[Worker] = []
+        self.stop_signal: int | None = None
+        """The one that has come, where processes are let to land."""
+        self.may_land = False
+        """Whether all processes have been started: before that the first stop signal ends them at once."""
 
     def start(self, body: Callable[..., None], *args: Any) -> Worker:
         """Start a process that calls `body(pipe, *args)`; `body` must be importable, and `args` picklable."""
@@ -80,6 +84,26 @@ class Workers:
         theirs.close()  # so that the process's end is the only one: its death closes the pipe
         self._workers.append(Worker(process, pipe))
         return self._workers[-1]
+
+    def ask_to_land(self, number: int) -> None:
+        """Pass the first stop signal on to all processes, which may land and save (`Stops`); the second one raises."""
+        is_first, self.stop_signal = self.stop_signal is None, number
+        if not (is_first and self.may_land):
+            self.raise_stop()
+        for worker in self._workers:
+            worker.process.terminate()
+
+    def raise_stop(self) -> None:
+        """Raise the stop signal that has come, if one has.
+
+        Raises:
+            KeyboardInterrupt: It was Ctrl-C.
+            SystemExit: It was another.
+        """
+        if self.stop_signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.stop_signal is not None:
+            raise SystemExit(128 + self.stop_signal)
 
     def stop(self) -> None:
         """Ask all processes to end, and wait while they hold back the stop, for `SAVING_SECONDS` at most."""
@@ -99,15 +123,26 @@ class Workers:
 
 
 @contextmanager
-def supervised(*preload: str) -> Iterator[Workers]:
-    """Yield `Workers`, and end all of them with the block; `preload` is theirs."""
-    with _stopped_by_signals():
-        workers = Workers(*preload)
+def supervised(*preload: str, lands: bool = False) -> Iterator[Workers]:
+    """Yield `Workers`, and end all of them with the block.
+
+    Args:
+        preload: Of `Workers`.
+        lands: Pass the first stop signal on, so that the processes may land and save, and raise it when the block has
+            ended, by whatever; the second one ends all at once.
+    """
+    workers = Workers(*preload)
+    with _stopped_by_signals(workers if lands else None):
         try:
             yield workers
+            workers.raise_stop()
         except (KeyboardInterrupt, SystemExit):
-            workers.stop()
+            if not lands:
+                workers.stop()
             _end_fork_server()
+            raise
+        except WorkerFailed:
+            workers.raise_stop()  # they were told to end
             raise
         finally:
             workers.end()
@@ -232,28 +267,16 @@ def _end_with_launcher() -> None:
     threading.Thread(target=watch, name="stretto-launcher", daemon=True).start()
 
 
-class HeldStops:
-    """SIGTERM and SIGHUP end this process at once; while they are held back, as soon as they no longer are."""
+class Stops:
+    """Whether a stop signal has come to this process, which goes on: who asks now and then can land and save."""
 
     def __init__(self) -> None:
-        self._held: list[signal.Signals] = []
-        self._came: int | None = None
-
-    def hold(self, holds: bool) -> None:
-        """Hold them back from now on, or no longer."""
-        if not holds:
-            for number in self._held:
-                signal.signal(number, signal.SIG_DFL)
-            self._held = []
-            if self._came is not None:
-                os.kill(os.getpid(), self._came)
-        elif not self._held:
-            self._held = _unhandled()
-            for number in self._held:
-                signal.signal(number, self._note)
+        self.has_come = False
+        for number in _unhandled():
+            signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came = number
+        self.has_come = True
 
 
 def _unhandled() -> list[signal.Signals]:
@@ -266,20 +289,24 @@ def _unhandled() -> list[signal.Signals]:
 
 
 @contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit in the block."""
-    ours = _unhandled()
+def _stopped_by_signals(landing: Workers | None) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit in the block, or have them and Ctrl-C passed on to `landing` first."""
+    before: dict[signal.Signals, Any] = dict.fromkeys(_unhandled(), signal.SIG_DFL)
+    if landing is not None and signal.getsignal(signal.SIGINT) is signal.default_int_handler and before:
+        before[signal.SIGINT] = signal.default_int_handler
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        if landing is None:
+            raise SystemExit(128 + number)
+        landing.ask_to_land(number)
 
-    for number in ours:
+    for number in before:
         signal.signal(number, stop)
     try:
         yield
     finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end_fork_server() -> None:

@@ -5,7 +5,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from stretto.disk import replace_file, replace_folder
 from stretto.groups import Link
+from stretto.machine import most_bytes, peak_resident_bytes
 from stretto.terminal import printable
 from stretto_lab.observe import (
     Header,
@@ -33,9 +34,9 @@ from stretto_lab.recipes import Task
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
-from stretto_lab.train.handle import Handle, Rehearsal, open_handle
+from stretto_lab.train.handle import Rehearsal, open_handle
 from stretto_lab.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
-from stretto_lab.train.outcome import Outcome, Totals, peak_resident_bytes
+from stretto_lab.train.outcome import Outcome, Totals
 from stretto_lab.train.slow_rank import Wait, slow_down
 from stretto_lab.train.state import Saves, TrainState, loader_of
 from stretto_lab.train.workers import RankInfo, choose_device, described_device, joined_group
@@ -126,16 +127,30 @@ def train_at(
         _begin_together(context)
         stopwatch = Stopwatch(start.training_seconds, context.now)
         observers = _observers(run, start, context, progress, rehearsal)
+        loop = Loop(
+            task,
+            handle,
+            _plan(run, budget),
+            observers=observers,
+            saves=Saves(run, task, handle, totals),
+            stopwatch=stopwatch,
+            totals=totals,
+        )
         for observer, incident in itertools.product(observers, start.incidents):
             observer.noticed(incident)
         try:
-            outcome = _train(run, task, handle, budget, totals, stopwatch, observers)
+            outcome = _train(run, loop, context)
             if run.replan is not None:
                 outcome = dataclasses.replace(outcome, pace=_of_first(outcome.pace, context))
         finally:
             for observer in observers:
                 observer.close()
-    return dataclasses.replace(outcome, faults_struck=rehearsal.struck)
+    return dataclasses.replace(
+        outcome,
+        resumed_from=start.step or 0,
+        seconds_before=start.training_seconds,
+        faults_struck=rehearsal.struck,
+    )
 
 
 def _begin_together(context: RankContext) -> None:
@@ -150,41 +165,36 @@ def _begin_together(context: RankContext) -> None:
     here.item()  # a device's work has ended only now
 
 
-def _train(
-    run: RunConfig[TaskT],
-    task: Task,
-    handle: Handle,
-    budget: Budget | None,
-    totals: Totals,
-    stopwatch: Stopwatch,
-    observers: Sequence[Observer],
-) -> Outcome:
-    """Train, from the first evaluation to the last."""
-    loop = Loop(
-        task,
-        handle,
-        _plan(run, budget),
-        observers=observers,
-        saves=Saves(run, task, handle, totals),
-        stopwatch=stopwatch,
-        totals=totals,
-    )
-    for observer in observers:
-        observer.begins(loop)
-    if not totals.evaluations:
+def _train(run: RunConfig[TaskT], loop: Loop, context: RankContext) -> Outcome:
+    """Train, from the first evaluation to the last, or to a stop signal."""
+    loop.tell_of_beginning()
+    if not loop.totals.evaluations:
         loop.evaluate()
     loop.run()
     training_seconds, cpu_seconds = loop.stopwatch.seconds, loop.stopwatch.cpu_seconds
-    loop.evaluate()
+    is_stopped = loop.can_land and _any_is_stopped(loop, context)
+    if not is_stopped:
+        loop.evaluate()
     if loop.plan.checkpoint_every is not None:
         loop.save()
-    if handle.rank == 0 and run.run_dir is not None:
-        state = task.model.state_dict()
-        replace_file(Path(run.run_dir, "model.pt"), lambda path: torch.save(state, path))
-        if task.publish is not None:
-            replace_folder(Path(run.run_dir, "model"), task.publish)
-    outcome = _outcome(run, task, handle, totals, training_seconds, cpu_seconds)
+    if not is_stopped and context.rank == 0 and run.run_dir is not None:
+        _write_model(loop.task, Path(run.run_dir))
+    outcome = _outcome(run, loop, training_seconds, cpu_seconds, looks=not is_stopped)
     return dataclasses.replace(outcome, pace=None if loop.pace is None else loop.pace.change)
+
+
+def _write_model(task: Task, folder: Path) -> None:
+    state = task.model.state_dict()
+    replace_file(folder / "model.pt", lambda path: torch.save(state, path))
+    if task.publish is not None:
+        replace_folder(folder / "model", task.publish)
+
+
+def _any_is_stopped(loop: Loop, context: RankContext) -> bool:
+    """Return whether a stop signal has come to any rank; all ranks must call."""
+    told = torch.tensor([float(loop.is_stopped)], device=context.device)
+    context.whole.allreduce([told]).wait()
+    return bool(told.item() > 0)
 
 
 def _of_first(pace: tuple[float, float] | None, context: RankContext) -> tuple[float, float] | None:
@@ -196,17 +206,15 @@ def _of_first(pace: tuple[float, float] | None, context: RankContext) -> tuple[f
 
 
 def _outcome(
-    run: RunConfig[TaskT],
-    task: Task,
-    handle: Handle,
-    totals: Totals,
-    training_seconds: float,
-    cpu_seconds: float,
+    run: RunConfig[TaskT], loop: Loop, training_seconds: float, cpu_seconds: float, *, looks: bool
 ) -> Outcome:
-    """Return the outcome, with a look at the trained model."""
-    with handle.settled():
-        accuracy = None if task.accuracy is None else task.accuracy(task.model)
-        sample = None if task.sample is None else printable(task.sample(task.model))
+    """Return the outcome, with a look at the trained model if `looks`."""
+    task, handle, totals = loop.task, loop.handle, loop.totals
+    accuracy, sample = None, None
+    if looks:
+        with handle.settled():
+            accuracy = None if task.accuracy is None else task.accuracy(task.model)
+            sample = None if task.sample is None else printable(task.sample(task.model))
     return Outcome(
         updates=handle.steps,
         samples=totals.samples,
@@ -242,11 +250,12 @@ def _plan(run: RunConfig[TaskT], budget: Budget | None) -> LoopPlan:
     )
 
 
-def title_of(run: RunConfig[TaskT], world_size: int, device: str) -> str:
-    """Return what is trained where, in one line."""
+def title_of(run: RunConfig[TaskT], world_size: int, device: str, *, is_whole: bool = False) -> str:
+    """Return what is trained where, in one line; `is_whole` with every option of the strategy."""
     workers = "1 worker" if world_size == 1 else f"{world_size} workers"
-    title = f"{run.strategy} on {workers} ({device})"
-    told = parse_arm(run.strategy).settings  # by the strategy's own text
+    arm = parse_arm(run.strategy)
+    title = f"{arm.resolved if is_whole else arm.text} on {workers} ({device})"
+    told = arm.settings  # by the strategy's own text
     formats = {"wire": run.wire, "changes": run.changes, "estimates": run.estimates}
     for what, chosen in formats.items():
         if what not in told and chosen is not None and (what, chosen) != ("wire", "fp32"):
@@ -271,7 +280,7 @@ def _observers(
 ) -> list[Observer]:
     """Return who hears of the run on this rank: but for a trace and for strikes, nobody but on rank 0."""
     observers: list[Observer] = []
-    peak_bytes = partial(_peak_bytes, context.device)
+    peak_bytes = partial(most_bytes, context.device)
     with ExitStack() as opened:  # one whose file is damaged must not leave the others open
 
         def add(observer: Observer) -> None:
@@ -291,11 +300,6 @@ def _observers(
             observers.append(progress)
         opened.pop_all()
     return observers
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """Return the most memory so far where the model lives: allocated on a GPU, resident on the host."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def _seed(seed: int, rank: int) -> None:

@@ -34,7 +34,8 @@ class SimulateConfig(Training[TaskT]):
     """What is trained on which virtual cluster."""
 
     strategy: str = "zero1"
-    """ddp, zero1, dpu, wp, acco, local, diloco, paft-sync or paft-dyn; settings after colons as for `stretto train`."""
+    """ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; settings after colons as for `stretto
+    train`."""
     ranks: int = 64
     """Ranks, all in this process; memory and real time grow with them."""
     network: str = "office"

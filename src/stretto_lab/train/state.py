@@ -20,7 +20,7 @@ from stretto_lab.train.budget import Budget
 from stretto_lab.train.configuration import RunConfig, TaskT, Training
 from stretto_lab.train.handle import Handle
 from stretto_lab.train.outcome import Evaluation, Totals
-from stretto_lab.train.processes import HeldStops
+from stretto_lab.train.processes import Stops
 from stretto_lab.train.slow_loader import SlowLoader, SlowStore
 from stretto_lab.virtual import VirtualGroup, VirtualStore
 
@@ -155,7 +155,7 @@ def _load_first_sound(
 
 
 class Saves(Generic[TaskT]):
-    """Writes the checkpoints of a run; a stop signal waits for one that is written beside training.
+    """Writes the checkpoints of a run, and knows whether a stop signal asks for the last one.
 
     Args:
         run: What is trained.
@@ -166,14 +166,22 @@ class Saves(Generic[TaskT]):
 
     def __init__(self, run: RunConfig[TaskT], task: Task, parallel: Handle, totals: Totals) -> None:
         self._run, self._task, self._parallel, self._totals = run, task, parallel, totals
-        self._stops = HeldStops()
+        self._stops = Stops() if run.run_dir is not None and run.checkpoint_every is not None else None
+
+    @property
+    def can_land(self) -> bool:
+        """Whether a stop signal lets the run land and save; the same on all ranks."""
+        return self._stops is not None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop signal has come to this rank, and may be answered by a checkpoint."""
+        return self._stops is not None and self._stops.has_come
 
     def write(self, training_seconds: float, samples: int | None) -> None:
         """Write a checkpoint; all ranks must call, right after an update or at the end."""
         if self._run.async_save:
             checkpoint.wait(_savable(self._parallel))
-            self._stops.hold(False)  # one that has come waits for that save, and not for this one
-            self._stops.hold(True)
         evaluations = tuple(self._totals.evaluations)
         now = TrainState(
             step=self._parallel.steps,
@@ -187,7 +195,7 @@ class Saves(Generic[TaskT]):
     def check(self) -> None:
         """Raise what an earlier save has failed with by now; all ranks must call, after an update or at the end."""
         if self._run.async_save:
-            self._stops.hold(checkpoint.check(_savable(self._parallel)))
+            checkpoint.check(_savable(self._parallel))
 
 
 def checkpoints_of(run: RunConfig[TaskT]) -> Path:

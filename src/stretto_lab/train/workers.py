@@ -198,8 +198,9 @@ def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: An
     Raises:
         WorkerFailed: Names the rank that failed first, and the cause. All other processes have ended too.
     """
-    with supervised() as workers:
+    with supervised(lands=True) as workers:
         started = {info.rank: workers.start(_work, function, info, args) for info in infos}
+        workers.may_land = True
         return _collect(started, infos[0])
 
 

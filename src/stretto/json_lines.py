@@ -1,0 +1,131 @@
+"""Records in files: one JSON object per line, and whole JSON files that are replaced in one step."""
+
+import errno
+import gzip
+import json
+import os
+from collections.abc import Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from stretto.disk import read_whole, replace_file, writing_to
+from stretto.errors import ConfigError
+from stretto.records import plain
+
+
+class JsonLines:
+    """Appends records that have a `step`.
+
+    Every record is handed to the system as soon as it is known: a killed process loses at most the line that it was
+    writing. A record that a full disk takes only in part is taken back, so that no two records are ever joined.
+
+    Args:
+        path: The file.
+        keep_until: Keep the leading records up to this step and go on behind them; None begins anew.
+
+    Raises:
+        ConfigError: Among the records to be kept is a line that is not one.
+    """
+
+    def __init__(self, path: Path, keep_until: int | None) -> None:
+        kept = 0
+        if keep_until is not None:
+            for line, record in _records(path):
+                if not _step_of(record, path) <= keep_until:
+                    break
+                kept += len(line)
+        self._path = path
+        with writing_to(path):
+            self._file = path.open("ab", buffering=0)
+            self._file.truncate(kept)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append `record`.
+
+        Raises:
+            DiskError: It cannot be written; the file ends behind the record before.
+        """
+        with writing_to(self._path):
+            _append(self._file, record)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append `record` to a file that is written seldom, and from which nothing is ever dropped.
+
+    A half line, which a killed process has left, is cut off first. Errors are those of `JsonLines.write`.
+    """
+    with writing_to(path), path.open("ab", buffering=0) as file:
+        file.truncate(sum(len(line) for line, _ in _records(path)))
+        _append(file, record)
+
+
+def replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` in one step, as a record is written; the errors are those of `replace_file`."""
+    text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
+    replace_file(path, lambda unfinished: unfinished.write_text(text))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file; a last line that is no record is left out, a missing file has none.
+
+    A file whose name ends in `.gz` is unpacked.
+
+    Raises:
+        ConfigError: A line is not a record.
+    """
+    return [record for _, record in _records(path)]
+
+
+def _step_of(record: Mapping[str, Any], path: Path) -> int:
+    """Return the step of a record of a file whose records have one."""
+    step = record.get("step")
+    if type(step) is not int:
+        raise ConfigError(
+            f"{path}: expected records with a step, found {str(dict(record))[:60]}; restore the file, or move it "
+            "away to begin a new one"
+        )
+    return step
+
+
+def _append(file: FileIO, record: Mapping[str, Any]) -> None:
+    """Append the whole record, or nothing of it; None stands for numbers that are not finite."""
+    line = json.dumps(plain(record), allow_nan=False).encode() + b"\n"
+    end = os.fstat(file.fileno()).st_size
+    try:
+        written = file.write(line)
+        if written != len(line):
+            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were taken; is the disk full?")
+    except OSError:
+        file.truncate(end)
+        raise
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield the complete lines of a file with their records."""
+    try:
+        content = gzip.decompress(read_whole(path)) if path.suffix == ".gz" else read_whole(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    lines = content.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = json.loads(line)
+            if type(record) is not dict:
+                raise ValueError("it is no object")
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                return  # two halves, of which the first was written by a process that died
+            raise ConfigError(
+                f"{path}, line {number}: expected one JSON object, found {line[:40]!r} ({error}); restore the file, "
+                "or move it away to begin a new one"
+            ) from error
+        yield line, record

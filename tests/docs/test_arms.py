@@ -1,0 +1,99 @@
+"""Every strategy that a table of ours prints is typed as it stands, and trains."""
+
+import dataclasses
+import functools
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.exchange import WIRES
+from stretto.groups import Link, register_throttled
+from stretto.strategies import STRATEGIES
+from stretto_lab.cli.options import parse_alone
+from stretto_lab.peers import PEERS, make_peer
+from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.simulation import SimulateConfig, simulate
+from tests.docs.pages import ROOT, pages
+from tests.processes import run_ranks
+from tests.train.tiny import Tiny
+
+UPDATES = 2
+_IN_CELLS = re.compile(r"`([^`]+)`")
+_WORD = re.compile(r"[a-z][\w-]*")
+
+
+def printed(page: Path) -> list[str]:
+    """What stands in a page's tables as code, and begins with the name of a strategy or of a stock method."""
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    texts = [text for row in rows for text in _IN_CELLS.findall(row)]
+    names = {text: found[0] for text in texts if (found := _WORD.match(text))}
+    return [text for text, name in names.items() if name in STRATEGIES or name in PEERS]
+
+
+PAGES = [*pages(), *sorted((ROOT / "benchmarks" / "results").glob("*/README.md"))]
+ALL = list(dict.fromkeys(text for page in PAGES for text in printed(page)))
+STOCK = [text for text in ALL if re.split(r"[^\w-]", text)[0] in PEERS]
+OURS = [text for text in ALL if text not in STOCK]
+
+
+@pytest.fixture(autouse=True)
+def example_of_a_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some results are of a wire that the examples bring; who types those has registered it."""
+    monkeypatch.setitem(WIRES, "largest", WIRES["int8"])  # what the example puts there is gone afterwards
+    runpy.run_path(str(ROOT / "examples" / "extend" / "wire.py"))
+
+
+@pytest.mark.parametrize("text", OURS)
+def test_a_strategy_in_a_table_trains_as_it_stands(text: str) -> None:
+    strategy, *words = shlex.split(text)
+    each = parse_arm(strategy).settings.get("ranks_per_node", 1)
+    tiny = SimulateConfig(task=Tiny(), ranks=2 * each, nodes=2, updates=UPDATES, micro_batches=2)
+    asked = parse_alone("simulate", ["--strategy", strategy, *words], tiny)
+    outcome = simulate(dataclasses.replace(asked, micro_batch_ms=1.0)).values[0]
+    assert outcome.updates == UPDATES
+
+
+def trained(rank: int) -> list[tuple[str, int]]:
+    """How many updates each stock method has made, of a model with enough parameters for eight fragments."""
+    found = []
+    for text in STOCK:
+        arm, inputs = parse_arm(text), torch.ones(4, 6)
+        model = torch.nn.Sequential(*(torch.nn.Linear(6, 6, bias=False) for _ in range(16)))
+        peer = make_peer(arm.name, model, torch.optim.AdamW(model.parameters()), 1, **arm.options)
+        updates = [peer.backward(peer.model(inputs).square().mean()) for _ in range(UPDATES)]
+        peer.finish()
+        found.append((text, len([update for update in updates if update is not None])))
+    return found
+
+
+def test_a_stock_method_in_a_table_trains_as_it_stands() -> None:
+    torch.set_num_threads(1)
+    prepare = functools.partial(register_throttled, Link.parse("none"))
+    for of_rank in run_ranks(2, trained, backend="throttled", prepare=prepare):
+        assert of_rank == [(text, UPDATES) for text in STOCK]
+
+
+def meant(text: str) -> object:
+    """What an arm is, whatever words it is written in."""
+    arm = parse_arm(text)
+    if arm.phases:
+        return [(step, meant(phase.text)) for step, phase in arm.phases]
+    made = arm.strategy() if arm.is_ours else PEERS[arm.name].options_type(**arm.options)
+    return arm.name if not arm.is_ours else "", getattr(made, "outer", made), arm.settings
+
+
+@pytest.mark.parametrize("folder", ["race", "race-long", "race-nodes", "frontier"])
+def test_a_table_of_results_names_the_arms_that_ran(folder: str) -> None:
+    place = ROOT / "benchmarks" / "results" / f"2026-11-23-{folder}"
+    raw = place / ("runs.jsonl" if folder == "frontier" else "time-to-loss.json")
+    ran = [meant(text) for text in dict.fromkeys(re.findall(r'"arm": "([^"]*)"', raw.read_text()))]
+    assert [text for text in printed(place / "README.md") if meant(text) not in ran] == []
+
+
+def test_the_averages_that_lead_the_tables_are_among_them() -> None:
+    assert {"average:2:wire=int4", "average:4:wire=int4", "average:4:wire=int2"} <= set(OURS)
+    assert "hivemind:interval=8:delay=4" in STOCK
