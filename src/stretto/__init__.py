@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         WeightPrediction,
         ZeRO1,
     )
+    from stretto.survive import Term, survives
     from stretto.switching import Phase, Switching
 
 __version__ = "0.2.0.dev0"
@@ -60,17 +61,30 @@ __all__ = [
     "Strategy",
     "StrettoError",
     "Switching",
+    "Term",
     "Update",
     "WeightPrediction",
     "ZeRO1",
     "diagnose",
     "echo",
     "errors",
+    "survives",
 ]
 
 _PACKAGES = ("checkpoint", "echo", "exchange", "groups", "guards", "integrations", "strategies")
 """What programs use by its full name, as `stretto.checkpoint.save`."""
-_PARTS = ("parallel", "strategies", "switching", "guards", "echo", "engine", "noise", "records", "errors")
+_PARTS = (
+    "parallel",
+    "strategies",
+    "switching",
+    "guards",
+    "echo",
+    "engine",
+    "noise",
+    "records",
+    "errors",
+    "survive",
+)
 """Where the names above are found; `errors` is one itself."""
 
 

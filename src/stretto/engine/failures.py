@@ -90,7 +90,7 @@ class FailureDetector:
         self._completes = _within if waits_again else _polled
         self._connections = connections_of(group) if waits_again else set()
         self._completed: collections.deque[dist.Work] = collections.deque(maxlen=_KEPT)
-        store = _store_of(group)
+        store = store_of(group)
         place = Place(_keeps(store), frozenset(connection.name for connection in self._connections))
         aborts = () if waits_again else self.groups
         self._watcher = Watcher(store, ranks_of(group), self.rank, place, silent_seconds, aborts)
@@ -313,7 +313,7 @@ def _within(work: dist.Work, seconds: float) -> bool:
     return True
 
 
-def _store_of(group: dist.ProcessGroup) -> Store | None:
+def store_of(group: dist.ProcessGroup) -> Store | None:
     """Return a store of the group's own ranks, or None for a group without one (a lone rank, a simulation)."""
     try:
         return PrefixStore("stretto", group.get_group_store())

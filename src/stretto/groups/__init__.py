@@ -11,6 +11,7 @@ from stretto.groups.launcher import (
     launched_rank,
     meeting_point,
 )
+from stretto.groups.leavable import LeavableGroup
 from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
 from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import ThrottledGroup, register_throttled
@@ -19,6 +20,7 @@ from stretto.link import Link
 
 __all__ = [
     "Connection",
+    "LeavableGroup",
     "Link",
     "SoloGroup",
     "StagedGroup",
