@@ -1,7 +1,6 @@
 """Small jobs in processes that survive the loss of others, and the same jobs from the same state in fresh processes."""
 
 import hashlib
-import math
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stretto as st
+from stretto.errors import LeftOut
+from stretto.groups.collectives import Call
+from stretto.groups.private import private_group
+from stretto.groups.wrapped import WrappedGroup
 from stretto.survive import Term, survives
 from tests.processes import Outcome, rank_outcomes
 
@@ -32,23 +35,22 @@ class Lived:
     updates: int = 24
     every: int = 5
     killed: tuple[tuple[int, int], ...] = ()
-    """Seat, and the micro-batch of its life at which it is killed."""
-    micro_batches: int = 2
+    """Seat, and the collective of its jobs in which it is killed."""
+    stopped: tuple[int, ...] = ()
+    """Of these, seats that are stopped instead, until the others have done their work."""
 
 
 class Samples:
     """Numbers in one order without end, dealt to ranks in turn, with a position that can be dealt out anew."""
 
-    def __init__(self, rank: int, world_size: int, dies_after: float = math.inf) -> None:
-        self.rank, self.world_size, self.dies_after = rank, world_size, dies_after
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
         self.begin, self.taken = 0, 0
         self.given: list[int] = []
 
     def __iter__(self) -> Iterator[int]:
         while True:
             number = self.begin + self.taken * self.world_size + self.rank
-            if len(self.given) >= self.dies_after:
-                os.kill(os.getpid(), signal.SIGKILL)
             self.taken += 1
             self.given.append(number)
             yield number
@@ -78,15 +80,15 @@ def network() -> nn.Sequential:
 class Job:
     """One rank's, with all that it needs to go on."""
 
-    def __init__(self, lived: Lived, group: dist.ProcessGroup, dies_after: float = math.inf) -> None:
+    def __init__(self, lived: Lived, group: dist.ProcessGroup) -> None:
         self.model = network()
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.samples = Samples(group.rank(), group.size(), dies_after)
+        self.samples = Samples(group.rank(), group.size())
         self.parallel = st.DataParallel(
             self.model,
             optimizer,
             lived.strategy,
-            micro_batches=lived.micro_batches,
+            micro_batches=2,
             scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9),
             wire=lived.wire,
             guards=lived.guards,
@@ -113,6 +115,44 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha1(state).hexdigest()
 
 
+class Struck(WrappedGroup):
+    """A group in one of whose collectives something happens to the process.
+
+    Args:
+        inner: Performs them.
+        moments: Of the process: what happens, after so many collectives have begun.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, moments: "Moments") -> None:
+        super().__init__(inner, None, "struck")
+        self._moments = moments
+
+    def private(self) -> "Struck":
+        """Return another such group."""
+        return Struck(private_group(self.inner), self._moments)
+
+    def perform(self, call: Call) -> dist.Work:
+        """Let the inner group begin it, and let happen what is due."""
+        work = super().perform(call)
+        self._moments.passed()
+        return work
+
+
+class Moments:
+    """What happens to one process."""
+
+    def __init__(self, lived: Lived, seat: int) -> None:
+        self._at = dict(lived.killed).get(seat)
+        self._signal = signal.SIGSTOP if seat in lived.stopped else signal.SIGKILL
+        self._collectives = 0
+
+    def passed(self) -> None:
+        """One more collective has begun."""
+        if self._collectives == self._at:
+            os.kill(os.getpid(), self._signal)
+        self._collectives += 1
+
+
 @dataclass
 class Told:
     """What one rank has seen in one term."""
@@ -130,11 +170,11 @@ class Told:
 
 def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, list[Told]]:
     """One rank's life; return the digest of its model, and what it has seen."""
-    dies_after = dict(lived.killed).get(rank, math.inf)
+    moments = Moments(lived, rank)
     terms: list[Told] = []
 
     def train(term: Term) -> str:
-        job = Job(lived, term.group, dies_after - sum(len(one.given) for one in terms))
+        job = Job(lived, Struck(term.group, moments))
         job.restored(restored := term.go_on(job.parallel, loader=job.samples))
         told = Told(term.number, term.seats, 0 if restored is None else restored.step, job.samples.begin)
         told.given = job.samples.given
@@ -142,16 +182,23 @@ def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, l
 
         def on_update(update: st.Update) -> None:
             told.counted[update.step] = update.samples
-            term.keep(job.parallel, loader=job.samples)
             if folder is not None and update.step % lived.every == 0:
                 st.checkpoint.save(job.parallel, folder, loader=job.samples, keep=100)
+            term.keep(job.parallel, loader=job.samples)
 
         return job.train(lived.updates, on_update)
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
-    return survives(
-        train, store=store, rank=rank, ranks=lived.ranks, every=lived.every, silent_seconds=SILENT_SECONDS
-    ), terms
+    store.set(f"process/{rank}", str(os.getpid()))
+    try:
+        model = survives(
+            train, store=store, rank=rank, ranks=lived.ranks, every=lived.every, silent_seconds=SILENT_SECONDS
+        )
+    except LeftOut as error:
+        return str(error), terms
+    for seat in lived.stopped:
+        os.kill(int(store.get(f"process/{seat}")), signal.SIGCONT)
+    return model, terms
 
 
 def fresh(rank: int, lived: Lived, path: str | None) -> str:

@@ -268,6 +268,10 @@ class Lifetime:
             self._leave(waits=False)
             self._retire()
 
+    def let_go(self) -> None:
+        """Drop the collectives that an ended job keeps, in a process that goes on: they hold its group's threads."""
+        self._failures.let_go()
+
     def finish(self) -> None:
         """End the job without an error; no collective may be issued before this returns."""
         self._failures.catch_up()

@@ -98,6 +98,11 @@ class LeavableGroup(WrappedGroup):
         """The groups that were made of this one, the first one first."""
         return self._others
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all connections of this group are open: Gloo closes one when its other end is gone."""
+        return all(connection.is_open for connection in self._opened)
+
     def abort(self) -> None:
         """End what is under way, on this rank and at the other ends of its connections."""
         for connection in self._opened:

@@ -8,7 +8,7 @@ others not. Two generations are kept, because ranks may be lost in the middle of
 
 import dataclasses
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -18,6 +18,7 @@ from stretto.checkpoint.load import Restored, load
 from stretto.checkpoint.ranks import Ranks
 from stretto.continuation import Loader
 from stretto.errors import TornCheckpoint
+from stretto.packed import pack, unpack
 from stretto.parallel import DataParallel
 
 _KEPT = 2
@@ -91,15 +92,10 @@ class Memory:
         record = [len(content), own.digest, socket.gethostname(), told]
         records = Ranks(parallel).gather("keeping a state in memory", lambda: record)
         shares = {parallel.rank: own}
-        if parallel.world_size > 1:
-            distance = buddy_distance([host for _, _, host, _ in records])
-            with parallel.between_updates("keeping a state"):
-                lengths = [length for length, *_ in records]
-                copied = parallel.job.exchange.pass_on(content, lengths, distance)
-            owner = (parallel.rank - distance) % parallel.world_size
-            copy = Share(parallel.world_size, records[owner][1], copied)
-            if copy.is_sound:  # otherwise its owner has it, and the generation before is there twice
-                shares[owner] = copy
+        owner, copied = _passed_on(parallel, content, [(length, host) for length, _, host, _ in records])
+        copy = Share(parallel.world_size, records[owner][1], copied)
+        if copy.is_sound:  # otherwise its owner has it, and the generation before is there twice
+            shares.setdefault(owner, copy)
         self._shares[Generation(term, parallel.steps)] = shares
         for old in sorted(self._shares)[:-_KEPT]:
             del self._shares[old]
@@ -108,7 +104,8 @@ class Memory:
     def load(self, parallel: DataParallel, *, loader: Loader | None = None) -> Restored | None:
         """Let a job go on from the newest generation that its ranks hold together; all ranks must call.
 
-        None where no rank holds anything. What is newer is forgotten: it is not whole, and never will be.
+        None where no rank holds anything. Every share of the generation is there twice again after this. What is newer
+        is forgotten: it is not whole, and never will be.
 
         Raises:
             TornCheckpoint: No generation is whole: ranks have died together with those that held their copies.
@@ -130,9 +127,24 @@ class Memory:
             )
         chosen = max(whole)
         mine = [owner for owner, giver in found[chosen].items() if giver == parallel.rank]
-        shares = [held.read_share(self._shares[chosen][owner].content) for owner in mine]
+        given = {owner: self._shares[chosen][owner] for owner in mine}
         self._shares = {one: shares for one, shares in self._shares.items() if one <= chosen}
-        return load(parallel, shares, loader=loader)
+        restored = load(parallel, [held.read_share(share.content) for share in given.values()], loader=loader)
+        self._double(parallel, chosen, given)
+        return restored
+
+    def _double(self, parallel: DataParallel, generation: Generation, given: Mapping[int, Share]) -> None:
+        """Give another rank a copy of those shares of a generation that this one alone may have."""
+        content = pack(
+            {str(owner): [share.owners, share.digest, share.content] for owner, share in given.items()},
+            "shares",
+        )
+        record = len(content), socket.gethostname()
+        records = Ranks(parallel).gather("giving out copies of shares", lambda: record)
+        _, copied = _passed_on(parallel, content, records)
+        shares = self._shares.setdefault(generation, {})
+        for owner, (owners, digest, share) in unpack(copied, "shares").items():
+            shares.setdefault(int(owner), Share(owners, digest, share))
 
     def _inventory(self) -> list[list[int]]:
         return [
@@ -141,6 +153,24 @@ class Memory:
             for owner, share in shares.items()
             if share.is_sound
         ]
+
+
+def _passed_on(
+    parallel: DataParallel, content: bytes, records: Sequence[tuple[int, str]]
+) -> tuple[int, bytes]:
+    """Give bytes to another rank; return from whom others came, and those. Alone, a rank gets its own.
+
+    Args:
+        parallel: The job, at rest.
+        content: Of this rank.
+        records: Of every rank, the length of its bytes, and its machine.
+    """
+    if len(records) == 1:
+        return parallel.rank, content
+    distance = buddy_distance([host for _, host in records])
+    with parallel.between_updates("giving a copy"):
+        copied = parallel.job.exchange.pass_on(content, [length for length, _ in records], distance)
+    return (parallel.rank - distance) % len(records), copied
 
 
 def buddy_distance(hosts: Sequence[str]) -> int:

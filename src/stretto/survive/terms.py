@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from stretto.checkpoint.load import Restored
 from stretto.continuation import Loader
 from stretto.engine.failures import store_of
-from stretto.errors import CommunicationError, ConfigError, LeftOut, PeerFailed, PeerSilent
+from stretto.errors import CommunicationError, ConfigError, LeftOut, PeerFailed, PeerSilent, StrettoError
 from stretto.groups import LeavableGroup, launched_rank
 from stretto.parallel import DataParallel
 from stretto.survive.generations import Memory
@@ -72,7 +72,12 @@ class Term:
         self._job: weakref.ref[DataParallel] | None = None
 
     def go_on(
-        self, parallel: DataParallel, *, loader: Loader | None = None, extra: Any = None
+        self,
+        parallel: DataParallel,
+        *,
+        loader: Loader | None = None,
+        extra: Any = None,
+        begin: Callable[[], object] | None = None,
     ) -> Restored | None:
         """Let a new job go on from where the job of the term before was; all ranks must call, before training.
 
@@ -80,7 +85,8 @@ class Term:
             parallel: The new job, over `group`.
             loader: This rank's. It is told its position where there are as many ranks as before; else
                 `Restored.loader_states` has the positions of all, for the caller to deal out.
-            extra: What is to be kept at the beginning of the job.
+            extra: As for `keep`; kept at the beginning of the job.
+            begin: Called at the beginning of the job, before its state is kept: loads a checkpoint, for example.
 
         Returns:
             What has come back; None at the beginning of the job.
@@ -91,11 +97,14 @@ class Term:
         """
         self._job = weakref.ref(parallel)
         restored = self._memory.load(parallel, loader=loader)
-        if restored is not None and self.rank == 0:
+        if restored is None:
+            if begin is not None:
+                begin()
+            self._keep(parallel, loader, extra() if callable(extra) else extra)
+        elif self.rank == 0:
             _log.warning(
                 "%sgoing on from update %d on %d ranks", self._before, restored.step, self.world_size
             )
-        self._keep(parallel, loader, extra if restored is None else restored.extra)
         return restored
 
     def keep(self, parallel: DataParallel, *, loader: Loader | None = None, extra: Any = None) -> None:
@@ -139,6 +148,7 @@ class Term:
         parallel = None if self._job is None else self._job()
         if parallel is not None:
             parallel.fail(error)
+            parallel.job.compute.lifetime.let_go()
         jobs = self.group.of_jobs
         signs = store_of(jobs[0]) if jobs else None
         ranks = error.ranks if isinstance(error, PeerFailed | PeerSilent) else ()
@@ -251,9 +261,9 @@ class _Survivor(Generic[T]):
             self._planned, self._before = planned.group, f"term {number} ended as others had come: "
             self._membership.plan(number + 1, planned.seats)
             return (number + 1, planned.seats), []
-        except LeftOut:
-            raise
-        except CommunicationError as error:
+        except RuntimeError as error:
+            if not _is_loss(error, term):
+                raise
             reached = "before training" if term is None else term.reached
             ended = Ended(number, seats) if term is None else term.end(error)
             following = self._membership.following(ended)
@@ -278,12 +288,12 @@ class _Survivor(Generic[T]):
             self._planned = None
         return Term(number, seats, group, self._membership, self._memory, self._every, self._before)
 
-    def _check_fruit(self, error: CommunicationError, is_fruitless: bool) -> None:
+    def _check_fruit(self, error: RuntimeError, is_fruitless: bool) -> None:
         self._fruitless = self._fruitless + 1 if is_fruitless else 0
         if self._fruitless == _FRUITLESS:
             raise error
 
-    def _why(self, seats: Sequence[int], following: Sequence[int], error: CommunicationError) -> str:
+    def _why(self, seats: Sequence[int], following: Sequence[int], error: RuntimeError) -> str:
         died = self._membership.deaths
         lost = [f"seat {seat} is lost: {died.get(seat, error)}" for seat in seats if seat not in following]
         return "; ".join(lost) or str(error)
@@ -318,6 +328,13 @@ def _place(rank: int | None, ranks: int | None) -> tuple[int, int]:
             "or a launcher that tells them"
         )
     return rank, ranks
+
+
+def _is_loss(error: RuntimeError, term: Term | None) -> bool:
+    """Return whether an error ends the term: one of the library's, or one of a collective of the user's own."""
+    if isinstance(error, StrettoError):
+        return isinstance(error, CommunicationError) and not isinstance(error, LeftOut)
+    return term is not None and not term.group.is_whole
 
 
 def _release(error: BaseException | None) -> None:

@@ -238,6 +238,9 @@ class Loop:
             self.evaluate()
         if _is_due(update.step, self.plan.checkpoint_every):
             self.save()
+        self._saves.keep(
+            self.stopwatch.seconds, None if self.plan.budget is None else self.plan.budget.samples
+        )
         if self.plan.budget is not None and self.plan.budget.is_spent:
             self.handle.end()
         # Rank 0's clock and losses alone decide; the others hear of it at the next round.
