@@ -169,7 +169,10 @@ def train(
                 "--survive starts local workers and replaces them: expected no launcher; in a loop of your own "
                 "stretto.survives does the rest (docs/survive.md)"
             )
-        return ranks.call_replaced(surviving_rank, run.restarts, _say, run, warmup_updates, shows_progress)[0]
+        outcomes = ranks.call_replaced(
+            surviving_rank, run.restarts, _say, run, warmup_updates, shows_progress
+        )
+        return next(outcome for outcome in outcomes if outcome is not None)  # that the others have left
     return ranks.call(train_rank, run, warmup_updates, shows_progress)[0]
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist
 
 from stretto.disk import replace_file, replace_folder
+from stretto.errors import LeftOut
 from stretto.groups import Link
 from stretto.survive import Term, survives
 from stretto.terminal import printable
@@ -99,8 +100,8 @@ def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows
 
 def surviving_rank(
     info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool
-) -> Outcome:
-    """As `train_rank`, on workers of which some may be lost or come; see `stretto.survives`."""
+) -> Outcome | None:
+    """As `train_rank`, on workers of which some may be lost or come; None where the others go on without this one."""
     torch.set_num_threads(run.threads)
     device = choose_device(run.device, info)
 
@@ -111,15 +112,18 @@ def surviving_rank(
         progress = _progress(context, info, run) if shows_progress and term.rank == 0 else None
         return train_at(context, run, warmup_updates, progress)
 
-    return survives(
-        train,
-        store=store_of(info, timedelta(seconds=run.timeout_seconds)),
-        rank=info.rank,
-        ranks=info.world_size,
-        silent_seconds=run.silent_seconds,
-        seat=info.seat,
-        address=address_of(info),
-    )
+    try:
+        return survives(
+            train,
+            store=store_of(info, timedelta(seconds=run.timeout_seconds)),
+            rank=info.rank,
+            ranks=info.world_size,
+            silent_seconds=run.silent_seconds,
+            seat=info.seat,
+            address=address_of(info),
+        )
+    except LeftOut:
+        return None
 
 
 def _progress(context: RankContext, info: RankInfo, run: RunConfig[TaskT]) -> Progress:

@@ -173,7 +173,8 @@ class TrainState:
         extra: dict[str, Any] = dict(restored.extra)
         evaluations = tuple(Evaluation(**one) for one in extra.pop("evaluations"))
         found = {"evaluations": evaluations, "incidents": incidents, "notes": restored.notes}
-        return cls(**{**extra, **found, "step": restored.step})
+        step = restored.step or None  # what was kept before the first update is the beginning
+        return cls(**{**extra, **found, "step": step})
 
 
 def _load_first_sound(
