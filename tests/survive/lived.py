@@ -22,6 +22,8 @@ from tests.processes import Outcome, rank_outcomes
 
 LONG = timedelta(seconds=60)
 SILENT_SECONDS = 8.0
+MICRO_BATCHES = 6
+"""Of all ranks together in an update, so that the batch stays the same on 1, 2 and 3 of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ class Job:
             self.model,
             optimizer,
             lived.strategy,
-            micro_batches=2,
+            micro_batches=MICRO_BATCHES // group.size(),
             scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9),
             wire=lived.wire,
             guards=lived.guards,

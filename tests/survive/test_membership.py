@@ -106,6 +106,19 @@ def test_who_comes_too_late_is_left_out() -> None:
         late.following(Ended(0, [0, 1]))
 
 
+def test_one_that_came_in_and_was_lost_is_not_waited_for_again() -> None:
+    store = dist.PrefixStore("job", dist.HashStore())
+    first = Membership(store, 0, 1, 0.2)
+    dist.PrefixStore("membership", store).append("waiting", "1\n2\n")
+    announce_death(store, 2, "killed")
+    assert first.following(Ended(0, [0])) == (1, [0, 1])
+    assert first.following(Ended(1, [0, 1])) == (2, [0])
+    assert first.following(Ended(2, [0])) == (3, [0])
+    for _ in range(2):  # what it finds is told at the next question
+        assert first.newcomers([0]) == []
+        first._looking.join()
+
+
 def test_a_process_started_again_has_a_seat_of_its_own() -> None:
     store = dist.PrefixStore("job", dist.HashStore())
     assert [Membership(store, rank, 2, 1.0).seat for rank in (1, 0, 1, 1, 0)] == [1, 0, 2, 3, 4]

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from stretto_lab.recipes import Loss, Task
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.launch import LocalRanks, train
 from stretto_lab.train.outcome import prepare_run_folder
+from stretto_lab.train.rank import shared
 from tests.processes import rank_outcomes
 from tests.survive.lived import LONG, SILENT_SECONDS, Job, Lived
 from tests.train.tiny import Points, Tiny, quadrant_loss
@@ -144,3 +146,12 @@ def test_who_comes_later_comes_in_where_a_state_was_kept_and_nothing_is_done_aga
     if len(rest) == 2:  # it was not there yet when the others agreed
         assert rest[0][1] == 2
         assert rest[1][2] > rest[0][2]
+
+
+def test_fewer_ranks_take_more_micro_batches_each() -> None:
+    for micro_batches, before, now in product(range(1, 9), range(1, 9), range(1, 9)):
+        each = shared(micro_batches, before, now)
+        assert each >= 1
+        assert abs(each * now - micro_batches * before) <= now / 2 or each == 1
+        if micro_batches * before % now == 0:
+            assert each * now == micro_batches * before

@@ -10,6 +10,7 @@ from stretto.groups.launcher import (
     launched_per_node,
     launched_rank,
     meeting_point,
+    told_place,
 )
 from stretto.groups.leavable import LeavableGroup
 from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
@@ -43,4 +44,5 @@ __all__ = [
     "register_throttled",
     "release",
     "retire",
+    "told_place",
 ]

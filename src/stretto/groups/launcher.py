@@ -73,6 +73,24 @@ def launched_per_node() -> int:
     return 1 if launched is None else launched.local_world_size
 
 
+def told_place(rank: int | None, ranks: int | None) -> tuple[int, int]:
+    """Return a process's rank and how many there are: what is given, else what a launcher has told.
+
+    Raises:
+        ConfigError: Neither says it.
+    """
+    launched = launched_rank(os.environ)
+    if launched is not None:
+        rank = launched.rank if rank is None else rank
+        ranks = launched.world_size if ranks is None else ranks
+    if rank is None or ranks is None or not 0 <= rank < ranks:
+        raise ConfigError(
+            f"rank={rank}, ranks={ranks}: expected this process's place, from 0, and how many there are; or a launcher "
+            "that tells them"
+        )
+    return rank, ranks
+
+
 def announce_rank(rank: int, world_size: int) -> None:
     """Set the variables of torchrun in this process, for a library that looks for nothing else.
 

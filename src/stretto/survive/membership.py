@@ -11,6 +11,7 @@ one has another, and nothing that was written about the dead one counts for it.
     came/<rank>           how often a process has come for this place at the start
     newcomers             how many have come after the start
     waiting               seats that want to come in, one a line
+    entered               those of them that have: who is lost later does not wait again
     latest                the term that was agreed last
     <term>/said/<seat>    whether a process goes on or has done its work, and whom it takes for dead
     <term>/list           the seats of a term in order, or none where the job has ended
@@ -22,17 +23,18 @@ Note [Who is gone]
     `silent_seconds` without a sign. So a rank that is late is waited for, and one that sleeps is not.
 """
 
+import contextlib
 import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.engine.watcher import last_sign
-from stretto.errors import LeftOut, PeerSilent
+from stretto.errors import CommunicationError, LeftOut, PeerSilent
 from stretto.groups import announce_death, deaths
 
 T = TypeVar("T")
@@ -81,6 +83,8 @@ class Membership:
         self._ranks = ranks
         self._silent_seconds = silent_seconds
         self._answered = time.monotonic()
+        self._waiting: list[int] = []
+        self._looking = threading.Thread()
         self.seat = seat if seat is not None else self._bounded(lambda: self._draw(rank))
         """Of this process."""
 
@@ -104,21 +108,27 @@ class Membership:
         """
         return self._bounded(lambda: self._agree(ended))
 
-    def waiting(self, seats: Sequence[int]) -> list[int]:
-        """Return who wants to come in and lives, but for those that are in already."""
-        if not self._store.check(["waiting"]):
-            return []
-        died = deaths(self._job)
-        asked = map(int, self._store.get("waiting").decode().split())
-        return [seat for seat in asked if seat not in seats and seat not in died]
+    def newcomers(self, seats: Sequence[int]) -> list[int]:
+        """Return who wanted to come in when this was last asked, and look again; it never waits for the store."""
+        if not self._looking.is_alive():
+            self._looking = threading.Thread(target=self._look, name="stretto-newcomers", daemon=True)
+            self._looking.start()
+        return [seat for seat in self._waiting if seat not in seats]
 
-    def plan(self, number: int, seats: Sequence[int]) -> None:
-        """Write the list of a term that all members of the one before have agreed on in another way."""
-        self._propose(number, seats)
+    def plan(self, number: int, seats: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """Write the list of a term on which its members have agreed in another way; return what counts.
+
+        Raises:
+            LeftOut: Another list was written before, without this process.
+            PeerSilent: The store does not answer.
+        """
+        self._bounded(lambda: self._propose(number, seats))
+        return self._bounded(lambda: self._listed(number))
 
     def died(self, how: str) -> None:
-        """Tell the others that this process leaves for good."""
-        announce_death(self._job, self.seat, how)
+        """Tell the others that this process leaves for good, if the store answers."""
+        with contextlib.suppress(CommunicationError):
+            self._bounded(lambda: announce_death(self._job, self.seat, how))
 
     @property
     def deaths(self) -> Mapping[int, str]:
@@ -165,55 +175,64 @@ class Membership:
 
     def _wait_to_come_in(self) -> tuple[int, Sequence[int]]:
         self._store.append("waiting", f"{self.seat}\n")  # type: ignore[attr-defined]  # missing in torch's stub
-        looked_at = -1
-        for _ in self._polls():
+        while True:
             latest = self._read("latest")
-            if latest is None or latest == looked_at:
-                continue
-            looked_at, seats = latest, self._read(f"{latest}/list")
-            if not seats:
-                raise LeftOut(f"seat {self.seat}: the job ended before this process could come in")
-            if self.seat in seats:
-                return latest, seats
-        raise AssertionError  # polls have no end
+            if latest is not None:
+                seats = self._read(f"{latest}/list")
+                if not seats:
+                    raise LeftOut(f"seat {self.seat}: the job ended before this process could come in")
+                if self.seat in seats:
+                    return latest, seats
+            self._pause()
 
     def _agree(self, ended: Ended) -> tuple[int, Sequence[int]]:
         number = ended.number + 1
         self._store.set(f"{number}/said/{self.seat}", json.dumps([ended.is_done, *ended.blamed]))
         missing = _Missing(ended, START_SECONDS if ended.number < 0 else self._silent_seconds)
-        for _ in self._polls():
-            seats = self._read(f"{number}/list")
-            if seats is None:
-                said = {
-                    seat: found
-                    for seat in ended.seats
-                    if (found := self._read(f"{number}/said/{seat}")) is not None
-                }
-                if missing.are_gone(said, deaths(self._job)):
-                    goes_on = not all(is_done for is_done, *_ in said.values())
-                    there = [seat for seat in ended.seats if seat in said] if goes_on else []
-                    self._propose(number, [*there, *self.waiting(there)] if goes_on else [])
-                continue
-            if seats and self.seat not in seats:
-                raise LeftOut(
-                    f"seat {self.seat}: the others go on without this process, as seats {seats}: it had given no sign "
-                    f"of life (Options.silent_seconds), or was taken for dead"
-                )
-            return number, seats
-        raise AssertionError  # polls have no end
+        while self._read(f"{number}/list") is None:
+            said = {seat: self._read(f"{number}/said/{seat}") for seat in ended.seats}
+            said = {seat: found for seat, found in said.items() if found is not None}
+            if missing.are_gone(said, deaths(self._job)):
+                is_over = all(is_done for is_done, *_ in said.values())
+                self._propose(number, [] if is_over else [*said, *self._asking(ended.seats)])
+            else:
+                self._pause()
+        return self._listed(number)
+
+    def _listed(self, number: int) -> tuple[int, Sequence[int]]:
+        seats = self._read(f"{number}/list")
+        if seats and self.seat not in seats:
+            raise LeftOut(
+                f"seat {self.seat}: the others go on without this process, as seats {seats}: it had given no sign of "
+                "life (Options.silent_seconds), or was taken for dead"
+            )
+        return number, seats
+
+    def _look(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, which the next loss will show
+            self._waiting = self._asking(())
+
+    def _asking(self, seats: Sequence[int]) -> list[int]:
+        """Return who wants to come in and lives, but for those that are in already."""
+        died, entered = deaths(self._job), self._seats_in("entered")
+        return [seat for seat in self._seats_in("waiting") if seat not in {*seats, *died, *entered}]
+
+    def _seats_in(self, key: str) -> list[int]:
+        return list(map(int, self._store.get(key).decode().split())) if self._store.check([key]) else []
 
     def _propose(self, number: int, seats: Sequence[int]) -> None:
-        self._store.compare_set(f"{number}/list", "", json.dumps(list(seats)))
+        listed = json.loads(self._store.compare_set(f"{number}/list", "", json.dumps(list(seats))))
+        came = "".join(f"{seat}\n" for seat in listed if seat >= self._ranks)
+        if came:
+            self._store.append("entered", came)  # type: ignore[attr-defined]  # missing in torch's stub
         self._store.set("latest", json.dumps(number))
 
     def _read(self, key: str) -> Any:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def _polls(self) -> Iterator[None]:
-        while True:
-            yield
-            self._answered = time.monotonic()
-            time.sleep(_POLL_SECONDS)
+    def _pause(self) -> None:
+        self._answered = time.monotonic()
+        time.sleep(_POLL_SECONDS)
 
 
 class _Missing:

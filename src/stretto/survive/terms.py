@@ -7,7 +7,6 @@ builds a new job on a new group and goes on from the newest generation that is w
 
 import logging
 import math
-import os
 import time
 import traceback
 import weakref
@@ -21,7 +20,7 @@ from stretto.checkpoint.load import Restored
 from stretto.continuation import Loader
 from stretto.engine.failures import store_of
 from stretto.errors import CommunicationError, ConfigError, LeftOut, PeerFailed, PeerSilent, StrettoError
-from stretto.groups import LeavableGroup, launched_rank
+from stretto.groups import LeavableGroup, told_place
 from stretto.parallel import DataParallel
 from stretto.survive.generations import Memory
 from stretto.survive.membership import Ended, Membership
@@ -132,7 +131,7 @@ class Term:
         began = time.perf_counter()
         updates = parallel.steps - self._step
         update_seconds = (began - self._kept_at) / updates if updates and self._due else math.inf
-        waiting = self._membership.waiting(self.seats) if self.rank == 0 else []
+        waiting = self._membership.newcomers(self.seats) if self.rank == 0 else []
         told = {"keep": self._seconds, "update": min(update_seconds, 1e9), "waiting": waiting}
         by_rank = self._memory.keep(parallel, self.number, told, loader=loader, extra=extra)
         self._step, self._kept_at = parallel.steps, time.perf_counter()
@@ -210,7 +209,7 @@ def survives(  # noqa: PLR0913  # where the process stands, and how often the st
         CommunicationError: Three terms in a row have lost nobody and committed nothing.
         Exception: What `train` raises; the others go on without this process.
     """
-    rank, ranks = _place(rank, ranks)
+    rank, ranks = told_place(rank, ranks)
     job = PrefixStore("survive", connect(store) if isinstance(store, str) else store)
     membership = Membership(job, rank, ranks, silent_seconds, seat)
     try:
@@ -259,8 +258,7 @@ class _Survivor(Generic[T]):
             result = self._train(term)
         except _NewMembers as planned:
             self._planned, self._before = planned.group, f"term {number} ended as others had come: "
-            self._membership.plan(number + 1, planned.seats)
-            return (number + 1, planned.seats), []
+            return self._membership.plan(number + 1, planned.seats), []
         except RuntimeError as error:
             if not _is_loss(error, term):
                 raise
@@ -315,19 +313,6 @@ def connect(address: str) -> Store:
         raise CommunicationError(
             f"no store at {address} ({str(error).splitlines()[0]}): start `stretto meet` on a machine that stays"
         ) from error
-
-
-def _place(rank: int | None, ranks: int | None) -> tuple[int, int]:
-    launched = launched_rank(os.environ)
-    if launched is not None:
-        rank = launched.rank if rank is None else rank
-        ranks = launched.world_size if ranks is None else ranks
-    if rank is None or ranks is None or not 0 <= rank < ranks:
-        raise ConfigError(
-            f"survives(rank={rank}, ranks={ranks}): expected this process's place, from 0, and how many there are; "
-            "or a launcher that tells them"
-        )
-    return rank, ranks
 
 
 def _is_loss(error: RuntimeError, term: Term | None) -> bool:

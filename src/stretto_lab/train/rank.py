@@ -109,8 +109,11 @@ def surviving_rank(
         context = RankContext(
             rank=term.rank, world_size=term.world_size, device=device, group=term.group, term=term
         )
-        progress = _progress(context, info, run) if shows_progress and term.rank == 0 else None
-        return train_at(context, run, warmup_updates, progress)
+        of_term = dataclasses.replace(
+            run, micro_batches=shared(run.micro_batches, info.world_size, term.world_size)
+        )
+        progress = _progress(context, info, of_term) if shows_progress and term.rank == 0 else None
+        return train_at(context, of_term, warmup_updates, progress)
 
     try:
         return survives(
@@ -124,6 +127,11 @@ def surviving_rank(
         )
     except LeftOut:
         return None
+
+
+def shared(micro_batches: int, ranks_before: int, ranks: int) -> int:
+    """Return how many micro-batches each rank takes, so that all together take as many as before, or nearly."""
+    return max(1, round(micro_batches * ranks_before / ranks))
 
 
 def _progress(context: RankContext, info: RankInfo, run: RunConfig[TaskT]) -> Progress:
