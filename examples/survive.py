@@ -2,8 +2,8 @@
 
     python examples/survive.py
 
-Three processes train. The second is killed after update 20. A fourth has made its imports, as one that is started
-again would, and comes in for it. Nothing is read from a disk.
+Three processes train. The second is killed after update 20. A fourth has made its imports and its model, as one that is
+started again would, and comes in for it. Nothing is read from a disk.
 """
 
 import os
@@ -20,12 +20,16 @@ import stretto
 RANKS, UPDATES, VICTIM = 3, 200, 1
 
 
-def work(rank: int, port: int, starts: Event) -> None:
-    starts.wait()
-    is_first_life = mp.current_process().name != "spare"
+def work(rank: int, port: int, ready: Event, killed: Event) -> None:
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    is_first_life = mp.current_process().name != "spare"
+    if is_first_life:
+        ready.wait()
+    else:
+        ready.set()
+        killed.wait()
 
     def train(term: stretto.Term) -> None:
         parallel = stretto.DataParallel(model, optimizer, group=term.group)
@@ -56,14 +60,13 @@ def work(rank: int, port: int, starts: Event) -> None:
 def main() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("spawn")
-    now, once_killed = context.Event(), context.Event()
-    now.set()
-    ranks = [context.Process(target=work, args=(rank, store.port, now)) for rank in range(RANKS)]
-    spare = context.Process(target=work, args=(VICTIM, store.port, once_killed), name="spare")
+    ready, killed = context.Event(), context.Event()
+    ranks = [context.Process(target=work, args=(rank, store.port, ready, killed)) for rank in range(RANKS)]
+    spare = context.Process(target=work, args=(VICTIM, store.port, ready, killed), name="spare")
     for process in (*ranks, spare):
         process.start()
     ranks[VICTIM].join()
-    once_killed.set()
+    killed.set()
     for process in (*ranks, spare):
         process.join()
 

@@ -231,7 +231,7 @@ class Lifetime:
     def __init__(self, failures: FailureDetector, leave: Callable[..., None]) -> None:
         self.has_finished = False
         """Whether the job ended without an error."""
-        self._failures = failures
+        self.failures = failures
         self._leave = leave
         self._ended_because: str | None = None
 
@@ -247,12 +247,12 @@ class Lifetime:
         """
         if self._ended_because is not None:
             raise Finished(
-                f"{self._failures.where}: the job has ended ({self._ended_because}); make a new DataParallel to go on"
+                f"{self.failures.where}: the job has ended ({self._ended_because}); make a new DataParallel to go on"
             )
         try:
             yield
         except BaseException as error:
-            cause = self._failures.cause_of(error)
+            cause = self.failures.cause_of(error)
             self.fail(cause, is_users=is_users)
             if cause is error:
                 raise
@@ -262,27 +262,23 @@ class Lifetime:
         """End the job because of `error`, and tell the other ranks; see `FailureDetector.tell`."""
         if self._ended_because is None:
             self._ended_because = f"{type(error).__name__}: {error}"
-            if self._failures.tell(error, is_users=is_users):
-                for group in self._failures.groups:
+            if self.failures.tell(error, is_users=is_users):
+                for group in self.failures.groups:
                     group.abort()
             self._leave(waits=False)
             self._retire()
 
-    def let_go(self) -> None:
-        """Drop the collectives that an ended job keeps, in a process that goes on: they hold its group's threads."""
-        self._failures.let_go()
-
     def finish(self) -> None:
         """End the job without an error; no collective may be issued before this returns."""
-        self._failures.catch_up()
+        self.failures.catch_up()
         self._leave(waits=True)
-        self._failures.end()
+        self.failures.end()
         self._retire()
         self._ended_because = "finish() was called"
         self.has_finished = True
 
     def _retire(self) -> None:
-        for group in self._failures.groups:
+        for group in self.failures.groups:
             retire(group)
 
 

@@ -383,34 +383,6 @@ class Exchange:
         parts = self.gather_bytes(record.ljust(max(lengths), b"\0"))
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
-    def pass_on(self, content: bytes, lengths: Sequence[int], distance: int) -> bytes:
-        """Send bytes to the rank `distance` further on, and return those of the rank as much before.
-
-        Args:
-            content: Of this rank.
-            lengths: Of every rank's bytes.
-            distance: From 1 to the number of ranks less 1.
-        """
-        to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-        device = self.layout.sets[0].device
-        outgoing = torch.frombuffer(bytearray(content), dtype=torch.int8).split(LARGEST_BROADCAST)
-        received = torch.empty(lengths[source], dtype=torch.int8)
-        places = received.split(LARGEST_BROADCAST)
-        nothing = received[:0]
-
-        def transfer(index: int) -> Transfer:
-            own = outgoing[index] if index < len(outgoing) else nothing
-            place = places[index] if index < len(places) else nothing
-            arriving = torch.empty(place.numel(), dtype=torch.int8, device=device)
-            splits = [own.numel() * (rank == to) for rank in range(self.world_size)]
-            arrives = [place.numel() * (rank == source) for rank in range(self.world_size)]
-            yield self._all_to_all(arriving, own.to(device), arrives, splits), "copy of a rank's state"
-            place.copy_(arriving)
-
-        self.count_sent(len(content))
-        self.run(in_flight(map(transfer, range(-(-max(lengths) // LARGEST_BROADCAST)))))
-        return received.numpy().tobytes()
-
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
         """Overwrite `tensor`, of any dtype, shape and strides, with what rank `source` holds.
 

@@ -18,6 +18,7 @@ from stretto.checkpoint.load import Restored, load
 from stretto.checkpoint.ranks import Ranks
 from stretto.continuation import Loader
 from stretto.errors import TornCheckpoint
+from stretto.exchange.onward import pass_on
 from stretto.packed import pack, unpack
 from stretto.parallel import DataParallel
 
@@ -169,7 +170,7 @@ def _passed_on(
         return parallel.rank, content
     distance = buddy_distance([host for _, host in records])
     with parallel.between_updates("giving a copy"):
-        copied = parallel.job.exchange.pass_on(content, [length for length, _ in records], distance)
+        copied = pass_on(parallel.job.exchange, content, [length for length, _ in records], distance)
     return (parallel.rank - distance) % len(records), copied
 
 

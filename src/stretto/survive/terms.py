@@ -147,7 +147,7 @@ class Term:
         parallel = None if self._job is None else self._job()
         if parallel is not None:
             parallel.fail(error)
-            parallel.job.compute.lifetime.let_go()
+            parallel.job.compute.lifetime.failures.let_go()  # they hold threads of the group
         jobs = self.group.of_jobs
         signs = store_of(jobs[0]) if jobs else None
         ranks = error.ranks if isinstance(error, PeerFailed | PeerSilent) else ()
