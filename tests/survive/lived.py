@@ -4,6 +4,7 @@ import hashlib
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -199,7 +200,8 @@ def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, l
     except LeftOut as error:
         return str(error), terms
     for seat in lived.stopped:
-        os.kill(int(store.get(f"process/{seat}")), signal.SIGCONT)
+        with suppress(ProcessLookupError):  # another one has woken it, and it has ended
+            os.kill(int(store.get(f"process/{seat}")), signal.SIGCONT)
     return model, terms
 
 
