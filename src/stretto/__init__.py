@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         WeightPrediction,
         ZeRO1,
     )
+    from stretto.survive import Term, survives
     from stretto.switching import Phase, Switching
 
 __version__ = "0.2.0.dev0"
@@ -65,6 +66,7 @@ __all__ = [
     "Strategy",
     "StrettoError",
     "Switching",
+    "Term",
     "Update",
     "WeightPrediction",
     "ZeRO1",
@@ -72,13 +74,14 @@ __all__ = [
     "echo",
     "errors",
     "local_device",
+    "survives",
 ]
 
 _PACKAGES = ("checkpoint", "echo", "exchange", "groups", "guards", "integrations", "strategies")
 """What programs use by its full name, as `stretto.checkpoint.save`."""
 _PARTS = (
     "parallel", "strategies", "switching", "guards", "echo", "engine", "noise", "records", "recorder", "groups",
-    "errors",
+    "errors", "survive",
 )  # fmt: skip
 """Where the names above are found; `errors` is one itself."""
 

@@ -24,6 +24,7 @@
       CommunicationError (RuntimeError)
         PeerFailed                          another rank died or raised
         PeerSilent (TimeoutError)           another rank stopped answering
+        LeftOut                             the others go on without this process
         NoWayOn                             every rank's place is known, on a virtual cluster
           CollectivesDisagree               ranks called different collectives
           Deadlock                          no rank can go on
@@ -145,7 +146,16 @@ class CommunicationError(StrettoError, RuntimeError):
 
 
 class PeerFailed(CommunicationError):
-    """Another rank died or raised; the message carries its cause where one was told."""
+    """Another rank died or raised; the message carries its cause where one was told.
+
+    Args:
+        message: For people.
+        ranks: Those that are gone, where this rank has found it out by itself.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class PeerSilent(CommunicationError, TimeoutError):
@@ -159,6 +169,10 @@ class PeerSilent(CommunicationError, TimeoutError):
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+class LeftOut(CommunicationError):
+    """The others have agreed to go on without this process, or the job has ended."""
 
 
 class CorruptionError(StrettoError, RuntimeError):

@@ -22,6 +22,11 @@ from stretto.flat import PartedTensor
 from stretto.optimizer import name_of
 from stretto.packed import pack, unpack
 
+_TOGETHER_BYTES = 2**24
+"""Entries that travel in one record have so many bytes at most, unless one has more."""
+_SMALL_BYTES = 64
+"""About what a number takes."""
+
 Gather = Callable[[bytes], Sequence[bytes]]
 """Returns every rank's record, in rank order."""
 
@@ -36,6 +41,12 @@ class Runs:
     """First element, and the values `(numel,)`; disjoint."""
     written: list[bool]
     """Of each run: whether this rank writes it into a checkpoint. Others may hold it too."""
+
+    @property
+    def own(self) -> "Runs":
+        """Those that this rank writes."""
+        runs = [run for run, mine in zip(self.runs, self.written, strict=True) if mine]
+        return Runs(self.shape, self.dtype, runs, [True] * len(runs))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +69,54 @@ class Held:
     def header(self) -> list[Any]:
         """What is the same on all ranks that hold the state."""
         return [self.step, self.strategy, self.optimizer, self.world_size, self.layout]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """About how many bytes each entry has."""
+        return {name: _size(entry) for name, entry in self.entries.items()}
+
+    def written(self) -> bytes:
+        """Return what the rank would have written into a checkpoint, for `read_share`.
+
+        Values of one dtype are one tensor in it: a model of many small ones has thousands of runs.
+        """
+        plain = {name: entry for name, entry in self.entries.items() if not isinstance(entry, Runs)}
+        runs = {name: entry.own for name, entry in self.entries.items() if isinstance(entry, Runs)}
+        index = [
+            [name, list(entry.shape), str(entry.dtype), [[start, run.numel()] for start, run in entry.runs]]
+            for name, entry in runs.items()
+        ]
+        flats: dict[str, list[Tensor]] = {}
+        for entry in runs.values():
+            flats.setdefault(str(entry.dtype), []).extend(run.reshape(-1).cpu() for _, run in entry.runs)
+        values = {dtype: torch.cat(parts) for dtype, parts in flats.items() if parts}
+        return pack([self.header, plain, index, values], "a rank's share of the state")
+
+
+def read_share(content: bytes) -> Held:
+    """Return the share from which `Held.written` has made these bytes.
+
+    Raises:
+        UnsafeValue: They are something else.
+    """
+    header, plain, index, values = unpack(content, "a rank's share of the state")
+    entries: dict[str, Any] = dict(plain)
+    places = dict.fromkeys(values, 0)
+    for name, shape, dtype, runs in index:
+        held = []
+        for start, numel in runs:
+            held.append((start, values[dtype][places[dtype] : places[dtype] + numel]))
+            places[dtype] += numel
+        entries[name] = Runs(tuple(shape), getattr(torch, dtype.partition(".")[2]), held, [True] * len(held))
+    step, strategy, optimizer, world_size, layout = header
+    return Held(
+        step=step,
+        strategy=strategy,
+        optimizer=optimizer,
+        world_size=world_size,
+        layout=layout,
+        entries=entries,
+    )
 
 
 def hold(
@@ -140,7 +199,7 @@ class Holding:
     def __init__(self, shares: Sequence[Held], gather: Gather) -> None:
         self._shares = shares
         self._gather = gather
-        told = self._tell([[share.header for share in shares], [sorted(share.entries) for share in shares]])
+        told = self._tell([[share.header for share in shares], [share.sizes for share in shares]])
         headers = [header for found, _ in told for header in found]
         if not headers or headers.count(headers[0]) < len(headers):
             raise CheckpointError(
@@ -148,8 +207,14 @@ class Holding:
                 "strategy, optimizer, ranks and layout of each)"
             )
         self.step, self.strategy, self.optimizer, self.world_size, self.layout = headers[0]
-        self.names = {name for _, found in told for names in found for name in names}
+        self._sizes: dict[str, int] = {}
+        for name, size in (one for _, found in told for sizes in found for one in sizes.items()):
+            self._sizes[name] = self._sizes.get(name, 0) + size
+
+    @property
+    def names(self) -> set[str]:
         """Every entry that some rank holds."""
+        return set(self._sizes)
 
     def read(self, state: State, *, moves: bool) -> list[str]:
         """Fill the blank entries of `state`; return the names of those of which ranks do not hold all.
@@ -161,18 +226,34 @@ class Holding:
         wanted = {name: (into, key) for into, key, name, _ in _entries(state)}
         lacking = sorted(name for name, place in wanted.items() if moves or not self._fill(name, place))
         missing = []
-        for name in sorted({name for names in self._tell(lacking) for name in names}):
-            found = [one for record in self._gather(self._written(name)) for one in unpack(record, name)]
-            if name in wanted and not _fill(wanted[name], found):
-                missing.append(name)
+        lacked = {name for told in self._tell(lacking) for name in told}
+        for names in self._together(sorted(lacked)):
+            records = [unpack(record, "entries") for record in self._gather(self._written(names))]
+            for name in names:
+                found = [one for record in records for one in record[name]]
+                if name in wanted and not _fill(wanted[name], found):
+                    missing.append(name)
         return missing
+
+    def _together(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Yield names in groups that travel together, the same on all ranks: most entries are small."""
+        group: list[str] = []
+        size = 0
+        for name in names:
+            size += self._sizes.get(name, 0)
+            if group and size > _TOGETHER_BYTES:
+                yield group
+                group, size = [], self._sizes.get(name, 0)
+            group.append(name)
+        if group:
+            yield group
 
     def _fill(self, name: str, place: tuple[Any, Any]) -> bool:
         return _fill(place, self._own(name))
 
-    def _written(self, name: str) -> bytes:
-        """Return what this rank's shares would have written of an entry."""
-        return pack([_as_plain(entry) for entry in self._own(name)], name)
+    def _written(self, names: Sequence[str]) -> bytes:
+        """Return what this rank's shares would have written of some entries."""
+        return pack({name: [_as_plain(entry) for entry in self._own(name)] for name in names}, "entries")
 
     def _own(self, name: str) -> list[Any]:
         """Return what this rank holds of an entry: runs, or the value alone in a list."""
@@ -208,10 +289,14 @@ def _as_plain(entry: Any) -> Any:
     """Return what a rank writes of an entry as a list of shape, dtype and runs."""
     if not isinstance(entry, Runs):
         return entry
-    runs = [
-        (start, run.clone()) for (start, run), mine in zip(entry.runs, entry.written, strict=True) if mine
-    ]
+    runs = [(start, run.clone()) for start, run in entry.own.runs]
     return [list(entry.shape), str(entry.dtype), runs]
+
+
+def _size(entry: Any) -> int:
+    if isinstance(entry, Runs):
+        return sum(run.nbytes for _, run in entry.own.runs)
+    return len(entry) if isinstance(entry, bytes) else _SMALL_BYTES
 
 
 def _fill(place: tuple[Any, Any], found: Sequence[Any]) -> bool:

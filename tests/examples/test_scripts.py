@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,18 @@ def test_guards_give_back_the_undisturbed_run_to_the_bit() -> None:
     assert float(harmed.rpartition(" ")[2]) > 0.1
     assert incident.strip() == "update 11: masters damaged (bucket 0; rank 0): mended"
     assert float(repaired.rpartition(" ")[2]) == 0
+
+
+def test_a_rank_is_killed_the_others_go_on_and_another_comes_in() -> None:
+    # It starts processes of its own, which read the script again.
+    program = [sys.executable, str(EXAMPLES / "survive.py")]
+    lines = subprocess.run(program, capture_output=True, text=True, check=True).stdout.splitlines()
+    first, second, *more = [line for line in lines if line.startswith("term")]
+    assert first == "term 0: 3 ranks, from update 0"
+    assert second in [f"term 1: {ranks} ranks, from update 16" for ranks in (2, 3)]
+    assert "3 ranks" in [second, *more][-1]
+    assert lines[-1].startswith("update 200: ")
+    assert losses(lines)[-1] < losses(lines)[0]
 
 
 def test_the_recipe_learns_on_two_workers_with_options_of_its_own() -> None:

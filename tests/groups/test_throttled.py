@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from stretto.errors import ConfigError
 from stretto.groups.throttled import ThrottledGroup, register_throttled
-from stretto.groups.wrapped import _gloo_group
+from stretto.groups.wrapped import gloo_group
 from stretto.link import Link
 from tests.processes import rank_outcomes, run_ranks
 
@@ -81,7 +81,7 @@ def test_collectives_equal_plain_gloo_to_the_bit_and_are_counted(link: str) -> N
 
 
 def gloo_has_lists_for_all() -> bool:
-    group = _gloo_group(dist.HashStore(), 0, 1, dist.default_pg_timeout, None)
+    group = gloo_group(dist.HashStore(), 0, 1, dist.default_pg_timeout, None)
     try:
         group.alltoall([torch.empty(1)], [torch.ones(1)], dist.AllToAllOptions()).wait()
     except RuntimeError:

@@ -20,13 +20,13 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from stretto.groups.wrapped import _gloo_group
+from stretto.groups.wrapped import gloo_group
 from tests.style.source import package_files, parsed, place
 
 
 def gloo() -> dist.ProcessGroup:
     """A Gloo group of one rank."""
-    return _gloo_group(dist.HashStore(), 0, 1, dist.default_pg_timeout, None)
+    return gloo_group(dist.HashStore(), 0, 1, dist.default_pg_timeout, None)
 
 
 def worker_iterator() -> type:

@@ -231,7 +231,7 @@ class Lifetime:
     def __init__(self, failures: FailureDetector, leave: Callable[..., None]) -> None:
         self.has_finished = False
         """Whether the job ended without an error."""
-        self._failures = failures
+        self.failures = failures
         self._leave = leave
         self._ended_because: str | None = None
 
@@ -247,12 +247,12 @@ class Lifetime:
         """
         if self._ended_because is not None:
             raise Finished(
-                f"{self._failures.where}: the job has ended ({self._ended_because}); make a new DataParallel to go on"
+                f"{self.failures.where}: the job has ended ({self._ended_because}); make a new DataParallel to go on"
             )
         try:
             yield
         except BaseException as error:
-            cause = self._failures.cause_of(error)
+            cause = self.failures.cause_of(error)
             self.fail(cause, is_users=is_users)
             if cause is error:
                 raise
@@ -260,30 +260,30 @@ class Lifetime:
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what has ended the job, where `error` leaves the user's code; see `FailureDetector.cause_of`."""
-        return error if self._ended_because is not None else self._failures.cause_of(error)
+        return error if self._ended_because is not None else self.failures.cause_of(error)
 
     def fail(self, error: BaseException, *, is_users: bool = False) -> None:
         """End the job because of `error`, and tell the other ranks; see `FailureDetector.tell`."""
         if self._ended_because is None:
             self._ended_because = f"{type(error).__name__}: {error}"
-            if self._failures.tell(error, is_users=is_users):
-                for group in self._failures.waited_in:
+            if self.failures.tell(error, is_users=is_users):
+                for group in self.failures.waited_in:
                     group.abort()
             self._leave(waits=False)
             self.retire()
 
     def finish(self) -> None:
         """End the job without an error; no collective may be issued before this returns."""
-        self._failures.catch_up()
+        self.failures.catch_up()
         self._leave(waits=True)
-        self._failures.end()
+        self.failures.end()
         self.retire()
         self._ended_because = "finish() was called"
         self.has_finished = True
 
     def retire(self) -> None:
         """Release the job's groups, in time."""
-        for group in self._failures.groups:
+        for group in self.failures.groups:
             retire(group)
 
 

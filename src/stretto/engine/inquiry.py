@@ -208,7 +208,7 @@ def closed_ranks(watcher: Watcher, connections: Collection[Connection]) -> list[
 
 
 def _error(kind: type[CommunicationError], message: str, ranks: Sequence[int]) -> CommunicationError:
-    return PeerSilent(message, ranks) if kind is PeerSilent else kind(message)
+    return (PeerSilent if kind is PeerSilent else PeerFailed)(message, ranks)
 
 
 def _reason(error: BaseException) -> str:

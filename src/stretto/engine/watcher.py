@@ -47,6 +47,12 @@ _WORDS = ("failure", "finding", "alarm", "heard")
 """What ranks write where something has gone wrong."""
 
 
+def last_sign(store: Store, rank: int) -> str | None:
+    """Return the last sign of life that a rank has given in the store of its job; None where it has given none."""
+    key = f"{_BEAT}/{rank}"
+    return store.get(key).decode() if store.check([key]) else None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
     """What the others may want to know of a rank when it is gone."""

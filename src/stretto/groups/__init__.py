@@ -12,7 +12,9 @@ from stretto.groups.launcher import (
     local_device,
     meeting_point,
     own_rank,
+    told_place,
 )
+from stretto.groups.leavable import LeavableGroup
 from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
 from stretto.groups.staged import StagedGroup
 from stretto.groups.throttled import ThrottledGroup, register_throttled
@@ -21,6 +23,7 @@ from stretto.link import Link
 
 __all__ = [
     "Connection",
+    "LeavableGroup",
     "Link",
     "SoloGroup",
     "StagedGroup",
@@ -45,4 +48,5 @@ __all__ = [
     "register_throttled",
     "release",
     "retire",
+    "told_place",
 ]

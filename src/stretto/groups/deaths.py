@@ -11,11 +11,11 @@ def announce_death(store: Store, rank: int, how: str) -> None:
     """Write how a rank has ended; ranks that wait for it read it at their next look.
 
     Args:
-        store: With the prefix of the job, if it has one: what its ranks were given to meet at.
-        rank: Of the default group.
+        store: What the job's ranks were given to meet at, or that of any group of the job.
+        rank: Of the default group, or the seat of a process that `survives` runs.
         how: In one line.
     """
-    store.append(_KEY, f"{rank} {how.splitlines()[0]}\n")  # type: ignore[attr-defined]  # missing in torch's stub
+    _outermost(store).append(_KEY, f"{rank} {how.splitlines()[0]}\n")  # type: ignore[attr-defined]  # missing in torch's stub
 
 
 def deaths(store: Store) -> Mapping[int, str]:
@@ -24,10 +24,16 @@ def deaths(store: Store) -> Mapping[int, str]:
     Args:
         store: Of any group of the job.
     """
-    given = store
-    while isinstance(store, PrefixStore):  # every group has put a prefix of its own before that of the job
-        given, store = store, store.underlying_store
+    given = _outermost(store)
     if not given.check([_KEY]):
         return {}
     lines = given.get(_KEY).decode().splitlines()
     return {int(rank): how for rank, _, how in (line.partition(" ") for line in lines)}
+
+
+def _outermost(store: Store) -> Store:
+    """Return the store with the prefix of the job alone: every group has put one of its own before that."""
+    given = store
+    while isinstance(store, PrefixStore):
+        given, store = store, store.underlying_store
+    return given

@@ -116,6 +116,24 @@ def _shows_one(variables: Mapping[str, str]) -> bool:
     return variables.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and "CUDA_VISIBLE_DEVICES" in variables
 
 
+def told_place(rank: int | None, ranks: int | None) -> tuple[int, int]:
+    """Return a process's rank and how many there are: what is given, else what a launcher has told.
+
+    Raises:
+        ConfigError: Neither says it.
+    """
+    launched = launched_rank(os.environ)
+    if launched is not None:
+        rank = launched.rank if rank is None else rank
+        ranks = launched.world_size if ranks is None else ranks
+    if rank is None or ranks is None or not 0 <= rank < ranks:
+        raise ConfigError(
+            f"rank={rank}, ranks={ranks}: expected this process's place, from 0, and how many there are; or a launcher "
+            "that tells them"
+        )
+    return rank, ranks
+
+
 def announce_rank(rank: int, world_size: int) -> None:
     """Set the variables of torchrun in this process, for a library that looks for nothing else.
 

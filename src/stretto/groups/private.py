@@ -84,8 +84,12 @@ def part_of(
 
 
 def ranks_of(group: dist.ProcessGroup) -> Sequence[int]:
-    """Return the ranks of a group in the default group, in its order; where torch does not know it, its own."""
-    return _registered_ranks(group) or _registered_ranks(_innermost(group)) or range(group.size())
+    """Return the ranks of a group in the default group, in its order; where torch does not know it, its own.
+
+    A group that says itself what its ranks are called has an attribute `names`.
+    """
+    names: Sequence[int] | None = getattr(group, "names", None)
+    return names or _registered_ranks(group) or _registered_ranks(_innermost(group)) or range(group.size())
 
 
 def release(group: dist.ProcessGroup) -> None:
@@ -109,6 +113,14 @@ _retired: list[dist.ProcessGroup] = []
 
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Connection]] = weakref.WeakKeyDictionary()
 """What this process has opened while it made a group."""
+
+
+def opened_by(make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return the group that `make` makes, and note the connections that are opened meanwhile."""
+    before = connections()
+    group = make()
+    _opened[group] = connections() - before
+    return group
 
 
 def connections_of(group: dist.ProcessGroup) -> set[Connection]:
@@ -175,18 +187,14 @@ def _over(ranks: Sequence[int], backend: str, timeout_seconds: float) -> dist.Pr
     _check(ranks, dist.get_world_size(), rank)
     ranks = sorted(ranks)
     _release_retired(ranks)
-    before = connections()
+    timeout = timedelta(seconds=timeout_seconds)
     try:
-        group = _named_group(
-            _next_name(ranks, rank), ranks, rank, backend, timedelta(seconds=timeout_seconds)
-        )
+        return opened_by(lambda: _named_group(_next_name(ranks, rank), ranks, rank, backend, timeout))
     except RuntimeError as error:
         raise CommunicationError(
             f"rank {rank}: no group over ranks {ranks} ({str(error).splitlines()[0]}): one of them has died or did not "
             "ask for it, or they have made different numbers of groups over these ranks before"
         ) from error
-    _opened[group] = connections() - before
-    return group
 
 
 def _next_name(ranks: list[int], rank: int) -> GroupName:

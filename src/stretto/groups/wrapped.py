@@ -112,12 +112,12 @@ def register_over_gloo(
         raise ConfigError(f"{name!r} is a backend of torch's own; choose another name for this one")
 
     def create(store: Store, rank: int, world_size: int, timeout: timedelta) -> WrappedGroup:
-        return wrap(_gloo_group(PrefixStore("inner", store), rank, world_size, timeout, address), store)
+        return wrap(gloo_group(PrefixStore("inner", store), rank, world_size, timeout, address), store)
 
     dist.Backend.register_backend(name, create, devices=["cpu"])
 
 
-def _gloo_group(
+def gloo_group(
     store: Store, rank: int, world_size: int, timeout: timedelta, address: str | None
 ) -> dist.ProcessGroup:
     """Return a plain Gloo group of which torch's registries know nothing."""

@@ -59,6 +59,7 @@ from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunCo
 from stretto_lab.train.demo import RESULTS, DemoConfig, demonstrate
 from stretto_lab.train.handle import check_run
 from stretto_lab.train.launch import Ranks
+from stretto_lab.train.meet import MeetConfig, meet
 from stretto_lab.train.outcome import Outcome, new_run_folder
 from stretto_lab.train.rank import title_of
 from stretto_lab.train.restarts import train_on
@@ -78,6 +79,7 @@ CONFIGURE: Mapping[str, Callable[[TaskConfig], Any]] = MappingProxyType(
         "estimate": lambda _: EstimateConfig(),
         "campaign": lambda task: CampaignConfig(task=small(task)),
         "doctor": lambda _: Examination(),
+        "meet": lambda _: MeetConfig(),
         "presets": lambda _: PresetList(),
         "reproduce": lambda _: ReproduceConfig(),
     }
@@ -103,6 +105,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
         "estimate": print_estimate,
         "campaign": campaign_command,
         "doctor": doctor_command,
+        "meet": lambda words: meet(parse_alone("meet", words, MeetConfig()), _print_line),
         "presets": presets_command,
         "reproduce": reproduce_command,
     }

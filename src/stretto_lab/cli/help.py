@@ -106,6 +106,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             takes="[RECORD...]",
             basic=("list", "seeds", "data", "scale", "out", "processes"),
         ),
+        "meet": Command(
+            summary="host the store of jobs that survive the loss of ranks",
+            takes="",
+            basic=("host", "port"),
+        ),
         "presets": Command(
             summary="list the settings of the papers, for --preset",
             takes="",

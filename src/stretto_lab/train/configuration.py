@@ -244,6 +244,9 @@ class RunConfig(Job[TaskT]):
     restarts: int = 3
     """Times that local workers go on from the last checkpoint after damage that cannot be repaired, or that came too
     often, without those it is laid to; 0 for none."""
+    survive: bool = False
+    """Go on when a local worker dies, from the memories of the others, and start a new one in its place; `restarts`
+    times at most. See docs/survive.md."""
     faults: tuple[Fault, ...] = ()
     """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
     with rank=all; see docs/guards.md."""
@@ -271,6 +274,21 @@ class RunConfig(Job[TaskT]):
             raise ConfigError(f"replan must be above 1, found {self.replan}")
         if self.resume and self.run_dir is None:
             raise ConfigError("resume needs the folder of the run to continue: set run_dir")
+        self._check_survive()
+
+    def _check_survive(self) -> None:
+        """Raise where what is asked for names ranks: those of a run that goes on without some are numbered anew."""
+        by_rank = {
+            "link": self.link != "none",
+            "faults": bool(self.faults),
+            "noise": self.noise is not None,
+            "slow": bool(self.slow),
+            "ranks_per_node": self.ranks_per_node is not None,
+            "async_save": self.async_save,
+            "replan": self.replan is not None,
+        }
+        if self.survive and (asked := [name for name, is_set in by_rank.items() if is_set]):
+            raise ConfigError(f"survive with {', '.join(asked)}: not built yet; leave out one of them")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,12 +2,15 @@
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, Self, TypeVar
 
+from stretto.errors import ConfigError
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.outcome import Outcome
-from stretto_lab.train.rank import train_rank
+from stretto_lab.train.rank import surviving_rank, train_rank
+from stretto_lab.train.replaced import run_replaced
 from stretto_lab.train.workers import RankInfo, host_store, run_workers
 
 T = TypeVar("T")
@@ -84,8 +87,11 @@ class LocalRanks:
 
     def call(self, function: Callable[..., T], *args: Any) -> list[T]:
         """Call `function(info, *args)` in one new process per rank; see `Ranks.call`."""
+        return run_workers(function, self._infos(), *args)
+
+    def _infos(self) -> list[RankInfo]:
         self._runs += 1
-        infos = [
+        return [
             RankInfo(
                 rank=rank,
                 world_size=self.world_size,
@@ -97,7 +103,12 @@ class LocalRanks:
             )
             for rank, device in enumerate(self._devices)
         ]
-        return run_workers(function, infos, *args)
+
+    def call_replaced(
+        self, function: Callable[..., T], restarts: int, log: Callable[[str], None], *args: Any
+    ) -> list[T]:
+        """As `call`, with a new process for each that dies; the arguments are those of `run_replaced`."""
+        return run_replaced(function, self._infos(), restarts, log, *args)
 
 
 class JoinedRank:
@@ -152,4 +163,19 @@ def train(
     Raises:
         WorkerFailed: A rank failed; names it and the cause.
     """
+    if run.survive:
+        if not isinstance(ranks, LocalRanks):
+            raise ConfigError(
+                "--survive starts local workers and replaces them: expected no launcher; in a loop of your own "
+                "stretto.survives does the rest (docs/survive.md)"
+            )
+        outcomes = ranks.call_replaced(
+            surviving_rank, run.restarts, _say, run, warmup_updates, shows_progress
+        )
+        return next(outcome for outcome in outcomes if outcome is not None)  # that the others have left
     return ranks.call(train_rank, run, warmup_updates, shows_progress)[0]
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

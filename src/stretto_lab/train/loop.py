@@ -253,6 +253,9 @@ class Loop:
             self.evaluate()
         if _is_due(update.step, self.plan.checkpoint_every):
             self.save()
+        self._saves.keep(
+            self.stopwatch.seconds, None if self.plan.budget is None else self.plan.budget.samples
+        )
         if self.plan.budget is not None and self.plan.budget.is_spent:
             self.handle.end()
         # Rank 0's clock and losses alone decide, or a stop signal to any rank; others hear of it at the next round.

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import torch
 from torch import distributed as dist
 
 from stretto.disk import replace_file, replace_folder
+from stretto.errors import LeftOut
 from stretto.groups import Link
 from stretto.machine import most_bytes, peak_resident_bytes
+from stretto.survive import Term, survives
 from stretto.terminal import printable
 from stretto_lab.observe import (
     Header,
@@ -39,7 +42,14 @@ from stretto_lab.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
 from stretto_lab.train.outcome import Outcome, Totals
 from stretto_lab.train.slow_rank import Wait, slow_down
 from stretto_lab.train.state import Saves, TrainState, loader_of
-from stretto_lab.train.workers import RankInfo, choose_device, described_device, joined_group
+from stretto_lab.train.workers import (
+    RankInfo,
+    address_of,
+    choose_device,
+    described_device,
+    joined_group,
+    store_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +70,8 @@ class RankContext:
     """Seconds from 1970 to the zero of that clock; 0 for a virtual one."""
     wait: Wait = time.sleep
     """Lets as many seconds of that clock pass."""
+    term: Term | None = None
+    """Of a job that survives the loss of ranks."""
 
     @property
     def whole(self) -> Any:
@@ -83,13 +95,50 @@ def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows
     device = choose_device(run.device, info)
     with joined_group(info, Link.parse(run.link), device, run.timeout_seconds):
         context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
-        progress = None
-        if shows_progress and info.rank == 0:
-            title = title_of(
-                run, info.world_size, described_device(device, run.device, info.local_world_size)
-            )
-            progress = Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
+        progress = _progress(context, info, run) if shows_progress and info.rank == 0 else None
         return train_at(context, run, warmup_updates, progress)
+
+
+def surviving_rank(
+    info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool
+) -> Outcome | None:
+    """As `train_rank`, on workers of which some may be lost or come; None where the others go on without this one."""
+    torch.set_num_threads(run.threads)
+    device = choose_device(run.device, info)
+
+    def train(term: Term) -> Outcome:
+        context = RankContext(
+            rank=term.rank, world_size=term.world_size, device=device, group=term.group, term=term
+        )
+        of_term = dataclasses.replace(
+            run, micro_batches=shared(run.micro_batches, info.world_size, term.world_size)
+        )
+        progress = _progress(context, info, of_term) if shows_progress and term.rank == 0 else None
+        return train_at(context, of_term, warmup_updates, progress)
+
+    try:
+        return survives(
+            train,
+            store=store_of(info, timedelta(seconds=run.timeout_seconds)),
+            rank=info.rank,
+            ranks=info.world_size,
+            silent_seconds=run.silent_seconds,
+            seat=info.seat,
+            address=address_of(info),
+        )
+    except LeftOut:
+        return None
+
+
+def shared(micro_batches: int, ranks_before: int, ranks: int) -> int:
+    """Return how many micro-batches each rank takes, so that all together take as many as before, or nearly."""
+    return max(1, round(micro_batches * ranks_before / ranks))
+
+
+def _progress(context: RankContext, info: RankInfo, run: RunConfig[TaskT]) -> Progress:
+    place = described_device(context.device, run.device, info.local_world_size)
+    title = title_of(run, context.world_size, place)
+    return Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
 
 
 def train_at(
@@ -115,7 +164,7 @@ def train_at(
         rehearsal.begin(handle)
         slow_down(handle, run.slow, context.device, context.now, context.wait)
         _seed(run.seed, context.rank)
-        start = TrainState.restore(run, task, handle)
+        start = TrainState.restore(run, task, handle, context.term)
         if budget is not None:
             budget.go_on(start.step or 0, start.samples)
         if progress is not None:
@@ -132,7 +181,7 @@ def train_at(
             handle,
             _plan(run, budget),
             observers=observers,
-            saves=Saves(run, task, handle, totals),
+            saves=Saves(run, task, handle, totals, context.term),
             stopwatch=stopwatch,
             totals=totals,
         )

@@ -14,6 +14,7 @@ from stretto.echo.text import parse_plan
 from stretto.errors import TornCheckpoint
 from stretto.parallel import DataParallel
 from stretto.records import Incident
+from stretto.survive import Term
 from stretto_lab.recipes import ResumableLoader, Task, reshard
 from stretto_lab.recipes.task import Batch
 from stretto_lab.train.budget import Budget
@@ -103,33 +104,48 @@ class TrainState:
 
     def save(self, run: RunConfig[TaskT], task: Task, parallel: Handle) -> None:
         """Write a checkpoint; all ranks must call, right after an update."""
-        extra = dataclasses.asdict(self)
-        del extra["incidents"], extra["notes"]
         checkpoint.save(
             _savable(parallel),
             checkpoints_of(run),
             loader=task.loader,
-            extra=extra,
+            extra=self._extra(),
             keep=run.checkpoints_kept,
             async_save=run.async_save,
         )
 
+    def keep(self, term: Term, task: Task, parallel: Handle) -> None:
+        """Keep it in memory, if it is time to; all ranks must call, right after an update."""
+        term.keep(_savable(parallel), loader=task.loader, extra=self._extra)
+
+    def _extra(self) -> dict[str, Any]:
+        extra = dataclasses.asdict(self)
+        del extra["incidents"], extra["notes"]
+        return extra
+
     @classmethod
-    def restore(cls, run: RunConfig[TaskT], task: Task, parallel: Handle) -> Self:
-        """Load the last sound checkpoint, if the run resumes and there is one; all ranks must call.
+    def restore(cls, run: RunConfig[TaskT], task: Task, parallel: Handle, term: Term | None = None) -> Self:
+        """Load what ranks have in memory, or the last sound checkpoint, if there is one; all ranks must call.
 
         Raises:
-            TornCheckpoint: There are checkpoints, and all of them are damaged.
+            TornCheckpoint: There are checkpoints, and all of them are damaged; or no state in memory is whole.
         """
+        if term is None:
+            return cls._from_files(run, task, parallel)
+        begun: list[Self] = []
+        restored = term.go_on(
+            _savable(parallel),
+            loader=task.loader,
+            extra=lambda: begun[0]._extra(),
+            begin=lambda: begun.append(cls._from_files(run, task, parallel)),
+        )
+        return begun[0] if restored is None else cls._of(restored, task, parallel, ())
+
+    @classmethod
+    def _from_files(cls, run: RunConfig[TaskT], task: Task, parallel: Handle) -> Self:
         paths = checkpoint.newest_first(checkpoints_of(run)) if run.resume else []
         if not paths:
             return cls(notes=("no checkpoint yet: the run begins at its beginning",) if run.resume else ())
         sound, restored = _load_first_sound(paths, task, parallel)
-        if len(restored.loader_states) != parallel.world_size:
-            states = restored.loader_states
-            task.loader.load_state_dict(reshard_loader(states, parallel.rank, parallel.world_size))
-        extra: dict[str, Any] = dict(restored.extra)
-        evaluations = tuple(Evaluation(**one) for one in extra.pop("evaluations"))
         incidents = tuple(
             Incident(
                 step=restored.step,
@@ -141,8 +157,24 @@ class TrainState:
             )
             for path in paths[: paths.index(sound)]
         )
+        return cls._of(restored, task, parallel, incidents)
+
+    @classmethod
+    def _of(
+        cls,
+        restored: checkpoint.Restored,
+        task: Task,
+        parallel: Handle,
+        incidents: tuple[Incident, ...],
+    ) -> Self:
+        if len(restored.loader_states) != parallel.world_size:
+            states = restored.loader_states
+            task.loader.load_state_dict(reshard_loader(states, parallel.rank, parallel.world_size))
+        extra: dict[str, Any] = dict(restored.extra)
+        evaluations = tuple(Evaluation(**one) for one in extra.pop("evaluations"))
         found = {"evaluations": evaluations, "incidents": incidents, "notes": restored.notes}
-        return cls(**{**extra, **found, "step": restored.step})
+        step = restored.step or None  # what was kept before the first update is the beginning
+        return cls(**{**extra, **found, "step": step})
 
 
 def _load_first_sound(
@@ -162,10 +194,19 @@ class Saves(Generic[TaskT]):
         task: Its model and loader.
         parallel: Its job.
         totals: Knows the evaluations.
+        term: Of a job that survives the loss of ranks, whose state is kept in memory too.
     """
 
-    def __init__(self, run: RunConfig[TaskT], task: Task, parallel: Handle, totals: Totals) -> None:
-        self._run, self._task, self._parallel, self._totals = run, task, parallel, totals
+    def __init__(
+        self,
+        run: RunConfig[TaskT],
+        task: Task,
+        parallel: Handle,
+        totals: Totals,
+        term: Term | None = None,
+    ) -> None:
+        self._run, self._task, self._parallel, self._term = run, task, parallel, term
+        self._totals = totals
         self._stops = Stops() if run.run_dir is not None and run.checkpoint_every is not None else None
 
     @property
@@ -182,15 +223,21 @@ class Saves(Generic[TaskT]):
         """Write a checkpoint; all ranks must call, right after an update or at the end."""
         if self._run.async_save:
             checkpoint.wait(_savable(self._parallel))
-        evaluations = tuple(self._totals.evaluations)
-        now = TrainState(
+        self._now(training_seconds, samples).save(self._run, self._task, self._parallel)
+        self.check()
+
+    def keep(self, training_seconds: float, samples: int | None) -> None:
+        """Keep the state in memory, where ranks may be lost; all ranks must call, right after an update."""
+        if self._term is not None:
+            self._now(training_seconds, samples).keep(self._term, self._task, self._parallel)
+
+    def _now(self, training_seconds: float, samples: int | None) -> TrainState:
+        return TrainState(
             step=self._parallel.steps,
             training_seconds=training_seconds,
             samples=samples,
-            evaluations=evaluations,
+            evaluations=tuple(self._totals.evaluations),
         )
-        now.save(self._run, self._task, self._parallel)
-        self.check()
 
     def check(self) -> None:
         """Raise what an earlier save has failed with by now; all ranks must call, after an update or at the end."""

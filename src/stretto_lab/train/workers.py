@@ -50,6 +50,8 @@ class RankInfo:
     """Port of the store."""
     store_prefix: str = ""
     """Of all keys in the store: jobs that follow each other on one store do not read each other's."""
+    seat: int | None = None
+    """Number of the process, where one that dies is replaced; None is its rank."""
 
 
 def host_store(host: str, port: int) -> TCPStore:
@@ -68,6 +70,11 @@ def host_store(host: str, port: int) -> TCPStore:
 _BACKLOG = 1024
 """Connections that may wait: all ranks come at once."""
 _LOOPBACK = "127.0.0.1"
+
+
+def address_of(info: RankInfo) -> str | None:
+    """Return where the groups of a rank listen; None where Gloo chooses, because other machines take part."""
+    return _LOOPBACK if _is_loopback(info.host) else None
 
 
 def _is_loopback(host: str) -> bool:
@@ -94,11 +101,11 @@ def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_secon
             f"--link slows Gloo, but this job is on {device}, over NCCL: leave it out, or --device cpu"
         )
     timeout = timedelta(seconds=timeout_seconds)
-    register_throttled(link, address=_LOOPBACK if _is_loopback(info.host) else None)
+    register_throttled(link, address=address_of(info))
     try:
         dist.init_process_group(
             "throttled" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=_store_of(info, timeout),
+            store=store_of(info, timeout),
             rank=info.rank,
             world_size=info.world_size,
             timeout=timeout,
@@ -113,7 +120,7 @@ def joined_group(info: RankInfo, link: Link, device: torch.device, timeout_secon
     dist.destroy_process_group()
 
 
-def _store_of(info: RankInfo, timeout: timedelta) -> PrefixStore:
+def store_of(info: RankInfo, timeout: timedelta) -> PrefixStore:
     """Return the store at which the ranks of a job meet, with a prefix of its own."""
     store = TCPStore(info.host, info.port, is_master=False, timeout=timeout)
     return PrefixStore(f"stretto/{info.store_prefix}", store)
@@ -174,7 +181,7 @@ once a second, and may have to find out whom to blame, which takes two and a hal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Failure:
+class Failure:
     """How a rank ended that did not return."""
 
     text: str
@@ -199,7 +206,7 @@ def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: An
         WorkerFailed: Names the rank that failed first, and the cause. All other processes have ended too.
     """
     with supervised(lands=True) as workers:
-        started = {info.rank: workers.start(_work, function, info, args) for info in infos}
+        started = {info.rank: workers.start(work, function, info, args) for info in infos}
         workers.may_land = True
         return _collect(started, infos[0])
 
@@ -208,7 +215,7 @@ def _collect(workers: Mapping[int, Worker], first: RankInfo) -> list[Any]:
     """Wait for every rank's report; after the first failure, for `GRACE_SECONDS` at most. `first` is one of them."""
     pending = {worker.pipe: rank for rank, worker in workers.items()}
     results: dict[int, Any] = {}
-    failures: dict[int, _Failure] = {}
+    failures: dict[int, Failure] = {}
     deadline: float | None = None
     while not pending.keys() <= {workers[rank].pipe for rank in _silent(failures) & workers.keys()}:
         ready = wait(list(pending), None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -226,7 +233,7 @@ def _collect(workers: Mapping[int, Worker], first: RankInfo) -> list[Any]:
     return [results[rank] for rank in workers]
 
 
-def _silent(failures: Mapping[int, _Failure]) -> set[int]:
+def _silent(failures: Mapping[int, Failure]) -> set[int]:
     return {rank for failure in failures.values() for rank in failure.silent}
 
 
@@ -236,18 +243,19 @@ def _report(worker: Worker, info: RankInfo) -> tuple[bool, Any]:
         succeeded, report = worker.receive()
     except WorkerFailed as failure:
         # A store whose host is stopped does not answer, and nobody waits for this.
-        threading.Thread(target=_announce, args=(info, str(failure)), daemon=True).start()
-        return False, _Failure(text=str(failure))
+        threading.Thread(target=announce, args=(info, str(failure)), daemon=True).start()
+        return False, Failure(text=str(failure))
     return succeeded, report
 
 
-def _announce(info: RankInfo, how: str) -> None:
+def announce(info: RankInfo, how: str) -> None:
     """Tell the other ranks that this one has ended, and how."""
+    number = info.rank if info.seat is None else info.seat
     with suppress(RuntimeError):  # the store has ended with it
-        announce_death(_store_of(info, timedelta(seconds=GRACE_SECONDS)), info.rank, how)
+        announce_death(store_of(info, timedelta(seconds=GRACE_SECONDS)), number, how)
 
 
-def _describe(failures: Mapping[int, _Failure], num_workers: int, world_size: int) -> str:
+def _describe(failures: Mapping[int, Failure], num_workers: int, world_size: int) -> str:
     """Return the message: the first failure that is not the consequence of another one, then the others."""
     causes = {rank: failure for rank, failure in failures.items() if not failure.is_consequence} or failures
     rank, cause = next(iter(causes.items()))
@@ -259,7 +267,7 @@ def _describe(failures: Mapping[int, _Failure], num_workers: int, world_size: in
     return text
 
 
-def _work(pipe: Connection, function: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
+def work(pipe: Connection, function: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
     """Run one rank: the body of its process."""
     try:
         result = function(info, *args)
@@ -267,7 +275,7 @@ def _work(pipe: Connection, function: Callable[..., Any], info: RankInfo, args: 
         if isinstance(error, OSError) and is_unread():
             print_to_nobody()
             error = OutputClosed()
-        failure = _Failure(
+        failure = Failure(
             text=_text(error),
             is_consequence=isinstance(error, CommunicationError),
             damage=error if isinstance(error, CorruptionError) else None,

@@ -1,0 +1,169 @@
+"""A Gloo group that a process can leave, whoever else is still in it, and whatever is under way.
+
+Note [Leaving a group]
+    Gloo closes the connections of a group with the last reference to it, and `abort` does nothing. Two things follow.
+    A process that was stopped, given up by the others, and wakes, would write into their buffers, and no side would get
+    an error. So who leaves shuts the connections: what is under way on them ends, at both ends, and nothing more
+    arrives. The socket that listens stays, because Gloo ends the process without it.
+
+    The destructor waits for whatever is pending, which may take the group's whole timeout, and any garbage collection
+    may be the one that runs it. So the last reference is a thread's, which does nothing but drop it.
+"""
+
+import hashlib
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from stretto.errors import CommunicationError
+from stretto.groups.collective_group import CollectiveGroup
+from stretto.groups.collectives import Call, method_of
+from stretto.groups.connections import Connection
+from stretto.groups.private import connections_of, opened_by
+from stretto.groups.wrapped import WrappedGroup, gloo_group
+
+MEET_SECONDS = 15.0
+"""How long the members of a new group may take to connect. It takes milliseconds, unless one of them has died."""
+_SPARE = 8
+"""Connections that other threads may have opened meanwhile."""
+_NAME_BYTES = 8
+
+
+class LeavableGroup(WrappedGroup):
+    """Gloo over processes that a list names; torch's registries do not know it.
+
+    Every process of the list makes it, with equal arguments but for `rank`.
+
+    Args:
+        store: With a prefix that no other group has had.
+        names: Of the ranks in order, as whoever supervises them calls them.
+        rank: Of this process in the list.
+        timeout_seconds: After which a collective fails.
+        address: Of this machine, where Gloo listens; None lets Gloo choose.
+
+    Raises:
+        CommunicationError: Not all came within `MEET_SECONDS`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        names: Sequence[int],
+        rank: int,
+        *,
+        timeout_seconds: float = 600.0,
+        address: str | None = None,
+    ) -> None:
+        meeting = timedelta(seconds=MEET_SECONDS)
+        try:
+            inner = opened_by(
+                lambda: gloo_group(PrefixStore("inner", store), rank, len(names), meeting, address)
+            )
+            opened = _shared(inner, meeting)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {rank}: no group over the processes {list(names)} ({str(error).splitlines()[0]}): one of them "
+                "has died, or did not ask for it"
+            ) from error
+        inner.set_timeout(timedelta(seconds=timeout_seconds))
+        super().__init__(inner, store, "leavable")
+        self.names = tuple(names)
+        self._opened = opened
+        self._settings: dict[str, Any] = {"timeout_seconds": timeout_seconds, "address": address}
+        self._others: list[LeavableGroup] = []
+
+    def private(self) -> "LeavableGroup":
+        """Return another group of its ranks, which is left with this one."""
+        return self.part(range(self.size()))
+
+    def part(self, members: Sequence[int]) -> "LeavableGroup":
+        """Return a group of some of its ranks, which is left with this one; the others need not call."""
+        over = hashlib.blake2b(repr(list(members)).encode(), digest_size=8).hexdigest()
+        store = PrefixStore(f"{over}.{len(self._others)}", self.get_group_store())
+        names = [self.names[member] for member in members]
+        group = LeavableGroup(store, names, list(members).index(self.rank()), **self._settings)
+        self._others.append(group)
+        return group
+
+    @property
+    def of_jobs(self) -> Sequence["LeavableGroup"]:
+        """The groups that were made of this one, the first one first."""
+        return self._others
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all connections of this group are open: Gloo closes one when its other end is gone."""
+        return all(connection.is_open for connection in self._opened)
+
+    def abort(self) -> None:
+        """End what is under way, on this rank and at the other ends of its connections."""
+        for connection in self._opened:
+            _shut(connection)
+
+    def leave(self) -> None:
+        """Leave this group and those made of it; nothing arrives any more. Every later call raises."""
+        for group in self._others:
+            group.leave()
+        self.abort()
+        inner, self._inner = self._inner, _LeftGroup(self.rank(), self.size())
+        if not isinstance(inner, _LeftGroup):
+            threading.Thread(target=_drop, args=([inner],), name="stretto-leave", daemon=True).start()
+
+
+class _LeftGroup(CollectiveGroup):
+    """What is there in the place of a group that was left."""
+
+    def perform(self, call: Call) -> dist.Work:
+        """Refuse.
+
+        Raises:
+            CommunicationError: always.
+        """
+        raise CommunicationError(f"rank {self.rank()}: this process has left the group")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Nothing ever waits."""
+
+    def abort(self) -> None:
+        """Nothing is under way."""
+
+
+def _drop(last: list[dist.ProcessGroup]) -> None:
+    last.clear()
+
+
+def _shared(group: dist.ProcessGroup, within: timedelta) -> set[Connection]:
+    """Return those connections that were opened with `group` and that another rank has opened with it, too.
+
+    Those alone are its own: another thread may have opened one meanwhile, to somebody else. It waits for all ranks.
+    """
+    opened = connections_of(group)
+    own = torch.zeros(group.size() + _SPARE, _NAME_BYTES, dtype=torch.uint8)
+    for row, connection in zip(own, sorted(opened, key=lambda one: one.name), strict=False):
+        row.copy_(torch.frombuffer(bytearray.fromhex(connection.name), dtype=torch.uint8))
+    every = own.new_empty(group.size() * own.numel())
+    method_of(group, "all_gather_single")(every, own.view(-1)).wait(within)
+    parts = every.view(group.size(), -1, _NAME_BYTES)
+    named = {
+        bytes(row.tolist()).hex() for rank, rows in enumerate(parts) for row in rows if rank != group.rank()
+    }
+    return {connection for connection in opened if connection.name in named}
+
+
+def _shut(connection: Connection) -> None:
+    """Shut both directions of a connection, if this process still has it."""
+    with suppress(OSError):
+        descriptor = os.dup(connection.descriptor)
+        if os.fstat(descriptor).st_ino != connection.inode:  # given to something else meanwhile
+            os.close(descriptor)
+            return
+        with socket.socket(fileno=descriptor) as end:
+            end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,5 @@
+"""A rank is lost, and the job goes on in the processes that live: terms, their members, and states in memory."""
+
+from stretto.survive.terms import Term, survives
+
+__all__ = ["Term", "survives"]

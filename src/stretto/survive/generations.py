@@ -1,0 +1,191 @@
+"""Generations: a job's state after some of its updates, kept in the memories of its ranks.
+
+What each rank would have written into a checkpoint is its *share*. A rank keeps its own share and that of another rank,
+on another machine where there is one, so that every share is there twice. A generation is whole if each of its shares
+is in some living rank's memory. That is found from what members hold, and not from a word that some have heard and
+others not. Two generations are kept, because ranks may be lost in the middle of a newer one.
+"""
+
+import dataclasses
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from stretto import held
+from stretto.checkpoint.load import Restored, load
+from stretto.checkpoint.ranks import Ranks
+from stretto.continuation import Loader
+from stretto.errors import TornCheckpoint
+from stretto.exchange.onward import pass_on
+from stretto.packed import pack, unpack
+from stretto.parallel import DataParallel
+
+_KEPT = 2
+"""Generations: the newest may be unfinished on others."""
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class Generation:
+    """Which one it is; later ones are greater."""
+
+    term: int
+    """In which it was kept."""
+    step: int
+    """Committed updates."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank held of a generation."""
+
+    owners: int
+    """How many shares the generation has."""
+    digest: str
+    content: bytes
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is what it was when it was kept."""
+        return _digest(self.content) == self.digest
+
+
+class Memory:
+    """The shares that one process holds; they outlive the job."""
+
+    def __init__(self) -> None:
+        self._shares: dict[Generation, dict[int, Share]] = {}
+
+    @property
+    def newest(self) -> Generation | None:
+        """The newest generation of which this process holds a share."""
+        return max(self._shares, default=None)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much it holds."""
+        return sum(len(share.content) for shares in self._shares.values() for share in shares.values())
+
+    def keep(
+        self, parallel: DataParallel, term: int, told: Any, *, loader: Loader | None = None, extra: Any = None
+    ) -> list[Any]:
+        """Keep the state of a job at rest; all ranks must call. Return what every rank has told.
+
+        Args:
+            parallel: The job.
+            term: That it is in.
+            told: Plain JSON, for the other ranks.
+            loader: This rank's, if its position is to be kept.
+            extra: Anything; rank 0's is kept.
+
+        Raises:
+            OutOfTurn: An update is under way.
+            CommunicationError: A rank died, raised or fell silent; the generation before is whole.
+        """
+        with parallel.between_updates("keeping a state"):
+            content = held.hold(
+                parallel.continuation(), parallel.strategy.name, loader=loader, extra=extra, copies=False
+            ).written()
+            for listener in parallel.job.model.listeners:
+                listener.committed_is_read()
+        own = Share(parallel.world_size, _digest(content), content)
+        record = [len(content), own.digest, socket.gethostname(), told]
+        records = Ranks(parallel).gather("keeping a state in memory", lambda: record)
+        shares = {parallel.rank: own}
+        owner, copied = _passed_on(parallel, content, [(length, host) for length, _, host, _ in records])
+        copy = Share(parallel.world_size, records[owner][1], copied)
+        if copy.is_sound:  # otherwise its owner has it, and the generation before is there twice
+            shares.setdefault(owner, copy)
+        self._shares[Generation(term, parallel.steps)] = shares
+        for old in sorted(self._shares)[:-_KEPT]:
+            del self._shares[old]
+        return [told for *_, told in records]
+
+    def load(self, parallel: DataParallel, *, loader: Loader | None = None) -> Restored | None:
+        """Let a job go on from the newest generation that its ranks hold together; all ranks must call.
+
+        None where no rank holds anything. Every share of the generation is there twice again after this. What is newer
+        is forgotten: it is not whole, and never will be.
+
+        Raises:
+            TornCheckpoint: No generation is whole: ranks have died together with those that held their copies.
+        """
+        found: dict[Generation, dict[int, int]] = {}
+        owners: dict[Generation, int] = {}
+        inventories = Ranks(parallel).gather("looking for a generation in memory", self._inventory)
+        for rank, inventory in enumerate(inventories):
+            for term, step, owner, number in inventory:
+                owners[Generation(term, step)] = number
+                found.setdefault(Generation(term, step), {}).setdefault(owner, rank)
+        if not found:
+            return None
+        whole = [one for one, givers in found.items() if len(givers) == owners[one]]
+        if not whole:
+            raise TornCheckpoint(
+                "no generation in memory is whole: ranks have ended together with those that held copies of their "
+                "shares; start the job again from its last checkpoint"
+            )
+        chosen = max(whole)
+        mine = [owner for owner, giver in found[chosen].items() if giver == parallel.rank]
+        given = {owner: self._shares[chosen][owner] for owner in mine}
+        self._shares = {one: shares for one, shares in self._shares.items() if one <= chosen}
+        restored = load(parallel, [held.read_share(share.content) for share in given.values()], loader=loader)
+        self._double(parallel, chosen, given)
+        return restored
+
+    def _double(self, parallel: DataParallel, generation: Generation, given: Mapping[int, Share]) -> None:
+        """Give another rank a copy of those shares of a generation that this one alone may have."""
+        content = pack(
+            {str(owner): [share.owners, share.digest, share.content] for owner, share in given.items()},
+            "shares",
+        )
+        record = len(content), socket.gethostname()
+        records = Ranks(parallel).gather("giving out copies of shares", lambda: record)
+        _, copied = _passed_on(parallel, content, records)
+        shares = self._shares.setdefault(generation, {})
+        for owner, (owners, digest, share) in unpack(copied, "shares").items():
+            shares.setdefault(int(owner), Share(owners, digest, share))
+
+    def _inventory(self) -> list[list[int]]:
+        return [
+            [one.term, one.step, owner, share.owners]
+            for one, shares in self._shares.items()
+            for owner, share in shares.items()
+            if share.is_sound
+        ]
+
+
+def _passed_on(
+    parallel: DataParallel, content: bytes, records: Sequence[tuple[int, str]]
+) -> tuple[int, bytes]:
+    """Give bytes to another rank; return from whom others came, and those. Alone, a rank gets its own.
+
+    Args:
+        parallel: The job, at rest.
+        content: Of this rank.
+        records: Of every rank, the length of its bytes, and its machine.
+    """
+    if len(records) == 1:
+        return parallel.rank, content
+    distance = buddy_distance([host for _, host in records])
+    with parallel.between_updates("giving a copy"):
+        copied = pass_on(parallel.job.exchange, content, [length for length, _ in records], distance)
+    return (parallel.rank - distance) % len(records), copied
+
+
+def buddy_distance(hosts: Sequence[str]) -> int:
+    """Return how far on the rank is to which each rank gives a copy: so that most are on another machine.
+
+    Args:
+        hosts: The machine of every rank, of two or more.
+    """
+
+    def alike(distance: int) -> int:
+        return sum(host == hosts[(rank + distance) % len(hosts)] for rank, host in enumerate(hosts))
+
+    return min(range(1, len(hosts)), key=alike)
+
+
+def _digest(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)

@@ -1,0 +1,268 @@
+"""Who takes part in a job, term after term, agreed in a store that none of its ranks hosts.
+
+A term is a list of processes in order. It ends when one of them is lost, or when others have come. Then the next one is
+agreed: everybody who is still there says so, and whoever sees that all have said so, but for those known to be gone,
+writes the list by one `compare_set`. The value that is in the store after that is the answer for all. Who is not in it
+ends.
+
+A process is called by its *seat*, a number that no other process gets: the one that is started in the place of a dead
+one has another, and nothing that was written about the dead one counts for it.
+
+    came/<rank>           how often a process has come for this place at the start
+    newcomers             how many have come after the start
+    waiting               seats that want to come in, one a line
+    entered               those of them that have: who is lost later does not wait again
+    latest                the term that was agreed last
+    <term>/said/<seat>    whether a process goes on or has done its work, and whom it takes for dead
+    <term>/list           the seats of a term in order, or none where the job has ended
+
+Note [Who is gone]
+    A member that has said nothing yet may be dead, or in the middle of a long pass. It is gone once its supervisor has
+    written its death. If another member has found its connection closed, it is gone unless it gives signs of life in
+    the job that ends, as every rank does twice a second until its own part has ended. Otherwise it is gone after
+    `silent_seconds` without a sign. So a rank that is late is waited for, and one that sleeps is not.
+"""
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from stretto.engine.watcher import last_sign
+from stretto.errors import CommunicationError, LeftOut, PeerSilent
+from stretto.groups import announce_death, deaths
+
+T = TypeVar("T")
+
+START_SECONDS = 600.0
+"""How long the first members wait for each other: imports and data may take minutes."""
+_CLOSED_SECONDS = 1.5
+"""After which a member whose connection is closed is gone: three of its signs of life have not come."""
+_POLL_SECONDS = 0.01
+_BOUND_SECONDS = 5.0
+"""Beyond `silent_seconds`, how long the store may take for one answer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """What one member brings from the term that has ended."""
+
+    number: int
+    """Of the term; -1 before the first."""
+    seats: Sequence[int]
+    """Its members in order."""
+    job_store: Store | None = None
+    """Where members give their signs of life, under their ranks; None where no job has begun."""
+    blamed: Sequence[int] = ()
+    """Seats that this member has found to be gone."""
+    is_done: bool = False
+    """Whether this member has done its work; the job has ended once all have."""
+
+
+class Membership:
+    """One process's part in the agreement.
+
+    Args:
+        store: Reached by all processes of the job, and hosted by none of them.
+        rank: The place for which this process was started, from 0.
+        ranks: How many places there are.
+        silent_seconds: How long a member may say nothing and give no sign of life.
+        seat: Where whoever starts the processes numbers them; None draws a number.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, ranks: int, silent_seconds: float, seat: int | None = None
+    ) -> None:
+        self._job = store
+        self._store: Store = PrefixStore("membership", store)
+        self._ranks = ranks
+        self._silent_seconds = silent_seconds
+        self._answered = time.monotonic()
+        self._waiting: list[int] = []
+        self._looking = threading.Thread()
+        self.seat = seat if seat is not None else self._bounded(lambda: self._draw(rank))
+        """Of this process."""
+
+    def enter(self) -> tuple[int, Sequence[int]]:
+        """Return the first term that this process is in: its number, and the seats of its members in order.
+
+        Raises:
+            LeftOut: The job has ended.
+            PeerSilent: The store does not answer.
+        """
+        if self.seat < self._ranks:
+            return self.following(Ended(-1, range(self._ranks)))
+        return self._bounded(self._wait_to_come_in)
+
+    def following(self, ended: Ended) -> tuple[int, Sequence[int]]:
+        """Return the number and the seats of the term after the one that has ended; none where the job has ended.
+
+        Raises:
+            LeftOut: It goes on without this process.
+            PeerSilent: The store does not answer.
+        """
+        return self._bounded(lambda: self._agree(ended))
+
+    def newcomers(self, seats: Sequence[int]) -> list[int]:
+        """Return who wanted to come in when this was last asked, and look again; it never waits for the store."""
+        if not self._looking.is_alive():
+            self._looking = threading.Thread(target=self._look, name="stretto-newcomers", daemon=True)
+            self._looking.start()
+        return [seat for seat in self._waiting if seat not in seats]
+
+    def plan(self, number: int, seats: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """Write the list of a term on which its members have agreed in another way; return what counts.
+
+        Raises:
+            LeftOut: Another list was written before, without this process.
+            PeerSilent: The store does not answer.
+        """
+        self._bounded(lambda: self._propose(number, seats))
+        return self._bounded(lambda: self._listed(number))
+
+    def died(self, how: str) -> None:
+        """Tell the others that this process leaves for good, if the store answers."""
+        with contextlib.suppress(CommunicationError):
+            self._bounded(lambda: announce_death(self._job, self.seat, how))
+
+    @property
+    def deaths(self) -> Mapping[int, str]:
+        """How processes have ended, by seat, as far as somebody has written it."""
+        return deaths(self._job)
+
+    # What the store is asked; on a thread of its own
+
+    def _bounded(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns; no call of a store gives up on a host that is stopped, so this does."""
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                errors.append(error)
+
+        self._answered = time.monotonic()
+        thread = threading.Thread(target=run, name="stretto-membership", daemon=True)
+        thread.start()
+        limit = self._silent_seconds + _BOUND_SECONDS
+        while thread.is_alive() and time.monotonic() - self._answered < limit:
+            thread.join(_POLL_SECONDS)
+        if results:
+            return results[0]
+        if not errors:
+            raise PeerSilent(
+                f"the store of the members has not answered for {limit:g} s: look at the machine that hosts it"
+            )
+        error = errors[0]
+        if isinstance(error, RuntimeError) and not isinstance(error, LeftOut):
+            raise LeftOut(
+                f"the store of the members is gone ({str(error).splitlines()[0]}): start the job again from its last "
+                "checkpoint"
+            ) from error
+        raise error
+
+    def _draw(self, rank: int) -> int:
+        if self._store.add(f"came/{rank}", 1) == 1:
+            return rank
+        return self._ranks - 1 + self._store.add("newcomers", 1)
+
+    def _wait_to_come_in(self) -> tuple[int, Sequence[int]]:
+        self._store.append("waiting", f"{self.seat}\n")  # type: ignore[attr-defined]  # missing in torch's stub
+        while True:
+            latest = self._read("latest")
+            if latest is not None:
+                seats = self._read(f"{latest}/list")
+                if not seats:
+                    raise LeftOut(f"seat {self.seat}: the job ended before this process could come in")
+                if self.seat in seats:
+                    return latest, seats
+            self._pause()
+
+    def _agree(self, ended: Ended) -> tuple[int, Sequence[int]]:
+        number = ended.number + 1
+        self._store.set(f"{number}/said/{self.seat}", json.dumps([ended.is_done, *ended.blamed]))
+        missing = _Missing(ended, START_SECONDS if ended.number < 0 else self._silent_seconds)
+        while self._read(f"{number}/list") is None:
+            said = {seat: self._read(f"{number}/said/{seat}") for seat in ended.seats}
+            said = {seat: found for seat, found in said.items() if found is not None}
+            if missing.are_gone(said, deaths(self._job)):
+                is_over = all(is_done for is_done, *_ in said.values())
+                self._propose(number, [] if is_over else [*said, *self._asking(ended.seats)])
+            else:
+                self._pause()
+        return self._listed(number)
+
+    def _listed(self, number: int) -> tuple[int, Sequence[int]]:
+        seats = self._read(f"{number}/list")
+        if seats and self.seat not in seats:
+            raise LeftOut(
+                f"seat {self.seat}: the others go on without this process, as seats {seats}: it had given no sign of "
+                "life (Options.silent_seconds), or was taken for dead"
+            )
+        return number, seats
+
+    def _look(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, which the next loss will show
+            self._waiting = self._asking(())
+
+    def _asking(self, seats: Sequence[int]) -> list[int]:
+        """Return who wants to come in and lives, but for those that are in already."""
+        died, entered = deaths(self._job), self._seats_in("entered")
+        return [seat for seat in self._seats_in("waiting") if seat not in {*seats, *died, *entered}]
+
+    def _seats_in(self, key: str) -> list[int]:
+        return list(map(int, self._store.get(key).decode().split())) if self._store.check([key]) else []
+
+    def _propose(self, number: int, seats: Sequence[int]) -> None:
+        listed = json.loads(self._store.compare_set(f"{number}/list", "", json.dumps(list(seats))))
+        came = "".join(f"{seat}\n" for seat in listed if seat >= self._ranks)
+        if came:
+            self._store.append("entered", came)  # type: ignore[attr-defined]  # missing in torch's stub
+        self._store.set("latest", json.dumps(number))
+
+    def _read(self, key: str) -> Any:
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _pause(self) -> None:
+        self._answered = time.monotonic()
+        time.sleep(_POLL_SECONDS)
+
+
+class _Missing:
+    """Members that have said nothing yet; see Note [Who is gone]."""
+
+    def __init__(self, ended: Ended, patience: float) -> None:
+        self._ended = ended
+        self._patience = patience
+        self._signs: dict[int, tuple[str | None, float]] = {}
+
+    def are_gone(self, said: Mapping[int, Sequence[Any]], died: Mapping[int, str]) -> bool:
+        """Return whether everybody is gone who has said nothing.
+
+        Args:
+            said: By those that have, in their order: whether they are done, and whom they take for dead.
+            died: Seats whose death was written.
+        """
+        blamed = {seat for _, *seats in said.values() for seat in seats}
+        missing = [seat for seat in self._ended.seats if seat not in said and seat not in died]
+        return all([self._silence(seat) >= self._limit(seat in blamed) for seat in missing])
+
+    def _limit(self, is_blamed: bool) -> float:
+        return _CLOSED_SECONDS if is_blamed else self._patience
+
+    def _silence(self, seat: int) -> float:
+        """Return for how long a member has given no new sign, as far as this process has looked."""
+        store, now = self._ended.job_store, time.monotonic()
+        sign = None if store is None else last_sign(store, self._ended.seats.index(seat))
+        before, since = self._signs.setdefault(seat, (sign, now))
+        if sign != before:
+            self._signs[seat] = sign, now
+            return 0.0
+        return now - since

@@ -1,0 +1,329 @@
+"""A job that goes on in the same processes when ranks are lost or come.
+
+Nothing inside a job survives the loss of a rank. The process does, and so do the generations in its memory: the job
+ends, its connections are shut, those that are left agree who they are, and the user's function is called again. It
+builds a new job on a new group and goes on from the newest generation that is whole.
+"""
+
+import logging
+import math
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from stretto.checkpoint.load import Restored
+from stretto.continuation import Loader
+from stretto.engine.watcher import store_of
+from stretto.errors import CommunicationError, ConfigError, LeftOut, PeerFailed, PeerSilent, StrettoError
+from stretto.groups import LeavableGroup, told_place
+from stretto.parallel import DataParallel
+from stretto.survive.generations import Memory
+from stretto.survive.membership import Ended, Membership
+
+_log = logging.getLogger("stretto")
+
+T = TypeVar("T")
+
+EXPOSED = 0.01
+"""Part of the training time that keeping generations may take, where the library chooses how often."""
+_FIRST_UPDATES = 16
+"""After which the second generation is kept: nobody knows yet how long an update takes."""
+_CONNECT_SECONDS = 60.0
+"""How long the store may take to come up."""
+_FRUITLESS = 3
+"""Terms in a row with the same members that have brought no update; then the job ends with the error."""
+
+
+class Term:
+    """What the user's function is told of the time until a rank is lost or comes."""
+
+    def __init__(
+        self,
+        number: int,
+        seats: Sequence[int],
+        group: LeavableGroup,
+        membership: Membership,
+        memory: Memory,
+        every: int | None,
+        before: str = "",
+    ) -> None:
+        self.number = number
+        """From 0."""
+        self.group = group
+        """Of its members, for `DataParallel(group=...)` and for the user's own collectives."""
+        self.rank, self.world_size = group.rank(), group.size()
+        """This process's place among the members, and how many there are."""
+        self.seats = tuple(seats)
+        """The numbers of its members' processes, which no other process has had."""
+        self._membership = membership
+        self._memory = memory
+        self._every = every
+        self._before = before
+        self._due = 0
+        self._kept_at = time.perf_counter()
+        self._seconds = 0.0  # of the last keeping
+        self._step = 0  # after which it was
+        self._job: weakref.ref[DataParallel] | None = None
+
+    def go_on(
+        self,
+        parallel: DataParallel,
+        *,
+        loader: Loader | None = None,
+        extra: Any = None,
+        begin: Callable[[], object] | None = None,
+    ) -> Restored | None:
+        """Let a new job go on from where the job of the term before was; all ranks must call, before training.
+
+        Args:
+            parallel: The new job, over `group`.
+            loader: This rank's. It is told its position where there are as many ranks as before; else
+                `Restored.loader_states` has the positions of all, for the caller to deal out.
+            extra: As for `keep`; kept at the beginning of the job.
+            begin: Called at the beginning of the job, before its state is kept: loads a checkpoint, for example.
+
+        Returns:
+            What has come back; None at the beginning of the job.
+
+        Raises:
+            TornCheckpoint: No generation is whole.
+            CommunicationError: A rank was lost.
+        """
+        self._job = weakref.ref(parallel)
+        restored = self._memory.load(parallel, loader=loader)
+        if restored is None:
+            if begin is not None:
+                begin()
+            self._keep(parallel, loader, extra() if callable(extra) else extra)
+        elif self.rank == 0:
+            _log.warning(
+                "%sgoing on from update %d on %d ranks", self._before, restored.step, self.world_size
+            )
+        return restored
+
+    def keep(self, parallel: DataParallel, *, loader: Loader | None = None, extra: Any = None) -> None:
+        """Keep the state, if it is time to; all ranks must call, after every `Update`.
+
+        Where processes wait to come in, the term ends here, and nothing is done again: an exception that is no
+        `Exception` leaves the caller's function.
+
+        Args:
+            parallel: The job.
+            loader: This rank's, if its position is to be kept.
+            extra: Anything that `go_on` returns in the next term; rank 0's is kept. A function is called for it.
+
+        Raises:
+            CommunicationError: A rank was lost.
+        """
+        if parallel.steps < self._due:
+            return
+        waiting = self._keep(parallel, loader, extra() if callable(extra) else extra)
+        if waiting:
+            parallel.leave()
+            raise _NewMembers([*self.seats, *waiting], self.group)
+
+    def _keep(self, parallel: DataParallel, loader: Loader | None, extra: Any) -> list[int]:
+        began = time.perf_counter()
+        updates = parallel.steps - self._step
+        update_seconds = (began - self._kept_at) / updates if updates and self._due else math.inf
+        waiting = self._membership.newcomers(self.seats) if self.rank == 0 else []
+        told = {"keep": self._seconds, "update": min(update_seconds, 1e9), "waiting": waiting}
+        by_rank = self._memory.keep(parallel, self.number, told, loader=loader, extra=extra)
+        self._step, self._kept_at = parallel.steps, time.perf_counter()
+        self._seconds = self._kept_at - began
+        keep, update = (max(one["keep"] for one in by_rank), min(one["update"] for one in by_rank))
+        interval = _FIRST_UPDATES if update == 1e9 else max(1, math.ceil(keep / (EXPOSED * update)))
+        self._due = self._step + (interval if self._every is None else self._every)
+        come: list[int] = by_rank[0]["waiting"]
+        return come
+
+    def end(self, error: BaseException) -> Ended:
+        """End the job where it has not ended, and leave the group; return what to bring into the agreement."""
+        parallel = None if self._job is None else self._job()
+        if parallel is not None:
+            parallel.fail(error)
+            parallel.job.compute.lifetime.failures.let_go()  # they hold threads of the group
+        jobs = self.group.of_jobs
+        signs = store_of(jobs[0]) if jobs else None
+        ranks = error.ranks if isinstance(error, PeerFailed | PeerSilent) else ()
+        self.group.leave()
+        return Ended(self.number, self.seats, signs, [self.seats[rank] for rank in ranks])
+
+    @property
+    def reached(self) -> str:
+        """Up to where the job has come, in words."""
+        parallel = None if self._job is None else self._job()
+        return "before training" if parallel is None else f"after update {parallel.steps}"
+
+
+class _NewMembers(BaseException):
+    """The term ends with everything kept, because others have come."""
+
+    def __init__(self, seats: Sequence[int], group: LeavableGroup) -> None:
+        super().__init__(seats)
+        self.seats = seats
+        self.group = group
+
+
+def survives(  # noqa: PLR0913  # where the process stands, and how often the state is kept
+    train: Callable[[Term], T],
+    *,
+    store: str | Store,
+    rank: int | None = None,
+    ranks: int | None = None,
+    every: int | None = None,
+    silent_seconds: float = 60.0,
+    seat: int | None = None,
+    address: str | None = None,
+) -> T:
+    """Call `train` with a `Term`, and again in the same process whenever a rank is lost or comes; return its result.
+
+        def train(term):
+            parallel = stretto.DataParallel(model, optimizer, group=term.group)
+            term.go_on(parallel)
+            for batch in parallel.feed(loader, updates=1000, on_update=lambda _: term.keep(parallel)):
+                parallel.backward(loss_function(model(batch)))
+            parallel.finish()
+
+        stretto.survives(train, store="head:29400")
+
+    Args:
+        train: Builds a job over `term.group`, calls `term.go_on` before training and `term.keep` after every update.
+        store: Where `stretto meet` listens, as host:port; or a store. It has to outlive every rank.
+        rank: This process's place at the start, from 0; None is what a launcher has told it. A process that is started
+            again for the same place comes in as a new one.
+        ranks: How many places there are at the start; None is what a launcher has told this process.
+        every: Updates between two generations; None lets the library choose, so that keeping them takes about a
+            hundredth of the time.
+        silent_seconds: How long a rank that says nothing may give no sign of life before the others go on without it.
+        seat: The number of this process, where whoever starts them numbers them: places first, then on from there.
+        address: Of this machine, where Gloo listens; None lets Gloo choose.
+
+    Raises:
+        LeftOut: The others go on without this process.
+        CommunicationError: Three terms in a row have lost nobody and committed nothing.
+        Exception: What `train` raises; the others go on without this process.
+    """
+    rank, ranks = told_place(rank, ranks)
+    job = PrefixStore("survive", connect(store) if isinstance(store, str) else store)
+    membership = Membership(job, rank, ranks, silent_seconds, seat)
+    try:
+        return _Survivor(train, membership, job, every, address).run()
+    except LeftOut:
+        raise
+    except BaseException as error:
+        membership.died(f"{type(error).__name__}: {error}")
+        raise
+
+
+class _Survivor(Generic[T]):
+    """One process, from term to term."""
+
+    def __init__(
+        self,
+        train: Callable[[Term], T],
+        membership: Membership,
+        store: Store,
+        every: int | None,
+        address: str | None,
+    ) -> None:
+        self._train = train
+        self._membership = membership
+        self._store = store
+        self._every = every
+        self._address = address
+        self._memory = Memory()
+        self._before = ""
+        self._fruitless = 0
+        self._planned: LeavableGroup | None = None
+
+    def run(self) -> T:
+        """Return what the function has returned in the last term."""
+        number, seats = self._membership.enter()
+        while True:
+            (number, seats), result = self._live_through(number, seats)
+            if not seats:
+                return result[0]
+
+    def _live_through(self, number: int, seats: Sequence[int]) -> tuple[tuple[int, Sequence[int]], list[T]]:
+        """Return the following term, with no members where the job has ended, and what the function has returned."""
+        newest, term = self._memory.newest, None
+        try:
+            term = self._begin(number, seats)
+            result = self._train(term)
+        except _NewMembers as planned:
+            self._planned, self._before = planned.group, f"term {number} ended as others had come: "
+            return self._membership.plan(number + 1, planned.seats), []
+        except RuntimeError as error:
+            if not _is_loss(error, term):
+                raise
+            reached = "before training" if term is None else term.reached
+            ended = Ended(number, seats) if term is None else term.end(error)
+            following = self._membership.following(ended)
+            self._check_fruit(error, following[1] == seats and self._memory.newest == newest)
+            self._before = f"term {number} ended {reached} ({self._why(seats, following[1], error)}): "
+            _release(error)
+            return following, []
+        following = self._membership.following(Ended(number, seats, is_done=True))
+        term.group.leave()
+        return following, [result]
+
+    def _begin(self, number: int, seats: Sequence[int]) -> Term:
+        """Make the group of a term; one that ended by plan is left now that nobody waits for it any more."""
+        group = LeavableGroup(
+            PrefixStore(f"term/{number}", self._store),
+            seats,
+            list(seats).index(self._membership.seat),
+            address=self._address,
+        )
+        if self._planned is not None:
+            self._planned.leave()
+            self._planned = None
+        return Term(number, seats, group, self._membership, self._memory, self._every, self._before)
+
+    def _check_fruit(self, error: RuntimeError, is_fruitless: bool) -> None:
+        self._fruitless = self._fruitless + 1 if is_fruitless else 0
+        if self._fruitless == _FRUITLESS:
+            raise error
+
+    def _why(self, seats: Sequence[int], following: Sequence[int], error: RuntimeError) -> str:
+        died = self._membership.deaths
+        lost = [f"seat {seat} is lost: {died.get(seat, error)}" for seat in seats if seat not in following]
+        return "; ".join(lost) or str(error)
+
+
+def connect(address: str) -> Store:
+    """Return the store that `stretto meet` hosts at host:port.
+
+    Raises:
+        ConfigError: It is no such address.
+        CommunicationError: Nobody answers there.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"store={address!r}: expected host:port, where `stretto meet` listens")
+    try:
+        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"no store at {address} ({str(error).splitlines()[0]}): start `stretto meet` on a machine that stays"
+        ) from error
+
+
+def _is_loss(error: RuntimeError, term: Term | None) -> bool:
+    """Return whether an error ends the term: one of the library's, or one of a collective of the user's own."""
+    if isinstance(error, StrettoError):
+        return isinstance(error, CommunicationError) and not isinstance(error, LeftOut)
+    return term is not None and not term.group.is_whole
+
+
+def _release(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold: the job that has ended."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,99 @@
+"""Local workers that are replaced: one dies, the others go on, and a new process is started in its place."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from typing import Any, TypeVar
+
+from stretto.errors import WorkerFailed
+from stretto_lab.train.processes import Worker, Workers, supervised
+from stretto_lab.train.workers import RankInfo, announce, work
+
+T = TypeVar("T")
+
+
+def run_replaced(
+    function: Callable[..., T],
+    infos: Sequence[RankInfo],
+    restarts: int,
+    log: Callable[[str], None],
+    *args: Any,
+) -> list[T]:
+    """Call `function(info, *args)` in one process per info, and again in a new one for each that dies.
+
+    Args:
+        function: Importable, like its arguments and result picklable. The ranks in it have to survive a loss.
+        infos: All ranks, on this machine.
+        restarts: How many processes are started in the places of others.
+        log: Called with one line of text at every death.
+        args: The same for every rank.
+
+    Returns:
+        The results of those that have lived to the end, in the order in which they were started.
+
+    Raises:
+        WorkerFailed: One has raised an error, or none is left. All other processes have ended too.
+    """
+    with supervised() as workers:
+        return _Replaced(workers, function, infos, restarts, log, args).results()
+
+
+class _Replaced:
+    """The workers of one run."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        function: Callable[..., Any],
+        infos: Sequence[RankInfo],
+        restarts: int,
+        log: Callable[[str], None],
+        args: tuple[Any, ...],
+    ) -> None:
+        self._workers, self._function, self._args = workers, function, args
+        self._restarts, self._log = restarts, log
+        self._seats = 0
+        self._running: dict[int, tuple[RankInfo, Worker]] = {}
+        self._results: dict[int, Any] = {}
+        for info in infos:
+            self._start(info)
+
+    def results(self) -> list[Any]:
+        """Wait for all."""
+        while self._running:
+            pipes = {worker.pipe: seat for seat, (_, worker) in self._running.items()}
+            for pipe in wait(list(pipes)):
+                self._take(pipes[pipe])  # type: ignore[index]  # what was waited for
+        return [result for _, result in sorted(self._results.items())]
+
+    def _start(self, info: RankInfo) -> None:
+        info = dataclasses.replace(info, seat=self._seats)
+        self._running[self._seats] = info, self._workers.start(work, self._function, info, self._args)
+        self._seats += 1
+
+    def _take(self, seat: int) -> None:
+        info, worker = self._running.pop(seat)
+        try:
+            succeeded, report = worker.receive()
+        except WorkerFailed as death:
+            announce(info, str(death))
+            if not self._running:
+                raise
+            replaces = self._restarts > 0
+            self._log(
+                f"worker {seat} is lost ({death}): {len(self._running)} go on; "
+                + (
+                    f"worker {self._seats} is started in its place"
+                    if replaces
+                    else "none is started any more"
+                )
+            )
+            if replaces:
+                self._restarts -= 1
+                self._start(info)
+            return
+        if not succeeded:
+            raise WorkerFailed(
+                f"worker {seat} failed: {report.text}", [report.damage] if report.damage else []
+            )
+        self._results[seat] = report

@@ -1,0 +1,218 @@
+"""Small jobs in processes that survive the loss of others, and the same jobs from the same state in fresh processes."""
+
+import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import stretto as st
+from stretto.errors import LeftOut
+from stretto.groups.collectives import Call
+from stretto.groups.private import private_group
+from stretto.groups.wrapped import WrappedGroup
+from stretto.survive import Term, survives
+from tests.processes import Outcome, rank_outcomes
+
+LONG = timedelta(seconds=60)
+SILENT_SECONDS = 8.0
+MICRO_BATCHES = 6
+"""Of all ranks together in an update, so that the batch stays the same on 1, 2 and 3 of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lived:
+    """A job that loses ranks."""
+
+    strategy: st.Strategy | st.Switching = field(default_factory=st.ZeRO1)
+    wire: str = "fp32"
+    guards: Any = ()
+    ranks: int = 3
+    updates: int = 24
+    every: int = 5
+    killed: tuple[tuple[int, int], ...] = ()
+    """Seat, and the collective of its jobs in which it is killed."""
+    stopped: tuple[int, ...] = ()
+    """Of these, seats that are stopped instead, until the others have done their work."""
+
+
+class Samples:
+    """Numbers in one order without end, dealt to ranks in turn, with a position that can be dealt out anew."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.begin, self.taken = 0, 0
+        self.given: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            number = self.begin + self.taken * self.world_size + self.rank
+            self.taken += 1
+            self.given.append(number)
+            yield number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"begin": self.begin, "taken": self.taken, "world_size": self.world_size}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin, self.taken = state["begin"], state["taken"]
+
+    def deal(self, states: tuple[dict[str, int], ...]) -> None:
+        """Go on after all that ranks of another number have taken."""
+        assert len({state["taken"] for state in states}) == 1
+        self.begin, self.taken = states[0]["begin"] + sum(state["taken"] for state in states), 0
+
+
+def batch_of(number: int) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+    return inputs, inputs.sum(1, keepdim=True).sin()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.BatchNorm1d(9), nn.Linear(9, 1))
+
+
+class Job:
+    """One rank's, with all that it needs to go on."""
+
+    def __init__(self, lived: Lived, group: dist.ProcessGroup) -> None:
+        self.model = network()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.samples = Samples(group.rank(), group.size())
+        self.parallel = st.DataParallel(
+            self.model,
+            optimizer,
+            lived.strategy,
+            micro_batches=MICRO_BATCHES // group.size(),
+            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9),
+            wire=lived.wire,
+            guards=lived.guards,
+            group=group,
+            options=st.Options(silent_seconds=SILENT_SECONDS, bucket_bytes=128),
+        )
+
+    def restored(self, restored: st.checkpoint.Restored | None) -> None:
+        """Read on after what the state has had."""
+        if restored is not None and len(restored.loader_states) != self.parallel.world_size:
+            self.samples.deal(restored.loader_states)
+
+    def train(self, updates: int, on_update: Any) -> str:
+        with self.parallel:
+            for number in self.parallel.feed(self.samples, updates=updates, on_update=on_update):
+                inputs, targets = batch_of(number)
+                self.parallel.backward((self.model(inputs) - targets).square().mean())
+            self.parallel.finish()
+        return digest(self.model)
+
+
+def digest(model: nn.Module) -> str:
+    state = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+    return hashlib.sha1(state).hexdigest()
+
+
+class Struck(WrappedGroup):
+    """A group in one of whose collectives something happens to the process.
+
+    Args:
+        inner: Performs them.
+        moments: Of the process: what happens, after so many collectives have begun.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, moments: "Moments") -> None:
+        super().__init__(inner, None, "struck")
+        self._moments = moments
+
+    def private(self) -> "Struck":
+        """Return another such group."""
+        return Struck(private_group(self.inner), self._moments)
+
+    def perform(self, call: Call) -> dist.Work:
+        """Let the inner group begin it, and let happen what is due."""
+        work = super().perform(call)
+        self._moments.passed()
+        return work
+
+
+class Moments:
+    """What happens to one process."""
+
+    def __init__(self, lived: Lived, seat: int) -> None:
+        self._at = dict(lived.killed).get(seat)
+        self._signal = signal.SIGSTOP if seat in lived.stopped else signal.SIGKILL
+        self._collectives = 0
+
+    def passed(self) -> None:
+        """One more collective has begun."""
+        if self._collectives == self._at:
+            os.kill(os.getpid(), self._signal)
+        self._collectives += 1
+
+
+@dataclass
+class Told:
+    """What one rank has seen in one term."""
+
+    number: int
+    seats: tuple[int, ...]
+    step: int = 0
+    """From which it went on."""
+    begin: int = 0
+    """The first sample that is left there."""
+    given: list[int] = field(default_factory=list)
+    counted: dict[int, int] = field(default_factory=dict)
+    """Samples that all ranks counted, by update."""
+
+
+def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, list[Told]]:
+    """One rank's life; return the digest of its model, and what it has seen."""
+    moments = Moments(lived, rank)
+    terms: list[Told] = []
+
+    def train(term: Term) -> str:
+        job = Job(lived, Struck(term.group, moments))
+        job.restored(restored := term.go_on(job.parallel, loader=job.samples))
+        told = Told(term.number, term.seats, 0 if restored is None else restored.step, job.samples.begin)
+        told.given = job.samples.given
+        terms.append(told)
+
+        def on_update(update: st.Update) -> None:
+            told.counted[update.step] = update.samples
+            if folder is not None and update.step % lived.every == 0:
+                st.checkpoint.save(job.parallel, folder, loader=job.samples, keep=100)
+            term.keep(job.parallel, loader=job.samples)
+
+        return job.train(lived.updates, on_update)
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
+    store.set(f"process/{rank}", str(os.getpid()))
+    try:
+        model = survives(
+            train, store=store, rank=rank, ranks=lived.ranks, every=lived.every, silent_seconds=SILENT_SECONDS
+        )
+    except LeftOut as error:
+        return str(error), terms
+    for seat in lived.stopped:
+        with suppress(ProcessLookupError):  # another one has woken it, and it has ended
+            os.kill(int(store.get(f"process/{seat}")), signal.SIGCONT)
+    return model, terms
+
+
+def fresh(rank: int, lived: Lived, path: str | None) -> str:
+    """The same from a checkpoint, in a process that knows nothing; return the digest of the model."""
+    job = Job(lived, dist.group.WORLD)
+    job.restored(None if path is None else st.checkpoint.load(job.parallel, path, loader=job.samples))
+    return job.train(lived.updates, lambda _: None)
+
+
+def lives(lived: Lived, folder: str | None = None) -> list[Outcome]:
+    """What became of every rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return rank_outcomes(lived.ranks, live, lived, store.port, folder, backend=None)

@@ -1,0 +1,128 @@
+"""What goes on after a loss: to the bit what fresh processes make of the same state, and every sample once."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stretto as st
+from tests.processes import Outcome, run_ranks
+from tests.survive.lived import Lived, Told, fresh, lives
+
+AT_ONCE = 4
+"""Jobs side by side: most of the time all of them wait."""
+CASES = {
+    "ddp": Lived(strategy=st.DDP()),
+    "zero1": Lived(strategy=st.ZeRO1()),
+    "dpu": Lived(strategy=st.DPU()),
+    "wp": Lived(strategy=st.WeightPrediction()),
+    "acco": Lived(strategy=st.ACCO()),
+    "local": Lived(strategy=st.LocalSGD(rate=0.25)),
+    "diloco": Lived(strategy=st.DiLoCo(interval=5)),
+    "paft-sync": Lived(strategy=st.PAFTSync(4)),
+    "paft-dyn": Lived(strategy=st.PAFTDyn()),
+    "zero1, then acco": Lived(strategy=st.Switching({0: st.ZeRO1(), 9: st.ACCO()})),
+    "acco on int8": Lived(strategy=st.ACCO(), wire="int8"),
+    "zero1 on int4, guarded": Lived(strategy=st.ZeRO1(), wire="int4", guards="standard"),
+}
+MOST_COLLECTIVES = 200
+
+
+def drawn(seed: int, lived: Lived) -> Lived:
+    """The same job with a random rank killed in a random collective."""
+    rng = random.Random(seed)
+    return replace(lived, killed=((rng.randrange(lived.ranks), rng.randrange(MOST_COLLECTIVES)),))
+
+
+def living(outcomes: list[Outcome], lived: Lived) -> dict[int, tuple[str, list[Told]]]:
+    """What those have seen that were not killed, who all end alike."""
+    killed = dict(lived.killed)
+    found = {one.rank: one.value for one in outcomes if one.error is None}
+    unkilled = {one.rank for one in outcomes if one.rank not in killed or one.rank in lived.stopped}
+    assert found.keys() >= unkilled, (lived, [one.error for one in outcomes])
+    ended = {rank: value for rank, value in found.items() if rank not in lived.stopped}
+    assert len({model for model, _ in ended.values()}) == 1, (lived, ended)
+    return found
+
+
+def check_terms(found: dict[int, tuple[str, list[Told]]]) -> list[list[Told]]:
+    """All that are in a term know the same members and the same state; return what they have told, by term."""
+    by_number: dict[int, dict[int, Told]] = {}
+    for rank, (_, terms) in found.items():
+        for told in terms:
+            by_number.setdefault(told.number, {})[rank] = told
+    for terms in by_number.values():
+        assert len({(told.seats, told.step, told.begin) for told in terms.values()}) == 1, by_number
+        assert terms.keys() <= set(next(iter(terms.values())).seats)
+    return [list(by_number[number].values()) for number in sorted(by_number)]
+
+
+def check_samples(terms: list[list[Told]], lived: Lived) -> None:
+    """Every sample counts once in what was kept: in the last term by numbers, in those before by their count."""
+    counted = {step: samples for told in terms for step, samples in sorted(told[0].counted.items())}
+    last = terms[-1][0]
+    total = sum(counted[step] for step in range(1, lived.updates + 1))
+    given = sorted(number for told in terms[-1] for number in told.given)
+    assert given == list(range(last.begin, last.begin + len(given))), (lived, given)
+    if not isinstance(
+        lived.strategy, st.LocalSGD | st.DiLoCo
+    ):  # whose updates count what one rank has stepped on
+        assert total == last.begin + len(given), (lived, counted)
+
+
+def check(name: str, seed: int, folder: Path) -> None:
+    lived = drawn(seed, CASES[name])
+    found = living(lives(lived, str(folder)), lived)
+    terms = check_terms(found)
+    check_samples(terms, lived)
+    last, model = terms[-1][0], next(iter(found.values()))[0]
+    paths = [str(path) for path in folder.glob(f"*-step-{last.step}")] if last.step else [None]
+    assert run_ranks(len(last.seats), fresh, lived, paths[0]) == [model] * len(last.seats), lived
+
+
+def test_what_goes_on_is_to_the_bit_what_fresh_processes_make_of_the_same_state(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(lambda case: check(case[1], case[0], tmp_path / str(case[0])), enumerate(CASES)))
+
+
+def struck_twice(seed: int) -> Lived:
+    """A random job whose ranks are struck at two random moments; somebody is left."""
+    rng = random.Random(seed)
+    ranks = rng.choice([2, 3, 3])
+    seats = rng.sample(range(ranks), ranks - 1)
+    killed = tuple((seat, rng.randrange(MOST_COLLECTIVES)) for seat in seats)
+    return replace(
+        CASES[rng.choice(list(CASES))], ranks=ranks, killed=killed, every=rng.choice([1, 3, 7]), updates=16
+    )
+
+
+def has_whole_state(lived: Lived) -> bool:
+    """Two at once may take a share and its copy with them: then the job ends, and says so."""
+    return len(lived.killed) < 2
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_job_goes_on_whoever_is_killed_in_whichever_collective(part: int) -> None:
+    def goes_on(seed: int) -> None:
+        lived = struck_twice(seed)
+        outcomes = lives(lived)
+        errors = [one.error for one in outcomes if one.error is not None and "exit code -9" not in one.error]
+        if len(lived.killed) == 2 and errors:
+            assert all("no generation in memory is whole" in error for error in errors), (lived, errors)
+            return
+        terms = check_terms(found := living(outcomes, lived))
+        assert found
+        check_samples(terms, lived)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(goes_on, range(6 * part, 6 * part + 6)))
+
+
+def test_one_that_is_stopped_is_left_out_and_says_so_when_it_wakes() -> None:
+    lived: Any = replace(CASES["zero1"], killed=((1, 60),), stopped=(1,))
+    found = living(lives(lived), lived)
+    assert "seat 1: the others go on without this process, as seats [0, 2]" in found[1][0]
+    check_terms({rank: told for rank, told in found.items() if rank != 1})

@@ -1,0 +1,103 @@
+"""Leaving a group: nobody outside changes a byte of it any more, and nothing of it stays in the process."""
+
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stretto as st
+from stretto.errors import CommunicationError
+from stretto.groups import LeavableGroup
+from stretto.groups.collectives import method_of
+from stretto.survive import Term, survives
+from tests.errors.test_failures import default_store
+from tests.processes import run_ranks
+from tests.survive.lived import network
+
+LONG = timedelta(seconds=60)
+SOON = timedelta(seconds=0.5)
+TERMS = 20
+
+
+def wakes(rank: int, seed: int) -> set[float]:
+    """Rank 1 is stopped in a gather, left, and wakes with other values; return what rank 0's memory holds then."""
+    store = default_store()
+    store.set(f"process/{rank}", str(os.getpid()))
+    store.wait([f"process/{1 - rank}"], LONG)
+    group = LeavableGroup(dist.PrefixStore("first", store), [0, 1], rank)
+    numel = random.Random(seed).choice([1, 1000, 100_000, 3_000_000])
+    own, whole = torch.full((numel,), float(rank)), torch.zeros(2 * numel)
+    gather = method_of(group, "all_gather_single")
+    gather(whole, own).wait(LONG)
+    if rank == 1:
+        store.set("stops", "")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        own.fill_(666.0)
+        with pytest.raises(RuntimeError):
+            gather(whole, own).wait(LONG)
+        store.set("woken", "")
+        return set()
+    store.wait(["stops"], LONG)
+    other = int(store.get("process/1"))
+    while Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError):
+        gather(whole, own).wait(SOON)
+    group.leave()
+    whole.fill_(5.0)
+    os.kill(other, signal.SIGCONT)
+    store.wait(["woken"], LONG)
+    with pytest.raises(CommunicationError, match="this process has left the group"):
+        gather(whole, own)
+    return set(whole.tolist())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_process_that_was_left_and_wakes_changes_nothing_and_hears_of_it(seed: int) -> None:
+    assert run_ranks(2, wakes, seed)[0] == {5.0}
+
+
+def held() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def many_terms(rank: int) -> list[tuple[int, int]]:
+    """In every term but the last, rank 0 cuts the job's connections."""
+    found: list[tuple[int, int]] = []
+
+    def train(term: Term) -> None:
+        model = network()
+        parallel = st.DataParallel(
+            model, torch.optim.SGD(model.parameters(), lr=0.01), st.ACCO(), micro_batches=2, group=term.group
+        )
+        term.go_on(parallel)
+        until = parallel.steps + 2
+        for _ in range(1000):
+            if parallel.backward(model(torch.ones(4, 5)).square().mean()):
+                term.keep(parallel)
+                if parallel.steps == until:
+                    break
+        found.append(held())
+        if term.number < TERMS:
+            if rank == 0:
+                term.group.of_jobs[0].abort()
+            for _ in range(100):
+                parallel.backward(model(torch.ones(4, 5)).square().mean())
+        parallel.finish()
+
+    survives(train, store=default_store(), rank=rank, ranks=2, every=1)
+    return found
+
+
+def test_many_terms_in_one_process_leave_neither_threads_nor_descriptors() -> None:
+    for found in run_ranks(2, many_terms):
+        assert len(found) == TERMS + 1
+        most = [max(one[i] for one in found[1:6]) for i in range(2)]
+        assert all(now <= before for now, before in zip(found[-1], most, strict=True)), found

@@ -1,0 +1,142 @@
+"""The agreement on who goes on: one list for all, whoever has died, sleeps, is late or wants to come in."""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from stretto.errors import LeftOut, PeerSilent
+from stretto.groups import announce_death
+from stretto.survive.membership import Ended, Membership
+from tests.processes import Command
+
+SILENT_SECONDS = 1.0
+LATE_SECONDS = 3 * SILENT_SECONDS
+BEATS_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the members of a term leave it, by seat, and who waits."""
+
+    members: dict[int, str]
+    """comes, is done, is late (gives signs meanwhile), has died (as somebody has written), sleeps."""
+    waiting: tuple[int, ...]
+
+
+def drawn(seed: int) -> Case:
+    rng = random.Random(seed)
+    seats = rng.sample(range(20), rng.randint(1, 6))
+    ends = [rng.choice(["comes", "comes", "is done", "is late", "has died", "sleeps"]) for _ in seats]
+    ends[rng.randrange(len(ends))] = "comes"
+    waiting = tuple(range(30, 30 + rng.randint(0, 2)))
+    return Case(dict(zip(seats, ends, strict=True)), waiting)
+
+
+ABSENT = ("has died", "sleeps")
+
+
+class Members:
+    """The members of one case, on a store of their own."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.store = dist.PrefixStore("job", dist.HashStore())
+        self.signs = dist.PrefixStore("signs", self.store)
+        self.told: dict[int, tuple[int, ...]] = {}
+        """What every member that comes is told."""
+        self.expected = [*(seat for seat, end in case.members.items() if end not in ABSENT), *case.waiting]
+        """Who should be in the next term."""
+        for seat in case.waiting:
+            dist.PrefixStore("membership", self.store).append("waiting", f"{seat}\n")
+        for seat, end in case.members.items():
+            if end == "has died":
+                announce_death(self.store, seat, "killed")
+
+    def agree(self) -> None:
+        """Let them all come to an agreement."""
+        on_threads(self._come, [one for one in self.case.members.items() if one[1] not in ABSENT])
+
+    def _come(self, member: tuple[int, str]) -> None:
+        seat, end = member
+        seats = list(self.case.members)
+        began = time.monotonic()
+        while end == "is late" and time.monotonic() - began < LATE_SECONDS:
+            self.signs.set(f"beat/{seats.index(seat)}", str(time.monotonic()))
+            time.sleep(BEATS_SECONDS)
+        membership = Membership(self.store, 0, 30, SILENT_SECONDS, seat)
+        number, following = membership.following(Ended(4, seats, self.signs, (), end == "is done"))
+        assert number == 5
+        self.told[seat] = tuple(following)
+
+
+def on_threads(call: Callable[[Any], None], values: Sequence[Any]) -> None:
+    """Call it with every value, side by side."""
+    with ThreadPoolExecutor(len(values)) as pool:
+        list(pool.map(call, values))
+
+
+def test_members_agree_on_one_list_of_all_that_live() -> None:
+    cases = [Members(drawn(seed)) for seed in range(24)]
+    on_threads(Members.agree, cases)
+    for members in cases:
+        assert set(members.told.values()) == {tuple(members.expected)}, (members.case, members.told)
+        assert {*members.told, *members.case.waiting} == set(members.expected), members.case
+
+
+def test_a_job_has_ended_once_all_that_live_are_done() -> None:
+    members = Members(Case({0: "is done", 3: "has died", 2: "is done", 1: "sleeps"}, (30,)))
+    members.agree()
+    assert members.told == {0: (), 2: ()}
+
+
+def test_who_comes_too_late_is_left_out() -> None:
+    store = dist.PrefixStore("job", dist.HashStore())
+    early, late = (Membership(store, rank, 2, 0.2) for rank in range(2))
+    assert early.following(Ended(0, [0, 1])) == (1, [0])
+    with pytest.raises(LeftOut, match=r"seat 1: the others go on without this process, as seats \[0\]"):
+        late.following(Ended(0, [0, 1]))
+
+
+def test_one_that_came_in_and_was_lost_is_not_waited_for_again() -> None:
+    store = dist.PrefixStore("job", dist.HashStore())
+    first = Membership(store, 0, 1, 0.2)
+    dist.PrefixStore("membership", store).append("waiting", "1\n2\n")
+    announce_death(store, 2, "killed")
+    assert first.following(Ended(0, [0])) == (1, [0, 1])
+    assert first.following(Ended(1, [0, 1])) == (2, [0])
+    assert first.following(Ended(2, [0])) == (3, [0])
+    for _ in range(2):  # what it finds is told at the next question
+        assert first.newcomers([0]) == []
+        first._looking.join()
+
+
+def test_a_process_started_again_has_a_seat_of_its_own() -> None:
+    store = dist.PrefixStore("job", dist.HashStore())
+    assert [Membership(store, rank, 2, 1.0).seat for rank in (1, 0, 1, 1, 0)] == [1, 0, 2, 3, 4]
+
+
+def stopped_store() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sys.stdout.write(f"{store.port}\n")
+    sys.stdout.flush()
+    time.sleep(600)
+
+
+def test_a_store_whose_host_is_stopped_hangs_nobody() -> None:
+    with Command(function=stopped_store) as host:
+        store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
+        membership = Membership(store, 0, 2, 0.2)
+        os.kill(host.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(PeerSilent, match=r"the store of the members has not answered for 5\.2 s"):
+            membership.following(Ended(0, [0, 1]))
+        assert time.monotonic() - began < 20

@@ -1,0 +1,157 @@
+"""`stretto train --survive`: a worker dies, and the run goes on to its end."""
+
+import dataclasses
+import os
+import signal
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import stretto as st
+from stretto.errors import ConfigError, WorkerFailed
+from stretto.survive import Term, survives
+from stretto_lab.observe import read_json_lines
+from stretto_lab.recipes import Loss, Task
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.launch import LocalRanks, train
+from stretto_lab.train.outcome import prepare_run_folder
+from stretto_lab.train.rank import shared
+from tests.processes import rank_outcomes
+from tests.survive.lived import LONG, SILENT_SECONDS, Job, Lived
+from tests.train.tiny import Points, Tiny, quadrant_loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Mortal(Tiny):
+    """A task on one of whose ranks something happens in its n-th loss, once in all."""
+
+    victim: int = 1
+    n: int = 17
+    raises: bool = False
+    marker: str = "has-happened"
+
+    def build(self, rank: int, world_size: int, seed: int, updates: int | None) -> Task:
+        """See `TaskConfig.build`."""
+        task = Tiny.build(self, rank, world_size, seed, updates)
+        if rank != self.victim or Path(self.marker).exists():
+            return task
+        calls = 0
+
+        def loss(model: nn.Module, points: Points) -> Loss:
+            nonlocal calls
+            calls += 1
+            if calls == self.n:
+                Path(self.marker).touch()
+                if self.raises:
+                    raise ArithmeticError("of the user's")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return quadrant_loss(model, points)
+
+        return dataclasses.replace(task, loss=loss)
+
+
+def mortal(**settings: object) -> RunConfig[Mortal]:
+    run = RunConfig(
+        task=Mortal(**settings),
+        run_dir="run",
+        tensorboard=False,
+        updates=30,
+        micro_batches=2,
+        evaluate_every=4,
+        checkpoint_every=None,
+        survive=True,
+        workers=3,
+    )
+    prepare_run_folder(run)
+    return run
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_run_whose_worker_is_killed_goes_on_to_its_end(
+    victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = train(LocalRanks(3), mortal(victim=victim), shows_progress=False)
+    assert outcome.updates == 30
+    assert [record["step"] for record in read_json_lines(Path("run/updates.jsonl"))] == list(range(1, 31))
+    evaluated = [record["step"] for record in read_json_lines(Path("run/evaluations.jsonl"))]
+    assert evaluated == [0, 4, 8, 12, 16, 20, 24, 28, 30]
+    printed = capfd.readouterr().out
+    assert (
+        f"worker {victim} is lost (the process was killed by SIGKILL): 2 go on; worker 3 is started in its place"
+        in printed
+    )
+
+
+def test_an_error_that_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WorkerFailed, match=r"worker 1 failed: (.|\n)*ArithmeticError: of the user's"):
+        train(LocalRanks(3), mortal(raises=True), shows_progress=False)
+
+
+def test_what_names_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="survive with link, slow: not built yet; leave out one of them"):
+        RunConfig(task=Tiny(), survive=True, link="1gbit", slow={1: 2.0})
+
+
+def comes_later(rank: int, port: int) -> list[tuple[int, int, int]]:
+    """Ranks 0 to 2 train, 1 is killed, and 3 comes in its place; return terms, ranks and first updates."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
+    terms: list[tuple[int, int, int]] = []
+
+    def train_some(term: Term) -> None:
+        job = Job(Lived(strategy=st.ACCO()), term.group)
+        job.restored(term.go_on(job.parallel, loader=job.samples))
+        first = job.parallel.steps
+        terms.append((term.number, term.world_size, first))
+        has_come = term.number > 0 and term.world_size == 3
+
+        def on_update(update: st.Update) -> None:
+            if rank == 1 and update.step == 6:
+                store.set("killed", "")
+                os.kill(os.getpid(), signal.SIGKILL)
+            term.keep(job.parallel, loader=job.samples)
+            if has_come and update.step == first + 4:
+                job.parallel.stop()
+
+        job.train(10**6, on_update)
+
+    if rank == 3:
+        store.wait(["killed"], LONG)
+    survives(
+        train_some,
+        store=store,
+        rank=1 if rank == 3 else rank,
+        ranks=3,
+        every=4,
+        silent_seconds=SILENT_SECONDS,
+    )
+    return terms
+
+
+def test_who_comes_later_comes_in_where_a_state_was_kept_and_nothing_is_done_again() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outcomes = rank_outcomes(4, comes_later, store.port, backend=None)
+    errors = [one.error for one in outcomes if one.rank != 1 and one.error is not None]
+    assert not errors, errors[0]
+    first, *rest = outcomes[0].value
+    assert first == (0, 3, 0)
+    came_at = rest[-1]
+    assert came_at[1] == 3
+    assert outcomes[3].value == [came_at]
+    assert outcomes[2].value == outcomes[0].value
+    if len(rest) == 2:  # it was not there yet when the others agreed
+        assert rest[0][1] == 2
+        assert rest[1][2] > rest[0][2]
+
+
+def test_fewer_ranks_take_more_micro_batches_each() -> None:
+    for micro_batches, before, now in product(range(1, 9), range(1, 9), range(1, 9)):
+        each = shared(micro_batches, before, now)
+        assert each >= 1
+        assert abs(each * now - micro_batches * before) <= now / 2 or each == 1
+        if micro_batches * before % now == 0:
+            assert each * now == micro_batches * before
