@@ -195,7 +195,8 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Shar
     """
     progress = Progress()
     model: object = phases[0].model  # nobody has checked it yet
-    devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+    devices = [p.device for p in parameters if not p.is_meta]  # that it has no values is told to all ranks
     device = devices[0] if devices else torch.device("cpu")
     options = phases[0].options
     failures = _kind_of_detector(sharding)(

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from tests.loops.habits import BOTH_KINDS, Loss, job, mean_square, network, ours, plain, same
+from tests.processes import run_ranks
 
 
 class Tied(nn.Module):
@@ -159,6 +160,16 @@ REFUSED = {
 def test_a_model_that_cannot_be_trained_is_refused(make: Callable[[], nn.Module], found: str) -> None:
     with pytest.raises(UnsupportedModel, match=found):
         job(make())
+
+
+def refused_without_values(rank: int) -> bool:
+    with pytest.raises(UnsupportedModel, match="has no values yet"):
+        job(on_meta())
+    return True
+
+
+def test_ranks_refuse_a_model_on_a_device_that_no_backend_knows() -> None:
+    assert run_ranks(2, refused_without_values) == [True, True]
 
 
 def test_views_of_one_storage_are_refused_exactly_where_they_share_an_element() -> None:

@@ -20,6 +20,7 @@ OF_OTHERS = {
     "is_checkpoint_requested": ("integrations", "Trainer's manager of checkpoints just in time"),
     "callbacks": ("integrations", "Trainer's list of callbacks"),
     "prepare_model": ("integrations", "a method of Accelerate, which Trainer calls"),
+    "prepare_optimizer": ("integrations", "a method of Accelerate, which Trainer calls"),
     "backward": ("integrations", "as above"),
     "frequency": ("integrations", "Lightning's record of a scheduler"),
 }
