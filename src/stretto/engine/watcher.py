@@ -184,6 +184,11 @@ class Watcher:
             if self._thread is not threading.current_thread():
                 self._thread.join(_JOIN_SECONDS)  # it must not come out of the store while Python ends
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has ended the job without an error."""
+        return self.is_over and self._goodbye is not None
+
     # The thread
 
     def _do(self, errand: Callable[[], None], seconds: float) -> bool:
