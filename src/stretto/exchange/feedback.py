@@ -111,9 +111,7 @@ class ErrorFeedback:
         for index, bucket in enumerate(self._layout.buckets):
             sent = self._sent[bucket.set_index][bucket.start : bucket.stop]
             values, place = self._packed(index, sent)
-            packed = torch.empty(self._wire.num_bytes(values.numel()), dtype=torch.uint8, device=sent.device)
-            self._wire.write(values, packed)  # once more: the receivers' bytes are gone
-            values.sub_(self._wire.read(packed))
+            self._wire.lose(values)  # packs once more: the receivers' bytes are gone
             if place is not sent:
                 sent.zero_()
                 place.copy_(values.view_as(place))

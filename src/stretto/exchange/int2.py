@@ -20,18 +20,17 @@ Distributed Deep Learning", rounded to the nearest instead of at random, which f
 import torch
 from torch import Tensor
 
-from stretto.exchange.wire import PackedWire, block_scales, short
-
-_BITS = 8
-"""Of a scale: as many as bf16 has."""
+from stretto.exchange.integers import IntegerWire
+from stretto.exchange.wire import PackedWire, block_scales, block_sums, short, upper_half
 
 
-class Int2(PackedWire):
+class Int2(IntegerWire):
     """Sixteen bytes, each with four numbers that are neighbours, as in `Int4`; a bf16 scale."""
 
     name = "int2"
-    block = 64
     block_bytes = 16 + 2
+    largest, zero, bits = 1, 1, 2
+    word_bits, scale_bits = 16, 8
 
     @property
     def for_averages(self) -> PackedWire:
@@ -40,7 +39,7 @@ class Int2(PackedWire):
 
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
         """Round blocks to numbers times their scale."""
-        scales = block_scales(blocks, 1, _BITS)
+        scales = block_scales(blocks, self.largest, self.scale_bits)
         _write((blocks / scales).round_(), scales, packed)
 
     def unpack(self, packed: Tensor) -> Tensor:
@@ -55,15 +54,17 @@ class Int2(PackedWire):
 class AveragedInt2(Int2):
     """As many bytes, read in the same way, with the scale for averages."""
 
+    of_mean = True
+
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
         """Round blocks to numbers times their scale; a larger value arrives as the scale."""
         tiny = torch.finfo(torch.float32).tiny
         sizes = blocks.abs()
         largest = sizes.amax(-1, keepdim=True).clamp_min_(tiny)
         sizes.div_(largest)  # so that neither their sum nor their squares overflow
-        sums = sizes.sum(-1, keepdim=True).clamp_min_(1)  # it is less where all are below `tiny`
-        squares = sizes.square_().sum(-1, keepdim=True)
-        scales = short(squares.div_(sums).mul_(largest).clamp_min_(tiny), _BITS)
+        sums = block_sums(sizes).clamp_min_(1)  # it is less where all are below `tiny`
+        squares = block_sums(sizes.square_())
+        scales = short(squares.div_(sums).mul_(largest).clamp_min_(tiny), self.scale_bits)
         _write(torch.div(blocks, scales, out=sizes).round_().clamp_(-1, 1), scales, packed)
 
 
@@ -73,4 +74,4 @@ def _write(numbers: Tensor, scales: Tensor, packed: Tensor) -> None:
     fours = numbers.add_(1).to(torch.int8).view(torch.int32)
     fours.bitwise_or_(fours >> 6)  # two numbers in the lowest byte, two in the third
     packed[:, :16].copy_(fours.bitwise_or_(fours >> 12))
-    packed[:, 16:].view(torch.bfloat16).copy_(scales)
+    packed[:, 16:].view(torch.int16).copy_(upper_half(scales))

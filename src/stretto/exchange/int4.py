@@ -7,14 +7,11 @@ Sharded Data Parallelism for LLM Training" and Xie et al., "LoCo: Low-Bit Commun
 import torch
 from torch import Tensor
 
-from stretto.exchange.wire import PackedWire, block_scales
-
-_LARGEST = 7
-_ZERO = 8
-"""What is added to an integer to make it a number from 1 to 15."""
+from stretto.exchange.integers import IntegerWire
+from stretto.exchange.wire import block_scales, upper_half
 
 
-class Int4(PackedWire):
+class Int4(IntegerWire):
     """Thirty-two bytes, each with two integers that are neighbours; a bf16 scale.
 
     Note [Neighbours]
@@ -24,20 +21,21 @@ class Int4(PackedWire):
     """
 
     name = "int4"
-    block = 64
     block_bytes = 32 + 2
+    largest, zero, bits = 7, 8, 4
+    word_bits, scale_bits = 16, 8
 
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
         """Round blocks to integers times their scale."""
-        scales = block_scales(blocks, _LARGEST, bits=8)  # as many as bf16 has
+        scales = block_scales(blocks, self.largest, self.scale_bits)
         # On a processor torch is four times as fast to int8 as to uint8.
-        pairs = (blocks / scales).round_().add_(_ZERO).to(torch.int8).view(torch.int16)
+        pairs = (blocks / scales).round_().add_(self.zero).to(torch.int8).view(torch.int16)
         packed[:, :32].copy_(pairs.bitwise_or_(pairs >> 4))
-        packed[:, 32:].view(torch.bfloat16).copy_(scales)
+        packed[:, 32:].view(torch.int16).copy_(upper_half(scales))
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return integers times their scale."""
         pairs = packed[:, :32].to(torch.int16)
         pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
-        integers = pairs.view(torch.int8).sub_(_ZERO).to(torch.float32)
+        integers = pairs.view(torch.int8).sub_(self.zero).to(torch.float32)
         return integers.mul_(packed[:, 32:].view(torch.bfloat16).to(torch.float32))

@@ -6,21 +6,21 @@ Source: blocks with a scale each as in Dettmers et al., "8-bit Optimizers via Bl
 import torch
 from torch import Tensor
 
-from stretto.exchange.wire import PackedWire, block_scales
+from stretto.exchange.integers import IntegerWire
+from stretto.exchange.wire import block_scales
 
-_LARGEST = 127
 
-
-class Int8(PackedWire):
+class Int8(IntegerWire):
     """Sixty-four 8-bit integers, then their scale in float32."""
 
     name = "int8"
-    block = 64
     block_bytes = 64 + 4
+    largest, zero, bits = 127, 0, 8
+    word_bits, scale_bits = 32, 16
 
     def pack(self, blocks: Tensor, packed: Tensor) -> None:
         """Round blocks to integers times their scale."""
-        scales = block_scales(blocks, _LARGEST, bits=16)
+        scales = block_scales(blocks, self.largest, self.scale_bits)
         packed[:, :64].view(torch.int8).copy_((blocks / scales).round_())
         packed[:, 64:].view(torch.float32).copy_(scales)
 

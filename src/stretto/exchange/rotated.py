@@ -37,12 +37,13 @@ import functools
 import itertools
 import math
 import statistics
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from stretto.exchange.wire import PackedWire
+from stretto.exchange.fused import FusedWire
+from stretto.exchange.wire import block_sums, upper_half
 from stretto.randomness import draw
 
 _BLOCK = 64
@@ -52,10 +53,13 @@ _CELLS_OF_DEVIATION = 63.9
 """How many are as wide as σ together; the one around zero is twice as wide as the others."""
 _RUNS = {1: ((0, 1),), 2: ((0, 2),), 3: ((0, 2), (2, 1)), 4: ((0, 4),)}
 """By the bits of a number: where in it runs of bits begin that fill bytes evenly, and how long they are."""
+_CELLS_OF_NORM = math.sqrt(_BLOCK) * _CELLS_OF_DEVIATION
+_GOLDEN = 40503
+"""2^16 divided by the golden ratio: however many steps of that there are, they lie evenly."""
 _SEED = 0
 
 
-class Rotated(PackedWire):
+class Rotated(FusedWire):
     """Eight numbers in as many bytes as each has bits, eight times; then a bf16 scale.
 
     Args:
@@ -63,15 +67,20 @@ class Rotated(PackedWire):
         stream: What is sent; this and the rest say which rotation.
         round_index: In which round.
         rank: By whom.
+
+    Note [Products]
+        Kernels do what comes before the product with the rotation, and what comes after it. The product is always
+        torch's, whose additions have an order of their own on every device. So bytes have the same bits wherever the
+        product does, and what arrives is the same on devices of one kind.
     """
 
-    block = _BLOCK
     is_unbiased = True
 
     def __init__(self, bits: int, stream: str = "sums", round_index: int = 0, rank: int = 0) -> None:
         self.name = f"rotated{bits}"
         self.block_bytes = 8 * bits + 2
         self._bits = bits
+        self.arguments = (bits,)
         self._drawn = stream, round_index, rank
 
     def drawn(self, stream: str, round_index: int, rank: int) -> Self:
@@ -87,19 +96,18 @@ class Rotated(PackedWire):
         first, turned, numbers = blocks.abs(), torch.empty_like(blocks), torch.empty_like(blocks)
         largest = first.amax(-1, keepdim=True).clamp_min_(2.0**-149)
         small = torch.div(blocks, largest, out=first)
-        norms = torch.linalg.vector_norm(small, dim=-1, keepdim=True)
+        norms = block_sums(torch.mul(small, small, out=turned)).sqrt_()
         # With `out` a user's autocast does not apply.
         torch.mm(small, _rotation(*self._drawn, blocks.device).mT, out=turned)
-        cells_of_norm = math.sqrt(_BLOCK) * _CELLS_OF_DEVIATION
-        turned.mul_(cells_of_norm / norms.clamp_min(1))  # below 1 is a block of zeros
+        turned.mul_(norms.clamp_min(1).reciprocal_().mul_(_CELLS_OF_NORM))  # below 1 is a block of zeros
         cells = first.view(torch.int32).copy_(turned).bitwise_and_(_CELLS - 1)  # also what is not a number
         levels = _levels_of_cells(self._bits, blocks.device)
         torch.index_select(levels, 0, cells.view(-1), out=numbers.view(-1))
         codes = numbers.view(torch.int32).to(torch.int8).bitwise_and_(2**self._bits - 1)
         packed.view(torch.int16)[:, :-1] = _joined(codes, self._bits)
-        along = numbers.mul_(turned).sum(-1, keepdim=True).clamp_min_(1)
-        scales = norms.mul_(cells_of_norm).div_(along).mul_(largest)
-        packed[:, -2:].view(torch.bfloat16).copy_(_rounded(scales, *self._drawn))
+        along = block_sums(numbers.mul_(turned)).clamp_min_(1)
+        scales = norms.mul_(_CELLS_OF_NORM).div_(along).mul_(largest)
+        packed[:, -2:].view(torch.int16).copy_(upper_half(_rounded(scales, _first_step(*self._drawn))))
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return levels times their scale, turned back."""
@@ -110,16 +118,40 @@ class Rotated(PackedWire):
         most = torch.finfo(torch.float32).max
         return blocks.mul_(packed[:, -2:].view(torch.bfloat16).to(torch.float32)).clamp_(-most, most)
 
+    def launch_pack(self, kernels: Any, values: Tensor, content: Tensor) -> None:
+        """Pack values into bytes."""
+        small = torch.empty(values.numel() // _BLOCK, _BLOCK, dtype=torch.float32, device=values.device)
+        largest, norms = torch.empty(2, len(small), dtype=torch.float32, device=values.device)
+        kernels.shrink(values, small, largest, norms)
+        turned = torch.empty_like(small)
+        torch.mm(small, _rotation(*self._drawn, values.device).mT, out=turned)
+        levels, first = _levels_of_cells(self._bits, values.device), _first_step(*self._drawn)
+        steps = {"first": first, "step": _GOLDEN, "cells_of_norm": _CELLS_OF_NORM}
+        kernels.pack_levels(turned, largest, norms, content, levels, self._bits, steps)
 
-def _rounded(scales: Tensor, stream: str, round_index: int, rank: int) -> Tensor:
+    def launch_unpack(self, kernels: Any, content: Tensor) -> Tensor:
+        """Return the values that were packed into `content`."""
+        count = content.numel() // self.block_bytes
+        levels = torch.empty(count, _BLOCK, dtype=torch.float32, device=content.device)
+        kernels.unpack_levels(content, levels, _levels(self._bits, content.device), self._bits)
+        blocks = torch.empty_like(levels)
+        torch.mm(levels, _rotation(*self._drawn, content.device), out=blocks)
+        kernels.scale(blocks, content, self._bits)
+        return blocks.view(-1)
+
+
+def _first_step(stream: str, round_index: int, rank: int) -> int:
+    """Return what is added to the scale of the first block before it is cut off."""
+    return draw(_SEED, f"scales of {stream} from rank {rank}", round_index) % 2**16
+
+
+def _rounded(scales: Tensor, first: int) -> Tensor:
     """Return scales rounded to bf16, which is right on average; infinite ones become the largest one."""
-    first = draw(_SEED, f"scales of {stream} from rank {rank}", round_index) % 2**16
-    # Steps of 2^16 divided by the golden ratio: however many there are, they lie evenly.
     added = torch.arange(len(scales), dtype=torch.int32, device=scales.device)
-    added.mul_(40503).add_(first).bitwise_and_(2**16 - 1)
+    added.mul_(_GOLDEN).add_(first).bitwise_and_(2**16 - 1)
     limited = scales.clamp_max(torch.finfo(torch.bfloat16).max)
     rounded = (limited.view(torch.int32) + added.unsqueeze(-1)).bitwise_and_(-(2**16)).view(torch.float32)
-    return torch.where(scales.isnan(), scales, rounded)
+    return rounded.masked_fill_(scales.isnan(), math.nan)
 
 
 # Drawn by all ranks alike; kept for the buckets of a round

@@ -5,6 +5,7 @@ PackedWire   blocks of values, packed into fewer bytes, with error feedback; `st
 """
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Self
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from stretto.errors import ConfigError
 from stretto.flat import ALIGNMENT
+
+_SIDE_BY_SIDE = 8
 
 
 class Wire(ABC):
@@ -160,6 +163,12 @@ class PackedWire(Wire):
         """Return the values that were packed into `content`."""
         return self.unpack(content.view(-1, self.block_bytes)).view(-1)
 
+    def lose(self, values: Tensor) -> None:
+        """Replace values, `(numel,)`, by what packing loses of them."""
+        content = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+        self.write(values, content)
+        values.sub_(self.read(content))
+
     def num_bytes(self, numel: int) -> int:
         """Return the bytes of `numel` values."""
         return numel // self.block * self.block_bytes
@@ -211,11 +220,37 @@ def block_scales(blocks: Tensor, largest: int, bits: int) -> Tensor:
         largest: The largest integer |q|.
         bits: Of the scale, with the leading one; together with those of `largest`, at most 24.
     """
-    scales = blocks.abs().amax(-1, keepdim=True).div_(largest).clamp_min_(torch.finfo(torch.float32).tiny)
-    return short(scales, bits)
+    scales = blocks.abs().amax(-1, keepdim=True)
+    # By a tensor: by a number, CUDA multiplies with its reciprocal, which may have other last bits.
+    scales.div_(torch.full((), largest, dtype=scales.dtype, device=scales.device))
+    return short(scales.clamp_min_(torch.finfo(torch.float32).tiny), bits)
 
 
 def short(scales: Tensor, bits: int) -> Tensor:
-    """Return scales, float32, rounded towards zero to so many bits, with the leading one."""
+    """Return scales, float32, rounded towards zero to so many bits, with the leading one.
+
+    All that are not numbers become the same one: which it would be depends on the device.
+    """
     dropped = 24 - bits
-    return (scales.view(torch.int32) >> dropped << dropped).view(torch.float32)
+    shortened = (scales.view(torch.int32) >> dropped << dropped).view(torch.float32)
+    return shortened.nan_to_num_(nan=math.nan, posinf=math.inf)
+
+
+def upper_half(scales: Tensor) -> Tensor:
+    """Return the bits of bf16 scales, `(n, 1)` of int16, that are stored as float32: a view."""
+    return scales.view(torch.int16)[:, 1:]
+
+
+def block_sums(blocks: Tensor) -> Tensor:
+    """Return the sum of each block, `(n, 1)`: halves are added to each other, so that bits are the same on any device.
+
+    The last eight sums of all blocks lie side by side, because operations on a few neighbours are slow.
+    """
+    while blocks.shape[1] > _SIDE_BY_SIDE:
+        first, second = blocks.chunk(2, 1)
+        blocks = first + second
+    sums = blocks.t().contiguous()
+    while len(sums) > 1:
+        first, second = sums.chunk(2)
+        sums = first + second
+    return sums.view(-1, 1)

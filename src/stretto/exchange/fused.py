@@ -1,0 +1,110 @@
+"""Formats that have kernels of their own for NVIDIA GPUs, beside torch's operations, which define them.
+
+Kernels are written in Triton, which comes with PyTorch for CUDA. It is imported when a tensor on such a device is
+packed for the first time. Everywhere else, and where it cannot be used, torch's operations pack.
+"""
+
+import functools
+import importlib
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.exchange.wire import PackedWire
+
+_TRIED = 1024
+"""Blocks that a kernel and torch's operations pack alike before the kernel is used on a device."""
+
+
+class FusedWire(PackedWire):
+    """A packed wire whose `pack` and `unpack` have kernels with the same bits."""
+
+    block = 64
+    arguments: tuple[Any, ...] = ()
+    """Those with which another one is made that packs alike."""
+
+    def write(self, values: Tensor, content: Tensor) -> None:
+        """Pack values into bytes."""
+        kernels = _kernels(self, values)
+        if kernels is None:
+            super().write(values, content)
+        else:
+            self.launch_pack(kernels, values, content)
+
+    def read(self, content: Tensor) -> Tensor:
+        """Return the values that were packed into `content`."""
+        kernels = _kernels(self, content)
+        return super().read(content) if kernels is None else self.launch_unpack(kernels, content)
+
+    def lose(self, values: Tensor) -> None:
+        """Replace values by what packing loses of them."""
+        kernels = _kernels(self, values) if self.owes else None
+        if kernels is None:
+            super().lose(values)
+        else:
+            self.launch_lose(kernels, values)
+
+    @abstractmethod
+    def launch_pack(self, kernels: Any, values: Tensor, content: Tensor) -> None:
+        """Do what `write` does, by `stretto.exchange.kernels`; all tensors are contiguous."""
+
+    @abstractmethod
+    def launch_unpack(self, kernels: Any, content: Tensor) -> Tensor:
+        """Do what `read` does."""
+
+    def launch_lose(self, kernels: Any, values: Tensor) -> None:
+        """Do what `lose` does; where nothing is owed nobody calls it."""
+        raise NotImplementedError
+
+
+def _kernels(wire: FusedWire, tensor: Tensor) -> Any:
+    """Return the module of kernels; None where torch's operations pack this tensor."""
+    if tensor.device.type != "cuda" or not tensor.is_contiguous():
+        return None
+    return _usable(type(wire), wire.arguments, tensor.device)
+
+
+@functools.cache
+def _usable(kind: Callable[..., FusedWire], arguments: tuple[Any, ...], device: torch.device) -> Any:
+    """Return the module of kernels if there is Triton, and if those of a format have the right bits on this device."""
+    try:
+        kernels = importlib.import_module("stretto.exchange.kernels")
+    except ImportError:
+        return None
+    wire = kind(*arguments)
+    try:
+        if has_right_bits(wire, kernels, device):
+            return kernels
+        reason = "has other bits than torch's operations"
+    except (
+        Exception
+    ) as error:  # there may be no compiler of C, which Triton needs, and compilers raise anything
+        reason = f"cannot be used ({type(error).__name__}: {error})"
+    warnings.warn(
+        f"the kernel that packs {wire.name} on {device} {reason}: torch's operations pack, which is slower",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def has_right_bits(wire: FusedWire, kernels: Any, device: torch.device) -> bool:
+    """Return whether kernels and torch's operations agree about some random blocks."""
+    draws = torch.Generator().manual_seed(0)
+    sizes = torch.randint(-130, 120, (_TRIED, 1), generator=draws, device="cpu")
+    blocks = torch.randn(_TRIED, wire.block, generator=draws, device="cpu").ldexp(sizes).to(device)
+    expected = torch.zeros(_TRIED, wire.block_bytes, dtype=torch.uint8, device=device)
+    packed, lost = torch.zeros_like(expected), blocks.clone()
+    wire.pack(blocks, expected)
+    wire.launch_pack(kernels, blocks.view(-1), packed.view(-1))
+    arrived = wire.unpack(expected)
+    right = torch.equal(packed, expected)
+    right &= torch.equal(wire.launch_unpack(kernels, expected.view(-1)), arrived.view(-1))
+    if wire.owes:
+        wire.launch_lose(kernels, lost.view(-1))
+        right &= torch.equal(lost, blocks - arrived)
+    return right
