@@ -7,6 +7,7 @@ Note [Jobs that nobody holds]
     what the communication lane has begun goes on.
 """
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -35,8 +36,8 @@ class Mark:
 
     def hold(self, holder: object, let_go: Callable[[], None]) -> None:
         """Say who holds the job, and what to call once nobody does; see Note [Jobs that nobody holds]."""
-        self._holder = weakref.ref(holder)
-        weakref.finalize(holder, let_go).atexit = False  # as Python ends, nothing stays anyway
+        # As Python ends nothing stays anyway, and what is called may be gone.
+        self._holder = weakref.ref(holder, lambda _, is_ending=sys.is_finalizing: is_ending() or let_go())
 
     @property
     def is_held(self) -> bool:
