@@ -36,8 +36,13 @@ class Mark:
 
     def hold(self, holder: object, let_go: Callable[[], None]) -> None:
         """Say who holds the job, and what to call once nobody does; see Note [Jobs that nobody holds]."""
-        # As Python ends nothing stays anyway, and what is called may be gone.
-        self._holder = weakref.ref(holder, lambda _, is_ending=sys.is_finalizing: is_ending() or let_go())
+        is_ending = sys.is_finalizing
+
+        def dropped(_: object) -> None:
+            if not is_ending():  # nothing stays then anyway, and what is called may be gone
+                let_go()
+
+        self._holder = weakref.ref(holder, dropped)
 
     @property
     def is_held(self) -> bool:
