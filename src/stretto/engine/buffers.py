@@ -6,7 +6,7 @@ Buffers are many and small. What is found of them stays on their device, so that
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,11 +17,10 @@ VALUE, KIND = 1, 2
 """Bits of a report: a buffer has another value than ranks agreed on; it is of another kind."""
 
 
-def is_comparable(value: object) -> TypeGuard[Tensor]:
+def is_comparable(value: Any) -> TypeGuard[Tensor]:
     """Return whether it is a tensor whose elements can be compared and averaged: not sparse, on meta or of 8 bits."""
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
-        return False
-    return not value.is_floating_point() or value.dtype.itemsize > 1
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    return is_dense and (value.dtype.itemsize > 1 or not value.is_floating_point())
 
 
 def are_alike(left: Buffer, right: Buffer) -> bool:

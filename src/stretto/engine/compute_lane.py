@@ -187,9 +187,8 @@ class Course:
 
     def have_data_ended(self, until: Until) -> bool:
         """Return whether all ranks have agreed to end because of the data."""
-        votes = self.votes
-        is_end = Vote.EXHAUSTED in votes and _decisive(votes, until) >= Vote.EXHAUSTED
-        return is_end and max(votes) < Vote.STOP
+        is_end = Vote.EXHAUSTED in self.votes and _decisive(self.votes, until) >= Vote.EXHAUSTED
+        return is_end and max(self.votes) < Vote.STOP
 
     def have_all_left(self) -> bool:
         """Return whether nobody has anything left to contribute."""
