@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import stretto as st
 from stretto.groups import SoloGroup, StagedGroup, private_group
+from stretto.groups.collective_group import CollectiveGroup, CompletedWork
 from stretto.groups.collectives import Call
 
 STRATEGIES: Mapping[str, Callable[[], st.Strategy]] = {
@@ -53,6 +55,8 @@ class Check:
     """Processes that call it in a default Gloo group; 0 is one process without a group."""
     seconds: float = 60.0
     """Time limit."""
+    alone: bool = False
+    """Whether it looks at times, so that nothing else may run beside it."""
     needs_cuda: bool = False
     """Whether there is nothing to rehearse on processors."""
 
@@ -68,13 +72,15 @@ def delay(device: torch.device, seconds: float) -> None:
 
 @functools.cache
 def _cycles_per_second(device: torch.device) -> float:
+    cycles = 50_000_000
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        torch.cuda._sleep(cycles)  # the first one loads the kernel, and lets an idle clock rise
         begin.record()
-        torch.cuda._sleep(2_000_000)
+        torch.cuda._sleep(cycles)
         end.record()
         end.synchronize()
-    return 2_000_000 / (begin.elapsed_time(end) / 1000)
+    return cycles / (begin.elapsed_time(end) / 1000)
 
 
 def synchronize(device: torch.device) -> None:
@@ -105,6 +111,94 @@ class Lasting(SoloGroup):
         if self._cycles:
             torch.cuda._sleep(self._cycles)
         return super().perform(call)
+
+
+class Twins(CollectiveGroup):
+    """Rank 0 of two that contribute the same, on one device.
+
+    As NCCL's, its collectives run on a stream of their own, after what the caller's stream was given, and a wait orders
+    streams. They take as long as their bytes need. What the other rank would have sent of its own is a copy of this
+    rank's: so times are right, and a model that is trained on it is none.
+
+    Args:
+        device: Where they run.
+        seconds_per_byte: How long they take for every byte that a rank sends.
+    """
+
+    orders_streams = True
+    may_wait_again = False
+
+    def __init__(self, device: torch.device, seconds_per_byte: float = 0.0) -> None:
+        super().__init__(0, 2, "twins")
+        self._device, self._seconds_per_byte = device, seconds_per_byte
+        self.bytes = 0
+        """Sent so far."""
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._cycles_per_second = _cycles_per_second(device) if device.type == "cuda" else 0.0
+
+    def private(self) -> "Twins":
+        """Return this group: nobody else uses it."""
+        return self
+
+    def get_group_store(self) -> Any:
+        """Refuse: the other rank would give no signs of life there."""
+        raise RuntimeError("twins have no store")
+
+    def perform(self, call: Call) -> dist.Work:
+        """Queue the collective."""
+        self.bytes += call.sent_bytes
+        if self._stream is None:
+            _mirror(call)
+            return CompletedWork(call.outputs)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            if cycles := int(self._seconds_per_byte * call.sent_bytes * self._cycles_per_second):
+                torch.cuda._sleep(cycles)
+            _mirror(call)
+            return QueuedWork(call)
+
+
+def _mirror(call: Call) -> None:
+    """Write what a collective gives where both ranks contribute the same."""
+    name, own = call.operation.name, torch.cat([one.flatten() for one in call.inputs])
+    sums = name in ("all_reduce", "reduce_scatter") and call.reduction == dist.ReduceOp.SUM
+    whole = torch.cat([own] * (call.world_size if name == "all_gather" else 1))
+    if name == "all_to_all":
+        whole = own[: own.numel() // call.world_size].repeat(call.world_size)
+    reached = 0
+    for output in call.outputs:
+        part = whole[reached : reached + output.numel()].view_as(output)
+        output.copy_(part * call.world_size if sums else part)
+        reached += output.numel()
+
+
+class QueuedWork(dist.Work):
+    """A collective on a stream.
+
+    Args:
+        call: Its tensors live until it is waited for.
+    """
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self._call: Call | None = call
+        self._outputs = call.outputs
+        self._end = torch.cuda.Event()
+        self._end.record()
+
+    def is_completed(self) -> bool:
+        """Whether the device has done it."""
+        return self._end.query()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Order the caller's stream after it."""
+        torch.cuda.current_stream().wait_event(self._end)
+        self._call = None
+        return True
+
+    def result(self) -> list[Tensor]:
+        """The tensors that it writes."""
+        return self._outputs
 
 
 def network(device: torch.device, width: int = 64, seed: int = 0) -> nn.Module:

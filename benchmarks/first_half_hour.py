@@ -2,9 +2,10 @@
 
     python benchmarks/first_half_hour.py --device cuda --out benchmarks/results/DATE-gpu
 
-Every check runs in a process of its own with a time limit, so that a hang or a crash costs the others nothing. Options
-take a part of the list (`--only late_collectives,streams`) and end after a while (`--budget 560`); what has been found
-before is in the folder and is not run again. On processors (`--device cpu`) this is a rehearsal, which shows mistakes
+Every check runs in a process of its own with a time limit, so that a hang or a crash costs the others nothing. Those
+that look at no times run several at once (`--at-once 6`), and the others alone after them. Options take a part of the
+list (`--only late_collectives,streams`) and end after a while (`--budget 560`); what has been found before is in the
+folder and is not run again. On processors (`--device cpu`) this is a rehearsal, which shows mistakes
 of the checks and nothing of a device: its results are no results.
 """
 
@@ -17,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +38,37 @@ CHECKS: Mapping[str, Check] = {
         device_order.streams, "does work on two streams have the bits of work that waits", seconds=240
     ),
     "synchronising": Check(device_order.synchronising, "how often the host waits, and for what", seconds=120),
-    "speed": Check(device_costs.speed, "how long an update takes beside a plain loop", seconds=300),
+    "speed": Check(
+        device_costs.speed, "how long an update takes beside a plain loop", seconds=300, alone=True
+    ),
+    "hidden": Check(device_costs.hidden, "what of long exchanges computing hides", seconds=240, alone=True),
+    "trace": Check(
+        device_costs.trace, "does a profiler see computing beside exchanges", seconds=120, alone=True
+    ),
     "two_ranks": Check(
         device_order.two_ranks, "do two ranks on one device hold the same", ranks=2, seconds=120
     ),
     "late_rank": Check(device_order.late_rank, "does a late rank end the job", ranks=2, seconds=120),
-    "times": Check(device_order.times, "are waits told from work"),
-    "clock": Check(device_order.clock, "does a clock count what was computed"),
-    "beside": Check(device_costs.beside, "are long collectives hidden", seconds=120),
+    "times": Check(device_order.times, "are waits told from work", alone=True),
+    "clock": Check(device_order.clock, "does a clock count what was computed", alone=True),
+    "beside": Check(device_costs.beside, "are long collectives hidden", seconds=120, alone=True),
     "memory": Check(device_costs.memory, "what is held after the start", ranks=2, needs_cuda=True),
     "wires": Check(device_models.wires, "do packed wires have a processor's bits"),
     "compiled": Check(device_models.compiled, "do compiled models train as in a plain loop", seconds=240),
     "convolutions": Check(device_models.convolutions, "do convolutions train as in a plain loop"),
     "own_stream": Check(device_models.own_stream, "may a loop use a stream of its own"),
     "echoed": Check(device_models.echoed, "are echoed batches those that were loaded"),
-    "ended_jobs": Check(device_costs.ended_jobs, "what ended jobs leave on the device", seconds=120),
+    "ended_jobs": Check(
+        device_costs.ended_jobs, "what ended jobs leave on the device", seconds=120, alone=True
+    ),
+    "launches": Check(device_costs.launches, "what a bucket costs the host", seconds=240, alone=True),
     "commands": Check(device_costs.commands, "what a newcomer sees", seconds=500),
     "suite": Check(device_costs.suite, "do the tests of a device pass", seconds=580),
 }
 REHEARSED_BY_TESTS = tuple(
-    name for name, check in CHECKS.items() if not check.needs_cuda and name not in ("commands", "suite")
+    name
+    for name, check in CHECKS.items()
+    if not check.needs_cuda and name not in ("commands", "launches", "suite")
 )
 """Those that `tests/gpu` runs: the others run commands or tests themselves, or have nothing to do without a device."""
 
@@ -125,6 +138,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a rehearsal")
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--only", default="", help="names of checks, with commas between them")
+    parser.add_argument("--at-once", type=int, default=1, help="processes for checks that look at no times")
     parser.add_argument("--budget", type=float, default=1800.0, help="seconds after which no check is begun")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -138,20 +152,24 @@ def main() -> int:
     known = {json.loads(line)["check"] for line in path.read_text().splitlines()} if path.exists() else set()
     names = options.only.split(",") if options.only else [name for name in CHECKS if name not in known]
     begun, failed = time.monotonic(), 0
-    for name in names:
-        check, left = CHECKS[name], options.budget - (time.monotonic() - begun)
+
+    def look(name: str) -> dict[str, Any]:
+        left = options.budget - (time.monotonic() - begun)
         if left <= 0:
-            break
-        if check.needs_cuda and options.device == "cpu":
-            continue
-        line = supervised(name, options.device, min(check.seconds, max(left, 1.0)))
-        line |= {"question": check.question, "device": options.device}
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        failed += not line["passed"]
-        print(
-            f"{'passed' if line['passed'] else 'FAILED'}  {name}: {line.get('error', '')[:300]}", flush=True
-        )
+            return {}
+        found = supervised(name, options.device, min(CHECKS[name].seconds, max(left, 1.0)))
+        return found | {"question": CHECKS[name].question, "device": options.device}
+
+    fitting = [name for name in names if options.device != "cpu" or not CHECKS[name].needs_cuda]
+    for processes, alone in ((options.at_once, False), (1, True)):
+        some = [name for name in fitting if CHECKS[name].alone is alone]
+        with ThreadPoolExecutor(processes) as pool:
+            for line in filter(None, pool.map(look, some)):
+                with path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                failed += not line["passed"]
+                verdict = "passed" if line["passed"] else "FAILED"
+                print(f"{verdict}  {line['check']}: {line.get('error', '')[-300:]}", flush=True)
     return int(failed > 0)
 
 

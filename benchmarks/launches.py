@@ -1,6 +1,6 @@
 """What a bucket costs the host: launches, calls that wait for the device, and time of the communication lane.
 
-    python benchmarks/launches.py
+    python benchmarks/launches.py --device cpu
 
 One process, one rank, one thread. Each job is run with few buckets and with many, all of 64 elements, where work itself
 takes no time; what a bucket costs is the difference over the number of buckets that it has more. Launches are PyTorch's
@@ -37,7 +37,7 @@ ROWS: dict[str, tuple[st.Strategy, dict[str, Any]]] = {
     "wp": (st.WeightPrediction(), {}),
     "acco": (st.ACCO(), {}),
     "zero1 int8": (st.ZeRO1(), {"wire": "int8"}),
-    "zero1 verified": (st.ZeRO1(), {"verified": True}),
+    "zero1 verified": (st.ZeRO1(), {"options": st.Options(bucket_bytes=4 * NUMEL, verified=True)}),
     "zero1 guards": (st.ZeRO1(), {"guards": "standard"}),
     "acco guards": (st.ACCO(), {"guards": "standard"}),
 }
@@ -84,8 +84,9 @@ class WatchedRuntime(RuntimeOver):
 class WatchedGroup(SoloGroup):
     """One rank, whose lane is watched."""
 
-    def __init__(self, *, counts: bool) -> None:
+    def __init__(self, device: torch.device, *, counts: bool) -> None:
         super().__init__()
+        self._device = device
         self.operations = Operations()
         self.seconds = 0.0
         self._counts = counts
@@ -96,7 +97,7 @@ class WatchedGroup(SoloGroup):
 
     def lane_runtime(self, *, overlaps: bool) -> Runtime:
         """Return what the lane of a job runs on."""
-        return WatchedRuntime(choose_runtime(SoloGroup(), torch.device("cpu"), overlaps=overlaps), self)
+        return WatchedRuntime(choose_runtime(SoloGroup(), self._device, overlaps=overlaps), self)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -108,16 +109,20 @@ class WatchedGroup(SoloGroup):
 
 
 def trained(
-    strategy: st.Strategy, group: Any, buckets: int, after_update: Callable[[int], None], **settings: Any
-) -> int:
-    """Train a model of so many buckets; return how many they are."""
-    guards = settings.pop("guards", ())
-    model = nn.ParameterList([nn.Parameter(torch.randn(NUMEL)) for _ in range(buckets)])
+    strategy: st.Strategy,
+    group: Any,
+    buckets: int,
+    after_update: Callable[[int], None],
+    device: torch.device,
+    settings: dict[str, Any],
+) -> None:
+    """Train a model of so many buckets."""
+    model = nn.ParameterList([nn.Parameter(torch.randn(NUMEL, device=device)) for _ in range(buckets)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     micro_batches = 2 if strategy.name == "acco" else 1
     parallel = st.DataParallel(
-        model, optimizer, strategy, micro_batches=micro_batches, group=group, guards=guards,
-        options=st.Options(bucket_bytes=4 * NUMEL, **settings),
+        model, optimizer, strategy, micro_batches=micro_batches, group=group,
+        **({"options": st.Options(bucket_bytes=4 * NUMEL)} | settings),
     )  # fmt: skip
     for index in range(WARM_UP + UPDATES):
         for _ in range(micro_batches):
@@ -133,21 +138,16 @@ def per_update(totals: list[float]) -> float:
     return statistics.median(after - before for before, after in itertools.pairwise(totals[WARM_UP:]))
 
 
-def cost_of(strategy: st.Strategy, buckets: int, settings: dict[str, Any]) -> Cost:
+def cost_of(strategy: st.Strategy, buckets: int, device: torch.device, settings: dict[str, Any]) -> Cost:
     """Return what an update costs."""
-    group, operations = WatchedGroup(counts=True), []
-    trained(strategy, group, buckets, lambda _: operations.append(group.operations.count), **settings)
-    counted, waits = Synchronisations(), []
+    group, operations = WatchedGroup(device, counts=True), []
+    trained(strategy, group, buckets, lambda _: operations.append(group.operations.count), device, settings)
+    counted, waits = Synchronisations(device), []
     with counted.watching():
-        trained(
-            strategy,
-            counted.on(SoloGroup()),
-            buckets,
-            lambda _: waits.append(counted.lines.total()),
-            **settings,
-        )
-    timed, seconds = WatchedGroup(counts=False), []
-    trained(strategy, timed, buckets, lambda _: seconds.append(timed.seconds), **settings)
+        after_update = lambda _: waits.append(counted.lines.total())  # noqa: E731  # as its neighbours are
+        trained(strategy, counted.on(SoloGroup()), buckets, after_update, device, settings)
+    timed, seconds = WatchedGroup(device, counts=False), []
+    trained(strategy, timed, buckets, lambda _: seconds.append(timed.seconds), device, settings)
     launches, waits_each, lasts = map(per_update, (operations, waits, seconds))
     return Cost(launches, waits_each, 1e6 * lasts)
 
@@ -158,13 +158,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=3, help="runs of each job; the quickest counts")
-    runs = parser.parse_args().runs
+    parser.add_argument("--device", default="cpu", type=torch.device, help="cpu or cuda")
+    chosen = parser.parse_args()
     torch.set_num_threads(1)
     print("per bucket and update     launches  waits  microseconds    waits without buckets")
     for name, (strategy, settings) in ROWS.items():
         best: list[Cost] = []
         for buckets in (FEW, MANY):
-            found = [cost_of(strategy, buckets, settings) for _ in range(runs)]
+            found = [cost_of(strategy, buckets, chosen.device, settings) for _ in range(chosen.runs)]
             best.append(min(found, key=lambda cost: cost.microseconds))
         each = [(many - few) / (MANY - FEW) for few, many in zip(*best, strict=True)]
         rest = best[0].waits - FEW * each[1]

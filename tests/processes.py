@@ -34,8 +34,9 @@ from stretto_lab.train import processes as started_by_commands
 TIMEOUT_SECONDS = 240.0
 """For a machine that others keep busy; nobody waits for it when all is well."""
 
-# A server forks each rank with what is slow to import already there: 0.1 s per rank, not 3 s.
-_CONTEXT = multiprocessing.get_context("forkserver")
+# A server forks each rank with what is slow to import already there: 0.1 s per rank, not 3 s. Where there is a CUDA
+# device, modules look for it at import, and CUDA refuses processes that are forked after that.
+_CONTEXT = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 
 _FORKED_WITH = (
     "stretto_lab.train.rank",

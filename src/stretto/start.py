@@ -46,11 +46,12 @@ from stretto.flat import Layout, check_parameters, original_name, plan_layout
 from stretto.groups import may_wait_again
 from stretto.guards import Guard
 from stretto.guards.fitting import check_guards
-from stretto.guards.interpreter import GuardInterpreter, RehearsingOptimizer
+from stretto.guards.interpreter import GuardInterpreter
 from stretto.guards.replay import GuardedRounds
 from stretto.guards.strikes import Strikes, describe_seat
 from stretto.guards.weave import guarded
 from stretto.optimizer import (
+    RehearsingOptimizer,
     ShardedOptimizer,
     StateKinds,
     check_scheduler,
@@ -110,8 +111,6 @@ class Parts:
                 "model: expected parameters of no other job, found some of a DataParallel that has not ended; call its "
                 "finish() first, or its fail(error) to give it up"
             )
-        for mark in marks:
-            mark.give_up()
         check_scheduler(self.scheduler, self.optimizer)
         for guard in self.guards:
             if not isinstance(guard, Guard):

@@ -8,6 +8,7 @@ Note [A boundary]
 """
 
 import dataclasses
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
@@ -139,6 +140,9 @@ class Phases:
         self._entered = entered
         self._now = 0
         feed.take_turns(self._begin_next)
+        # A checkpoint may have left a round. The job may not hold its feed: see Note [Jobs that nobody holds].
+        land_phase = weakref.WeakMethod(feed.land_phase)
+        job.compute.call_before_forward(lambda: (land_phase() or (lambda: None))())
         self._look_ahead(0)
 
     def enter(self, step: int) -> None:

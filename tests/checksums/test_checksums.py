@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.checksums import Checksum, Sums, digest, repair, same_bytes
+from stretto.checksums import Checksum, Sums, digest, same_bytes
+from stretto.guards.repair import explanations, repair, repairs
 
 TENSORS = {
     "one word": torch.arange(2, dtype=torch.float32),
@@ -45,7 +46,7 @@ def test_a_damaged_word_is_found_and_repaired_to_the_bit(name: str) -> None:
     stride = max(1, tensor.nbytes // 50)
     for byte in [*range(0, tensor.nbytes, stride), tensor.nbytes - 1]:
         damaged = with_byte(tensor, byte, 0xA5)
-        (found,) = sums.explanations(Sums.of(damaged))
+        (found,) = explanations(sums, Sums.of(damaged))
         assert [word.word for word in found] == [byte // 8]
         repair(damaged, found)
         assert digest(damaged) == digest(tensor)
@@ -56,7 +57,7 @@ def test_a_run_around_the_end_of_a_row_is_repaired(first: int) -> None:
     tensor = torch.randn(3 * 8192)
     damaged = tensor.clone()
     damaged[first : first + 5].neg_()  # every changed sign is the same change of its word
-    assert Checksum.of(tensor).repairs(damaged)
+    assert repairs(Checksum.of(tensor), damaged)
     assert torch.equal(damaged, tensor)
 
 
@@ -66,12 +67,12 @@ def test_what_looks_like_a_run_around_the_end_of_a_row_and_is_none_is_not_repair
     damaged[0].neg_()
     damaged[2 * 8192 - 2].neg_()  # the same sums as of a run at the end of the first row
     before = damaged.clone()
-    assert not Checksum.of(tensor).repairs(damaged)
+    assert not repairs(Checksum.of(tensor), damaged)
     assert torch.equal(damaged, before)
     apart = tensor.clone()
     apart[5:7] += 1.0
     apart[8192 + 77] += 3.0
-    assert list(Sums.of(tensor).explanations(Sums.of(apart))) == []
+    assert list(explanations(Sums.of(tensor), Sums.of(apart))) == []
 
 
 def test_a_run_whose_changes_cancel_in_the_sum_of_its_row_is_repaired() -> None:
@@ -79,7 +80,7 @@ def test_a_run_whose_changes_cancel_in_the_sum_of_its_row_is_repaired() -> None:
     damaged = words.clone()
     damaged[6000:6004] ^= -(2**63)
     assert torch.equal(Sums.of(damaged).rows, Sums.of(words).rows)
-    assert Checksum.of(words).repairs(damaged)
+    assert repairs(Checksum.of(words), damaged)
     assert torch.equal(damaged, words)
 
 
@@ -87,7 +88,7 @@ def test_a_run_of_four_elements_is_repaired_too() -> None:
     tensor = torch.randn(3 * 8192)
     damaged = tensor.clone()
     damaged[101:105] *= -3
-    found = next(Sums.of(tensor).explanations(Sums.of(damaged)))
+    found = next(explanations(Sums.of(tensor), Sums.of(damaged)))
     assert len(found) == 3
     repair(damaged, found)
     assert torch.equal(damaged, tensor)
@@ -95,10 +96,10 @@ def test_a_run_of_four_elements_is_repaired_too() -> None:
 
 def test_equal_tensors_show_no_damage_and_other_lengths_no_place() -> None:
     tensor = torch.randn(20000)
-    assert list(Sums.of(tensor).explanations(Sums.of(tensor.clone()))) == []
+    assert list(explanations(Sums.of(tensor), Sums.of(tensor.clone()))) == []
     longer = torch.cat([tensor, torch.zeros(2)])
     assert not Sums.of(tensor).equals(Sums.of(longer))
-    assert list(Sums.of(tensor).explanations(Sums.of(longer))) == []
+    assert list(explanations(Sums.of(tensor), Sums.of(longer))) == []
     assert digest(tensor) != digest(longer)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import stretto as st
 from stretto import checkpoint
 from stretto.errors import PeerFailed, StateCorrupt
+from stretto.optimizer import digests_of
 from stretto.records import Incident
 from stretto_lab.faults import Fault
 from stretto_lab.faults.injector import alias_of
@@ -80,7 +81,7 @@ def test_what_is_damaged_right_before_a_save_is_mended_before_it_is_written(
         seen = (run.train_to(4), run.end())[1]
         again = Struck(rank, group, strategy)
         checkpoint.load(again.parallel, folder)
-        return again.parallel.job.sharded.digests(), seen
+        return digests_of(again.parallel.job.sharded), seen
 
     clean, struck = (
         on_all(lambda rank, group, damaged=damaged: train(rank, group, damaged)) for damaged in (False, True)

@@ -1,9 +1,11 @@
 """Reduced gradients are added in place, divided once, and not used up twice."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from stretto.errors import ConfigError
 from stretto.flat import Block, Slices
@@ -102,3 +104,24 @@ def test_the_norm_counts_every_element_once_whatever_the_sizes_and_magnitudes() 
         # Sums of n squares in another order differ by at most n rounding errors.
         bound = sum(sizes) * 2.0**-52 * expected
         assert abs(ReducedGradient(slices(sums), 1.0, 0.0, b"").measure() - expected) <= bound, case
+
+
+class Norms(TorchFunctionMode):
+    """Notes how many elements each norm reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.linalg.vector_norm:
+            self.numels.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_norm_on_a_device_widens_32_mebibytes_at_a_time() -> None:
+    # A device copies what it widens: a model in one flat would need eight bytes more for every parameter.
+    flat = torch.empty(3 * 2**22 + 5, device="meta")
+    with Norms() as norms:
+        ReducedGradient(Slices([flat], [flat]), 1.0, 0.0, b"\x01").measure()
+    assert norms.numels == [2**22, 2**22, 2**22, 5]

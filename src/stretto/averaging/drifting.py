@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.averaging.mean import ReplicaMean
 from stretto.averaging.probe import GradientProbe
-from stretto.checksums import digest
+from stretto.checksums import digest_of_all, on_host
 from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.agreed import AgreedReplica, Alike
 from stretto.engine.buffers import Buffer
@@ -168,7 +167,7 @@ class DriftingReplica(AgreedReplica):
             self._unite(
                 conditions, self._scratch if flight is None else flight.round.buffer.flats, state=effect.state
             )
-            if not all(bool(master.isfinite().all()) for master in self.sharded.masters):
+            if not _are_finite(self.sharded.masters):
                 raise StateCorrupt(
                     f"{where}: the average of finite replicas is not finite: damaged on its way; "
                     "Options(verified=True) sends again what is damaged",
@@ -193,12 +192,10 @@ class DriftingReplica(AgreedReplica):
         """Return the condition of all ranks' replicas, a record each."""
         values = list(self._values(state=state))
         own = np.zeros(1, _CONDITION)
-        own["digest"] = xxhash.xxh3_64_intdigest(
-            np.array([digest(value) for value in values], "<u8").tobytes()
-        )
+        own["digest"] = digest_of_all(values)
         # The state too, whether or not it is averaged: a replica with nan there is lost at its next step.
-        whole = values if state else self._values(state=True)
-        own["is_finite"] = all(bool(value.isfinite().all()) for value in whole)
+        whole = values if state else list(self._values(state=True))
+        own["is_finite"] = _are_finite(whole)
         own["product"] = product
         return np.frombuffer(b"".join(self.exchange.gather_bytes(own.tobytes())), _CONDITION)
 
@@ -227,7 +224,9 @@ class DriftingReplica(AgreedReplica):
             distances = gradient_norms = np.zeros(len(conditions))
         else:
             changed = zip(probe.at(self.sharded.masters), before, strict=True)
-            squares = sum(float((now - then).double().square().sum()) for now, then in changed)
+            squares = sum(
+                torch.stack([(now - then).double().square().sum() for now, then in changed]).tolist()
+            )
             own = np.zeros(1, _probed(probe.numel))
             # On a random part of the coordinates a norm is that part's root of the whole.
             own["distance"] = math.sqrt(
@@ -251,6 +250,11 @@ class DriftingReplica(AgreedReplica):
 def _probed(numel: int) -> np.dtype[np.void]:
     """Return the layout of what a rank tells of its probe."""
     return np.dtype([("distance", "<f8"), ("gradient_norm", "<f8"), ("received", "<f4", (numel,))])
+
+
+def _are_finite(values: Sequence[Tensor]) -> bool:
+    """Return whether all values are finite; the host waits once for each device."""
+    return all(on_host([value.isfinite().all() for value in values]))
 
 
 def _alike(conditions: NDArray[np.void]) -> bool:

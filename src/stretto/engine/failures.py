@@ -266,18 +266,19 @@ class Lifetime:
                 for group in self._failures.groups:
                     group.abort()
             self._leave(waits=False)
-            self._retire()
+            self.retire()
 
     def finish(self) -> None:
         """End the job without an error; no collective may be issued before this returns."""
         self._failures.catch_up()
         self._leave(waits=True)
         self._failures.end()
-        self._retire()
+        self.retire()
         self._ended_because = "finish() was called"
         self.has_finished = True
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
+        """Release the job's groups, in time."""
         for group in self._failures.groups:
             retire(group)
 

@@ -1,4 +1,11 @@
-"""Which job trains a parameter, and whether anybody still holds that job: one that was dropped cannot be finished."""
+"""Which job trains a parameter, and whether anybody still holds that job: one that was dropped cannot be finished.
+
+Note [Jobs that nobody holds]
+    Hooks keep a job, and autograd's nodes keep the hooks, in C++ where Python's garbage collection does not look: a job
+    that was dropped without `finish` would stay, with its model. So the hooks go with whoever holds the job. That can
+    happen at any moment and on any thread, so nothing else is done then: no gradient is touched, no rank is told, and
+    what the communication lane has begun goes on.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -7,8 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-
-from stretto.errors import Finished
 
 _JOB = "stretto job"
 """Key in the metadata of autograd's nodes that a job has hooks on."""
@@ -27,30 +32,25 @@ class Mark:
 
     def __init__(self) -> None:
         self._holder: weakref.ref[object] | None = None
-        self._end: Callable[[BaseException], None] | None = None
 
-    def hold(self, holder: object, end: Callable[[BaseException], None]) -> None:
-        """Say who holds the job, and what ends it."""
-        self._holder, self._end = weakref.ref(holder), end
+    def hold(self, holder: object, let_go: Callable[[], None]) -> None:
+        """Say who holds the job, and what to call once nobody does; see Note [Jobs that nobody holds]."""
+        self._holder = weakref.ref(holder)
+        weakref.finalize(holder, let_go).atexit = False  # as Python ends, nothing stays anyway
 
     @property
     def is_held(self) -> bool:
         """Whether somebody can still go on with the job, or finish it."""
         return self._holder is None or self._holder() is not None
 
-    def give_up(self) -> None:
-        """End the job, which nobody holds."""
-        if self._end is not None:
-            self._end(Finished("the job was dropped without finish()"))
-
     def put(self, node: Any) -> None:
         """Mark a parameter's node."""
         node.metadata[_JOB] = self
 
-    @staticmethod
-    def remove(node: Any) -> None:
-        """Take the mark away."""
-        node.metadata.pop(_JOB, None)
+    def remove(self, node: Any) -> None:
+        """Take the mark away, unless the next job has put its own there."""
+        if node.metadata.get(_JOB) is self:
+            del node.metadata[_JOB]
 
 
 def mark_on(parameter: nn.Parameter) -> Mark | None:

@@ -118,13 +118,17 @@ class Hooks:
             self._handles.append(member.register_state_dict_pre_hook(state))
             self._handles.append(member.register_load_state_dict_pre_hook(state))
 
-    def remove(self) -> None:
+    def unhook(self) -> None:
         """Remove every hook from model and optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for node in self._nodes:
             self.mark.remove(node)
+
+    def remove(self) -> None:
+        """Remove every hook, and give the parameters their gradients' fields back."""
+        self.unhook()
         for parameter in self._user.parameters:
             parameter.grad = None
             if parameter.grad_dtype != parameter.dtype:  # once set, it stays when the model changes its dtype

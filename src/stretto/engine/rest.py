@@ -36,6 +36,11 @@ class RestingLane(ComputeLane):
             listener.round_closed()
         return True
 
+    def let_go(self) -> None:
+        """Let go of the model; see Note [Jobs that nobody holds] in `engine/holding.py`."""
+        self.hooks.unhook()
+        self.lifetime.retire()
+
     def check_alike(self, what: str) -> None:
         """Raise `OutOfTurn` if a round is in flight that other ranks may not have handed over, under a `Clock`."""
         if self.course.is_under_way and not self.quota.is_fixed:

@@ -95,7 +95,10 @@ class ErrorFeedback:
     @property
     def is_paid(self) -> bool:
         """Whether nothing is owed any more, and nothing will be."""
-        return not self.packs and not any(bool(owed.any()) for owed in self.owed)
+        if self.packs:
+            return False
+        device = self.owed[0].device  # one wait for it, and not one per flat set
+        return not bool(torch.stack([owed.any().to(device) for owed in self.owed]).any())
 
     def settle(self) -> None:
         """Remember what the last round has lost; called once the round counts, before its buffers are written again."""

@@ -1,4 +1,4 @@
-"""What ranks miss of a phase of a verified exchange: rows that did not arrive as they were sent."""
+"""What ranks miss of a phase of a verified exchange: rows that did not arrive as they were sent, and sums of them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,19 +7,23 @@ import numpy as np
 
 from stretto.exchange.exchange import Exchange
 
-_ENTRY = np.dtype([("index", "<u4"), ("sender", "<u4")])
+_ENTRY = np.dtype([("index", "<u4"), ("sender", "<u4"), ("is_sum", "?")])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Missing:
-    """A row that did not arrive as it was sent."""
+    """A row that did not arrive as it was sent, or a sum of rows that came out wrong."""
 
     receiver: int
     sender: int
     index: int
     """Of the transfer within its phase."""
+    is_sum: bool = False
+    """Whether it is a sum, on the rank that is its sender and its receiver."""
 
     def __str__(self) -> str:
+        if self.is_sum:
+            return f"the sum of bucket {self.index} on rank {self.receiver}"
         return f"bucket {self.index} from rank {self.sender} to rank {self.receiver}"
 
 
@@ -30,10 +34,10 @@ def missing_anywhere(exchange: Exchange, missing: Sequence[Missing]) -> list[Mis
         return []
     own = np.zeros(max(counts), _ENTRY)
     for position, entry in enumerate(missing):
-        own[position] = entry.index, entry.sender
+        own[position] = entry.index, entry.sender, entry.is_sum
     tables = [np.frombuffer(record, _ENTRY) for record in exchange.gather_bytes(own.tobytes())]
     return [
-        Missing(receiver, int(entry["sender"]), int(entry["index"]))
+        Missing(receiver, int(entry["sender"]), int(entry["index"]), bool(entry["is_sum"]))
         for receiver, (table, count) in enumerate(zip(tables, counts, strict=True))
         for entry in table[:count]
     ]

@@ -6,16 +6,27 @@ Sums are computed twice, and buckets with a damaged row travel again, before any
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.checksums import digest, hexadecimal, same_bytes
-from stretto.errors import CorruptionError, TransferCorrupt
+from stretto.checksums import Digest, Digests, hexadecimal, on_host, same_bytes
+from stretto.errors import TransferCorrupt
 from stretto.exchange.exchange import Exchange
+from stretto.exchange.given_up import given_up
 from stretto.exchange.missing import Missing, missing_anywhere
-from stretto.exchange.rows import SEAL_BYTES, opened, seal, seal_bytes, seed_of, values_of
+from stretto.exchange.rows import (
+    SEAL_BYTES,
+    opened,
+    seal,
+    seal_bytes,
+    seed_of,
+    seeds_from_senders,
+    seeds_to_receivers,
+    values_of,
+)
 from stretto.exchange.sums import is_plausible_sum, sampled
 from stretto.exchange.transfer import Add, Change, Level, Place, Transfer, Transfers, Wait, filled
 from stretto.exchange.two_level import TwoLevelExchange
@@ -29,6 +40,21 @@ _COPIES = 3
 """Copies of every record of the round report: ranks need the records to agree on anything, even on a repeat."""
 
 
+class _Arrived(NamedTuple):
+    """The rows of a bucket that have arrived on one level, or a sum of them, before anybody has looked at them."""
+
+    site: str
+    bucket: int
+    """Its index."""
+    where: str
+    """The level's, for messages."""
+    senders: Sequence[int]
+    expected: Digest | Digests
+    """By sender; of a sum, that it is right."""
+    found: Digest | Digests
+    """Differs from `expected` where something is damaged."""
+
+
 class VerifiedExchange(Exchange):
     """An exchange in which every row travels with its digest.
 
@@ -39,15 +65,17 @@ class VerifiedExchange(Exchange):
     Note [Sealed from the source, checked at the end]
         A receiver sums twice, compares to the bit, and checks the seals afterwards: a row that changed in its memory
         before or between the sums is noticed too. What makes both sums wrong in the same way hits a run of them, a page
-        or a whole slice: so a sample of every sum has to lie within its rounding of a sum in float64.
+        or a whole slice: so a sample of every sum has to lie within its rounding of a sum in float64. Where a sum came
+        out wrong, the same may also make single elements alike: when it is repeated, all are looked at.
 
     Note [Repeats]
-        A *phase* is the sums of all buckets, or a gather of all. It ends with a small gather: how many rows does each
-        rank miss? If none are missing, the phase is over. Otherwise every rank learns who misses what, and all ranks
-        run the transfers of those buckets again, on all levels: what was made of a damaged row on its way has travelled
-        on in sound ones. Until then sources stay as they are: the buffers that contributions are cut from, and an
-        owner's slice, of which no copy that has travelled is taken back. After `REPEATS` repeats every rank raises the
-        same error.
+        A *phase* is the sums of all buckets, or a gather of all. What the checks of its buckets have found stays on the
+        device until its end; the host reads it once. Then comes a small gather: how many rows and sums does each rank
+        miss? If none are missing, the phase is over. Otherwise every rank learns who misses what, and all ranks run the
+        transfers of those buckets again, on all levels: what was made of a damaged row on its way has travelled on in
+        sound ones. Until then sources stay as they are: the buffers that contributions are cut from, and an owner's
+        slice, of which no copy that has travelled is taken back. After `REPEATS` repeats every rank raises the same
+        error.
     """
 
     is_verified = True
@@ -60,8 +88,10 @@ class VerifiedExchange(Exchange):
         """Phases so far, each repeat counted: the same on all ranks, and part of every row's seal."""
         self._records = 0
         """Round reports so far: part of every record's seal."""
-        self._missing: list[Missing] = []
-        """What this rank misses of the present phase."""
+        self._arrived: list[_Arrived] = []
+        """What has arrived in the present phase, or its repeat."""
+        self._doubted: set[int] = set()
+        """Buckets whose sum came out wrong on this rank in the present phase."""
 
     def summing(
         self, flats: Sequence[Tensor], sums: Sequence[Tensor], *, whole: bool, wire: PlainWire | None = None
@@ -89,36 +119,35 @@ class VerifiedExchange(Exchange):
         """Send the ranks of a level their sealed parts; sum what comes, and note what of it is damaged."""
         ranks, row_bytes = level.ranks, sent.num_bytes(total.numel()) + SEAL_BYTES
         outgoing = self.scratch("outgoing", index, len(ranks) * row_bytes, torch.uint8, total.device)
+        own, first = ranks.index(self.rank), self._seed(level, index)
         drawn = sent.drawn("sums", self.round_index, self.rank)
-        for receiver, row, part in zip(ranks, outgoing.view(len(ranks), -1), parts, strict=True):
-            seal(row, part.reshape(-1), drawn, self._seed(level, index, self.rank, receiver))
+        seal(outgoing.view(len(ranks), -1), parts, drawn, seeds_to_receivers(first, own))
         received = self.scratch("received", index, outgoing.numel(), torch.uint8, total.device)
         yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
         rows = received.view(len(ranks), -1)
-        values = [
-            values_of(row, sent.drawn("sums", self.round_index, sender))
-            for sender, row in zip(ranks, rows, strict=True)
-        ]
-        self._sum_twice(level, index, values, total)
-        for sender, row in zip(ranks, rows, strict=True):
-            seed = self._seed(level, index, sender, self.rank)
-            self._check("contribution", level, index, sender, row, seed)
+        self._sum_twice(level, index, values_of(rows, sent, "sums", self.round_index, ranks), total)
+        checked = opened(rows, seeds_from_senders(first, own))
+        self._arrived.append(_Arrived("contribution", index, level.where, ranks, *checked))
 
     def gather_parts(self, level: Level, index: int, own: Tensor, whole: Tensor, what: str) -> Transfer:
         """Bring the ranks of a level what this one has, sealed; note what comes damaged from them."""
         wire = PlainWire("", whole.dtype)
         row_bytes = wire.num_bytes(own.numel()) + SEAL_BYTES
+        count, place, first = len(level.ranks), level.ranks.index(self.rank), self._seed(level, index)
         sealed = self.scratch("sealed", index, row_bytes, torch.uint8, whole.device)
-        seal(sealed, own, wire, self._seed(level, index, self.rank))
-        rows = self.scratch("rows", index, len(level.ranks) * row_bytes, torch.uint8, whole.device)
-        yield from super().gather_parts(level, index, sealed, rows, what)
-        parts = whole.view(len(level.ranks), -1)
-        for sender, part, row in zip(level.ranks, parts, rows.view(len(level.ranks), -1), strict=True):
-            self._check("gathered values", level, index, sender, row, self._seed(level, index, sender))
-            if sender != self.rank:
-                part.copy_(values_of(row, wire))
-            elif part.data_ptr() != own.data_ptr() or part.dtype != own.dtype:
-                part.copy_(own)
+        seal(sealed.view(1, -1), own.view(1, -1), wire, seeds_to_receivers(first, place))
+        received = self.scratch("rows", index, count * row_bytes, torch.uint8, whole.device)
+        yield from super().gather_parts(level, index, sealed, received, what)
+        rows, parts = received.view(count, -1), whole.view(count, -1)
+        checked = opened(rows, seeds_from_senders(first, 0))
+        self._arrived.append(_Arrived("gathered values", index, level.where, level.ranks, *checked))
+        for others in (range(place), range(place + 1, count)):
+            if others:
+                sent = slice(others.start, others.stop)
+                parts[sent].copy_(rows[sent, :-SEAL_BYTES].view(wire.dtype))
+        part = parts[place]
+        if part.data_ptr() != own.data_ptr() or part.dtype != own.dtype:
+            part.copy_(own)
 
     def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
         """Gather what every owner has to add to its slices, and repeat damaged buckets before anything is added."""
@@ -167,51 +196,51 @@ class VerifiedExchange(Exchange):
 
         Raises:
             TransferCorrupt: On every rank, naming senders and receivers.
+            CorruptionError: On every rank, naming those whose sums come out wrong again and again.
         """
         for repeats in itertools.count():
-            missing = missing_anywhere(self, self._missing)
+            missing = missing_anywhere(self, self._look())
             if not missing:
+                self._doubted.clear()
                 return
             if repeats == REPEATS:
-                raise TransferCorrupt(
-                    f"rank {self.rank}: {site} still damaged after {REPEATS} repeats: expected what the sender had "
-                    f"sealed, found something else in {'; '.join(map(str, missing))}; take that rank or that link out "
-                    "of the job",
-                    links=sorted({(lost.sender, lost.receiver) for lost in missing}),
-                )
+                raise given_up(self.rank, site, missing, REPEATS)
             self._begin_attempt()
             for index in sorted({lost.index for lost in missing}):
                 super().perform([transfers[index]])  # one at a time: any two may share scratch memory
 
-    def _sum_twice(self, level: Level, index: int, values: Sequence[Tensor], total: Tensor) -> None:
-        """Sum `values` until two sums in a row are equal to the bit, and plausible.
-
-        Where two have differed, what did that may also make single elements alike: from then on all are looked at.
-        """
-        self.add_up(values, total)
+    def _sum_twice(self, level: Level, index: int, values: Tensor, total: Tensor) -> None:
+        """Sum `values` twice, and note whether both are equal to the bit, and plausible."""
         again = self.scratch("again", index, total.numel(), total.dtype, total.device)
-        looked_at = list(map(sampled, values)), sampled(total)
-        for _ in range(REPEATS + 1):
-            self.add_up(values, again)
-            if same_bytes(total, again) and is_plausible_sum(*looked_at):
-                return
-            looked_at = list(values), total
-            self._report(
-                "sum", f"bucket {index}{level.where}", self.rank, "summed again", digest(again), digest(total)
-            )
-            total.copy_(again)
-        raise CorruptionError(
-            f"rank {self.rank}: the sum of bucket {index}{level.where} came out wrong or differently {REPEATS + 2} "
-            "times: expected the same bits from the same contributions; take this rank's device out of the job",
-            ranks=[self.rank],
-        )
+        for into in (total, again):
+            self.add_up(values.unbind(), into)
+        looked_at = (values, total) if index in self._doubted else (sampled(values), sampled(total))
+        is_right = same_bytes(total, again) & is_plausible_sum(*looked_at)
+        self._arrived.append(_Arrived("sum", index, level.where, [self.rank], True, is_right))
 
-    def _check(self, site: str, level: Level, index: int, sender: int, row: Tensor, seed: int) -> None:
-        """Note that a row is missing unless it fits its seal."""
-        expected, found = opened(row, seed)
-        if found != expected:
-            self._missing.append(Missing(self.rank, sender, index))
-            self._report(site, f"bucket {index}{level.where}", sender, "sent again", expected, found)
+    def _look(self) -> list[Missing]:
+        """Return what this rank misses of what has arrived, and report it; the host reads all of it at once."""
+        numbers = iter(on_host([one for row in self._arrived for one in (row.expected, row.found)]))
+        missing = []
+        for arrived in self._arrived:
+            count = len(arrived.senders)
+            expected, found = [*itertools.islice(numbers, count)], [*itertools.islice(numbers, count)]
+            if expected == found:
+                continue
+            for sender, *pair in zip(arrived.senders, expected, found, strict=True):
+                if pair[0] != pair[1]:
+                    missing.append(Missing(self.rank, sender, arrived.bucket, arrived.site == "sum"))
+                    self._note(arrived, sender, *pair)
+        return missing
+
+    def _note(self, arrived: _Arrived, sender: int, expected: int, found: int) -> None:
+        """Report a damaged row or sum."""
+        part = f"bucket {arrived.bucket}{arrived.where}"
+        if arrived.site == "sum":
+            self._doubted.add(arrived.bucket)
+            self._report("sum", part, sender, "summed again")
+        else:
+            self._report(arrived.site, part, sender, "sent again", expected, found)
 
     def _read(self, content: bytes, sealed_bytes: int, sender: int) -> bytes | None:
         """Return the record in one of the copies whose seal fits; None where none does."""
@@ -228,10 +257,10 @@ class VerifiedExchange(Exchange):
 
     def _begin_attempt(self) -> None:
         self._attempts += 1
-        self._missing = []
+        self._arrived = []
 
-    def _seed(self, level: Level, index: int, *ranks: int) -> int:
-        return seed_of(self._attempts, level.number, index, *ranks)
+    def _seed(self, level: Level, index: int) -> int:
+        return seed_of(self._attempts, level.number, index)
 
     def _report(self, site: str, part: str, sender: int, action: str, *digests: int) -> None:
         expected, found = map(hexadecimal, digests) if digests else (None, None)

@@ -101,7 +101,7 @@ class Feed:
         """Of the batch that was handed out last."""
         self._job = job
         self._compute = job.compute
-        job.compute.hooks.mark.hold(self, job.compute.lifetime.fail)
+        job.compute.hooks.mark.hold(self, job.compute.let_go)
         self._on_update: Callable[[Update], None] | None = None
         self._next_phase: int | None = None
         """The update after which another strategy takes over; None where none does."""
@@ -124,7 +124,6 @@ class Feed:
             begin_phase: Called after the last update of each, before anybody hears of that update.
         """
         self._begin_phase = begin_phase
-        self._compute.call_before_forward(self.land_phase)  # a checkpoint may have left a round
 
     def expect_phase(self, step: int | None) -> None:
         """Another strategy takes over after update `step`; none does where that is None."""

@@ -1,8 +1,6 @@
 """Which updates of a job batches go to, for loaders that echo."""
 
-import functools
-
-from stretto.checksums import digest
+from stretto.checksums import digest_of_all
 from stretto.engine import Job
 
 
@@ -36,6 +34,6 @@ class JobUpdates:
         versions = [parameter._version for parameter in parameters]
         if versions != self._versions:
             with self._compute.model.unsettled():
-                self._fingerprint = functools.reduce(lambda seed, one: digest(one, seed), parameters, 0)
+                self._fingerprint = digest_of_all(parameters)
             self._versions = versions
         return self._fingerprint

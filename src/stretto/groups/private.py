@@ -125,7 +125,7 @@ def retire(group: dist.ProcessGroup) -> None:
     release.
     """
     group = _innermost(group)
-    if _registered_ranks(group) is not None:
+    if _registered_ranks(group) is not None and group not in _retired:
         _retired.append(group)
 
 

@@ -1,7 +1,6 @@
 """The audit: in some rounds, other ranks compute the gradients again and compare them to the bit."""
 
 import dataclasses
-import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from stretto.checksums import digest, hexadecimal
+from stretto.checksums import digest, digest_of_all, hexadecimal
 from stretto.engine.accumulation import Accumulation
 from stretto.errors import ConfigError, TransferCorrupt
 from stretto.fields import check_fields
@@ -351,7 +350,7 @@ def _outcome(taken: Accumulation) -> list[Tensor]:
 
 def _digest(taken: Accumulation, buffers: Mapping[str, Tensor]) -> int:
     """Return one digest over a round's result and the buffers after it."""
-    return functools.reduce(lambda seed, value: digest(value, seed), [*_outcome(taken), *buffers.values()], 0)
+    return digest_of_all([*_outcome(taken), *buffers.values()])
 
 
 def _word(record: bytes, position: int, offset: int = 1) -> int:

@@ -3,12 +3,11 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import get_args
 
-import torch
 from torch import Tensor
 
-from stretto.checksums import digest
+from stretto.checksums import digests, on_host
 from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.agreed import AgreedReplica
 from stretto.engine.replica import Flight, Performer
@@ -32,32 +31,15 @@ from stretto.guards.contract import (
     Share,
     Where,
 )
+from stretto.guards.recomputed import recomputed
 from stretto.guards.seals import Seals
 from stretto.guards.strikes import Strikes
 from stretto.guards.weave import Arrived, Conclude, Forget, Moment
-from stretto.optimizer import MASTER, Hyperparameters, ReducedGradient, ShardedOptimizer
+from stretto.optimizer import ReducedGradient, RehearsingOptimizer
 from stretto.records import Incident
 
 SHOWN = "values to be shown"
 """Site of the values that the model shows next."""
-
-
-class RehearsingOptimizer(ShardedOptimizer):
-    """Computes every step first on copies, so that the result can be compared with that of the real step."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.rehearsed: list[dict[str, int]] = []
-        """Digests of the rehearsal of the last step, by segment; empty before the first one."""
-
-    def step(self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float) -> None:
-        """Rehearse the step, then perform it."""
-        self.rehearsed = self.rehearse(gradient, hyperparameters, clip)
-        super().step(gradient, hyperparameters, clip)
-
-    def forget_rehearsal(self) -> None:
-        """Compare the last step with nothing: its result came from elsewhere."""
-        self.rehearsed = []
 
 
 class GuardInterpreter:
@@ -108,12 +90,14 @@ class GuardInterpreter:
                 effect.part, dict(self._parts(flight))[effect.part], effect.source, effect.onto
             ),
             Seal: lambda effect, flight: self._seal(effect.what, flight),
-            Inspect: lambda effect, _: list(self._differences(effect.what)),
+            Inspect: lambda effect, _: self._differences(effect.what),
             Mend: lambda effect, _: self._seals.mend(effect.part),
             Replace: lambda effect, _: self._replace(effect.parts),
             Publish: lambda effect, _: self._publish(effect.part),
             Clear: lambda effect, _: self._clear(effect.part),
-            Recompute: lambda _, flight: self._recompute(flight),
+            Recompute: lambda _, flight: recomputed(
+                self._sharded, self._seals, dict(self._shown(flight)) if self._is_replicated else {}
+            ),
             Where: lambda _, __: self._where,
             Report: lambda effect, _: self._report(effect),
         }
@@ -236,41 +220,19 @@ class GuardInterpreter:
         # Ranks that keep their own state, or step alone, may also have cut it into different segments.
         agreement = self._replica.agreement
         compares_state = agreement.states_are_alike and not agreement.steps_alone
-        return {
-            part: self._fingerprint(part, tensor)
+        parts = {
+            part: tensor
             for part, tensor in self._parts(flight)
             if compares_state or part.site != "optimizer state"
         }
+        same = {part: tensor for part, tensor in parts.items() if not self._is_written(part, tensor)}
+        numbers = on_host(digests(list(same.values())))
+        return {**dict.fromkeys(parts, 0), **dict(zip(same, numbers, strict=True))}
 
-    def _fingerprint(self, part: Part, tensor: Tensor) -> int:
+    def _is_written(self, part: Part, tensor: Tensor) -> bool:
+        """Return whether somebody has written a fixed tensor since the job began."""
         version = self._progress.versions.get(part.name) if part.site == "fixed" else None
-        return digest(tensor) if version in (None, tensor._version) else 0
-
-    def _recompute(self, flight: Flight | None) -> dict[Part, bool]:
-        """Compute parts again where possible, and return for each whether the result is the same."""
-        right: dict[Part, bool] = {}
-        rehearsed = self._sharded.rehearsed if isinstance(self._sharded, RehearsingOptimizer) else []
-        for index, (expected, found) in enumerate(zip(rehearsed, self._sharded.digests(), strict=False)):
-            for key in expected.keys() | found.keys():
-                for part in self._parts_of(index, key):
-                    right[part] = right.get(part, True) and expected.get(key) == found.get(key)
-        for part, _ in self._seals.sealed(("values to be shown", "anchor")):
-            right[part] = self._seals.difference(part) is None
-        shown = dict(self._shown(flight)) if self._is_replicated else {}
-        flats = [torch.zeros_like(flat) for flat in shown.values()]
-        if flats:
-            self._sharded.publish(flats)
-        for flat, (part, tensor) in zip(flats, shown.items(), strict=True):
-            right[part] = digest(flat) == digest(tensor)
-        return right
-
-    def _parts_of(self, segment: int, key: str) -> Iterator[Part]:
-        """Yield the parts that hold one of a segment's tensors."""
-        if key != MASTER:
-            yield Part("optimizer state", f"{key} of segment {segment}")
-            return
-        for bucket in sorted({piece.bucket for piece in self._sharded.segments[segment].pieces}):
-            yield Part("masters", f"bucket {bucket}")
+        return version not in (None, tensor._version)
 
     def _seal(self, what: Sealable, flight: Flight | None) -> None:
         match what:
@@ -289,16 +251,18 @@ class GuardInterpreter:
             case "values to be shown":
                 self._seals.add(what, self._shown(flight))
 
-    def _differences(self, what: Sequence[Sealable]) -> Iterator[Difference]:
-        """Yield the parts that have changed since they were sealed; parts that were cut again are not compared."""
+    def _differences(self, what: Sequence[Sealable]) -> list[Difference]:
+        """Return the parts that have changed since they were sealed; parts that were cut again are not compared."""
         # A checkpoint has gradients exchanged outside an update, which changes what the wire owes.
         self._seals.drop_written("error memory")
         state = dict(self._state()) if "state" in what else {}
-        for part, tensor in self._seals.sealed(what):
-            is_cut_again = part.site in ("masters", "optimizer state") and state.get(part) is not tensor
-            difference = None if is_cut_again else self._seals.difference(part)
-            if difference is not None:
-                yield difference
+        return self._seals.differences(
+            [
+                part
+                for part, tensor in self._seals.sealed(what)
+                if part.site not in ("masters", "optimizer state") or state.get(part) is tensor
+            ]
+        )
 
     def _replace(self, parts: Sequence[Part]) -> dict[Part, int]:
         """Replace this rank's damaged parts by those of other ranks, and send healthy parts to ranks that need them."""
@@ -314,6 +278,8 @@ class GuardInterpreter:
             for record in self._exchange.gather_records(names)
         ]
         wanted = sorted(set().union(*damaged), key=str)
+        if not wanted:
+            return {}
         sources = {}
         for part in wanted:
             healthy = [rank for rank, of_rank in enumerate(damaged) if part not in of_rank]
@@ -332,7 +298,7 @@ class GuardInterpreter:
             self._sharded.publish(buffer.flats)
             fresh = {Part(SHOWN, f"set {index}"): flat for index, flat in enumerate(buffer.flats)}
             self._seals.tensor(part).copy_(fresh[part])
-        self._give_up([part] if self._seals.difference(part) is not None else [])
+        self._give_up([difference.part for difference in self._seals.differences([part])])
 
     def _clear(self, part: Part) -> None:
         self._seals.tensor(part).zero_()

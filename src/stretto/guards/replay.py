@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.serialization import default_restore_location
 from torch.utils._pytree import tree_map_only
 
-from stretto.checksums import same_bytes
+from stretto.checksums import on_host, same_bytes
 from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction, Weighed, weighed
@@ -106,10 +106,12 @@ class KeptRound:
 
     def restore_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Restore the buffers that have changed; the others are not written, so that their version counters stay."""
+        known = [(buffer, values[name]) for name, buffer in self._model.named_buffers() if name in values]
+        are_same = on_host([same_bytes(*pair) for pair in known])
         with torch.no_grad():
-            for name, buffer in self._model.named_buffers():
-                if name in values and not same_bytes(buffer, values[name]):
-                    buffer.copy_(values[name])
+            for (buffer, value), is_same in zip(known, are_same, strict=True):
+                if not is_same:
+                    buffer.copy_(value)
 
     def correct(self, name: str, buffer: Tensor) -> None:
         """Begin reruns of this round with another value of a buffer: the one it had at the start was damaged."""

@@ -1,12 +1,13 @@
 """Seals: checksums of a rank's values from one use to the next, which show what has changed and repair it."""
 
 import dataclasses
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from stretto.checksums import Checksum, digest
+from stretto.checksums import Checksum, checksums, compared
 from stretto.guards.contract import Difference, Part, Sealable
+from stretto.guards.repair import repairs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,9 +30,10 @@ class Seals:
 
     def add(self, what: Sealable, parts: Iterable[tuple[Part, Tensor]]) -> None:
         """Seal parts as they are; a part that is sealed already keeps its seal."""
-        for part, tensor in parts:
-            if part not in self._seals:
-                self._seals[part] = _Seal(what, tensor, Checksum.of(tensor), tensor._version)
+        fresh = {part: tensor for part, tensor in parts if part not in self._seals}
+        taken = checksums(list(fresh.values()))
+        for (part, tensor), checksum in zip(fresh.items(), taken, strict=True):
+            self._seals[part] = _Seal(what, tensor, checksum, tensor._version)
 
     def renew(self, part: Part) -> None:
         """Seal a part as it is now, if it is sealed."""
@@ -53,16 +55,17 @@ class Seals:
         """Yield the parts of these kinds, each with the tensor that was sealed."""
         yield from [(part, seal.tensor) for part, seal in self._seals.items() if seal.what in what]
 
-    def difference(self, part: Part) -> Difference | None:
-        """Return how a sealed part has changed; None if it has not."""
-        seal = self._seals[part]
-        expected, found = seal.checksum.digest, digest(seal.tensor)
-        return None if expected == found else Difference(part, expected, found)
+    def differences(self, parts: Sequence[Part]) -> list[Difference]:
+        """Return how sealed parts have changed; those that have not are left out."""
+        seals = [self._seals[part] for part in parts]
+        found = compared([seal.checksum for seal in seals], [seal.tensor for seal in seals])
+        pairs = zip(parts, found, strict=True)
+        return [Difference(part, *of_part) for part, of_part in pairs if of_part[0] != of_part[1]]
 
     def mend(self, part: Part) -> bool:
         """Repair a sealed part in place, and return whether that succeeded."""
         seal = self._seals[part]
-        return seal.checksum.repairs(seal.tensor)
+        return repairs(seal.checksum, seal.tensor)
 
     def tensor(self, part: Part) -> Tensor:
         """Return the tensor of a sealed part."""

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from stretto.checksums import Checksum, digest, hexadecimal
+from stretto.checksums import Checksum, checksums, compared, hexadecimal
 from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.agreement import untrained
 from stretto.errors import ParametersTouched, StateCorrupt
 from stretto.guards.contract import RoundWatch
+from stretto.guards.repair import repairs
 from stretto.guards.replay import GuardedRounds
 from stretto.records import Incident
 
@@ -93,7 +94,7 @@ class ShownValues(RoundWatch):
     def installed(self, values: Sequence[Tensor]) -> None:
         """Keep checksums of `values`, not of the parameters, so that damage during installation is noticed too."""
         pairs = zip(values, self._model.parameters, strict=True)
-        self._checksums = [Checksum.of(value.detach().to(parameter.dtype)) for value, parameter in pairs]
+        self._checksums = checksums([value.detach().to(parameter.dtype) for value, parameter in pairs])
 
     def round_ends(self) -> Sequence[Incident]:
         """Repair damaged parameters, and compute the round's gradients again or leave them out."""
@@ -111,13 +112,13 @@ class ShownValues(RoundWatch):
     def _repair(self) -> list[Incident]:
         """Mend damaged parameters where possible, and return the incidents; the rest must be installed again."""
         incidents = []
-        for name, parameter, checksum in zip(
-            self._model.names, self._model.parameters, self._checksums, strict=True
-        ):
-            found = digest(parameter)
-            if found != checksum.digest:
-                action = "mended" if checksum.repairs(parameter) else "installed anew"
-                incidents.append(self._incident("shown parameters", name, action, checksum.digest, found))
+        pairs = compared(self._checksums, self._model.parameters)
+        for index, (expected, found) in enumerate(pairs):
+            if expected != found:
+                is_mended = repairs(self._checksums[index], self._model.parameters[index])
+                action = "mended" if is_mended else "installed anew"
+                name = self._model.names[index]
+                incidents.append(self._incident("shown parameters", name, action, expected, found))
         if incidents:
             self._model.remember()
         return incidents
@@ -131,12 +132,15 @@ class ShownValues(RoundWatch):
         incidents: list[Incident] = []
         self._num_rounds += 1
         frozen = {name for name, _ in self._model.model.named_parameters()}
-        for name, tensor in untrained(self._model.model):
-            if name in self._written:
+        watched = {name: one for name, one in untrained(self._model.model) if name not in self._written}
+        for name, tensor in watched.items():
+            self._constants[name] = _Constant.following(self._constants.get(name), tensor)
+        sealed = {name: one for name in watched if (one := self._constants[name].checksum) is not None}
+        pairs = compared(list(sealed.values()), [watched[name] for name in sealed])
+        for (name, checksum), (expected, found) in zip(sealed.items(), pairs, strict=True):
+            if expected == found:
                 continue
-            constant = self._constants[name] = _Constant.following(self._constants.get(name), tensor)
-            if constant.checksum is None or (found := digest(tensor)) == constant.checksum.digest:
-                continue
+            tensor = watched[name]
             if self._is_first_round and name not in frozen and tensor.is_floating_point():
                 self._written.add(name)
                 continue
@@ -149,17 +153,16 @@ class ShownValues(RoundWatch):
                     "`with torch.no_grad(): target.mul_(0.9).add_(online, alpha=0.1)`; if nothing does, look at this "
                     "machine with `stretto doctor`"
                 )
-            if not constant.checksum.repairs(tensor):
+            if not repairs(checksum, tensor):
                 raise StateCorrupt(
                     f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond mending: expected digest "
-                    f"{hexadecimal(constant.checksum.digest)}, found {hexadecimal(found)}, and nobody has written "
-                    "it in a way that shows (a write through .data does not: leave it out); go on from the last "
-                    "checkpoint",
+                    f"{hexadecimal(expected)}, found {hexadecimal(found)}, and nobody has written it in a way that "
+                    "shows (a write through .data does not: leave it out); go on from the last checkpoint",
                     ranks=[self._rounds.job.exchange.rank],
                 )
-            self._constants[name] = _Constant(mark_of(tensor), constant.checksum)
+            self._constants[name] = _Constant(mark_of(tensor), checksum)
             self._rounds.kept.correct(name, tensor)
-            incidents.append(self._incident(site, name, "mended", constant.checksum.digest, found))
+            incidents.append(self._incident(site, name, "mended", expected, found))
         self._is_first_round = False
         return incidents
 
@@ -208,8 +211,7 @@ class ShownValues(RoundWatch):
         return self._is_as_installed()
 
     def _is_as_installed(self) -> bool:
-        pairs = zip(self._model.parameters, self._checksums, strict=True)
-        return all(digest(parameter) == checksum.digest for parameter, checksum in pairs)
+        return all(now == then for now, then in compared(self._checksums, self._model.parameters))
 
 
 def _statistics_of(model: nn.Module) -> list[str]:

@@ -1,10 +1,11 @@
 """An owner's fp32 masters and its private optimizer, which can commit a step or preview one."""
 
 from stretto.optimizer.probe import whole_groups
+from stretto.optimizer.rehearsal import MASTER, RehearsingOptimizer, digests_of
 from stretto.optimizer.segments import Piece, Segment
 from stretto.optimizer.settings import Hyperparameters, learning_rate, read_hyperparameters
 from stretto.optimizer.several import SeveralSchedulers, as_one, members_of, name_of
-from stretto.optimizer.sharded import MASTER, ReducedGradient, ShardedOptimizer
+from stretto.optimizer.sharded import ReducedGradient, ShardedOptimizer
 from stretto.optimizer.state import PieceState, StateKinds, adopt_states, average_states, piece_states
 from stretto.optimizer.turning import Schedule, check_scheduler
 
@@ -14,6 +15,7 @@ __all__ = [
     "Piece",
     "PieceState",
     "ReducedGradient",
+    "RehearsingOptimizer",
     "Schedule",
     "Segment",
     "SeveralSchedulers",
@@ -23,6 +25,7 @@ __all__ = [
     "as_one",
     "average_states",
     "check_scheduler",
+    "digests_of",
     "learning_rate",
     "members_of",
     "name_of",

@@ -6,24 +6,23 @@ The private optimizer sees the masters as segments (`stretto.optimizer.segments`
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stretto.checksums import digest
 from stretto.errors import ConfigError
 from stretto.flat import Block, Layout, Owned, Slices
 from stretto.optimizer.private import is_elementwise, rebuild
 from stretto.optimizer.segments import Piece, Segment, cut_segments, owned_pieces, segment_of
 from stretto.optimizer.settings import Hyperparameters
 
-MASTER = ""
-"""Name of a segment's master among the digests of its state."""
 _BLOCK = 2**16
-"""Elements."""
+"""Elements of a sum that are widened at a time, on a processor: they stay in its cache."""
+_DEVICE_BLOCK = 2**22
+"""On a device, which copies what it widens: 32 MiB, and a few launches for every 4 million elements."""
 
 
 class ReducedGradient:
@@ -111,7 +110,7 @@ class ReducedGradient:
 
     def mean_of(self, block: Block, clip: float) -> Tensor:
         """Return the mean of one block of the sums; a copy unless `become_mean` has been there already."""
-        part = _inside(self.sums, block)
+        part = inside(self.sums, block)
         return part if self._scale is not None else _scaled(part.div(self.weight), clip)
 
     def measure(self) -> Tensor:
@@ -119,21 +118,22 @@ class ReducedGradient:
 
         In float64, where squares of all float32 values are neither too large nor too small.
         """
-        is_cached = self.sums.flats[0].device.type == "cpu"
-        squares = list(map(self._norm_squared, self.sums if is_cached else self.sums.flats))
+        on_host = self.sums.flats[0].device.type == "cpu"
+        parts = self.sums if on_host else [b for flat in self.sums.flats for b in flat.split(_DEVICE_BLOCK)]
+        squares = list(map(_norm_squared, parts, repeat(self.sums[0].device)))
         return torch.stack(squares).cumsum(0)[-1]  # one after the other
 
-    def _norm_squared(self, total: Tensor) -> Tensor:
-        device = self.sums[0].device
-        if total.device.type != "cpu":
-            norm: Tensor = torch.linalg.vector_norm(total, dtype=torch.float64)
-            return norm.square().to(device)
-        # A block in float64 stays in the processor's cache; the norm of the whole takes twice the time.
-        square = torch.zeros((), dtype=torch.float64)
-        for block in total.split(_BLOCK):
-            wide = block.to(torch.float64)
-            square += torch.dot(wide, wide)
-        return square.to(device)
+
+def _norm_squared(total: Tensor, device: torch.device) -> Tensor:
+    """Return the squared 2-norm, `()` float64, on `device`."""
+    if total.device.type != "cpu":
+        norm: Tensor = torch.linalg.vector_norm(total, dtype=torch.float64)
+        return norm.square().to(device)
+    square = torch.zeros((), dtype=torch.float64)
+    for block in total.split(_BLOCK):
+        wide = block.to(torch.float64)
+        square += torch.dot(wide, wide)
+    return square.to(device)
 
 
 def _scaled(mean: Tensor, clip: float) -> Tensor:
@@ -206,27 +206,6 @@ class ShardedOptimizer:
         for segment in self.segments:
             segment.master.grad = None
 
-    def rehearse(
-        self, gradient: ReducedGradient, hyperparameters: Hyperparameters, clip: float
-    ) -> list[dict[str, int]]:
-        """Return, by segment, digests of what `step` would leave in the master and in each tensor of its state.
-
-        Like a preview it leaves no trace. With deterministic arithmetic, these are the correct digests.
-        """
-        self._isolate_unused(gradient.used)
-        self._turn(hyperparameters)
-        digests = []
-        for index, segments in groupby(self.segments, key=attrgetter("block")):
-            block = self.owned.blocks[index]
-            copy = _inside(self.masters, block).clone()
-            for segment, ghost, state in self._step_ghosts(copy, block, segments, gradient, clip):
-                digests.append(_digests(ghost, state or self.optimizer.state.get(segment.master, {})))
-        return digests
-
-    def digests(self) -> list[dict[str, int]]:
-        """Return, by segment, digests of the present master and of each tensor of its state."""
-        return [_digests(one.master, self.optimizer.state.get(one.master, {})) for one in self.segments]
-
     def preview(
         self,
         gradient: ReducedGradient,
@@ -243,7 +222,7 @@ class ShardedOptimizer:
         self._turn(hyperparameters)
         for index, segments in groupby(self.segments, key=attrgetter("block")):  # in others all is padding
             block = self.owned.blocks[index]
-            published, masters = _within(flats, block), _inside(self.masters, block)
+            published, masters = _within(flats, block), inside(self.masters, block)
             # The copy can be stepped in the memory that is sent, unless that has gaps or a narrower dtype.
             fits = published.is_contiguous() and published.dtype == masters.dtype
             ghost = (published.view(-1) if fits else torch.empty_like(masters)).copy_(masters)
@@ -262,7 +241,7 @@ class ShardedOptimizer:
     def place(self, values: Slices, flats: Sequence[Tensor]) -> None:
         """Write values of this rank's slices into their places in `flats`, one tensor per flat set."""
         for block in self.owned.blocks:
-            _within(flats, block).copy_(_inside(values, block).view(block.count, block.length))
+            _within(flats, block).copy_(inside(values, block).view(block.count, block.length))
 
     def values(self, tensors: Sequence[Tensor], piece: Piece) -> Tensor:
         """Return the part of per-bucket `tensors` (masters or sums) that holds `piece`."""
@@ -342,12 +321,7 @@ class ShardedOptimizer:
         self.segments[position : position + 1] = parts
 
 
-def _digests(master: Tensor, state: Mapping[str, Any]) -> dict[str, int]:
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    return {key: digest(value) for key, value in {MASTER: master, **tensors}.items()}
-
-
-def _inside(values: Slices, block: Block) -> Tensor:
+def inside(values: Slices, block: Block) -> Tensor:
     """Return a block's part of a rank's slices, `(count * length,)`."""
     return values.flats[block.set_index].narrow(0, block.offset, block.count * block.length)
 

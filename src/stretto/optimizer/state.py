@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.checksums import on_host
 from stretto.errors import UnsupportedOptimizer
 from stretto.flat import ALIGNMENT, Owned, Slices, Slot
 from stretto.optimizer.private import is_elementwise, rebuild
@@ -101,8 +102,11 @@ def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) ->
         owner: Whose optimizer.
         states: For every owned piece; empty where the optimizer has not stepped it.
     """
+    numbers = _numbers_of(states)
     owner.take_segments(
-        cut_segments(owner.pieces, owner.owned, owner.masters, lambda piece: _signature(states[piece]))
+        cut_segments(
+            owner.pieces, owner.owned, owner.masters, lambda piece: _signature(states[piece], numbers)
+        )
     )
     owner.optimizer.state.clear()
     for index, group in enumerate(owner.optimizer.param_groups):
@@ -114,15 +118,20 @@ def adopt_states(owner: ShardedOptimizer, states: Mapping[Piece, PieceState]) ->
     owner.optimizer.load_state_dict(packed)  # it knows on which device each entry belongs
 
 
-def _signature(state: PieceState) -> tuple[tuple[str, Any], ...]:
+def _signature(state: PieceState, numbers: Mapping[int, float]) -> tuple[tuple[str, Any], ...]:
     """Return what the pieces of one segment must have in common."""
-    return tuple((key, _number(value)) for key, value in sorted(state.items()))
+    return tuple(
+        (key, numbers.get(id(value)) if isinstance(value, Tensor) else value)
+        for key, value in sorted(state.items())
+    )
 
 
-def _number(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return None if value.dim() else value.item()
+def _numbers_of(states: Mapping[Piece, PieceState]) -> dict[int, float]:
+    """Return the values of all tensors without dimensions, by their ids; the host waits once for each device."""
+    values = (value for state in states.values() for value in state.values())
+    found = {id(value): value for value in values if isinstance(value, Tensor) and not value.dim()}
+    bits = on_host([value.double().view(torch.int64) for value in found.values()])
+    return dict(zip(found, np.array(bits, np.uint64).view(np.float64).tolist(), strict=True))
 
 
 def _join(segment: Segment, states: Mapping[Piece, PieceState], owned: Owned) -> dict[str, Any]:
@@ -188,12 +197,12 @@ def _place(owner: ShardedOptimizer, sums: Sequence[Tensor], piece: Piece, moment
 
 def _table(num_slots: int, states: Mapping[Piece, PieceState], numbers: Sequence[str]) -> NDArray[np.float64]:
     """Return a row per parameter: steps taken plus one, zero without any state; then its numbers."""
-    table = np.zeros((num_slots, 1 + len(numbers)))
+    table, held = np.zeros((num_slots, 1 + len(numbers))), _numbers_of(states)
     for piece, state in states.items():
         if state:
-            age = 1.0 + float(state.get("step", 0))
-            own: list[Any] = [state.get(key) for key in numbers]
-            table[piece.slot.index] = [age, *(float(one) if _is_number(one) else 0.0 for one in own)]
+            found: dict[str, Any] = {k: held.get(id(one), one) for k, one in state.items() if _is_number(one)}
+            age = 1.0 + found.get("step", 0)
+            table[piece.slot.index] = [age, *(found.get(key, 0.0) for key in numbers)]
     return table
 
 

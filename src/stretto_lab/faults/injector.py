@@ -68,7 +68,7 @@ class Injector:
 
         Args:
             site: What the tensors are.
-            tensors: Contiguous, in the host's memory; a fault damages one of them, drawn from its seed.
+            tensors: Contiguous, on any device; a fault damages one of them, drawn from its seed.
         """
         opportunity = self._opportunities[site]
         self._opportunities[site] += 1
@@ -92,9 +92,10 @@ class Injector:
         chosen = places(values, fault, generator)
         held = self._held.get((fault.site, index))
         is_alike = held is not None and held.shape == values.shape and held.dtype == values.dtype
-        stale = held[chosen] if held is not None and is_alike else torch.zeros_like(values[chosen])
+        selected = values[chosen].cpu()  # where the draws are made
+        stale = held[chosen].cpu() if held is not None and is_alike else torch.zeros_like(selected)
         before = digest(tensor)
-        values[chosen] = damaged(values[chosen], fault, stale, generator)
+        values[chosen] = damaged(selected, fault, stale, generator).to(values.device)
         self.applications.append(
             Application(
                 fault=fault,
@@ -126,14 +127,11 @@ def alias_of(tensor: Tensor) -> Tensor:
     Bytes are viewed as float32 where possible: tensors of bytes on the wire hold values, or numbers of as many bits.
 
     Raises:
-        ConfigError: The memory is not the host's, or not in one piece.
+        ConfigError: The memory is not in one piece.
     """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ConfigError(
-            f"a fault for a tensor on {tensor.device} with strides {tensor.stride()}: expected contiguous values in "
-            "the host's memory"
-        )
-    content = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
+    if not tensor.is_contiguous():
+        raise ConfigError(f"a fault for a tensor with strides {tensor.stride()}: expected contiguous values")
+    content = tensor.data.view(-1).view(torch.uint8)  # `detach` would share the counter
     if tensor.dtype not in (torch.uint8, torch.int8):
         return content.view(tensor.dtype)
     is_values = content.numel() >= 4 and content.data_ptr() % 4 == 0
