@@ -157,10 +157,8 @@ def same_bytes(one: Tensor, other: Tensor) -> bool | Tensor:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, `(nbytes,)` uint8: a view if the tensor is contiguous."""
-    values = tensor.detach().contiguous()
-    return values.as_strided((values.numel(),), (1,)).view(
-        torch.uint8
-    )  # an expanded element has stride 0 still
+    # An expanded element has stride 0 still.
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def words_of(content: Tensor) -> Tensor:

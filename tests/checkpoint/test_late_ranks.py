@@ -25,4 +25,4 @@ def save_late(folder: str, rank: int, group: torch.distributed.ProcessGroup) -> 
 
 def test_a_save_after_the_end_waits_for_a_rank_that_comes_late(tmp_path: Path) -> None:
     first, second = run_program(2, functools.partial(save_late, str(tmp_path)))
-    assert first == second == "000000-step-1"
+    assert first == second == "000001-step-1"

@@ -461,9 +461,7 @@ class ComputeLane:
         with self.lifetime.running():
             kind = self.model.parameters[0].device.type
             if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
-                raise UsageError(
-                    f"{self.where}: float16 needs loss scaling, which there is not: expected autocast to bfloat16"
-                )
+                raise UsageError(f"{self.where}: float16 needs loss scaling: expected autocast to bfloat16")
             # A take-off checks the parameters; their own backward pass brings it where others stand in for them.
             if self._ready is None or not self.model.is_replaced:
                 if self._first is not None:
