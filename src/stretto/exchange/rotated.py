@@ -96,7 +96,8 @@ class Rotated(FusedWire):
         first, turned, numbers = blocks.abs(), torch.empty_like(blocks), torch.empty_like(blocks)
         largest = first.amax(-1, keepdim=True).clamp_min_(2.0**-149)
         small = torch.div(blocks, largest, out=first)
-        norms = block_sums(torch.mul(small, small, out=turned)).sqrt_()
+        squares = block_sums(torch.mul(small, small, out=turned))
+        norms = squares.double().sqrt_().float()  # in float32 a root may be off by its last bit
         # With `out` a user's autocast does not apply.
         torch.mm(small, _rotation(*self._drawn, blocks.device).mT, out=turned)
         turned.mul_(norms.clamp_min(1).reciprocal_().mul_(_CELLS_OF_NORM))  # below 1 is a block of zeros
