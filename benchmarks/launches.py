@@ -160,12 +160,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="runs of each job; the quickest counts")
     parser.add_argument("--device", default="cpu", type=torch.device, help="cpu or cuda")
     chosen = parser.parse_args()
+    device = chosen.device
+    if device.type == "cuda" and device.index is None:  # a thread is told which one
+        device = torch.device("cuda", torch.cuda.current_device())
     torch.set_num_threads(1)
     print("per bucket and update     launches  waits  microseconds    waits without buckets")
     for name, (strategy, settings) in ROWS.items():
         best: list[Cost] = []
         for buckets in (FEW, MANY):
-            found = [cost_of(strategy, buckets, chosen.device, settings) for _ in range(chosen.runs)]
+            found = [cost_of(strategy, buckets, device, settings) for _ in range(chosen.runs)]
             best.append(min(found, key=lambda cost: cost.microseconds))
         each = [(many - few) / (MANY - FEW) for few, many in zip(*best, strict=True)]
         rest = best[0].waits - FEW * each[1]

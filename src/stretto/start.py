@@ -15,7 +15,7 @@ from stretto.averaging import DriftingReplica, FragmentedReplica, LocalReplica
 from stretto.averaging.worker import check_worker, exchange_inside, worker_of
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.agreed import AgreedReplica
-from stretto.engine.agreement import agree, share_start, untrained
+from stretto.engine.agreement import agree, share_start
 from stretto.engine.comm_lane import CommLane, Weave
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector
 from stretto.engine.hidden import HiddenAccumulation
@@ -30,6 +30,7 @@ from stretto.engine.rest import RestingLane
 from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
 from stretto.engine.settling import SettlingModel
+from stretto.engine.untrained import untrained
 from stretto.engine.within import Within
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from stretto.exchange import (

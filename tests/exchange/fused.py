@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from stretto.exchange import WIRES
+from stretto.exchange.blocks import block_sums
 from stretto.exchange.fused import FusedWire
-from stretto.exchange.wire import block_sums
 from stretto.flat import ALIGNMENT
 from tests.exchange.values import of_every_size
 

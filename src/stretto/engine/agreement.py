@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from stretto.checksums import digest
 from stretto.engine.accumulation import GradientBuffer
+from stretto.engine.untrained import untrained
 from stretto.errors import RanksDisagree, TransferCorrupt
 from stretto.exchange import Exchange
-from stretto.flat import original_name, shard_of
+from stretto.flat import shard_of
 
 _SHOWN_CHARACTERS = 300
 _BROADCASTS = 4
@@ -78,12 +79,6 @@ def share_start(
         for _, tensor in untrained(model):
             local, shard = shard_of(tensor)
             _take_from_rank_0(everyone if shard is None else exchange, local)
-
-
-def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the frozen parameters and the buffers of a model, with their names."""
-    frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
-    return [(original_name(name), tensor.detach()) for name, tensor in (*frozen, *model.named_buffers())]
 
 
 def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:

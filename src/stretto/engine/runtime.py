@@ -240,8 +240,6 @@ def thread_of_lane(device: torch.device) -> Executor:
     """Return a thread for the communication lane of a job on `device`."""
     # MKL keeps a thread count per calling thread, and uses all cores where none was set. Beside a busy compute
     # lane, an optimizer step of 0.2 ms then took 40 ms.
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
     return ThreadPoolExecutor(
         max_workers=1,
         thread_name_prefix="stretto-lane",

@@ -27,26 +27,10 @@ class FusedWire(PackedWire):
     arguments: tuple[Any, ...] = ()
     """Those with which another one is made that packs alike."""
 
-    def write(self, values: Tensor, content: Tensor) -> None:
-        """Pack values into bytes."""
-        kernels = _kernels(self, values)
-        if kernels is None:
-            super().write(values, content)
-        else:
-            self.launch_pack(kernels, values, content)
-
-    def read(self, content: Tensor) -> Tensor:
-        """Return the values that were packed into `content`."""
-        kernels = _kernels(self, content)
-        return super().read(content) if kernels is None else self.launch_unpack(kernels, content)
-
-    def lose(self, values: Tensor) -> None:
-        """Replace values by what packing loses of them."""
-        kernels = _kernels(self, values) if self.owes else None
-        if kernels is None:
-            super().lose(values)
-        else:
-            self.launch_lose(kernels, values)
+    def kernels(self, tensor: Tensor) -> "Kernels | None":
+        """Return the kernels for a CUDA tensor; None where torch's operations pack it."""
+        module = _usable(type(self), self.arguments, tensor.device) if tensor.is_contiguous() else None
+        return None if module is None else Kernels(self, module)
 
     @abstractmethod
     def launch_pack(self, kernels: Any, values: Tensor, content: Tensor) -> None:
@@ -61,11 +45,28 @@ class FusedWire(PackedWire):
         raise NotImplementedError
 
 
-def _kernels(wire: FusedWire, tensor: Tensor) -> Any:
-    """Return the module of kernels; None where torch's operations pack this tensor."""
-    if tensor.device.type != "cuda" or not tensor.is_contiguous():
-        return None
-    return _usable(type(wire), wire.arguments, tensor.device)
+class Kernels:
+    """What packs in the place of a wire's own methods.
+
+    Args:
+        wire: The format.
+        module: `stretto.exchange.kernels`.
+    """
+
+    def __init__(self, wire: FusedWire, module: Any) -> None:
+        self._wire, self._module = wire, module
+
+    def write(self, values: Tensor, content: Tensor) -> None:
+        """Pack values into bytes."""
+        self._wire.launch_pack(self._module, values, content)
+
+    def read(self, content: Tensor) -> Tensor:
+        """Return the values that were packed into `content`."""
+        return self._wire.launch_unpack(self._module, content)
+
+    def lose(self, values: Tensor) -> None:
+        """Replace values by what packing loses of them."""
+        self._wire.launch_lose(self._module, values)
 
 
 @functools.cache

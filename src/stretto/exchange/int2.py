@@ -20,8 +20,9 @@ Distributed Deep Learning", rounded to the nearest instead of at random, which f
 import torch
 from torch import Tensor
 
+from stretto.exchange.blocks import block_sums, upper_half
 from stretto.exchange.integers import IntegerWire
-from stretto.exchange.wire import PackedWire, block_scales, block_sums, short, upper_half
+from stretto.exchange.wire import PackedWire, block_scales, short
 
 
 class Int2(IntegerWire):

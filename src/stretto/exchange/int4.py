@@ -7,8 +7,9 @@ Sharded Data Parallelism for LLM Training" and Xie et al., "LoCo: Low-Bit Commun
 import torch
 from torch import Tensor
 
+from stretto.exchange.blocks import upper_half
 from stretto.exchange.integers import IntegerWire
-from stretto.exchange.wire import block_scales, upper_half
+from stretto.exchange.wire import block_scales
 
 
 class Int4(IntegerWire):

@@ -42,8 +42,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from stretto.exchange.blocks import block_sums, upper_half
 from stretto.exchange.fused import FusedWire
-from stretto.exchange.wire import block_sums, upper_half
 from stretto.randomness import draw
 
 _BLOCK = 64

@@ -8,15 +8,13 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from stretto.errors import ConfigError
 from stretto.flat import ALIGNMENT
-
-_SIDE_BY_SIDE = 8
 
 
 class Wire(ABC):
@@ -155,16 +153,27 @@ class PackedWire(Wire):
         """Return the same format, whatever the dtype."""
         return self
 
+    def kernels(self, tensor: Tensor) -> Any:
+        """Return what packs a CUDA tensor, with the same bits, as `write`, `read` and `lose`; None if nothing does."""
+        return None
+
     def write(self, values: Tensor, content: Tensor) -> None:
         """Pack values into bytes."""
-        self.pack(values.to(torch.float32).view(-1, self.block), content.view(-1, self.block_bytes))
+        if values.is_cuda and (kernels := self.kernels(values)):
+            kernels.write(values, content)
+        else:
+            self.pack(values.to(torch.float32).view(-1, self.block), content.view(-1, self.block_bytes))
 
     def read(self, content: Tensor) -> Tensor:
         """Return the values that were packed into `content`."""
-        return self.unpack(content.view(-1, self.block_bytes)).view(-1)
+        kernels = self.kernels(content) if content.is_cuda else None
+        return kernels.read(content) if kernels else self.unpack(content.view(-1, self.block_bytes)).view(-1)
 
     def lose(self, values: Tensor) -> None:
         """Replace values, `(numel,)`, by what packing loses of them."""
+        if values.is_cuda and (kernels := self.kernels(values)):
+            kernels.lose(values)
+            return
         content = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8, device=values.device)
         self.write(values, content)
         values.sub_(self.read(content))
@@ -234,23 +243,3 @@ def short(scales: Tensor, bits: int) -> Tensor:
     dropped = 24 - bits
     shortened = (scales.view(torch.int32) >> dropped << dropped).view(torch.float32)
     return shortened.nan_to_num_(nan=math.nan, posinf=math.inf)
-
-
-def upper_half(scales: Tensor) -> Tensor:
-    """Return the bits of bf16 scales, `(n, 1)` of int16, that are stored as float32: a view."""
-    return scales.view(torch.int16)[:, 1:]
-
-
-def block_sums(blocks: Tensor) -> Tensor:
-    """Return the sum of each block, `(n, 1)`: halves are added to each other, so that bits are the same on any device.
-
-    The last eight sums of all blocks lie side by side, because operations on a few neighbours are slow.
-    """
-    while blocks.shape[1] > _SIDE_BY_SIDE:
-        first, second = blocks.chunk(2, 1)
-        blocks = first + second
-    sums = blocks.t().contiguous()
-    while len(sums) > 1:
-        first, second = sums.chunk(2)
-        sums = first + second
-    return sums.view(-1, 1)

@@ -1,12 +1,11 @@
 """Flat storage: which element of which parameter lies where, and who owns it."""
 
+from stretto.flat.fitting import check_parameters, original_name
 from stretto.flat.layout import (
     Bucket,
     FlatSet,
     Layout,
     Slot,
-    check_parameters,
-    original_name,
     plan_layout,
     usual_bucket_bytes,
 )

@@ -19,11 +19,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from stretto.errors import UnsupportedModel, UnsupportedOptimizer
-from stretto.flat.memory import check_memory
-from stretto.flat.shards import Shard, is_dtensor, shard_of
+from stretto.errors import UnsupportedOptimizer
+from stretto.flat.fitting import check_parameters, original_name
+from stretto.flat.shards import Shard, shard_of
 from stretto.flat.whole import ALIGNMENT, place_whole, round_up
 
 
@@ -146,11 +145,6 @@ class Layout:
         return _slots_by_bucket(self.slots, self.buckets)
 
 
-def original_name(name: str) -> str:
-    """Return the name that a parameter or buffer has in the model before `torch.compile` wraps any part of it."""
-    return name.replace("_orig_mod.", "")
-
-
 def usual_bucket_bytes(device: torch.device) -> int:
     """Return how large a collective over values on `device` is, where nobody has said it, in bytes.
 
@@ -159,9 +153,6 @@ def usual_bucket_bytes(device: torch.device) -> int:
     small size, and are 60 of the large one.
     """
     return 2**20 if device.type == "cpu" else 2**26
-
-
-_TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def plan_layout(
@@ -254,27 +245,6 @@ def _in_flat_order(placed: tuple[int, tuple[str, nn.Parameter]]) -> tuple[int, i
     return start, shard_of(parameter)[0].numel()
 
 
-def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
-    """Raise unless a job can train the model's parameters.
-
-    Args:
-        model: Holds them.
-        sharded: Whether they may be sharded inside a node.
-
-    Raises:
-        UnsupportedModel: Nothing trains, a parameter cannot be averaged or has no values, or elements share memory.
-    """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UnsupportedModel(
-            "the model has no trainable parameter: expected at least one requires_grad=True"
-        )
-    for name, parameter in model.named_parameters():
-        _check_parameter(original_name(name), parameter, sharded=sharded)
-    for name, buffer in model.named_buffers():
-        _check_buffer(original_name(name), buffer)
-    check_memory([*model.named_parameters(), *model.named_buffers()])
-
-
 def _by_arrival(slots: Sequence[Slot], buckets: Sequence[Bucket], arrival: Sequence[int]) -> list[Bucket]:
     """Sort buckets by the last arrival of a gradient in them.
 
@@ -307,37 +277,6 @@ def _slots_by_bucket(slots: Sequence[Slot], buckets: Sequence[Bucket]) -> list[l
         ]
         for bucket in buckets
     ]
-
-
-def _check_parameter(name: str, parameter: nn.Parameter, *, sharded: bool) -> None:
-    if is_dtensor(parameter) and not sharded:
-        raise UnsupportedModel(
-            f"parameter {name!r} is a DTensor: expected ordinary parameters; for a model that fully_shard has sharded "
-            "inside nodes, say across which ranks the job trains: DataParallel(..., mesh=mesh['node'])"
-        )
-    if is_lazy(parameter) or parameter.is_meta:
-        raise UnsupportedModel(
-            f"parameter {name!r} has no values yet: expected a complete model; run a forward pass (lazy modules) or "
-            "materialise it (meta device) before making the optimizer and wrapping"
-        )
-    if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
-        advice = {
-            torch.float16: "float16 needs loss scaling (GradScaler), which is not supported; use bfloat16",
-            torch.complex64: "store complex values as pairs of real ones",
-            torch.complex128: "store complex values as pairs of real ones",
-        }.get(parameter.dtype, "freeze it with requires_grad_(False), or convert it")
-        raise UnsupportedModel(
-            f"parameter {name!r} has dtype {parameter.dtype}: expected one of {_TRAINABLE_DTYPES}; {advice}"
-        )
-
-
-def _check_buffer(name: str, buffer: torch.Tensor) -> None:
-    if buffer.layout is not torch.strided or buffer.is_meta:
-        kind = "no values yet" if buffer.is_meta else f"layout {buffer.layout}"
-        raise UnsupportedModel(
-            f"buffer {name!r} has {kind}: expected a dense tensor, which ranks can take over from rank 0; keep it in "
-            "an attribute that is no buffer, or materialise it"
-        )
 
 
 def _group_of_parameter(

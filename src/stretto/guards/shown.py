@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from stretto.checksums import Checksum, checksums, compared, hexadecimal
 from stretto.engine.accumulation import GradientBuffer
-from stretto.engine.agreement import untrained
+from stretto.engine.untrained import untrained
 from stretto.errors import ParametersTouched, StateCorrupt
 from stretto.guards.contract import RoundWatch
 from stretto.guards.repair import repairs

@@ -65,6 +65,8 @@ class Synchronisations:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
+        if self.device.type == "cuda" and self.device.index is None:  # a thread is told which one
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.lines: Counter[str] = Counter()
         """How often each line has made the host wait: `file:line function`, the nearest one outside PyTorch."""
         self._lock = threading.Lock()
