@@ -179,7 +179,7 @@ class Hearing:
 
     def __init__(self, records: list[bytes]) -> None:
         self.rank, self.world_size = 0, len(records)
-        self.job = self.compute = self.exchange = self.replica = self
+        self.job = self.compute = self.exchange = self.everyone = self.replica = self
         self.where = "rank 0, after step 0"
         self._records = records
 
