@@ -200,7 +200,7 @@ class FailureDetector:
 
     def end(self) -> None:
         """Give no more signs of life, after the last collective."""
-        self._watcher.end()
+        self._watcher.end(finishes=True)
 
     def _await_hearing(self, error: BaseException) -> None:
         """Wait until all who live have heard of an error, or left: the store ends with this process."""

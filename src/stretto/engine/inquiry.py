@@ -64,7 +64,7 @@ class Inquiry:
 
     def look(self) -> None:
         """Raise if the collective cannot complete any more, or this rank has ended the job."""
-        if self._watcher.has_left and time.monotonic() <= self._deadline:
+        if self._watcher.has_finished and time.monotonic() <= self._deadline:
             return  # a save after finish(): nobody watches any more, and the others may come late
         if self._watcher.is_over:
             raise PeerFailed(f"{self._prefix}this rank has ended the job")

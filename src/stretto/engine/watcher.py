@@ -110,6 +110,8 @@ class Watcher:
         """Why the store can no longer be asked, if it cannot."""
         self.is_over = False
         """Whether this rank has ended the job."""
+        self.has_finished = False
+        """Whether this rank has ended the job without an error."""
         self._members = members
         self._aborts = aborts
         self.has_aborted = False
@@ -173,21 +175,16 @@ class Watcher:
         """The other rank with whose process the store ends, where it is known."""
         return next((rank for rank, place in self.places.items() if place.keeps_store), None)
 
-    def end(self, *, leaves: bool = True) -> None:
+    def end(self, *, leaves: bool = True, finishes: bool = False) -> None:
         """Give no more signs; a rank that leaves says so, and nobody takes it for dead."""
         if self.is_over:
             return
-        self.is_over = True
+        self.is_over, self.has_finished = True, finishes
         self._goodbye = _LEFT if leaves else None
         if self._thread is not None:
             self._errands.put((lambda: None, threading.Event()))
             if self._thread is not threading.current_thread():
                 self._thread.join(_JOIN_SECONDS)  # it must not come out of the store while Python ends
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this rank has ended the job without an error."""
-        return self.is_over and self._goodbye is not None
 
     # The thread
 
