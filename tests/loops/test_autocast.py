@@ -89,8 +89,9 @@ def test_micro_batches_that_are_replayed_under_autocast_see_the_mended_values() 
 @pytest.mark.parametrize("strategy", [st.ZeRO1(), st.ACCO()], ids=str)
 def test_autocast_to_float16_is_refused_at_the_first_forward_pass(strategy: st.Strategy) -> None:
     model = nn.Linear(4, 2)
-    st.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, micro_batches=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
+        st.DataParallel(model, optimizer, strategy, micro_batches=2),
         pytest.raises(UsageError, match="expected autocast to bfloat16"),
         torch.autocast("cpu", torch.float16),
     ):
