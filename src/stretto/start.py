@@ -330,15 +330,14 @@ def _connected(
     Where these hold shards, the exchange is among the ranks that hold this rank's shard.
     """
     options = phases[0].options
-    everyone = Exchange(
-        failures.group, layout, FP32, failures.wait
-    )  # nobody knows yet that all verify, or none
+    # Nobody knows yet that all verify, or none.
+    exchange = everyone = Exchange(failures.group, layout, FP32, failures.wait)
+    follow: Wait | None = failures.follow if failures.orders_streams else None
+    if sharding is None:  # what cannot be made of the options is told before anything is sent
+        exchange = exchange_of(options, failures.group, layout, failures.wait, follow)
     text = layout.text() if sharding is None else layout.text_of_wholes()
     agree(everyone, {**_settings(phases), "model": text}, f"rank {failures.rank}, before step 1")
-    follow: Wait | None
     if sharding is None:
-        follow = failures.follow if failures.orders_streams else None
-        exchange = exchange_of(options, failures.group, layout, failures.wait, follow)
         exchange.take_account(everyone)
         return exchange, None
     seconds = failures.timeout_seconds + BACKEND_MARGIN_SECONDS
