@@ -60,8 +60,9 @@ def test_no_process_outlives_a_command_that_is_stopped() -> None:
 def land(pipe: Connection) -> None:
     stops = Stops()
     pipe.send("training")
-    while not stops.has_come:
-        signal.pause()
+    waiting = threading.Event()
+    while not stops.has_come:  # `signal.pause` would sleep through one that comes between the two
+        waiting.wait(0.01)
     pipe.send("landed")
 
 
