@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,9 @@ def main() -> int:
     for processes, alone in ((options.at_once, False), (1, True)):
         some = [name for name in fitting if CHECKS[name].alone is alone]
         with ThreadPoolExecutor(processes) as pool:
-            for line in filter(None, pool.map(look, some)):
+            for done in as_completed([pool.submit(look, name) for name in some]):
+                if not (line := done.result()):
+                    continue
                 with path.open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 failed += not line["passed"]
