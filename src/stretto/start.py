@@ -325,9 +325,10 @@ def _connected(
     failures: FailureDetector,
     sharding: "Sharding | None",
 ) -> tuple[Exchange, Within | None]:
-    """Return the job's exchange, once all ranks have the same settings, and what this node's ranks tell each other.
+    """Compare the settings of all ranks, and return the exchange on which the strategy runs.
 
-    Where these hold shards, the exchange is among the ranks that hold this rank's shard.
+    Where the ranks of a node hold shards, that one connects ranks with the same shard, and what connects the node's
+    ranks is returned beside it.
     """
     options = phases[0].options
     # Nobody knows yet that all verify, or none.

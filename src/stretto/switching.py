@@ -140,9 +140,7 @@ class Phases:
         self._entered = entered
         self._now = 0
         feed.take_turns(self._begin_next)
-        # A checkpoint may have left a round. The job may not hold its feed: see Note [Jobs that nobody holds].
-        land_phase = weakref.WeakMethod(feed.land_phase)
-        job.compute.call_before_forward(lambda: (land_phase() or (lambda: None))())
+        job.compute.call_before_forward(_weakly(feed.land_phase))  # a checkpoint may have left a round
         self._look_ahead(0)
 
     def enter(self, step: int) -> None:
@@ -167,6 +165,20 @@ class Phases:
         following = bisect_right(self._starts, step)
         self._feed.expect_phase(self._starts[following] if following < len(self._starts) else None)
         return following - 1
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Return what calls a method as long as its object lives.
+
+    The job may not hold its feed: see Note [Jobs that nobody holds] in `engine/holding.py`.
+    """
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := held()) is not None:
+            alive()
+
+    return call
 
 
 def take_over(job: Job, feed: Feed, old: Parts, new: Parts) -> None:
