@@ -19,7 +19,7 @@ from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.launch import LocalRanks, train
 from stretto_lab.train.outcome import prepare_run_folder
 from stretto_lab.train.rank import shared
-from tests.processes import rank_outcomes
+from tests.processes import Command, rank_outcomes, run_ranks
 from tests.survive.lived import LONG, SILENT_SECONDS, Job, Lived
 from tests.train.tiny import Points, Tiny, quadrant_loss
 
@@ -155,3 +155,14 @@ def test_fewer_ranks_take_more_micro_batches_each() -> None:
         assert abs(each * now - micro_batches * before) <= now / 2 or each == 1
         if micro_batches * before % now == 0:
             assert each * now == micro_batches * before
+
+
+def members_that_met(rank: int, address: str) -> tuple[int, ...]:
+    return survives(lambda term: term.seats, store=address, rank=rank, ranks=2)
+
+
+def test_ranks_meet_at_the_store_that_the_command_hosts() -> None:
+    with Command("-m", "stretto", "meet", "--port", "0") as command:
+        said = next(line for line in command.stdout if line.startswith("meeting at "))
+        address = said.split()[2].rstrip(",")
+        assert run_ranks(2, members_that_met, address, backend=None) == [(0, 1), (0, 1)]
