@@ -7,20 +7,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from stretto import DPU, DataParallel, Options, WeightPrediction, ZeRO1
 from tests.checkpoint.jobs import NAMES, SAVED_AT, STRATEGIES, Case, Job, Network, optimizer_of
+from tests.checkpoint.plainly import read_into
 from tests.processes import run_ranks
 
 # What PyTorch says of every save and load in a single process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable:UserWarning")
-
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def read_plainly(path: Path, case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -28,13 +22,7 @@ def read_plainly(path: Path, case: Case) -> tuple[nn.Module, torch.optim.Optimiz
     torch.manual_seed(99)
     model = Network(case).to(case.dtype)
     optimizer = optimizer_of(case, model)
-    state = {
-        "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
-    }
-    dcp.load(state, checkpoint_id=path, no_dist=True)
-    model.load_state_dict(state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
+    read_into(model, optimizer, path)
     return model, optimizer
 
 

@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 
 from stretto import DataParallel, checkpoint
 from stretto.errors import ForeignCheckpoint
 from stretto.strategies import STRATEGIES, ZeRO1
 from stretto_lab.virtual import VirtualCluster
-from tests.checkpoint.test_plain_pytorch import FLAT
+from tests.checkpoint.plainly import read_into
 from tests.optimizer.bowls import SMALL, Bowls, assert_equal
 from tests.optimizer.test_whole import AVERAGES, OPTIMIZERS, SHAPES
 
@@ -110,13 +108,7 @@ def test_a_plain_loop_goes_on_from_it(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     model = Bowls(shapes_for("adafactor"))
     optimizer = OPTIMIZERS["adafactor"](model)
-    state = {
-        "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
-    }
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    model.load_state_dict(state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
+    read_into(model, optimizer, folder)
     assert [len(entries) for entries in optimizer.state.values()] == [2 + (p.dim() > 1) for p in model.values]
     for _ in range(SAVED_AT, UPDATES):
         optimizer.zero_grad()

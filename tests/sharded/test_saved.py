@@ -6,15 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from stretto import DataParallel, Options, checkpoint
+from tests.checkpoint.plainly import read_into
 from tests.processes import run_ranks
 from tests.sharded.jobs import (
     STRATEGIES,
@@ -34,7 +29,6 @@ from tests.sharded.jobs import (
 
 SAVED_AT = 2
 SHAPES = ((2, 2), (4, 1), (1, 4))
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def case_of(name: str) -> Case:
@@ -157,13 +151,7 @@ def test_a_checkpoint_of_shards_goes_on_to_the_bit_and_is_read_everywhere(tmp_pa
         (path,) = (tmp_path / name).iterdir()
         model = network()
         optimizer = adamw(model)
-        state = {
-            "model": model.state_dict(),
-            "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
-        }
-        dcp.load(state, checkpoint_id=path, no_dist=True)
-        model.load_state_dict(state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
+        read_into(model, optimizer, path)
         assert differing(whole(model), expected[name][0]) == set(), name
 
 
