@@ -70,7 +70,7 @@ def stop_itself(asked: int) -> None:
     """A command whose process lands after the first signal, or never does and is asked twice."""
     with supervised(lands=True) as workers:
         worker = workers.start(land)
-        workers.may_land = True
+        workers.let_land()
         sys.stdout.write(f"{worker.receive()}\n")
         sys.stdout.flush()
         os.kill(os.getpid(), asked)
@@ -98,7 +98,7 @@ def never_land(pipe: Connection) -> None:
 def stop_twice(asked: int) -> None:
     with supervised(lands=True) as workers:
         workers.start(never_land).receive()
-        workers.may_land = True
+        workers.let_land()
         os.kill(os.getpid(), asked)
         sys.stdout.write("still there\n")
         sys.stdout.flush()

@@ -72,8 +72,7 @@ class Workers:
         self._workers: list[Worker] = []
         self.stop_signal: int | None = None
         """The one that has come, where processes are let to land."""
-        self.may_land = False
-        """Whether all processes have been started: before that the first stop signal ends them at once."""
+        self._may_land = False
 
     def start(self, body: Callable[..., None], *args: Any) -> Worker:
         """Start a process that calls `body(pipe, *args)`; `body` must be importable, and `args` picklable."""
@@ -85,10 +84,14 @@ class Workers:
         self._workers.append(Worker(process, pipe))
         return self._workers[-1]
 
+    def let_land(self) -> None:
+        """All processes have been started, and may land; before that the first stop signal ends them at once."""
+        self._may_land = True
+
     def ask_to_land(self, number: int) -> None:
         """Pass the first stop signal on to all processes, which may land and save (`Stops`); the second one raises."""
         is_first, self.stop_signal = self.stop_signal is None, number
-        if not (is_first and self.may_land):
+        if not (is_first and self._may_land):
             self.raise_stop()
         for worker in self._workers:
             worker.process.terminate()

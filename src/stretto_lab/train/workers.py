@@ -207,7 +207,7 @@ def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: An
     """
     with supervised(lands=True) as workers:
         started = {info.rank: workers.start(work, function, info, args) for info in infos}
-        workers.may_land = True
+        workers.let_land()
         return _collect(started, infos[0])
 
 
