@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from stretto import Clock, DataParallel, DiLoCo, Noise, Options, PAFTDyn, ReplicaGuard, Switching, ZeRO1
+from stretto import ACCO, Audit, Clock, DataParallel, DiLoCo, Noise, Options, PAFTDyn, Switching, ZeRO1
 from stretto.errors import ConfigError, ParametersTouched
 from tests.processes import run_ranks
 from tests.sharded.jobs import adamw, loss_of, mesh_of, network, shard
@@ -75,9 +75,7 @@ CASES: dict[str, tuple[Callable[[], Made], tuple[str, ...]]] = {
     ),
     "a group too": (over(ranks=[0]), ("leave out group and ranks",)),
     "a clock": (over(micro_batches=Clock()), ("Clock",)),
-    "guards": (over(guards=[ReplicaGuard()]), ("guards",)),
-    "verified": (over(options=Options(verified=True)), ("verified",)),
-    "strikes": (over(options=Options(strikes=3)), ("strikes",)),
+    "audit": (over(guards=[Audit(rate=0.5)], strategy=ACCO()), ("Audit", "again by itself")),
     "noise": (over(options=Options(noise=Noise(0.1))), ("noise",)),
     "ranks per node": (over(options=Options(ranks_per_node=1)), ("ranks_per_node", "FSDP2")),
     "averages": (over(strategy=PAFTDyn()), ("paft-dyn",)),

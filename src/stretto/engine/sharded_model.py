@@ -11,6 +11,9 @@ Note [Into the buffer]
     over a view of the flat buffer. No hook sees a gradient before that, only after. So the backward pass of somebody
     else cannot be kept apart, and is an error.
 
+    Reductions between nodes are hidden by the same hook: called when a gradient has been added, and not before, it is
+    the moment at which the gradient has come.
+
     It divides by the number of ranks of the node. The loss is multiplied by that number, so that a sum arrives. All
     ranks of a node have to run a backward pass together, also those whose weight is zero.
 """
@@ -25,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.settling import SettlingModel
 from stretto.errors import GradientsTouched, ParametersTouched, UsageError
 from stretto.flat import shard_of
@@ -51,6 +55,16 @@ class ShardedModel(SettlingModel):
             held = own[self._keys.get(name, name)]
             whole[name] = _as_shard(value.to(held.device), held) if isinstance(held, DTensor) else value
         super().load_state_dict(whole)
+
+    def untrained(self) -> list[tuple[str, Tensor]]:
+        """Return the frozen parameters, as this rank holds them, and the buffers; all ranks of the node must call."""
+        self._drop_gathered()
+        return super().untrained()
+
+    def drop_copies(self) -> None:
+        """Drop what was made of the values for passes, and gathered; all ranks of the node must call."""
+        self._drop_gathered()
+        super().drop_copies()
 
     def hook_gradient(self, index: int, node: Any, before: Callable[..., Any]) -> Any:
         """Have `before` called after every gradient of a parameter: FSDP2 shows none before."""
@@ -143,6 +157,16 @@ class ShardedAccumulation(Accumulation):
                 "parallel.backward(loss), and torch.autograd.grad for other looks at gradients"
             )
         super().check_untouched(where)
+
+
+class HiddenShards(HiddenAccumulation, ShardedAccumulation):
+    """Gradients of shards that leave during the backward pass; see Note [Hidden reductions]."""
+
+    def before_gradient(self, index: int, gradient: Tensor) -> None:
+        """Note that a gradient was added to a slot, and let those leave that have come."""
+        ShardedAccumulation.before_gradient(self, index, gradient)
+        if self._leaves:
+            self._come(index)
 
 
 def _as_shard(local: Tensor, like: Any) -> Tensor:
