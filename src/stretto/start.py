@@ -31,7 +31,7 @@ from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
 from stretto.engine.settling import SettlingModel
 from stretto.engine.untrained import untrained
-from stretto.engine.within import Within
+from stretto.engine.within import NodeRuntime, Within
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from stretto.exchange import (
     FP32,
@@ -152,17 +152,22 @@ def sharding_for(
         return None, ranks
     from stretto.engine.sharding import sharding_of  # FSDP2 takes half a second to import
 
-    parts = phases[0]
+    for parts in phases.values():
+        _check_fits_shards(parts)
+    if group is not None or ranks is not None:
+        raise ConfigError("mesh says which ranks train: leave out group and ranks")
+    sharding = sharding_of(phases[0].model, mesh)
+    return sharding, sharding.everyone
+
+
+def _check_fits_shards(parts: Parts) -> None:
+    """Raise unless all that is asked for works where the ranks of a node hold shards of one model."""
     parts.check()
     unfit = {
-        "strategies in turns": len(phases) > 1,
         f"strategy {parts.strategy.name}, which averages what should be equal": parts.ledger.may_average
         and not parts.ledger.local,
         f"strategy {parts.strategy.name}, whose ranks look ahead on their own": parts.ledger.own_previews > 0,
         "worker='node', which every node of shards is anyway": parts.ledger.by_node,
-        "a Clock, by which ranks of a node would end rounds at different micro-batches": isinstance(
-            parts.micro_batches, Clock
-        ),
         "a guard that runs a rank's micro-batches again by itself (Audit)": any(
             guard.acts_alone for guard in parts.guards
         ),
@@ -170,15 +175,11 @@ def sharding_for(
         "Options(ranks_per_node=...): sums inside a node are FSDP2's": parts.options.ranks_per_node
         is not None,
     }
-    if group is not None or ranks is not None:
-        raise ConfigError("mesh says which ranks train: leave out group and ranks")
     if refused := [what for what, is_asked in unfit.items() if is_asked]:
         raise ConfigError(
             f"a model that is sharded inside nodes (mesh=...) does not work yet with {'; nor with '.join(refused)}: "
             "leave that out, or train whole models with ZeRO1() or ACCO(), which shard the optimizer"
         )
-    sharding = sharding_of(parts.model, mesh)
-    return sharding, sharding.everyone
 
 
 def start(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Sharding | None" = None) -> Job:
@@ -418,6 +419,8 @@ def lane_of(
     runtime = choose_runtime(
         exchange.group, exchange.layout.sets[0].device, overlaps=parts.strategy.overlaps or ledger.asks_ahead
     )
+    if within is not None and not quota.is_fixed:
+        runtime = NodeRuntime(runtime, within)
     replica = _kind_of_replica(ledger, exchange, inside)(
         exchange,
         sharded,

@@ -19,11 +19,11 @@ Note [Into the buffer]
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -39,6 +39,7 @@ class ShardedModel(SettlingModel):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        check_reductions(self.model.modules(), "before step 1")
         self._gathered = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def install(self, values: Sequence[Tensor]) -> None:
@@ -77,6 +78,7 @@ class ShardedModel(SettlingModel):
     def check_complete(self, where: object) -> None:
         """Raise if a trainable parameter was added, removed, replaced or rebound since the model was wrapped."""
         super().check_complete(where)
+        check_reductions(self._gathered, where)
         for name, parameter, value in zip(self.names, self.registered, self.parameters, strict=True):
             if shard_of(parameter)[0].data_ptr() != value.data_ptr():
                 raise ParametersTouched(
@@ -92,6 +94,39 @@ class ShardedModel(SettlingModel):
     def _drop_gathered(self) -> None:
         for module in self._gathered:
             module.reshard()
+
+
+def check_reductions(modules: Iterable[nn.Module], where: object) -> None:
+    """Raise unless FSDP2 reduces every gradient, and divides it by the number of ranks of its node.
+
+    Raises:
+        UsageError: Says which setting to leave alone.
+    """
+    for module in modules:
+        for group in _groups_of(module):
+            if group.gradient_divide_factor is not None:
+                raise UsageError(
+                    f"{where}: set_gradient_divide_factor({group.gradient_divide_factor}) on a module of FSDP2: "
+                    "expected none, because a job divides by the weights that it was given; leave it out, and weigh "
+                    "with parallel.backward(loss, weight)"
+                )
+            if not group.reduce_grads:
+                raise UsageError(
+                    f"{where}: set_requires_gradient_sync(False) on a module of FSDP2: expected True, because "
+                    "gradients stay whole on each rank otherwise and none arrives; leave it out: micro-batches "
+                    "accumulate in shards"
+                )
+
+
+def _groups_of(module: nn.Module) -> Sequence[Any]:
+    """Return what FSDP2 has of a module's own parameters; nothing public tells its settings."""
+    if not isinstance(module, FSDPModule):
+        return ()
+    state = module._get_fsdp_state()
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)  # since PyTorch 2.12
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups
 
 
 class ShardedAccumulation(Accumulation):

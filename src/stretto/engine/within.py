@@ -21,7 +21,8 @@ Note [Two lanes ask]
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -30,11 +31,14 @@ from torch import Tensor
 from stretto.engine.accumulation import Totals
 from stretto.engine.agreement import agree
 from stretto.engine.report import RankReport, RoundReport, settings_text
+from stretto.engine.runtime import Pending, Runtime, RuntimeOver
 from stretto.errors import UnsupportedModel, WorkerDisagrees
 from stretto.exchange import Exchange
 from stretto.exchange.transfer import Place
 from stretto.flat import Layout
 from stretto.optimizer import Hyperparameters
+
+T = TypeVar("T")
 
 
 class Within:
@@ -131,3 +135,34 @@ class Within:
         """
         records = self.aside.gather_bytes(bytes([damaged, able]))
         return any(record[0] for record in records), all(record[1] for record in records)
+
+
+class NodeRuntime(RuntimeOver):
+    """A runtime under a `Clock`, by which the ranks of a node end a round at the same micro-batch.
+
+    Args:
+        runtime: Of this rank.
+        within: Its node.
+    """
+
+    def __init__(self, runtime: Runtime, within: Within) -> None:
+        super().__init__(runtime)
+        self._within = within
+
+    def spawn(self, work: Callable[[], T]) -> Pending[T]:
+        """Start `work`, which is done where all ranks of the node find it so: they ask at the same micro-batches."""
+        return _OnNode(super().spawn(work), self._within)
+
+
+class _OnNode(Generic[T]):
+    """Work that every rank of a node does for its shard."""
+
+    def __init__(self, pending: Pending[T], within: Within) -> None:
+        self._pending = pending
+        self._within = within
+
+    def done(self) -> bool:
+        return self._within.have_all(self._pending.done())
+
+    def result(self) -> T:
+        return self._pending.result()
