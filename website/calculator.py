@@ -1,7 +1,7 @@
 """The calculator of the site, which answers as `stretto estimate` does: a hook of mkdocs.
 
-Its formulas are those of `stretto_lab.estimate.formulas`, written again in JavaScript from the functions themselves. What
-strategies ask for and cost is data. `calculator.js` reads a reader's figures and shows the rows.
+Its formulas are those of `stretto_lab.estimate.formulas`, written again in JavaScript from the functions themselves.
+What strategies ask for and cost is data. `calculator.js` reads a reader's figures and shows the rows.
 """
 
 import ast

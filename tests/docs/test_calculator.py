@@ -39,7 +39,9 @@ def random_job(seed: int) -> tuple[Work, float]:
 def test_a_formula_in_javascript_is_the_expression_of_the_function_that_the_command_runs() -> None:
     """Read as Python again, without the name of the library before its functions."""
     written = {name: (names, text.replace("Math.", "")) for name, names, text in FUNCTION.findall(script())}
-    functions = [one for one in ast.parse(inspect.getsource(formulas)).body if isinstance(one, ast.FunctionDef)]
+    functions = [
+        one for one in ast.parse(inspect.getsource(formulas)).body if isinstance(one, ast.FunctionDef)
+    ]
     assert written.keys() == {one.name for one in functions}
     for function in functions:
         names, text = written[function.name]

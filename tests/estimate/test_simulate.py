@@ -17,7 +17,16 @@ from stretto_lab.train.simulation import SimulateConfig, simulate
 from tests.train.tiny import Plane, Points, heldout_loss, quadrant_loss
 
 CLOSE = 0.1
-ARMS = ("zero1", "acco", "wp", "dpu", "local:rate=0.25", "average:4", "average:2", "diloco:interval=4:fragments=2")
+ARMS = (
+    "zero1",
+    "acco",
+    "wp",
+    "dpu",
+    "local:rate=0.25",
+    "average:4",
+    "average:2",
+    "diloco:interval=4:fragments=2",
+)
 WIRES = ("fp32", "bf16", "int8", "int4")
 WARM_UP = 4
 """First updates, in which overlapping only begins; a whole interval of what sends now and then."""

@@ -168,7 +168,7 @@ def test_a_damaged_folder_makes_a_page_that_names_the_gap(
     harm(run)
     assert main(["report", "run"]) == 0
     assert f"missing: run: {gap}" in capsys.readouterr().out.splitlines()
-    assert gap in shown(Path("runs/report.html").read_text(encoding="utf-8"))
+    assert gap in shown(Path("run/report.html").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("file", ["compare.json", "campaign.json"])
@@ -212,4 +212,4 @@ def test_a_missing_plotly_is_an_install_command(
     assert main(["report", "run"]) == 2
     assert "plotly" in (line := capsys.readouterr().err)
     assert "stretto[cli]" in line
-    assert not Path("runs/report.html").exists()
+    assert not Path("run/report.html").exists()

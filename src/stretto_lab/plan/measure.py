@@ -30,6 +30,7 @@ from stretto.groups.collectives import method_of
 from stretto.machine import share_of_cores, usable_cores
 from stretto.parallel import DataParallel
 from stretto.strategies import ZeRO1
+from stretto_lab.observe import Stages
 from stretto_lab.recipes import Task
 from stretto_lab.train.configuration import Job, TaskT
 from stretto_lab.train.state import slowed
@@ -186,16 +187,20 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
     """
     torch.set_num_threads(job.threads)
     device = choose_device(job.device, info)
-    with joined_group(info, Link.parse(job.link), device, job.timeout_seconds):
+    with (
+        Stages("plan", is_shown=info.rank == 0) as stages,
+        joined_group(info, Link.parse(job.link), device, job.timeout_seconds),
+    ):
+        stages.begin("building the model")
         task = job.task.build(info.rank, info.world_size, job.seed, None)
         task.model.to(device)
         slow = dataclasses.replace(task, loader=slowed(job, task.loader, info.rank))
         ranks = Ranks(device, job.options)
         with ranks.together():
-            return measure_task(ranks, slow, batches, job.ranks_per_node or info.local_world_size)
+            return measure_task(ranks, slow, batches, job.ranks_per_node or info.local_world_size, stages)
 
 
-def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int) -> Machine:
+def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int, stages: Stages) -> Machine:
     """Measure a task on all ranks, and return what they took; changes the task's model. All ranks must call.
 
     Args:
@@ -203,21 +208,29 @@ def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int) ->
         task: Of this rank; its loader, model, loss and optimizer are used.
         batches: Micro-batches to time.
         ranks_per_node: Ranks of this rank's node. Nodes count where there are several, all with equally many ranks.
+        stages: Are told what is measured.
 
     Raises:
         ConfigError: The loader ends too soon.
         CommunicationError: Another rank does not come.
     """
     device = ranks.device
-    fresh = list(islice(_timed(task.loader), batches + _WARM_UP))
+    stages.begin("measuring the loader", batches + _WARM_UP)
+    fresh = list(stages.counted(islice(_timed(task.loader), batches + _WARM_UP)))
     if len(fresh) <= _WARM_UP:
         raise ConfigError(
             f"plan: expected more than {_WARM_UP} micro-batches from the loader, found {len(fresh)}"
         )
     each = _agreed_ranks_per_node(ranks, ranks_per_node)
+    stages.begin("measuring the link")
     inside, link = measure_links(ranks, each)
-    passes = [_passes(task, batch, device) for batch, _ in fresh][_WARM_UP:]
-    exchanges = {wire: _exchange_seconds(task, fresh[0][0], wire, device) for wire in WIRES}
+    timed = stages.through("measuring micro-batches", fresh)
+    passes = [_passes(task, batch, device) for batch, _ in timed][_WARM_UP:]
+    exchanges = {
+        wire: _exchange_seconds(task, fresh[0][0], wire, device)
+        for wire in stages.through("measuring exchanges on each wire", WIRES)
+    }
+    stages.begin("measuring the optimizer")
     step_seconds = _step_seconds(task, fresh[0][0], device)
     own = Machine(
         ranks=ranks.group.size(),
