@@ -73,7 +73,7 @@ def test_no_text_of_a_folder_is_html() -> None:
     assert "onmouseover=alert" not in page.replace("&lt;b onmouseover=alert(1)&gt;", "").replace(
         "\\u003cb onmouseover=alert(1)>", ""
     )
-    assert page.count("<script") == 3  # the numbers, plotly, the page's own
+    assert page.count("<script") == 4  # the numbers, plotly, the page's own, and what unpacks them
     assert not {"\u202e", "\x1b"} & set(shown(page))
     (run,) = numbers(page)["runs"]
     assert ATTACK[:40] in run["events"]["text"][0]  # as text
