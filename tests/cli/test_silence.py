@@ -56,6 +56,7 @@ def longest_silence(name: str, folder: Path) -> float:
     return max(after - before for before, after in itertools.pairwise(moments))
 
 
+@pytest.mark.timeout(900)  # where the machine is busy, PyTorch alone takes half a minute to load
 def test_no_command_is_silent_for_ten_seconds(tmp_path: Path) -> None:
     assert LISTENED.keys() == COMMANDS.keys() - {"meet"}  # which waits for good, and says so first
     silences: dict[str, float] = {}
@@ -68,12 +69,11 @@ def test_no_command_is_silent_for_ten_seconds(tmp_path: Path) -> None:
 
 def test_every_function_that_workers_run_says_how_far_it_is() -> None:
     """Its own body, or that of the function that waits for it."""
-    trees = [
-        ast.parse(path.read_text(encoding="utf-8")) for path in package_files() if "stretto_lab" in str(path)
-    ]
-    functions = {
-        node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
-    }
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in package_files() if path.suffix == ".py"]
+    functions: dict[str, list[ast.FunctionDef]] = {}
+    for node in itertools.chain.from_iterable(map(ast.walk, trees)):
+        if isinstance(node, ast.FunctionDef):
+            functions.setdefault(node.name, []).append(node)
     called = {
         call.args[0].id
         for tree in trees
@@ -86,9 +86,8 @@ def test_every_function_that_workers_run_says_how_far_it_is() -> None:
     } & functions.keys()
     assert {"train_rank", "surviving_rank", "measure", "diagnose_rank", "examine_rank"} <= called
     for name in called - {"run_real"}:  # beside which the campaign goes on, and tells of it
-        assert {"Stages", "_progress"} & {
-            node.id for node in ast.walk(functions[name]) if isinstance(node, ast.Name)
-        }
+        names = {node.id for one in functions[name] for node in ast.walk(one) if isinstance(node, ast.Name)}
+        assert {"Stages", "_progress"} & names, name
     waiters = [name for name in ("map_on_workers", "results_on_workers") if name in functions]
     for path in (ROOT / "src/stretto_lab").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
