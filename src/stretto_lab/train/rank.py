@@ -5,8 +5,8 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from stretto_lab.observe import (
     trace_file,
 )
 from stretto_lab.recipes import Task
+from stretto_lab.recipes.task import loss_unit
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
@@ -81,7 +82,13 @@ class RankContext:
         return self.group or dist.group.WORLD
 
 
-def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
+def train_rank(
+    info: RankInfo,
+    run: RunConfig[TaskT],
+    warmup_updates: int,
+    shows_progress: bool,
+    is_passing: bool = False,
+) -> Outcome:
     """Train on this rank; every rank of the job calls this with equal settings.
 
     Args:
@@ -89,15 +96,18 @@ def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows
         run: What to train.
         warmup_updates: First updates that the outcome's rate leaves out.
         shows_progress: Whether rank 0 shows the run as it goes.
+        is_passing: Whether it is one of many; see `Header`.
 
     Raises:
         StrettoError: A setting, the training or a rank failed.
     """
     torch.set_num_threads(run.threads)
     device = choose_device(run.device, info)
-    with joined_group(info, Link.parse(run.link), device, run.timeout_seconds):
-        context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
-        progress = _progress(context, info, run) if shows_progress and info.rank == 0 else None
+    context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
+    with (
+        _progress(context, info, run, shows_progress, is_passing) as progress,
+        joined_group(info, Link.parse(run.link), device, run.timeout_seconds),
+    ):
         return train_at(context, run, warmup_updates, progress)
 
 
@@ -115,8 +125,8 @@ def surviving_rank(
         of_term = dataclasses.replace(
             run, micro_batches=shared(run.micro_batches, info.world_size, term.world_size)
         )
-        progress = _progress(context, info, of_term) if shows_progress and term.rank == 0 else None
-        return train_at(context, of_term, warmup_updates, progress)
+        with _progress(context, info, of_term, shows_progress) as progress:
+            return train_at(context, of_term, warmup_updates, progress)
 
     try:
         return survives(
@@ -137,10 +147,26 @@ def shared(micro_batches: int, ranks_before: int, ranks: int) -> int:
     return max(1, round(micro_batches * ranks_before / ranks))
 
 
-def _progress(context: RankContext, info: RankInfo, run: RunConfig[TaskT]) -> Progress:
+@contextmanager
+def _progress(
+    context: RankContext, info: RankInfo, run: RunConfig[TaskT], is_shown: bool, is_passing: bool = False
+) -> Iterator[Progress | None]:
+    """Yield what shows the run on rank 0, and None on others or where nothing does."""
+    if context.rank or not is_shown:
+        yield None
+        return
     place = described_device(context.device, run.device, info.local_world_size)
     title = title_of(run, context.world_size, place)
-    return Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
+    header = Header(
+        title=title,
+        updates=run.planned_updates,
+        seconds=run.planned_seconds,
+        loss_unit=loss_unit(run.task),
+        is_passing=is_passing,
+    )
+    with Progress(header).watched() as progress:
+        progress.waits("waiting for the other workers")
+        yield progress
 
 
 def train_at(
