@@ -110,6 +110,24 @@ def test_the_table_of_losses_on_a_slow_link_is_what_was_measured() -> None:
             assert [row[title]] == ([f"{mean:.3f}".replace("-", "−") for mean in found] or [""]), row
 
 
+def test_the_table_of_learning_rates_is_what_was_measured() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "2026-11-23-frontier" / "runs.jsonl").read_text().splitlines()
+    tuning = [run for run in map(json.loads, lines) if run["seed"] == 1000]
+    for row in table(DOCS / "strategies.md", "tests/docs/test_arms.py"):
+        way, setting = (
+            meant(row["way"].strip("`")),
+            {"2": "2-ranks", "8": "8-ranks-same-batch"}[row["ranks"][0]],
+        )
+        found = {
+            run["lr"]: run["curve"][-1][1]
+            for run in tuning
+            if run["setting"] == setting and meant(run["arm"]) == way
+        }
+        best = min(found, key=found.__getitem__)
+        for rate in (0.004, 0.008, 0.016):
+            assert row[f"{rate}"] == (f"**{found[rate]:.3f}**" if rate == best else f"{found[rate]:.3f}")
+
+
 def test_the_averages_that_lead_the_tables_are_among_them() -> None:
     assert {"average:2:wire=int4", "average:4:wire=int4", "average:4:wire=int2"} <= set(OURS)
     assert "hivemind:interval=8:delay=4" in STOCK
