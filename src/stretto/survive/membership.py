@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.engine.watcher import last_sign
-from stretto.errors import CommunicationError, LeftOut, PeerSilent
+from stretto.errors import CommunicationError, LeftOut, PeerFailed, PeerSilent
 from stretto.groups import announce_death, deaths
 
 T = TypeVar("T")
@@ -85,6 +85,7 @@ class Membership:
         self._answered = time.monotonic()
         self._waiting: list[int] = []
         self._looking = threading.Thread()
+        self._is_lost = False
         self.seat = seat if seat is not None else self._bounded(lambda: self._draw(rank))
         """Of this process."""
 
@@ -93,6 +94,7 @@ class Membership:
 
         Raises:
             LeftOut: The job has ended.
+            PeerFailed: The store is gone.
             PeerSilent: The store does not answer.
         """
         if self.seat < self._ranks:
@@ -104,6 +106,7 @@ class Membership:
 
         Raises:
             LeftOut: It goes on without this process.
+            PeerFailed: The store is gone.
             PeerSilent: The store does not answer.
         """
         return self._bounded(lambda: self._agree(ended))
@@ -120,6 +123,7 @@ class Membership:
 
         Raises:
             LeftOut: Another list was written before, without this process.
+            PeerFailed: The store is gone.
             PeerSilent: The store does not answer.
         """
         self._bounded(lambda: self._propose(number, seats))
@@ -127,13 +131,18 @@ class Membership:
 
     def died(self, how: str) -> None:
         """Tell the others that this process leaves for good, if the store answers."""
+        if self._is_lost:
+            return
         with contextlib.suppress(CommunicationError):
             self._bounded(lambda: announce_death(self._job, self.seat, how))
 
     @property
     def deaths(self) -> Mapping[int, str]:
-        """How processes have ended, by seat, as far as somebody has written it."""
-        return deaths(self._job)
+        """How processes have ended, by seat, as far as somebody has written it and the store answers."""
+        try:
+            return self._bounded(lambda: deaths(self._job))
+        except (PeerFailed, PeerSilent):
+            return {}
 
     # What the store is asked; on a thread of its own
 
@@ -156,17 +165,19 @@ class Membership:
             thread.join(_POLL_SECONDS)
         if results:
             return results[0]
-        if not errors:
+        error = errors[0] if errors else None
+        if error is not None and (isinstance(error, LeftOut) or not isinstance(error, RuntimeError)):
+            raise error
+        self._is_lost = True
+        if error is None:
             raise PeerSilent(
-                f"the store of the members has not answered for {limit:g} s: look at the machine that hosts it"
+                f"the store of the members has not answered for {limit:g} s: look at the machine that hosts it, and "
+                "start the job again from its last checkpoint"
             )
-        error = errors[0]
-        if isinstance(error, RuntimeError) and not isinstance(error, LeftOut):
-            raise LeftOut(
-                f"the store of the members is gone ({str(error).splitlines()[0]}): start the job again from its last "
-                "checkpoint"
-            ) from error
-        raise error
+        raise PeerFailed(
+            f"the store of the members is gone ({str(error).splitlines()[0]}): start the job again from its last "
+            "checkpoint"
+        ) from error
 
     def _draw(self, rank: int) -> int:
         if self._store.add(f"came/{rank}", 1) == 1:

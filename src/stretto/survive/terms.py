@@ -10,7 +10,7 @@ import math
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -130,17 +130,24 @@ class Term:
     def _keep(self, parallel: DataParallel, loader: Loader | None, extra: Any) -> list[int]:
         began = time.perf_counter()
         updates = parallel.steps - self._step
-        update_seconds = (began - self._kept_at) / updates if updates and self._due else math.inf
+        update_seconds = (began - self._kept_at) / updates if updates and self._due else None
         waiting = self._membership.newcomers(self.seats) if self.rank == 0 else []
-        told = {"keep": self._seconds, "update": min(update_seconds, 1e9), "waiting": waiting}
+        told = {"keep": self._seconds, "update": update_seconds, "waiting": waiting}
         by_rank = self._memory.keep(parallel, self.number, told, loader=loader, extra=extra)
         self._step, self._kept_at = parallel.steps, time.perf_counter()
         self._seconds = self._kept_at - began
-        keep, update = (max(one["keep"] for one in by_rank), min(one["update"] for one in by_rank))
-        interval = _FIRST_UPDATES if update == 1e9 else max(1, math.ceil(keep / (EXPOSED * update)))
-        self._due = self._step + (interval if self._every is None else self._every)
+        self._due = self._step + (self._interval(by_rank) if self._every is None else self._every)
         come: list[int] = by_rank[0]["waiting"]
         return come
+
+    def _interval(self, by_rank: Sequence[Mapping[str, Any]]) -> int:
+        """Return updates until the next generation, alike on all ranks, from what each of them has measured."""
+        known = [one["update"] for one in by_rank if one["update"] is not None]
+        if not known:  # in the first generation of a term
+            return _FIRST_UPDATES
+        keep: float = max(one["keep"] for one in by_rank)
+        update: float = min(known)
+        return max(1, math.ceil(keep / (EXPOSED * update)))
 
     def end(self, error: BaseException) -> Ended:
         """End the job where it has not ended, and leave the group; return what to bring into the agreement."""
@@ -269,9 +276,17 @@ class _Survivor(Generic[T]):
             self._before = f"term {number} ended {reached} ({self._why(seats, following[1], error)}): "
             _release(error)
             return following, []
-        following = self._membership.following(Ended(number, seats, is_done=True))
+        following = self._end_of_work(number, seats)
         term.group.leave()
         return following, [result]
+
+    def _end_of_work(self, number: int, seats: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """Return the term after the one in which this process has done its work; without a store, nobody asks."""
+        try:
+            return self._membership.following(Ended(number, seats, is_done=True))
+        except (PeerFailed, PeerSilent) as error:
+            _log.warning("%s: but this process has done its work", error)
+            return number + 1, ()
 
     def _begin(self, number: int, seats: Sequence[int]) -> Term:
         """Make the group of a term; one that ended by plan is left now that nobody waits for it any more."""
