@@ -29,13 +29,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.engine.watcher import last_sign
 from stretto.errors import CommunicationError, LeftOut, PeerFailed, PeerSilent
-from stretto.groups import announce_death, deaths
+from stretto.groups import Leavable, LeavableGroup, announce_death, deaths
 
 T = TypeVar("T")
 
@@ -64,8 +64,29 @@ class Ended:
     """Whether this member has done its work; the job has ended once all have."""
 
 
+class Members(Protocol):
+    """One process's part in the agreement, whatever it is agreed by; `Membership` says what each part does."""
+
+    seat: int
+
+    @property
+    def deaths(self) -> Mapping[int, str]: ...
+
+    def enter(self) -> tuple[int, Sequence[int]]: ...
+
+    def following(self, ended: Ended) -> tuple[int, Sequence[int]]: ...
+
+    def newcomers(self, seats: Sequence[int]) -> list[int]: ...
+
+    def plan(self, number: int, seats: Sequence[int]) -> tuple[int, Sequence[int]]: ...
+
+    def group(self, number: int, seats: Sequence[int]) -> Leavable: ...
+
+    def died(self, how: str) -> None: ...
+
+
 class Membership:
-    """One process's part in the agreement.
+    """One process's part in the agreement, by a store.
 
     Args:
         store: Reached by all processes of the job, and hosted by none of them.
@@ -73,12 +94,20 @@ class Membership:
         ranks: How many places there are.
         silent_seconds: How long a member may say nothing and give no sign of life.
         seat: Where whoever starts the processes numbers them; None draws a number.
+        address: Of this machine, where Gloo listens; None lets Gloo choose.
     """
 
     def __init__(
-        self, store: Store, rank: int, ranks: int, silent_seconds: float, seat: int | None = None
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+        silent_seconds: float,
+        seat: int | None = None,
+        address: str | None = None,
     ) -> None:
         self._job = store
+        self._address = address
         self._store: Store = PrefixStore("membership", store)
         self._ranks = ranks
         self._silent_seconds = silent_seconds
@@ -128,6 +157,15 @@ class Membership:
         """
         self._bounded(lambda: self._propose(number, seats))
         return self._bounded(lambda: self._listed(number))
+
+    def group(self, number: int, seats: Sequence[int]) -> LeavableGroup:
+        """Return the group of a term; all of its members must call.
+
+        Raises:
+            CommunicationError: Not all of them came.
+        """
+        store = PrefixStore(f"term/{number}", self._job)
+        return LeavableGroup(store, seats, list(seats).index(self.seat), address=self._address)
 
     def died(self, how: str) -> None:
         """Tell the others that this process leaves for good, if the store answers."""

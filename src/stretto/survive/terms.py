@@ -20,10 +20,10 @@ from stretto.checkpoint.load import Restored
 from stretto.continuation import Loader
 from stretto.engine.watcher import store_of
 from stretto.errors import CommunicationError, ConfigError, LeftOut, PeerFailed, PeerSilent, StrettoError
-from stretto.groups import LeavableGroup, told_place
+from stretto.groups import Leavable, told_place
 from stretto.parallel import DataParallel
 from stretto.survive.generations import Memory
-from stretto.survive.membership import Ended, Membership
+from stretto.survive.membership import Ended, Members, Membership
 
 _log = logging.getLogger("stretto")
 
@@ -46,8 +46,8 @@ class Term:
         self,
         number: int,
         seats: Sequence[int],
-        group: LeavableGroup,
-        membership: Membership,
+        group: Any,
+        membership: Members,
         memory: Memory,
         every: int | None,
         before: str = "",
@@ -171,7 +171,7 @@ class Term:
 class _NewMembers(BaseException):
     """The term ends with everything kept, because others have come."""
 
-    def __init__(self, seats: Sequence[int], group: LeavableGroup) -> None:
+    def __init__(self, seats: Sequence[int], group: Leavable) -> None:
         super().__init__(seats)
         self.seats = seats
         self.group = group
@@ -218,9 +218,13 @@ def survives(  # noqa: PLR0913  # where the process stands, and how often the st
     """
     rank, ranks = told_place(rank, ranks)
     job = PrefixStore("survive", connect(store) if isinstance(store, str) else store)
-    membership = Membership(job, rank, ranks, silent_seconds, seat)
+    return survive_among(train, Membership(job, rank, ranks, silent_seconds, seat, address), every)
+
+
+def survive_among(train: Callable[[Term], T], membership: Members, every: int | None) -> T:
+    """As `survives`, whatever members agree by."""
     try:
-        return _Survivor(train, membership, job, every, address).run()
+        return _Survivor(train, membership, every).run()
     except LeftOut:
         raise
     except BaseException as error:
@@ -231,23 +235,14 @@ def survives(  # noqa: PLR0913  # where the process stands, and how often the st
 class _Survivor(Generic[T]):
     """One process, from term to term."""
 
-    def __init__(
-        self,
-        train: Callable[[Term], T],
-        membership: Membership,
-        store: Store,
-        every: int | None,
-        address: str | None,
-    ) -> None:
+    def __init__(self, train: Callable[[Term], T], membership: Members, every: int | None) -> None:
         self._train = train
         self._membership = membership
-        self._store = store
         self._every = every
-        self._address = address
         self._memory = Memory()
         self._before = ""
         self._fruitless = 0
-        self._planned: LeavableGroup | None = None
+        self._planned: Leavable | None = None
 
     def run(self) -> T:
         """Return what the function has returned in the last term."""
@@ -290,12 +285,7 @@ class _Survivor(Generic[T]):
 
     def _begin(self, number: int, seats: Sequence[int]) -> Term:
         """Make the group of a term; one that ended by plan is left now that nobody waits for it any more."""
-        group = LeavableGroup(
-            PrefixStore(f"term/{number}", self._store),
-            seats,
-            list(seats).index(self._membership.seat),
-            address=self._address,
-        )
+        group = self._membership.group(number, seats)
         if self._planned is not None:
             self._planned.leave()
             self._planned = None
