@@ -175,8 +175,8 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         )
     if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])
-        # Noise may be on ranks that only the real group has, and patterns fit buffers that only the real model has; and of
-        # micro-batches some rank has the fewest.
+        # Noise may be on ranks that only the real group has, and patterns fit buffers that only the real model has;
+        # and of micro-batches some rank has the fewest.
         fewest = run.micro_batches if total is None else Total(total).of(world_size - 1, world_size)
         alone = dataclasses.replace(
             run,
