@@ -17,6 +17,7 @@ from stretto.groups import join_launched_group, launched_per_node
 from stretto.random_states import random_states, restore_random_states
 from stretto.strategies import Strategy
 from stretto_lab.evidence import SMALL
+from stretto_lab.observe import Stages
 from stretto_lab.plan.measure import Machine, Ranks, measure_task
 from stretto_lab.plan.ranking import Ranking, rank_by_time
 from stretto_lab.recipes.task import Loss, Task
@@ -130,6 +131,6 @@ def _measured(
             loss=lambda model, batch: Loss(loss_function(model, batch), 1.0, 1),
             evaluate=lambda model: math.nan,
         )
-        return measure_task(ranks, task, batches, launched_per_node())
+        return measure_task(ranks, task, batches, launched_per_node(), Stages("choose", is_shown=False))
     finally:
         restore_random_states(states, ranks.device)

@@ -31,6 +31,7 @@ from stretto.groups.collectives import method_of
 from stretto.machine import share_of_cores, usable_cores
 from stretto.parallel import DataParallel
 from stretto.strategies import ZeRO1
+from stretto_lab.observe import Stages
 from stretto_lab.recipes import Task
 from stretto_lab.train.configuration import Job, TaskT
 from stretto_lab.train.shards import placed
@@ -191,18 +192,29 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
     """
     torch.set_num_threads(job.threads)
     device = choose_device(job.device, info)
-    with joined_group(info, Link.parse(job.link), device, job.timeout_seconds):
+    with (
+        Stages("plan", is_shown=info.rank == 0) as stages,
+        joined_group(info, Link.parse(job.link), device, job.timeout_seconds),
+    ):
+        stages.begin("building the model")
         task = job.task.build(info.rank, info.world_size, job.seed, None)
         placed(task, job, device)
         slow = dataclasses.replace(task, loader=slowed(job, task.loader, info.rank))
         ranks = Ranks(device, job.options)
         with ranks.together():
             return measure_task(
-                ranks, slow, batches, job.ranks_per_node or info.local_world_size, shards=job.shard
+                ranks,
+                slow,
+                batches,
+                job.ranks_per_node or info.local_world_size,
+                stages,
+                shards=job.shard,
             )
 
 
-def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int, *, shards: int = 1) -> Machine:
+def measure_task(
+    ranks: Ranks, task: Task, batches: int, ranks_per_node: int, stages: Stages, *, shards: int = 1
+) -> Machine:
     """Measure a task on all ranks, and return what they took; changes the task's model. All ranks must call.
 
     Args:
@@ -210,6 +222,7 @@ def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int, *,
         task: Of this rank; its loader, model, loss and optimizer are used.
         batches: Micro-batches to time.
         ranks_per_node: Ranks of this rank's node. Nodes count where there are several, all with equally many ranks.
+        stages: Are told what is measured.
         shards: Ranks that hold the model together, as `train.shards.placed` has cut it; they are the node then.
 
     Raises:
@@ -217,20 +230,27 @@ def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int, *,
         CommunicationError: Another rank does not come.
     """
     device = ranks.device
-    fresh = list(islice(_timed(task.loader), batches + _WARM_UP))
+    stages.begin("measuring the loader", batches + _WARM_UP)
+    fresh = list(stages.counted(islice(_timed(task.loader), batches + _WARM_UP)))
     if len(fresh) <= _WARM_UP:
         raise ConfigError(
             f"plan: expected more than {_WARM_UP} micro-batches from the loader, found {len(fresh)}"
         )
     world_size = ranks.group.size()
     each = _agreed_ranks_per_node(ranks, ranks_per_node) if shards == 1 else 1
+    stages.begin("measuring the link")
     if shards == 1:
         inside, link = measure_links(ranks, each)
     else:
         inside, link = Link(), measure_link(ranks, range(ranks.group.rank() % shards, world_size, shards))
-    passes = [_passes(task, batch, device) for batch, _ in fresh][_WARM_UP:]
+    timed = stages.through("measuring micro-batches", fresh)
+    passes = [_passes(task, batch, device) for batch, _ in timed][_WARM_UP:]
     alone = _alone(device, shards)
-    exchanges = {wire: _exchange_seconds(task, fresh[0][0], wire, device, alone) for wire in WIRES}
+    exchanges = {
+        wire: _exchange_seconds(task, fresh[0][0], wire, device, alone)
+        for wire in stages.through("measuring exchanges on each wire", WIRES)
+    }
+    stages.begin("measuring the optimizer")
     step_seconds = _step_seconds(task, fresh[0][0], device)
     own = Machine(
         ranks=world_size // shards,

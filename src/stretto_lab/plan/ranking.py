@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from stretto.engine.options import Clock, Options
@@ -13,6 +13,7 @@ from stretto.fields import check_at_least
 from stretto.strategies import Average
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.evidence import AVERAGES, EVIDENCE, OF_WIRES, SMALL, Evidence, of_strategy
+from stretto_lab.observe import Stages
 from stretto_lab.plan.measure import WIRES, Machine, measure
 from stretto_lab.plan.price import Price, price
 from stretto_lab.train.arms import Arm, parse_arm
@@ -213,6 +214,7 @@ def rank_by_time(  # noqa: PLR0913  # what a choice depends on, each by its own 
     ranks_per_node: int | None = None,
     wire: str | None = None,
     clock: Clock | Literal["auto"] | None = "auto",
+    stages: Stages | None = None,
 ) -> Ranking:
     """Return the ranking of strategies and wires on a machine, by the time to a number of samples.
 
@@ -226,7 +228,9 @@ def rank_by_time(  # noqa: PLR0913  # what a choice depends on, each by its own 
         wire: The only one to look at; None looks at all.
         clock: By which strategies that overlap accumulate; None lets all have fixed counts. "auto" looks at fixed
             counts and, where ranks are not equally fast, at a clock too.
+        stages: Are told how many arms are priced; None tells nobody.
     """
+    stages = stages or Stages("pricing", is_shown=False)
     bucket_bytes = bucket_bytes or machine.bucket_bytes
     frequent = [arm for arm, evidence in EVIDENCE.items() if evidence.nats is not None]
     texts = [
@@ -251,7 +255,8 @@ def rank_by_time(  # noqa: PLR0913  # what a choice depends on, each by its own 
         if _fits(arm := parse_arm(text + by_node), micro_batches)
         and (prices_all or _in_nats(evidence_of(arm.text, machine)) <= allow_loss)
     ]
-    prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in arms]
+    priced = stages.through(f"pricing strategies and wires for {machine.ranks} ranks, in virtual time", arms)
+    prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in priced]
     if by_node and ranks_per_node is None:
         # What the second level is worth: there are few links on which another arm would win without it.
         chosen = Ranking(machine, _by_time(prices), bucket_bytes, micro_batches, allow_loss).choice
@@ -287,37 +292,34 @@ def _by_time(prices: Sequence[Price]) -> tuple[Price, ...]:
     return tuple(sorted(prices, key=lambda one: one.seconds_per_micro_batch))
 
 
-def plan(
-    job: PlanConfig[TaskT], ranks: Ranks, log: Callable[[str], None], *, prices_all: bool = True
-) -> list[Ranking]:
+def plan(job: PlanConfig[TaskT], ranks: Ranks, *, prices_all: bool = True) -> list[Ranking]:
     """Measure a job on all ranks, and return a ranking for each number of ranks that is asked for.
 
     Args:
         job: What to measure and to plan for.
         ranks: The ranks that measure.
-        log: Called with one line of text at a time.
         prices_all: Of `rank_by_time`.
 
     Raises:
         WorkerFailed: A rank failed.
     """
-    log("measuring")
     measured = ranks.call(measure, job, job.batches)[0]
-    log("pricing strategies and wires in virtual time")
-    return [
-        rank_by_time(
-            machine,
-            micro_batches=job.micro_batches,
-            bucket_bytes=job.bucket_bytes,
-            allow_loss=job.allow_loss,
-            prices_all=prices_all,
-            ranks_per_node=job.ranks_per_node,
-            wire=None if job.wire == Options().wire else job.wire,
-            # An echo plans over fixed counts, and nodes of shards have no others.
-            clock=job.clock or ("auto" if job.echo == "none" and job.shard == 1 else None),
-        )
-        for machine in job.machines(measured)
-    ]
+    with Stages("plan", is_shown=ranks.is_first) as stages:
+        return [
+            rank_by_time(
+                machine,
+                micro_batches=job.micro_batches,
+                bucket_bytes=job.bucket_bytes,
+                allow_loss=job.allow_loss,
+                prices_all=prices_all,
+                ranks_per_node=job.ranks_per_node,
+                wire=None if job.wire == Options().wire else job.wire,
+                # An echo plans over fixed counts, and nodes of shards have no others.
+                clock=job.clock or ("auto" if job.echo == "none" and job.shard == 1 else None),
+                stages=stages,
+            )
+            for machine in job.machines(measured)
+        ]
 
 
 def _fits(arm: Arm, micro_batches: int) -> bool:

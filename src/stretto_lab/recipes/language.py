@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -84,6 +84,9 @@ class Lora:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Language:
     """A causal language model on your own text or instructions; pre-training, fine-tuning, LoRA, with no download."""
+
+    loss_unit: ClassVar[str] = "nats per token"
+    """Of its losses."""
 
     model: str = "gpt2"
     """Folder, config.json or a size; a folder brings parameters, the others begin with new ones. Sizes are gpt2,

@@ -45,6 +45,12 @@ class TaskConfig(Protocol):
         ...
 
 
+def loss_unit(task: object) -> str:
+    """Return the unit of a recipe's losses after a space; empty where its options have no `loss_unit`."""
+    unit = getattr(task, "loss_unit", "")
+    return f" {unit}" if unit else ""
+
+
 @runtime_checkable
 class OverFiles(Protocol):
     """Options of a task that reads files of the user's own."""

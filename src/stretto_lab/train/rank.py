@@ -5,8 +5,8 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,8 @@ from torch import distributed as dist
 
 from stretto.disk import replace_file, replace_folder
 from stretto.errors import LeftOut
-from stretto.groups import Link
+from stretto.groups import Link, ThrottledLeavable
+from stretto.groups.wire import Wire
 from stretto.machine import most_bytes, peak_resident_bytes
 from stretto.survive import Term, survives
 from stretto.terminal import printable
@@ -35,6 +36,7 @@ from stretto_lab.observe import (
     trace_file,
 )
 from stretto_lab.recipes import Task
+from stretto_lab.recipes.task import loss_unit
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
@@ -81,7 +83,13 @@ class RankContext:
         return self.group or dist.group.WORLD
 
 
-def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
+def train_rank(
+    info: RankInfo,
+    run: RunConfig[TaskT],
+    warmup_updates: int,
+    shows_progress: bool,
+    is_passing: bool = False,
+) -> Outcome:
     """Train on this rank; every rank of the job calls this with equal settings.
 
     Args:
@@ -89,15 +97,18 @@ def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows
         run: What to train.
         warmup_updates: First updates that the outcome's rate leaves out.
         shows_progress: Whether rank 0 shows the run as it goes.
+        is_passing: Whether it is one of many; see `Header`.
 
     Raises:
         StrettoError: A setting, the training or a rank failed.
     """
     torch.set_num_threads(run.threads)
     device = choose_device(run.device, info)
-    with joined_group(info, Link.parse(run.link), device, run.timeout_seconds):
-        context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
-        progress = _progress(context, info, run) if shows_progress and info.rank == 0 else None
+    context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
+    with (
+        _progress(context, info, run, shows_progress, is_passing) as progress,
+        joined_group(info, Link.parse(run.link), device, run.timeout_seconds),
+    ):
         return train_at(context, run, warmup_updates, progress)
 
 
@@ -107,16 +118,19 @@ def surviving_rank(
     """As `train_rank`, on workers of which some may be lost or come; None where the others go on without this one."""
     torch.set_num_threads(run.threads)
     device = choose_device(run.device, info)
+    wire = Wire(Link.parse(run.link))
+    total = run.total_micro_batches or run.micro_batches * info.world_size
+    lasting = run if run.clock is not None else dataclasses.replace(run, total_micro_batches=total)
 
     def train(term: Term) -> Outcome:
+        group = term.group if wire.link.is_free else ThrottledLeavable(term.group, wire)
         context = RankContext(
-            rank=term.rank, world_size=term.world_size, device=device, group=term.group, term=term
+            rank=term.rank, world_size=term.world_size, device=device, group=group, term=term
         )
-        of_term = dataclasses.replace(
-            run, micro_batches=shared(run.micro_batches, info.world_size, term.world_size)
-        )
-        progress = _progress(context, info, of_term) if shows_progress and term.rank == 0 else None
-        return train_at(context, of_term, warmup_updates, progress)
+        # Who is slow is a place, whatever number its rank has.
+        of_term = dataclasses.replace(lasting, slow={term.rank: run.slow.get(info.rank, 1.0)})
+        with _progress(context, info, lasting, shows_progress) as progress:
+            return train_at(context, of_term, warmup_updates, progress)
 
     try:
         return survives(
@@ -132,15 +146,26 @@ def surviving_rank(
         return None
 
 
-def shared(micro_batches: int, ranks_before: int, ranks: int) -> int:
-    """Return how many micro-batches each rank takes, so that all together take as many as before, or nearly."""
-    return max(1, round(micro_batches * ranks_before / ranks))
-
-
-def _progress(context: RankContext, info: RankInfo, run: RunConfig[TaskT]) -> Progress:
+@contextmanager
+def _progress(
+    context: RankContext, info: RankInfo, run: RunConfig[TaskT], is_shown: bool, is_passing: bool = False
+) -> Iterator[Progress | None]:
+    """Yield what shows the run on rank 0, and None on others or where nothing does."""
+    if context.rank or not is_shown:
+        yield None
+        return
     place = described_device(context.device, run.device, info.local_world_size)
     title = title_of(run, context.world_size, place)
-    return Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
+    header = Header(
+        title=title,
+        updates=run.planned_updates,
+        seconds=run.planned_seconds,
+        loss_unit=loss_unit(run.task),
+        is_passing=is_passing,
+    )
+    with Progress(header).watched() as progress:
+        progress.waits("waiting for the other workers")
+        yield progress
 
 
 def train_at(
