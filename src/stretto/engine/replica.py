@@ -213,10 +213,11 @@ class Replica:
         self.hides = False
         self._spare_sums.append(self._lent_sums.pop())
         _log.info(
-            "%s: gradients changed on ranks %s after they had left (a parameter with several gradients in one backward "
+            "%s: gradients changed on %s %s after they had left (a parameter with several gradients in one backward "
             "pass, a hook that writes gradients, or a guard that has repaired the model): the round is summed again, "
             "and reductions of this job are hidden no longer",
             self.where,
+            "ranks" if self.within is None else "nodes",
             ranks,
         )
 

@@ -165,8 +165,14 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
     print(
         f"\nmicro-batch {_micro_batches_of(machine)} ms, optimizer {1000 * machine.step_seconds:.1f} ms, "
         f"loader {1000 * machine.load_seconds:.1f} ms,\nlink {_rate(machine.link)}, {machine.parameters:,} parameters, "
-        f"{machine.ranks} ranks,\n{last.micro_batches} micro-batches per rank and update"
+        f"{_ranks_of(machine)},\n{last.micro_batches} micro-batches per rank and update"
     )
+    if machine.shards > 1:
+        text = (
+            f"parameters, link and the columns below are a rank's, which holds one of {machine.shards} shards and "
+            "exchanges it with other nodes; what FSDP2 sends inside a node is part of the micro-batch"
+        )
+        print(textwrap.fill(text, COLUMNS))
     if machine.ranks_per_node > 1:
         text = (
             f"on nodes of {machine.ranks_per_node} ranks: the link is a node's, a rank inside has "
@@ -204,6 +210,12 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
         print(textwrap.fill(text, COLUMNS, subsequent_indent="  "))
 
 
+def _ranks_of(machine: Machine) -> str:
+    if machine.shards == 1:
+        return f"{machine.ranks} ranks"
+    return f"{machine.ranks * machine.shards} ranks on nodes of {machine.shards} shards"
+
+
 def _row_of(one: Price, ranking: Ranking) -> str:
     """Return what a table calls an arm; on nodes that of one level says so, and others leave out what they share."""
     name, by_node, _ = (
@@ -234,7 +246,8 @@ def recommendation(ranking: Ranking) -> str:
     choice, base = ranking.choice, ranking.base
     arm = parse_arm(choice.arm)
     wire = arm.wire
-    options = f"--strategy {arm.own_text}" + ("" if wire == "fp32" else f" --wire {wire}")
+    options = f"--shard {ranking.machine.shards} " if ranking.machine.shards > 1 else ""
+    options += f"--strategy {arm.own_text}" + ("" if wire == "fp32" else f" --wire {wire}")
     if (each := arm.settings.get("ranks_per_node")) is not None:
         options += f" --ranks-per-node {each}"
     if (clock := arm.settings.get("clock")) is not None:
@@ -255,7 +268,7 @@ def recommendation(ranking: Ranking) -> str:
     per_sample = " per sample" if clock is not None else ""
     faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast{per_sample} as {default}"
     seconds = f"{choice.seconds:.4f} s per update"
-    text = f"{ranking.machine.ranks} ranks: use {options}: {seconds}, {faster}; {loss}"
+    text = f"{_ranks_of(ranking.machine)}: use {options}: {seconds}, {faster}; {loss}"
     if (fixed := ranking.as_large()) is not None:
         text += (
             f". The batch grows: {choice.micro_batches:.1f} micro-batches per rank and update instead of "

@@ -46,7 +46,7 @@ class PlanConfig(Job[TaskT]):
     """Ranks to plan for, as 8,64,512, instead of those that measure."""
     network: str | None = None
     """free, datacenter, ethernet, office, internet, or a link such as 100mbit,2ms: of every rank, or where nodes have
-    several ranks of every node; None is the link that was measured."""
+    several ranks or shards of every node; None is the link that was measured."""
     batches: int = 8
     """Micro-batches to time."""
     allow_loss: float = SMALL
@@ -76,17 +76,30 @@ class PlanConfig(Job[TaskT]):
             ConfigError: Ranks do not fill their nodes, or nobody knows the link between these.
         """
         return [
-            self._machine(measured, ranks).with_ranks(ranks, self._slow(ranks))
-            for ranks in self.ranks or (measured.ranks,)
+            self._machine(measured, ranks).with_ranks(ranks // self.shard, self._slow(ranks))
+            for ranks in self.ranks or (measured.ranks * self.shard,)
         ]
 
     def _slow(self, ranks: int) -> Mapping[int, float]:
+        """Return factors by rank; a node of shards is as slow as the slowest of its ranks."""
         if outside := sorted(rank for rank in self.slow if not 0 <= rank < ranks):
             raise ConfigError(f"slow names rank {outside[0]}; the plan is for ranks 0 to {ranks - 1}")
-        return self.slow
+        by_node: dict[int, float] = {}
+        for rank, factor in self.slow.items():
+            by_node[rank // self.shard] = max(factor, by_node.get(rank // self.shard, 1.0))
+        return by_node
 
     def _machine(self, measured: Machine, ranks: int) -> Machine:
         link = measured.link if self.network is None else parse_network(self.network).link
+        if self.shard > 1:
+            if ranks % self.shard:
+                raise ConfigError(
+                    f"plan for {ranks} ranks with shard={self.shard}: expected a multiple of it"
+                )
+            rate = link.bits_per_second
+            if self.network is not None and rate is not None:  # a node's, which its ranks share
+                link = dataclasses.replace(link, bits_per_second=rate / self.shard)
+            return dataclasses.replace(measured, link=link)
         each = self.ranks_per_node or measured.ranks_per_node
         if each == 1:
             return dataclasses.replace(measured, link=link)
@@ -301,8 +314,8 @@ def plan(job: PlanConfig[TaskT], ranks: Ranks, *, prices_all: bool = True) -> li
                 prices_all=prices_all,
                 ranks_per_node=job.ranks_per_node,
                 wire=None if job.wire == Options().wire else job.wire,
-                clock=job.clock
-                or ("auto" if job.echo == "none" else None),  # an echo plans over fixed counts
+                # An echo plans over fixed counts, and nodes of shards have no others.
+                clock=job.clock or ("auto" if job.echo == "none" and job.shard == 1 else None),
                 stages=stages,
             )
             for machine in job.machines(measured)

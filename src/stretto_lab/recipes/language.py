@@ -1,6 +1,7 @@
 """The recipe `language`: a causal language model on local text or instructions, from nothing or from a model folder."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -282,14 +283,16 @@ class Language:
         return [windows.batch(indices) for indices in torch.arange(len(windows)).split(self.batch)]
 
 
-def _publish(model: Any, tokens: BytePairs | FolderTokens, folder: Path) -> None:
+def _publish(
+    model: Any, tokens: BytePairs | FolderTokens, state: Mapping[str, torch.Tensor], folder: Path
+) -> None:
     """Write what `from_pretrained` reads: safetensors, of LoRA the adapters alone, and the tokenizer."""
     tokens.write(folder)
     logging = extra("transformers.utils.logging", "a model folder")
     is_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would be drawn into the run's own display
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=dict(state))
     finally:
         if is_shown:
             logging.enable_progress_bar()

@@ -22,6 +22,7 @@ from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunCo
 from stretto_lab.train.handle import check_run, open_handle
 from stretto_lab.train.launch import Ranks, train
 from stretto_lab.train.outcome import Outcome
+from stretto_lab.train.shards import placed
 from stretto_lab.train.slow_rank import slow_down
 from stretto_lab.train.state import slowed
 from stretto_lab.train.workers import RankInfo, choose_device, device_of, joined_group
@@ -136,8 +137,8 @@ def diagnose_rank(info: RankInfo, job: DiagnoseConfig[TaskT]) -> Diagnosis:
     ):
         stages.begin("building the model")
         task = run.task.build(info.rank, info.world_size, run.seed, run.planned_updates)
-        task.model.to(device)
-        with open_handle(run, task.model, task.optimizer) as handle:
+        mesh = placed(task, run, device)
+        with open_handle(run, task.model, task.optimizer, mesh=mesh) as handle:
             slow_down(handle, run.slow, device)
 
             def told(what: str, done: int, total: int) -> None:

@@ -111,6 +111,9 @@ class Job(Training[TaskT]):
     workers: int | None = None
     """Local processes to start; None is one per CUDA device, or 2 on processors. Ranks that a launcher such as torchrun
     has started count instead."""
+    shard: int = 1
+    """Consecutive workers that hold one model together, cut by FSDP2; the strategy trains across such nodes. 1 lets
+    every worker hold a whole model. See docs/sharded.md."""
     threads: int = 1
     """Threads of each worker's tensor operations. Runs are reproducible to the bit for equal numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -136,7 +139,7 @@ class Job(Training[TaskT]):
             raise ConfigError(
                 f"slow={too_fast[0]}: a rank can only be made slower: expected a factor of at least 1"
             )
-        check_at_least(self, workers=1, threads=1)
+        check_at_least(self, workers=1, shard=1, threads=1)
         if self.seconds is not None and not self.seconds > 0:
             raise ConfigError(f"seconds must be positive, found {self.seconds}")
         if self.to_loss is not None and math.isnan(self.to_loss):

@@ -5,7 +5,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from stretto.disk import replace_file, replace_folder
@@ -41,6 +42,7 @@ from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.handle import Rehearsal, open_handle
 from stretto_lab.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
 from stretto_lab.train.outcome import Outcome, Totals
+from stretto_lab.train.shards import placed, whole_state
 from stretto_lab.train.slow_rank import Wait, slow_down
 from stretto_lab.train.state import Saves, TrainState, loader_of
 from stretto_lab.train.workers import (
@@ -176,7 +178,7 @@ def train_at(
     budget = budget_of(run, context.world_size)
     length = None if budget is None else budget.length
     task = run.task.build(context.rank, context.world_size, run.seed, length)
-    task.model.to(context.device)
+    mesh = placed(task, run, context.device)
     if progress is not None:
         size = sum(parameter.numel() for parameter in task.model.parameters())
         progress.doing(f"data and model are ready: {size:,} parameters")
@@ -186,7 +188,7 @@ def train_at(
     rehearsal = Rehearsal(run, context.rank)
     scheduler = task.scheduler if budget is None else budget.paces(task.scheduler)
     group = rehearsal.wrap(context.group)
-    with open_handle(run, task.model, task.optimizer, scheduler, group, budget) as handle:
+    with open_handle(run, task.model, task.optimizer, scheduler, group, budget, mesh) as handle:
         rehearsal.begin(handle)
         slow_down(handle, run.slow, context.device, context.now, context.wait)
         _seed(run.seed, context.rank)
@@ -252,17 +254,18 @@ def _train(run: RunConfig[TaskT], loop: Loop, context: RankContext) -> Outcome:
         loop.evaluate()
     if loop.plan.checkpoint_every is not None:
         loop.save()
-    if not is_stopped and context.rank == 0 and run.run_dir is not None:
-        _write_model(loop.task, Path(run.run_dir))
+    if not is_stopped and run.run_dir is not None:
+        state = whole_state(loop.task.model, keeps=context.rank == 0)
+        if context.rank == 0:
+            _write_model(loop.task, state, Path(run.run_dir))
     outcome = _outcome(run, loop, training_seconds, cpu_seconds, looks=not is_stopped)
     return dataclasses.replace(outcome, pace=None if loop.pace is None else loop.pace.change)
 
 
-def _write_model(task: Task, folder: Path) -> None:
-    state = task.model.state_dict()
+def _write_model(task: Task, state: Mapping[str, Tensor], folder: Path) -> None:
     replace_file(folder / "model.pt", lambda path: torch.save(state, path))
     if task.publish is not None:
-        replace_folder(folder / "model", task.publish)
+        replace_folder(folder / "model", partial(task.publish, state))
 
 
 def _any_is_stopped(loop: Loop, context: RankContext) -> bool:
@@ -329,6 +332,9 @@ def title_of(run: RunConfig[TaskT], world_size: int, device: str, *, is_whole: b
     """Return what is trained where, in one line; `is_whole` with every option of the strategy."""
     workers = "1 worker" if world_size == 1 else f"{world_size} workers"
     arm = parse_arm(run.strategy)
+    if run.shard > 1:
+        nodes = world_size // run.shard
+        workers += f", {nodes} node{'s' * (nodes > 1)} of {run.shard} shards"
     title = f"{arm.resolved if is_whole else arm.text} on {workers} ({device})"
     told = arm.settings  # by the strategy's own text
     formats = {"wire": run.wire, "changes": run.changes, "estimates": run.estimates}
