@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 SECONDS = 4.0
-"""Of silence after which there is a line: less than half of what a person takes for a hang, as a busy machine is late."""
+"""Of silence after which there is a line: less than half of what a person takes for a hang."""
 
 
 class Patience:

@@ -22,6 +22,7 @@ from stretto.guards.text import parse_guards
 from stretto.parallel import DataParallel
 from stretto.records import Incident, Update
 from stretto_lab.faults import Application, FaultPlan, FaultyGroup, Injector, strike_memory
+from stretto_lab.patience import waiting
 from stretto_lab.peers import make_peer
 from stretto_lab.recipes import OverFiles
 from stretto_lab.train.arms import parse_arm
@@ -151,7 +152,8 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     if run.ranks_per_node is not None:
         check_nodes(world_size, run.ranks_per_node)
     if isinstance(run.task, OverFiles):
-        run.task.check()
+        with waiting("reading the data"):
+            run.task.check()
     arm = parse_arm(run.strategy)
     if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
         what = "faults strike" if run.faults else "noise hits averages of"
@@ -174,9 +176,10 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         model = nn.ParameterList([torch.zeros(1)])
         # Noise may be on ranks that only the real group has, and patterns fit buffers that only the real model has.
         alone = dataclasses.replace(run, noise=None, buffers=Options().buffers)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        budget = budget_of(run, world_size)
-        open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
+        with waiting("checking the settings"):  # the first optimizer imports much of PyTorch
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            budget = budget_of(run, world_size)
+            open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
 
 
 def _check_ranks(run: RunConfig[TaskT], world_size: int) -> None:
