@@ -23,7 +23,7 @@ from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
 from stretto.engine.messages import check_messages
 from stretto.engine.noisy import NoisyRank
-from stretto.engine.options import BufferChoices, Clock, Options, Quota, check_formats, plan_quota
+from stretto.engine.options import BufferChoices, Clock, Options, Quota, Total, check_formats, plan_quota
 from stretto.engine.own_preview import OwnPreviews
 from stretto.engine.report import settings_text
 from stretto.engine.rest import RestingLane
@@ -78,7 +78,7 @@ class Parts:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     strategy: Strategy
-    micro_batches: int | Clock
+    micro_batches: int | Total | Clock
     scheduler: Any
     guards: Sequence[Guard]
     options: Options
@@ -296,7 +296,7 @@ def _check(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Sha
     for one in phases.values():
         check_guards(one.guards, one.strategy, one.ledger)
         check_worker(one.strategy, one.ledger, one.options)
-        plan_quota(one.strategy, one.micro_batches, one.ledger.rounds)
+        plan_quota(one.strategy, one.micro_batches, one.ledger.rounds, group.rank(), group.size())
     check_messages(parts.model, [one.strategy for one in phases.values()], group)
     check_formats([(one.options, one.strategy, one.ledger) for one in phases.values()])
     check_parameters(parts.model, sharded=sharding is not None)
@@ -415,7 +415,8 @@ def lane_of(
         within: The ranks of this node, where each holds a shard of the model.
     """
     ledger = parts.ledger
-    quota = plan_quota(parts.strategy, parts.micro_batches, ledger.rounds)
+    group = exchange.group
+    quota = plan_quota(parts.strategy, parts.micro_batches, ledger.rounds, group.rank(), group.size())
     runtime = choose_runtime(
         exchange.group, exchange.layout.sets[0].device, overlaps=parts.strategy.overlaps or ledger.asks_ahead
     )

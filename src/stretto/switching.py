@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stretto.continuation import Continuation
 from stretto.engine.job import Job
-from stretto.engine.options import Clock, Options
+from stretto.engine.options import Clock, Options, Total
 from stretto.errors import ConfigError
 from stretto.feed import Feed
 from stretto.fields import check_fields, is_count
@@ -37,8 +37,8 @@ class Phase:
     """See `Options.changes`."""
     estimates: str | None = None
     """See `Options.estimates`."""
-    micro_batches: int | Clock | None = None
-    """Per rank and update, or a `Clock` per round."""
+    micro_batches: int | Total | Clock | None = None
+    """Per rank and update, or a `Total` of all ranks, or a `Clock` per round."""
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
@@ -74,8 +74,8 @@ class Switching:
     def parts(
         self,
         options: Options,
-        micro_batches: int | Clock,
-        parts_of: Callable[[Strategy, Options, int | Clock], Parts],
+        micro_batches: int | Total | Clock,
+        parts_of: Callable[[Strategy, Options, int | Total | Clock], Parts],
     ) -> dict[int, Parts]:
         """Return what a job is made of, by the update after which it is.
 

@@ -232,6 +232,9 @@ class RunConfig(Job[TaskT]):
     """ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; what is set for it alone follows after
     colons, as in acco:first=1 or average:4:wire=int4. Several take turns as in zero1+acco:wire=int8@100+ddp@900. auto
     takes what `stretto plan` says."""
+    total_micro_batches: int | None = None
+    """Micro-batches of all ranks together in an update, dealt out in turn, instead of `micro_batches` of each; so that
+    the batch is the same on any number of ranks. With --survive it stays what it was at the beginning."""
     run_dir: str | None = None
     """Folder of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
     checkpoints."""
@@ -270,7 +273,14 @@ class RunConfig(Job[TaskT]):
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
-        check_at_least(self, checkpoint_every=1, checkpoints_kept=1, restarts=0, allow_loss=0)
+        check_at_least(
+            self, total_micro_batches=1, checkpoint_every=1, checkpoints_kept=1, restarts=0, allow_loss=0
+        )
+        if self.total_micro_batches is not None and self.clock is not None:
+            raise ConfigError(
+                f"total_micro_batches={self.total_micro_batches} with a clock, which decides how many there are: leave "
+                "out one of the two"
+            )
         if self.strategy != AUTO:
             parse_arm(self.strategy)
         if self.replan is not None and not 1 < self.replan < math.inf:
@@ -280,18 +290,22 @@ class RunConfig(Job[TaskT]):
         self._check_survive()
 
     def _check_survive(self) -> None:
-        """Raise where what is asked for names ranks: those of a run that goes on without some are numbered anew."""
-        by_rank = {
-            "link": self.link != "none",
-            "faults": bool(self.faults),
-            "noise": self.noise is not None,
-            "slow": bool(self.slow),
-            "ranks_per_node": self.ranks_per_node is not None,
-            "async_save": self.async_save,
-            "replan": self.replan is not None,
+        """Raise where something is asked for that cannot be had when ranks are lost."""
+        numbered = "names ranks, and those that go on are numbered anew"
+        unfit = {
+            "faults": numbered if self.faults else "",
+            "noise": numbered if self.noise is not None and self.noise.ranks is not None else "",
+            "ranks_per_node": ""
+            if self.ranks_per_node is None
+            else "sums inside nodes need nodes of equally many ranks, and one that has lost a rank is none",
+            "async_save": "a checkpoint that is written beside training ends with the rank that is lost, and nobody "
+            "knows it; states in memory cost no waiting for a disk either"
+            if self.async_save
+            else "",
+            "replan": "another choice is made at a checkpoint, in new processes" if self.replan else "",
         }
-        if self.survive and (asked := [name for name, is_set in by_rank.items() if is_set]):
-            raise ConfigError(f"survive with {', '.join(asked)}: not built yet; leave out one of them")
+        if self.survive and (asked := [f"{name} ({why})" for name, why in unfit.items() if why]):
+            raise ConfigError(f"survive does not go with {', nor with '.join(asked)}: leave out one of them")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from stretto.engine import Options
+from stretto.engine import Clock, Options, Total
 from stretto.engine.round import Weighed
 from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
@@ -25,7 +25,7 @@ from stretto_lab.faults import Application, FaultPlan, FaultyGroup, Injector, st
 from stretto_lab.patience import waiting
 from stretto_lab.peers import make_peer
 from stretto_lab.recipes import OverFiles
-from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.arms import Arm, parse_arm
 from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.rates import strategy_of
@@ -115,7 +115,9 @@ def open_handle(
             noise=_options(run).noise,
             **arm.options,
         )
-    micro_batches = run.micro_batches if run.clock is None else run.clock
+    micro_batches: int | Total | Clock = run.micro_batches if run.clock is None else run.clock
+    if run.total_micro_batches is not None:
+        micro_batches = Total(run.total_micro_batches)
     return DataParallel(
         model,
         optimizer,
@@ -154,7 +156,8 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     if isinstance(run.task, OverFiles):
         with waiting("reading the data"):
             run.task.check()
-    arm = parse_arm(run.strategy)
+    arm, total = parse_arm(run.strategy), run.total_micro_batches
+    _check_total(total, arm, world_size)
     if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
         what = "faults strike" if run.faults else "noise hits averages of"
         raise ConfigError(f"{arm.name}: {what} our own strategies only; leave out the one or the other")
@@ -174,12 +177,35 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         )
     if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])
-        # Noise may be on ranks that only the real group has, and patterns fit buffers that only the real model has.
-        alone = dataclasses.replace(run, noise=None, buffers=Options().buffers)
+        # Noise may be on ranks that only the real group has, and patterns fit buffers that only the real model has;
+        # and of micro-batches some rank has the fewest.
+        fewest = run.micro_batches if total is None else Total(total).of(world_size - 1, world_size)
+        alone = dataclasses.replace(
+            run,
+            noise=None,
+            buffers=Options().buffers,
+            total_micro_batches=None,
+            micro_batches=fewest,
+        )
         with waiting("checking the settings"):  # the first optimizer imports much of PyTorch
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             budget = budget_of(run, world_size)
             open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
+
+
+def _check_total(total: int | None, arm: Arm, world_size: int) -> None:
+    """Raise ConfigError where micro-batches of all ranks together cannot be dealt out."""
+    if total is None:
+        return
+    if not arm.is_ours:
+        raise ConfigError(
+            f"total_micro_batches with strategy={arm.text!r}: ranks of a stock method have equally many: expected "
+            "micro_batches, or strategies of the library"
+        )
+    if total < world_size:
+        raise ConfigError(
+            f"total_micro_batches={total}: expected at least one for each of {world_size} ranks"
+        )
 
 
 def _check_ranks(run: RunConfig[TaskT], world_size: int) -> None:

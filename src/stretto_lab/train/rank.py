@@ -19,7 +19,8 @@ from torch import distributed as dist
 
 from stretto.disk import replace_file, replace_folder
 from stretto.errors import LeftOut
-from stretto.groups import Link
+from stretto.groups import Link, ThrottledLeavable
+from stretto.groups.wire import Wire
 from stretto.machine import most_bytes, peak_resident_bytes
 from stretto.survive import Term, survives
 from stretto.terminal import printable
@@ -117,15 +118,18 @@ def surviving_rank(
     """As `train_rank`, on workers of which some may be lost or come; None where the others go on without this one."""
     torch.set_num_threads(run.threads)
     device = choose_device(run.device, info)
+    wire = Wire(Link.parse(run.link))
+    total = run.total_micro_batches or run.micro_batches * info.world_size
+    lasting = run if run.clock is not None else dataclasses.replace(run, total_micro_batches=total)
 
     def train(term: Term) -> Outcome:
+        group = term.group if wire.link.is_free else ThrottledLeavable(term.group, wire)
         context = RankContext(
-            rank=term.rank, world_size=term.world_size, device=device, group=term.group, term=term
+            rank=term.rank, world_size=term.world_size, device=device, group=group, term=term
         )
-        of_term = dataclasses.replace(
-            run, micro_batches=shared(run.micro_batches, info.world_size, term.world_size)
-        )
-        with _progress(context, info, of_term, shows_progress) as progress:
+        # Who is slow is a place, whatever number its rank has.
+        of_term = dataclasses.replace(lasting, slow={term.rank: run.slow.get(info.rank, 1.0)})
+        with _progress(context, info, lasting, shows_progress) as progress:
             return train_at(context, of_term, warmup_updates, progress)
 
     try:
@@ -140,11 +144,6 @@ def surviving_rank(
         )
     except LeftOut:
         return None
-
-
-def shared(micro_batches: int, ranks_before: int, ranks: int) -> int:
-    """Return how many micro-batches each rank takes, so that all together take as many as before, or nearly."""
-    return max(1, round(micro_batches * ranks_before / ranks))
 
 
 @contextmanager
