@@ -104,7 +104,7 @@ class FailureDetector:
     def among(self, group: dist.ProcessGroup, ranks: Sequence[int], where: str = " inside a node") -> Wait:
         """Return what waits for collectives of `group`, which only these ranks of the job share; it ends with the job.
 
-        Whatever rank of the job fails, they hear of it; silence or a closed connection is laid to one of them.
+        Whatever rank of the job fails, they hear of it; silence or a closed connection is attributed to one of them.
         """
         self.groups.append(group)
         self.waited_in.append(group)
