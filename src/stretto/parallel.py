@@ -70,14 +70,14 @@ class DataParallel:
             scheduler: Of `optimizer`, turned by the library at every committed update; None leaves it to the caller.
                 One, or a sequence of them.
             wire: Short for `Options(wire=...)`.
-            guards: What watches over the job's values, in the order in which they are asked; see docs/guards.md.
+            guards: What watches over the job's values, in the order in which they are asked; see the page guards.
                 "standard" takes what fits the strategy: `AtRest`, `ReplicaGuard` and a verified exchange.
             group: Whose ranks train; None is the default group. Without one, the ranks that a launcher (torchrun,
                 srun) has started make it; otherwise this process trains alone. The job makes a group of its own
                 over these ranks.
             ranks: Ranks of the default group, instead of `group`.
             mesh: Instead of `group`, for a model that `fully_shard` has sharded inside nodes: the dimension of its mesh
-                across which the job trains, as `mesh["node"]`. See docs/sharded.md.
+                across which the job trains, as `mesh["node"]`. See the page sharded.
             options: Everything else.
 
         Raises:

@@ -190,11 +190,11 @@ def take_over(job: Job, feed: Feed, old: Parts, new: Parts) -> None:
     guards = [one for one in model.listeners if isinstance(one, GuardedRounds)]
     model.listeners[:] = [one for one in model.listeners if one not in guards]
     compute.runtime.join()
-    exchange = exchange_of(new.options, before.group, job.layout, *before.waits)
+    exchange = exchange_of(new.options, before.group, job.layout, *before.waits, before.numbers)
     exchange.take_account(before)
     sharded = job.sharded if new.ownership == old.ownership else owner_of(new, model.parameters, exchange)
     strikes = guards[0].interpreter.strikes if guards else None
-    lane = lane_of(new, exchange, job.inside, sharded, progress, strikes)
+    lane = lane_of(new, exchange, job.inside, sharded, progress, strikes, job.within)
     job.work_with(lane.comm, exchange, sharded)
     compute.take_up(lane.comm, lane.quota, lane.accumulate, compute.accumulation.buffer)
     lane.watch(job)

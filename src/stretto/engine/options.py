@@ -63,7 +63,7 @@ class Options:
 
     wire: str = "fp32"
     """fp32, bf16, int8, int4, int2, rotated4, rotated3, rotated2, rotated1; or your own: the format in which gradients
-    and parameters travel. See docs/adding-a-wire.md. bf16 halves the bytes, masters stay fp32. int8, int4 and int2 send
+    and parameters travel. See the page adding-a-wire. bf16 halves the bytes, masters stay fp32. int8, int4, int2 send
     gradients in blocks of integers of 8, 4 or 2 bits with error feedback, and parameters as changes in the same format:
     about a half, a quarter and a seventh of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory and
     as many as the parameter has. Averages travel as bf16. int2 costs something in the loss. rotated4 to rotated1 send 4
@@ -109,8 +109,8 @@ class Options:
     100 Mbit/s, and 3 to 5 % slower on fast links."""
     hide_reductions: bool = True
     """Let gradients leave during the last backward pass of an update, bucket by bucket, under `ddp`, `zero1`,
-    `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; docs/architecture.md says when
-    it does not apply."""
+    `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; the page architecture says
+    when it does not apply."""
     buffers: str = ""
     """What becomes of floating-point buffers of the model at every exchange, by name: "pattern=choice, ...", of which
     the first pattern that fits counts, as in "*.codes=rank0, cache=alone". mean: the mean over ranks, right for running
@@ -119,7 +119,7 @@ class Options:
     noise: Noise | None = None
     """Let every rank's mean gradient arrive with Gaussian noise: its variance, as 1e-2. Settings follow after commas:
     1e-4,every=500:0.1 has bursts; rank=1 hits one rank; mean=0.01 is a bias; averages=1e-4 hits averages of weights.
-    See docs/paft.md."""
+    See the page paft."""
     timeout_seconds: float = 600.0
     """How long a collective may wait for a rank that lives but does not come."""
     silent_seconds: float = 60.0

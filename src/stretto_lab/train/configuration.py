@@ -62,10 +62,10 @@ class Training(Options, Generic[TaskT]):
     the last exchange is through. Strategies that do not overlap keep to `micro_batches`."""
     guards: tuple[str, ...] = ()
     """Watch values: standard, or replica, rest, audit; several with commas between them, settings after colons, as
-    rest,audit:rate=0.01. standard is all that fits the strategy, and `verified`. See docs/guards.md."""
+    rest,audit:rate=0.01. standard is all that fits the strategy, and `verified`. See the page guards."""
     echo: str = "none"
     """Use batches again: even, bernoulli, ready or auto; in other updates, while the next ones are on their way.
-    Settings follow after colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See docs/echo.md,
+    Settings follow after colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See the page echo,
     and `stretto diagnose` first."""
     slow_loader: str = "none"
     """Make loading slow: MS[,decode][,jitter=CV] per micro-batch, waiting, or with decode keeping a core busy."""
@@ -111,6 +111,9 @@ class Job(Training[TaskT]):
     workers: int | None = None
     """Local processes to start; None is one per CUDA device, or 2 on processors. Ranks that a launcher such as torchrun
     has started count instead."""
+    shard: int = 1
+    """Consecutive workers that hold one model together, cut by FSDP2; the strategy trains across such nodes. 1 lets
+    every worker hold a whole model. See docs/sharded.md."""
     threads: int = 1
     """Threads of each worker's tensor operations. Runs are reproducible to the bit for equal numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -136,7 +139,7 @@ class Job(Training[TaskT]):
             raise ConfigError(
                 f"slow={too_fast[0]}: a rank can only be made slower: expected a factor of at least 1"
             )
-        check_at_least(self, workers=1, threads=1)
+        check_at_least(self, workers=1, shard=1, threads=1)
         if self.seconds is not None and not self.seconds > 0:
             raise ConfigError(f"seconds must be positive, found {self.seconds}")
         if self.to_loss is not None and math.isnan(self.to_loss):
@@ -249,10 +252,10 @@ class RunConfig(Job[TaskT]):
     often, without those it is laid to; 0 for none."""
     survive: bool = False
     """Go on when a local worker dies, from the memories of the others, and start a new one in its place; `restarts`
-    times at most. See docs/survive.md."""
+    times at most. See the page survive."""
     faults: tuple[Fault, ...] = ()
     """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
-    with rank=all; see docs/guards.md."""
+    with rank=all; see the page guards."""
     resume: bool = False
     """Continue the run in --run-dir, or begin it there; from its last good checkpoint. `stretto resume` repeats the
     other options too."""
@@ -262,11 +265,11 @@ class RunConfig(Job[TaskT]):
     """Checkpoints that stay, the latest ones."""
     async_save: bool = False
     """Write checkpoints beside training, from a copy of what each rank writes; an error that ends the run within the
-    write costs this checkpoint. See docs/checkpoints.md."""
+    write costs this checkpoint. See the page checkpoints."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     trace: bool = False
-    """Record what both lanes of every rank do and when; `stretto report` shows it. See docs/report.md."""
+    """Record what both lanes of every rank do and when; `stretto report` shows it. See the page report."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
@@ -338,7 +341,7 @@ class CompareConfig(Job[TaskT]):
     """Learning rates by arm or strategy; as acco=2e-3,wp=1e-3. Others take the recipe's."""
     faults: tuple[Fault, ...] = ()
     """Damage done on purpose in every run: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
-    with rank=all; see docs/guards.md."""
+    with rank=all; see the page guards."""
     evaluate_every: int | None = 10
     """Updates between evaluations of the held-out loss, with the clock stopped; None for those before and after
     a run alone."""

@@ -17,7 +17,7 @@ from stretto.engine import Clock, Options, Total
 from stretto.engine.round import Weighed
 from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
-from stretto.groups import SoloGroup
+from stretto.groups import Link, SoloGroup
 from stretto.guards.text import parse_guards
 from stretto.parallel import DataParallel
 from stretto.records import Incident, Update
@@ -86,6 +86,7 @@ def open_handle(
     scheduler: Any = None,
     group: ProcessGroup | None = None,
     budget: Budget | None = None,
+    mesh: Any = None,
 ) -> Handle:
     """Wrap a model as the run says; all ranks of `group`, or of the default group, must call.
 
@@ -96,6 +97,7 @@ def open_handle(
         scheduler: Turned at every committed update.
         group: Of all ranks; None is torch's default group.
         budget: Along which rates of averages change that name no steps.
+        mesh: Of `train.shards.cut`, where the model is sharded inside nodes.
 
     Raises:
         ConfigError: Settings contradict each other, or do not fit the model or the optimizer.
@@ -109,7 +111,7 @@ def open_handle(
             run.micro_batches,
             clip_norm=run.clip_norm,
             scheduler=scheduler,
-            noise=_seeded(run).noise,
+            noise=_options(run).noise,
             **arm.options,
         )
     micro_batches: int | Total | Clock = run.micro_batches if run.clock is None else run.clock
@@ -122,16 +124,19 @@ def open_handle(
         micro_batches=micro_batches,
         scheduler=scheduler,
         group=group,
+        mesh=None if mesh is None else mesh["node"],
         guards=parse_guards(run.guards, run.seed),
-        options=_seeded(run),
+        options=_options(run),
     )
 
 
-def _seeded(run: RunConfig[TaskT]) -> Options:
+def _options(run: RunConfig[TaskT]) -> Options:
     """Return the options of a run, whose noise is drawn from the run's seed unless it has one."""
-    if run.noise is None or run.noise.seed is not None:
-        return run.options
-    return dataclasses.replace(run.options, noise=dataclasses.replace(run.noise, seed=run.seed))
+    noise = run.noise
+    if noise is not None and noise.seed is None:
+        noise = dataclasses.replace(noise, seed=run.seed)
+    finds = bool(run.guards) or run.verified  # without them there is nothing that strikes would count
+    return dataclasses.replace(run.options, noise=noise, strikes=run.strikes if finds else None)
 
 
 def check_run(run: RunConfig[TaskT], world_size: int) -> None:
@@ -144,6 +149,7 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         ConfigError: They do.
     """
     _check_ranks(run, world_size)
+    _check_shards(run, world_size)
     if run.ranks_per_node is not None:
         check_nodes(world_size, run.ranks_per_node)
     if isinstance(run.task, OverFiles):
@@ -169,9 +175,16 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         )
     if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])
-        # Noise may be on ranks that only the real group has; and of micro-batches some rank has the fewest.
+        # Noise may be on ranks that only the real group has, and patterns fit buffers that only the real model has;
+        # and of micro-batches some rank has the fewest.
         fewest = run.micro_batches if total is None else Total(total).of(world_size - 1, world_size)
-        alone = dataclasses.replace(run, noise=None, total_micro_batches=None, micro_batches=fewest)
+        alone = dataclasses.replace(
+            run,
+            noise=None,
+            buffers=Options().buffers,
+            total_micro_batches=None,
+            micro_batches=fewest,
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         budget = budget_of(run, world_size)
         open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
@@ -203,6 +216,24 @@ def _check_ranks(run: RunConfig[TaskT], world_size: int) -> None:
         run.noise.check(world_size)
     if outside := sorted(rank for rank in run.slow if not 0 <= rank < world_size):
         raise ConfigError(f"slow names rank {outside[0]}; the run has ranks 0 to {world_size - 1}")
+
+
+def _check_shards(run: RunConfig[TaskT], world_size: int) -> None:
+    """Raise ConfigError where a model that is sharded inside nodes cannot be trained as the run says."""
+    if run.shard == 1:
+        return
+    if world_size % run.shard:
+        raise ConfigError(f"shard={run.shard}: expected a divisor of the {world_size} ranks")
+    unfit = {
+        f"strategy={run.strategy!r}, a stock method": not parse_arm(run.strategy).is_ours,
+        f"link={run.link!r}, which would slow down the inside of nodes too": not Link.parse(run.link).is_free,
+        "faults": bool(run.faults),
+        "survive": run.survive,
+    }
+    if refused := [what for what, is_asked in unfit.items() if is_asked]:
+        raise ConfigError(
+            f"shard={run.shard} with {', '.join(refused)}: not built yet; leave out one of them"
+        )
 
 
 class Rehearsal:
