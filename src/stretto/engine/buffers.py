@@ -11,6 +11,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from stretto.engine.untrained import has_bytes
+
 Buffer = Tensor | None
 """A buffer's value. None where there is none, or where ranks do not agree on one."""
 VALUE, KIND = 1, 2
@@ -18,9 +20,13 @@ VALUE, KIND = 1, 2
 
 
 def is_comparable(value: Any) -> TypeGuard[Tensor]:
-    """Return whether it is a tensor whose elements can be compared and averaged: not sparse, on meta or of 8 bits."""
-    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
-    return is_dense and (value.dtype.itemsize > 1 or not value.is_floating_point())
+    """Return whether it is a tensor whose elements can be compared, averaged and written.
+
+    Not one that is sparse, on meta or of 8 bits, nor a view that negates what it shows.
+    """
+    if not has_bytes(value) or value.is_neg():
+        return False
+    return value.dtype.itemsize > 1 or not value.is_floating_point()
 
 
 def are_alike(left: Buffer, right: Buffer) -> bool:

@@ -12,7 +12,6 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -47,18 +46,42 @@ def state_before(loader: Any) -> Any:
 
 def own_tensors(batch: Any) -> Any:
     """Return a batch with memory of its own; what cannot be copied is the loader's."""
+    return _own(batch, {})
+
+
+def _own(batch: Any, apart: dict[int, Any]) -> Any:
+    """See `own_tensors`; `apart` has by id what had to be taken apart."""
     copies: dict[int, Any] = {}
 
     def own(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return copied(leaf)
         try:
-            if isinstance(leaf, Tensor):
-                return copied(leaf)
-            has_memory = isinstance(leaf, np.ndarray) or hasattr(leaf, "__dict__")  # object() may be a mark
-            return copy.deepcopy(leaf, copies) if has_memory else leaf
+            is_mark = type(leaf).__basicsize__ == object.__basicsize__ and not getattr(leaf, "__dict__", None)
+            return leaf if is_mark else copy.deepcopy(leaf, copies)
         except Exception:  # a batch may hold any object, for which no job may end
-            return leaf
+            copies.clear()  # one of them is half made
+            return apart[id(leaf)] if id(leaf) in apart else _parts_copied(leaf, apart)
 
     try:
         return tree_map(own, batch)
     except RecursionError:  # it holds itself
         return copy.deepcopy(batch)
+
+
+def _parts_copied(whole: Any, apart: dict[int, Any]) -> Any:
+    """Return an object that cannot be copied as a whole, such as one with a lock, with copies of what can be."""
+    try:
+        state = object.__getstate__(whole)
+        kind: Any = type(whole)
+        made = apart[id(whole)] = kind.__new__(kind)
+        if isinstance(whole, dict):
+            dict.update(made, {key: _own(value, apart) for key, value in dict.items(whole)})
+        if isinstance(whole, list):
+            list.extend(made, [_own(part, apart) for part in list.__iter__(whole)])
+        for fields in state if isinstance(state, tuple) else (state,):
+            for name, value in (fields or {}).items():
+                object.__setattr__(made, name, _own(value, apart))
+        return made
+    except Exception:  # it is made of something else
+        return whole
