@@ -191,7 +191,7 @@ def expected_of_one_rank_alone() -> list[Tensor]:
 def two_ranks(rank: int) -> dict[str, Any]:
     as_under_torchrun(rank)
     silence()
-    found: dict[str, Any] = {"alone": one_rank_alone(rank), "left out": left_out(rank, 10)}
+    found: dict[str, Any] = {"alone": one_rank_alone(rank), "left out": left_out(rank, 6)}
     found["asked"] = {
         (name, inside): asked(rank, f"signal-{name}-{inside}", strategy, 2, inside=inside)
         for name, strategy in {"zero1": None, "acco": ACCO()}.items()
