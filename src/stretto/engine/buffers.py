@@ -11,8 +11,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from stretto.engine.untrained import has_bytes
-
 Buffer = Tensor | None
 """A buffer's value. None where there is none, or where ranks do not agree on one."""
 VALUE, KIND = 1, 2
@@ -22,11 +20,12 @@ VALUE, KIND = 1, 2
 def is_comparable(value: Any) -> TypeGuard[Tensor]:
     """Return whether it is a tensor whose elements can be compared, averaged and written.
 
-    Not one that is sparse, on meta or of 8 bits, nor a view that negates what it shows.
+    Not one that is sparse, nested, quantized, on meta or of 8 bits, nor a view that negates what it shows.
     """
-    if not has_bytes(value) or value.is_neg():
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta or value.is_neg():
         return False
-    return value.dtype.itemsize > 1 or not value.is_floating_point()
+    is_dense = not (value.is_nested or value.is_quantized)
+    return is_dense and (value.dtype.itemsize > 1 or not value.is_floating_point())
 
 
 def are_alike(left: Buffer, right: Buffer) -> bool:

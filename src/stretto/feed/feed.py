@@ -25,10 +25,9 @@ from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
 from stretto.engine.compute_lane import Until
 from stretto.engine.report import Vote
-from stretto.errors import ConfigError, OutOfTurn, StepWithoutBackward
-from stretto.feed.passes import leave, length_of, own_tensors, state_before
+from stretto.errors import ConfigError, StepWithoutBackward
+from stretto.feed.passes import check_arguments, leave, length_of, one_at_a_time, own_tensors, state_before
 from stretto.feed.updates import JobUpdates
-from stretto.fields import is_count
 from stretto.records import Update
 
 Batch = TypeVar("Batch")
@@ -65,10 +64,7 @@ class Pass:
     """Whether all ranks have agreed on its end because of the data, and only land what is left."""
 
     def take(self, take: Take) -> tuple[Any, int]:
-        """Return the next batch, or `NOTHING`, and which use of it that is.
-
-        A loader that had nothing is asked no more: one that is its own iterator may begin anew.
-        """
+        """Return the next batch, or `NOTHING`, and which use of it that is; nobody is asked again after `NOTHING`."""
         if self.error is not None:
             raise self.error
         if self.is_exhausted:
@@ -199,10 +195,7 @@ class Feed:
             yield batch
             if self._pass is not current:
                 with self._compute.lifetime.running():
-                    raise OutOfTurn(
-                        f"{self._compute.where}: another feed() has begun inside this one: expected one at a time; for "
-                        "two loaders side by side feed(zip(one, other))"
-                    )
+                    raise one_at_a_time(self._compute.where)
 
     def _next(self, current: Pass) -> Any:
         """Return the next batch of a pass, or `NOTHING`."""
@@ -339,14 +332,7 @@ class Feed:
 
     def _begin(self, loader: object, updates: int | None, until: str) -> None:
         """Start anew after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
-        if not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
-            raise ConfigError(
-                f"feed({type(loader).__name__}): expected an iterable of batches; of a function, what it returns"
-            )
-        if until not in ("any", "all"):
-            raise ConfigError(f"feed(until={until!r}): expected 'any' or 'all'")
-        if updates is not None and not is_count(updates, 0):
-            raise ConfigError(f"feed(updates={updates!r}): expected a number of updates, or None")
+        check_arguments(loader, updates, until)
         self._last_update = updates
         self._compute.course.begin_pass()
 

@@ -18,6 +18,32 @@ from torch.utils._pytree import tree_map
 from stretto.echo.buffer import copied
 from stretto.echo.loader import EchoLoader
 from stretto.echo.state import left, state_of
+from stretto.errors import ConfigError, OutOfTurn
+from stretto.fields import is_count
+
+
+def check_arguments(loader: object, updates: object, until: object) -> None:
+    """Raise unless these can be arguments of `feed`.
+
+    Raises:
+        ConfigError: Names the one that cannot.
+    """
+    if not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
+        raise ConfigError(
+            f"feed({type(loader).__name__}): expected an iterable of batches; of a function, what it returns"
+        )
+    if until not in ("any", "all"):
+        raise ConfigError(f"feed(until={until!r}): expected 'any' or 'all'")
+    if updates is not None and not is_count(updates, 0):
+        raise ConfigError(f"feed(updates={updates!r}): expected a number of updates, or None")
+
+
+def one_at_a_time(where: str) -> OutOfTurn:
+    """Return the error for a `feed` that goes on after another one has begun."""
+    return OutOfTurn(
+        f"{where}: another feed() has begun inside this one: expected one at a time; for two loaders side by side "
+        "feed(zip(one, other))"
+    )
 
 
 def length_of(loader: Iterable[Any]) -> int | None:

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_map_only
 
 from stretto.checksums import on_host, same_bytes
 from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.engine.buffers import is_comparable
 from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction, Weighed, weighed
-from stretto.engine.untrained import has_bytes
 from stretto.errors import UnsafeValue, UsageError
 from stretto.guards.interpreter import GuardInterpreter
 from stretto.packed import pack, unpack
@@ -102,15 +102,15 @@ class KeptRound:
         restore_random_states(now, self._device)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return copies of the model's present buffers, by name; those without memory that can be looked at stay."""
-        return {name: one.detach().clone() for name, one in self._model.named_buffers() if has_bytes(one)}
+        """Return copies of the model's present buffers, by name; others are not looked at."""
+        return {name: one.detach().clone() for name, one in self._model.named_buffers() if is_comparable(one)}
 
     def restore_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Restore the buffers that have changed; the others are not written, so that their version counters stay."""
         known = [
             (buffer, values[name])
             for name, buffer in self._model.named_buffers()
-            if name in values and has_bytes(buffer)
+            if name in values and is_comparable(buffer)
         ]
         are_same = on_host([same_bytes(*pair) for pair in known])
         with torch.no_grad():

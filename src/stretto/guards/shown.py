@@ -10,7 +10,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from stretto.checksums import Checksum, checksums, compared, hexadecimal
 from stretto.engine.accumulation import GradientBuffer
-from stretto.engine.untrained import has_bytes, untrained
+from stretto.engine.buffers import is_comparable
+from stretto.engine.untrained import untrained
 from stretto.errors import ParametersTouched, StateCorrupt
 from stretto.guards.contract import RoundWatch
 from stretto.guards.repair import repairs
@@ -93,7 +94,9 @@ class ShownValues(RoundWatch):
         self._still = set()
 
     def _untrained(self) -> list[tuple[str, Tensor]]:
-        return [(name, tensor) for name, tensor in untrained(self._model.model) if has_bytes(tensor)]
+        frozen = {name for name, _ in self._model.model.named_parameters()}
+        found = untrained(self._model.model)
+        return [(name, tensor) for name, tensor in found if name in frozen or is_comparable(tensor)]
 
     def installed(self, values: Sequence[Tensor]) -> None:
         """Keep checksums of `values`, not of the parameters, so that damage during installation is noticed too."""
