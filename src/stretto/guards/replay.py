@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from stretto.checksums import on_host, same_bytes
 from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.engine.buffers import is_comparable
 from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction, Weighed, weighed
 from stretto.errors import UnsafeValue, UsageError
@@ -101,12 +102,16 @@ class KeptRound:
         restore_random_states(now, self._device)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return copies of the model's present buffers, by name."""
-        return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+        """Return copies of the model's present buffers, by name; others are not looked at."""
+        return {name: one.detach().clone() for name, one in self._model.named_buffers() if is_comparable(one)}
 
     def restore_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Restore the buffers that have changed; the others are not written, so that their version counters stay."""
-        known = [(buffer, values[name]) for name, buffer in self._model.named_buffers() if name in values]
+        known = [
+            (buffer, values[name])
+            for name, buffer in self._model.named_buffers()
+            if name in values and is_comparable(buffer)
+        ]
         are_same = on_host([same_bytes(*pair) for pair in known])
         with torch.no_grad():
             for (buffer, value), is_same in zip(known, are_same, strict=True):

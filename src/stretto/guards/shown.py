@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from stretto.checksums import Checksum, checksums, compared, hexadecimal
 from stretto.engine.accumulation import GradientBuffer
+from stretto.engine.buffers import is_comparable
 from stretto.errors import ParametersTouched, StateCorrupt
 from stretto.flat import shard_of
 from stretto.guards.contract import RoundWatch
@@ -61,7 +62,7 @@ class ShownValues(RoundWatch):
     Note [Buffers that are written]
         A write by a torch operation shows in the version counter. Some kernels write without it: those of batch
         normalization, and perhaps the user's own. So a floating-point buffer is watched only if it is no statistic of
-        a normalization, and has not changed in the first round.
+        a normalization, and has not changed by the end of the first round in which it is compared.
 
     Args:
         guard: Name of the guard.
@@ -78,7 +79,8 @@ class ShownValues(RoundWatch):
         """Frozen parameters and buffers, by name."""
         self._written: set[str] = set()
         """Names of buffers that are not watched; see Note [Buffers that are written]."""
-        self._is_first_round = True
+        self._still: set[str] = set()
+        """Names of those that were found as they had been."""
         self._num_rounds = 0
         self._struck: dict[str, tuple[int, int]] = {}
         """How often a constant was found damaged with one sound round at most in between, and when last, by name."""
@@ -87,9 +89,13 @@ class ShownValues(RoundWatch):
     def begin_again(self) -> None:
         """Take checksums of all that the model holds now."""
         self.installed([parameter.detach() for parameter in self._model.parameters])
-        self._constants = {name: _Constant.sealed(tensor) for name, tensor in self._model.untrained()}
+        self._constants = {name: _Constant.sealed(tensor) for name, tensor in self._untrained()}
         self._written = set(_statistics_of(self._model.model))
-        self._is_first_round = True
+        self._still = set()
+
+    def _untrained(self) -> list[tuple[str, Tensor]]:
+        frozen = {name for name, _ in self._model.model.named_parameters()}
+        return [(name, tensor) for name, tensor in self._model.untrained() if name in frozen or is_comparable(tensor)]
 
     def installed(self, values: Sequence[Tensor]) -> None:
         """Keep checksums of `values`, not of the parameters, so that damage during installation is noticed too."""
@@ -134,16 +140,18 @@ class ShownValues(RoundWatch):
         incidents: list[Incident] = []
         self._num_rounds += 1
         frozen = {name for name, _ in self._model.model.named_parameters()}
-        watched = {name: one for name, one in self._model.untrained() if name not in self._written}
+        watched = {name: one for name, one in self._untrained() if name not in self._written}
+        known = {name for name, one in self._constants.items() if one.checksum is not None}
         for name, tensor in watched.items():
             self._constants[name] = _Constant.following(self._constants.get(name), tensor)
         sealed = {name: one for name in watched if (one := self._constants[name].checksum) is not None}
         pairs = compared(list(sealed.values()), [shard_of(watched[name])[0] for name in sealed])
         for (name, checksum), (expected, found) in zip(sealed.items(), pairs, strict=True):
             if expected == found:
+                self._still.update({name} & known)
                 continue
             tensor = watched[name]
-            if self._is_first_round and name not in frozen and tensor.is_floating_point():
+            if name not in self._still and name not in frozen and tensor.is_floating_point():
                 self._written.add(name)
                 continue
             site = "frozen parameters" if name in frozen else "buffers"
@@ -165,7 +173,6 @@ class ShownValues(RoundWatch):
             self._constants[name] = _Constant(mark_of(tensor), checksum)
             self._rounds.kept.correct(name, tensor)
             incidents.append(self._incident(site, name, "mended", expected, found))
-        self._is_first_round = False
         return incidents
 
     def _strike(self, name: str) -> int:
