@@ -311,7 +311,8 @@ def _planned(
     if sharding is not None and whole:
         raise UnsupportedOptimizer(
             f"{name_of(parts.optimizer)} steps whole tensors (groups {sorted(whole)}), and a rank holds shards: "
-            "expected an optimizer that works element by element, such as AdamW"
+            "expected an optimizer that works element by element, such as AdamW, or whole models with ZeRO1(), which "
+            "keeps tensors whole"
         )
     layout, parameters = plan_layout(
         parts.model,

@@ -160,6 +160,11 @@ def _mesh_of(model: object) -> DeviceMesh:
             f"model: with mesh=..., expected one that fully_shard has sharded inside the node, found {found}: call "
             "fully_shard(model, mesh=mesh['shard']) before the optimizer and DataParallel, or leave mesh out"
         )
+    for (
+        module
+    ) in model.modules():  # FSDP2 leaves the root gathered after a forward pass without a backward one
+        if isinstance(module, FSDPModule):
+            module.reshard()
     meshes: list[DeviceMesh] = []
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
