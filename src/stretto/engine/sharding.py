@@ -68,6 +68,11 @@ class NodeFailures(FailureDetector):
         self.waited_in.append(sharding.group)
         self._inside = sharding.inside
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended on this rank."""
+        return self._watcher.is_over
+
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what to raise for an error of a job: what is known of the node's other ranks, for a backend's."""
         cause = super().cause_of(error)

@@ -10,7 +10,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from stretto.checksums import Checksum, checksums, compared, hexadecimal
 from stretto.engine.accumulation import GradientBuffer
 from stretto.errors import ParametersTouched, StateCorrupt
-from stretto.flat import shard_of
 from stretto.guards.contract import RoundWatch
 from stretto.guards.repair import repairs
 from stretto.guards.replay import GuardedRounds
@@ -22,9 +21,9 @@ Mark = tuple[int, int]
 """Address and version counter of a tensor: another one means that the job, or the user, has written it."""
 
 
-def mark_of(tensor: Tensor) -> Mark:
-    """Return a tensor's mark; of a shard, by the memory of what this rank holds."""
-    return shard_of(tensor)[0].data_ptr(), tensor._version
+def mark_of(tensor: Tensor, held: Tensor) -> Mark:
+    """Return the mark of a tensor of the model, of which this rank holds `held`."""
+    return held.data_ptr(), tensor._version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,16 +37,16 @@ class _Constant:
     checksum: Checksum | None
 
     @classmethod
-    def sealed(cls, tensor: Tensor) -> Self:
-        """Take the checksum of a tensor as it is now."""
-        return cls(mark_of(tensor), Checksum.of(shard_of(tensor)[0]))
+    def sealed(cls, tensor: Tensor, held: Tensor) -> Self:
+        """Take the checksum of what is held of a tensor now."""
+        return cls(mark_of(tensor, held), Checksum.of(held))
 
     @classmethod
-    def following(cls, before: Self | None, tensor: Tensor) -> Self:
+    def following(cls, before: Self | None, tensor: Tensor, held: Tensor) -> Self:
         """Return what is known of a tensor at the end of a round, from what was known a round before."""
-        if before is None or before.mark != mark_of(tensor):
-            return cls(mark_of(tensor), None)
-        return before if before.checksum is not None else cls.sealed(tensor)
+        if before is None or before.mark != mark_of(tensor, held):
+            return cls(mark_of(tensor, held), None)
+        return before if before.checksum is not None else cls.sealed(tensor, held)
 
 
 class ShownValues(RoundWatch):
@@ -87,7 +86,7 @@ class ShownValues(RoundWatch):
     def begin_again(self) -> None:
         """Take checksums of all that the model holds now."""
         self.installed([parameter.detach() for parameter in self._model.parameters])
-        self._constants = {name: _Constant.sealed(tensor) for name, tensor in self._model.untrained()}
+        self._constants = {name: _Constant.sealed(*pair) for name, pair in self._rounds.untrained().items()}
         self._written = set(_statistics_of(self._model.model))
         self._is_first_round = True
 
@@ -134,15 +133,15 @@ class ShownValues(RoundWatch):
         incidents: list[Incident] = []
         self._num_rounds += 1
         frozen = {name for name, _ in self._model.model.named_parameters()}
-        watched = {name: one for name, one in self._model.untrained() if name not in self._written}
-        for name, tensor in watched.items():
-            self._constants[name] = _Constant.following(self._constants.get(name), tensor)
+        watched = {name: one for name, one in self._rounds.untrained().items() if name not in self._written}
+        for name, pair in watched.items():
+            self._constants[name] = _Constant.following(self._constants.get(name), *pair)
         sealed = {name: one for name in watched if (one := self._constants[name].checksum) is not None}
-        pairs = compared(list(sealed.values()), [shard_of(watched[name])[0] for name in sealed])
+        pairs = compared(list(sealed.values()), [watched[name][1] for name in sealed])
         for (name, checksum), (expected, found) in zip(sealed.items(), pairs, strict=True):
             if expected == found:
                 continue
-            tensor = watched[name]
+            tensor, held = watched[name]
             if self._is_first_round and name not in frozen and tensor.is_floating_point():
                 self._written.add(name)
                 continue
@@ -155,14 +154,14 @@ class ShownValues(RoundWatch):
                     "`with torch.no_grad(): target.mul_(0.9).add_(online, alpha=0.1)`; if nothing does, look at this "
                     "machine with `stretto doctor`"
                 )
-            if not repairs(checksum, shard_of(tensor)[0]):
+            if not repairs(checksum, held):
                 raise StateCorrupt(
                     f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond mending: expected digest "
                     f"{hexadecimal(expected)}, found {hexadecimal(found)}, and nobody has written it in a way that "
                     "shows (a write through .data does not: leave it out); go on from the last checkpoint",
                     ranks=[self._rounds.job.replica.rank],
                 )
-            self._constants[name] = _Constant(mark_of(tensor), checksum)
+            self._constants[name] = _Constant(mark_of(tensor, held), checksum)
             self._rounds.kept.correct(name, tensor)
             incidents.append(self._incident(site, name, "mended", expected, found))
         self._is_first_round = False
