@@ -578,7 +578,7 @@ def exchange_of(
     if options.ranks_per_node is not None:
         nodes = VerifiedTwoLevelExchange if options.verified else TwoLevelExchange
         return nodes(group, layout, wire, wait, options.ranks_per_node, follow)
-    kind = Exchange
+    kind: Callable[..., Exchange] = Exchange
     if options.verified:
         kind = VerifiedExchange
     elif native and not isinstance(wire, PackedWire):
