@@ -14,7 +14,9 @@ from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.buffers import is_comparable
 from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction, Weighed, weighed
+from stretto.engine.untrained import untrained
 from stretto.errors import UnsafeValue, UsageError
+from stretto.flat import shard_of
 from stretto.guards.interpreter import GuardInterpreter
 from stretto.packed import pack, unpack
 from stretto.random_states import random_states, restore_random_states
@@ -236,6 +238,17 @@ class GuardedRounds(Listener):
     def ended(self) -> Sequence[Incident]:
         """Return the incidents found after the last update."""
         return self.interpreter.conclude_job()
+
+    def untrained(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return, by name, frozen parameters and buffers: each as the model has it, and what this rank holds of it.
+
+        Where the ranks of a node hold shards of one model, all must call.
+        """
+        model = self.job.model
+        if self.job.within is None:
+            return {name: (tensor, tensor) for name, tensor in untrained(model.model)}
+        model.drop_copies()  # while a module is gathered, other tensors are in its parameters' places
+        return {name: (tensor, shard_of(tensor)[0]) for name, tensor in untrained(model.model)}
 
     def agree(self, *, damaged: bool, able: bool) -> tuple[bool, bool]:
         """Return whether there is damage, and whether something can be done about it.

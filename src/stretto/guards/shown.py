@@ -11,7 +11,6 @@ from stretto.checksums import Checksum, checksums, compared, hexadecimal
 from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.buffers import is_comparable
 from stretto.errors import ParametersTouched, StateCorrupt
-from stretto.flat import shard_of
 from stretto.guards.contract import RoundWatch
 from stretto.guards.repair import repairs
 from stretto.guards.replay import GuardedRounds
@@ -23,9 +22,9 @@ Mark = tuple[int, int]
 """Address and version counter of a tensor: another one means that the job, or the user, has written it."""
 
 
-def mark_of(tensor: Tensor) -> Mark:
-    """Return a tensor's mark; of a shard, by the memory of what this rank holds."""
-    return shard_of(tensor)[0].data_ptr(), tensor._version
+def mark_of(tensor: Tensor, held: Tensor) -> Mark:
+    """Return the mark of a tensor of the model, of which this rank holds `held`."""
+    return held.data_ptr(), tensor._version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,16 +38,16 @@ class _Constant:
     checksum: Checksum | None
 
     @classmethod
-    def sealed(cls, tensor: Tensor) -> Self:
-        """Take the checksum of a tensor as it is now."""
-        return cls(mark_of(tensor), Checksum.of(shard_of(tensor)[0]))
+    def sealed(cls, tensor: Tensor, held: Tensor) -> Self:
+        """Take the checksum of what is held of a tensor now."""
+        return cls(mark_of(tensor, held), Checksum.of(held))
 
     @classmethod
-    def following(cls, before: Self | None, tensor: Tensor) -> Self:
+    def following(cls, before: Self | None, tensor: Tensor, held: Tensor) -> Self:
         """Return what is known of a tensor at the end of a round, from what was known a round before."""
-        if before is None or before.mark != mark_of(tensor):
-            return cls(mark_of(tensor), None)
-        return before if before.checksum is not None else cls.sealed(tensor)
+        if before is None or before.mark != mark_of(tensor, held):
+            return cls(mark_of(tensor, held), None)
+        return before if before.checksum is not None else cls.sealed(tensor, held)
 
 
 class ShownValues(RoundWatch):
@@ -89,13 +88,15 @@ class ShownValues(RoundWatch):
     def begin_again(self) -> None:
         """Take checksums of all that the model holds now."""
         self.installed([parameter.detach() for parameter in self._model.parameters])
-        self._constants = {name: _Constant.sealed(tensor) for name, tensor in self._untrained()}
+        self._constants = {name: _Constant.sealed(*pair) for name, pair in self._untrained().items()}
         self._written = set(_statistics_of(self._model.model))
         self._still = set()
 
-    def _untrained(self) -> list[tuple[str, Tensor]]:
+    def _untrained(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return what is not trained and has values to compare, with what this rank holds of it."""
         frozen = {name for name, _ in self._model.model.named_parameters()}
-        return [(name, tensor) for name, tensor in self._model.untrained() if name in frozen or is_comparable(tensor)]
+        found = self._rounds.untrained()
+        return {name: pair for name, pair in found.items() if name in frozen or is_comparable(pair[0])}
 
     def installed(self, values: Sequence[Tensor]) -> None:
         """Keep checksums of `values`, not of the parameters, so that damage during installation is noticed too."""
@@ -140,17 +141,17 @@ class ShownValues(RoundWatch):
         incidents: list[Incident] = []
         self._num_rounds += 1
         frozen = {name for name, _ in self._model.model.named_parameters()}
-        watched = {name: one for name, one in self._untrained() if name not in self._written}
+        watched = {name: pair for name, pair in self._untrained().items() if name not in self._written}
         known = {name for name, one in self._constants.items() if one.checksum is not None}
-        for name, tensor in watched.items():
-            self._constants[name] = _Constant.following(self._constants.get(name), tensor)
+        for name, pair in watched.items():
+            self._constants[name] = _Constant.following(self._constants.get(name), *pair)
         sealed = {name: one for name in watched if (one := self._constants[name].checksum) is not None}
-        pairs = compared(list(sealed.values()), [shard_of(watched[name])[0] for name in sealed])
+        pairs = compared(list(sealed.values()), [watched[name][1] for name in sealed])
         for (name, checksum), (expected, found) in zip(sealed.items(), pairs, strict=True):
             if expected == found:
                 self._still.update({name} & known)
                 continue
-            tensor = watched[name]
+            tensor, held = watched[name]
             if name not in self._still and name not in frozen and tensor.is_floating_point():
                 self._written.add(name)
                 continue
@@ -163,14 +164,14 @@ class ShownValues(RoundWatch):
                     "`with torch.no_grad(): target.mul_(0.9).add_(online, alpha=0.1)`; if nothing does, look at this "
                     "machine with `stretto doctor`"
                 )
-            if not repairs(checksum, shard_of(tensor)[0]):
+            if not repairs(checksum, held):
                 raise StateCorrupt(
                     f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond mending: expected digest "
                     f"{hexadecimal(expected)}, found {hexadecimal(found)}, and nobody has written it in a way that "
                     "shows (a write through .data does not: leave it out); go on from the last checkpoint",
                     ranks=[self._rounds.job.replica.rank],
                 )
-            self._constants[name] = _Constant(mark_of(tensor), checksum)
+            self._constants[name] = _Constant(mark_of(tensor, held), checksum)
             self._rounds.kept.correct(name, tensor)
             incidents.append(self._incident(site, name, "mended", expected, found))
         return incidents
