@@ -37,6 +37,7 @@ class CollectiveGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, world_size: int, name: str = "", description: str = "") -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]  # missing in torch's stub
+        self._place = rank, world_size
         self._name = GroupName(name)
         self._description = description
 
@@ -82,13 +83,12 @@ def _flat(tensors: Any) -> list[Tensor]:
 
 
 def _collective(method: Method) -> Callable[..., dist.Work]:
+    # What torch passes first: tensors that are changed in place, or outputs and inputs, and rows of either.
+    last, splits = min(1, len(method.arguments) - 1), slice(2, len(method.arguments))
+
     def collective(self: CollectiveGroup, *arguments: Any, **named: Any) -> dist.Work:
-        given = dict(zip(method.arguments, arguments, strict=False))  # options follow
-        tensors = given.pop("tensors", [])
-        inputs, outputs = _flat(given.pop("inputs", tensors)), _flat(given.pop("outputs", tensors))
-        return self.perform(
-            Call(method, arguments, named, self.rank(), self.size(), inputs, outputs, **given)
-        )
+        outputs, inputs = (_flat(arguments[0]), _flat(arguments[last])) if last >= 0 else ([], [])
+        return self.perform(Call(method, arguments, named, *self._place, inputs, outputs, *arguments[splits]))
 
     return collective
 
@@ -127,21 +127,29 @@ class SoloGroup(CollectiveGroup):
 
     def perform(self, call: Call) -> dist.Work:
         """Copy; splits, where given, are the whole first dimension."""
+        if call.has_splits:
+            self._check_splits(call)
+        for output, input in zip(call.outputs, call.inputs, strict=True):
+            if output is not input:
+                self._copy(output, input)
+        return CompletedWork(call.outputs)
+
+    def _copy(self, output: Tensor, input: Tensor) -> None:
+        if output.numel() != input.numel() or output.dtype != input.dtype:
+            raise CommunicationError(
+                f"rank 0 of 1: the output has {output.numel()} elements of {output.dtype}, "
+                f"the input {input.numel()} of {input.dtype}; on one rank they must be the same"
+            )
+        if output.data_ptr() != input.data_ptr():
+            output.view(-1).copy_(input.reshape(-1))
+
+    def _check_splits(self, call: Call) -> None:
         for splits, tensors in ((call.output_splits, call.outputs), (call.input_splits, call.inputs)):
             if splits and list(splits) != [tensors[0].shape[0]]:
                 raise CommunicationError(
                     f"rank 0 of 1: splits {list(splits)} for a tensor of {tensors[0].shape[0]} rows; "
                     f"on one rank they must be [{tensors[0].shape[0]}] or empty"
                 )
-        for output, input in zip(call.outputs, call.inputs, strict=True):
-            if output.numel() != input.numel() or output.dtype != input.dtype:
-                raise CommunicationError(
-                    f"rank 0 of 1: the output has {output.numel()} elements of {output.dtype}, "
-                    f"the input {input.numel()} of {input.dtype}; on one rank they must be the same"
-                )
-            if output.data_ptr() != input.data_ptr():
-                output.view(-1).copy_(input.reshape(-1))
-        return CompletedWork(call.outputs)
 
     def getBackendName(self) -> str:
         """The name shown in messages."""

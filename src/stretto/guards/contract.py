@@ -22,15 +22,14 @@ so it raises `StateCorrupt` if any part is given.
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
 from stretto.records import Incident
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One tensor of a rank's state; ranks of a replicated strategy have the same parts."""
 
     site: str

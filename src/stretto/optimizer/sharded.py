@@ -5,8 +5,8 @@ The private optimizer sees the masters as segments (`stretto.optimizer.segments`
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby, repeat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -118,22 +118,39 @@ class ReducedGradient:
 
         In float64, where squares of all float32 values are neither too large nor too small.
         """
-        on_host = self.sums.flats[0].device.type == "cpu"
-        parts = self.sums if on_host else [b for flat in self.sums.flats for b in flat.split(_DEVICE_BLOCK)]
-        squares = list(map(_norm_squared, parts, repeat(self.sums[0].device)))
+        if self.sums.flats[0].device.type == "cpu":
+            squares = [square for run in _runs(self.sums, _BLOCK) for square in _squares_on_host(run)]
+        else:
+            parts = [part for flat in self.sums.flats for part in flat.split(_DEVICE_BLOCK)]
+            norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+            squares = [norm.square().to(parts[0].device) for norm in norms]
         return torch.stack(squares).cumsum(0)[-1]  # one after the other
 
 
-def _norm_squared(total: Tensor, device: torch.device) -> Tensor:
-    """Return the squared 2-norm, `()` float64, on `device`."""
-    if total.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(total, dtype=torch.float64)
-        return norm.square().to(device)
+def _runs(parts: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Yield neighbours with at most so many elements together, and larger ones by themselves."""
+    run: list[Tensor] = []
+    numel = 0
+    for part in parts:
+        if run and numel + part.numel() > most:
+            yield run
+            run, numel = [], 0
+        run.append(part)
+        numel += part.numel()
+    yield run
+
+
+def _squares_on_host(run: Sequence[Tensor]) -> list[Tensor]:
+    """Return the squared 2-norm of each, `()` float64: widened in one call, or block by block where there is one."""
+    if len(run) > 1:
+        numels = [part.numel() for part in run]
+        together = torch.cat(run, out=torch.empty(sum(numels), dtype=torch.float64))
+        return [torch.dot(wide, wide) for wide in together.split_with_sizes(numels)]
     square = torch.zeros((), dtype=torch.float64)
-    for block in total.split(_BLOCK):
+    for block in run[0].split(_BLOCK):
         wide = block.to(torch.float64)
         square += torch.dot(wide, wide)
-    return square.to(device)
+    return [square]
 
 
 def _scaled(mean: Tensor, clip: float) -> Tensor:
@@ -293,6 +310,8 @@ class ShardedOptimizer:
             ghost.grad = None
             found.append((segment, ghost, self._ghost.state.get(ghost, {})))
         self._ghost.state = defaultdict(dict)
+        for group in groups:
+            group["params"] = []
         return found
 
     def _isolate_unused(self, used: bytes) -> None:
