@@ -20,7 +20,7 @@ from stretto.exchange.padding import Padding
 from stretto.exchange.scratch import IN_FLIGHT, Scratch
 from stretto.exchange.transfer import Add, Change, Level, Place, Prepare, Started, Transfer, Transfers, Wait
 from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows, write_rows
-from stretto.flat import Cut, Layout
+from stretto.flat import Layout
 from stretto.groups.collectives import method_of
 from stretto.records import Incident
 
@@ -42,21 +42,18 @@ def sum_in_rank_order(contributions: Tensor | Sequence[Tensor], total: Tensor) -
     """
     if isinstance(contributions, Tensor):
         is_known = contributions.dtype == total.dtype in (torch.float32, torch.float64)
-        is_large = (
-            len(contributions) > _MANY and total.numel() > 1
-        )  # the first of two axes is not the fastest
+        is_large = len(contributions) > _MANY and total.numel() > 1  # else the first axis is the fastest
         if is_known and is_large and total.device.type == "cpu":
             # From −0.0, which changes no first term; NumPy's +0.0 would turn a sum of negative zeros.
             np.add.reduce(contributions.numpy(), axis=0, out=total.numpy(), initial=-0.0)
             return
         contributions = contributions.unbind()
     first, *others = contributions
-    if not others:
-        total.copy_(first)
-        return
     running = first if first.dtype == total.dtype else first.to(total.dtype)
     for contribution in others:
         running = torch.add(running, contribution, out=total)
+    if not others:
+        total.copy_(running)
 
 
 class Exchange:
@@ -91,7 +88,6 @@ class Exchange:
     ) -> None:
         self.group = group
         self.layout = layout
-        self.cut = Cut(layout)
         self.wire = wire
         self.wait = wait
         self.follow = follow or wait
@@ -110,10 +106,13 @@ class Exchange:
         self.padding, self.round_index = Padding(layout, self.rank), 0  # the index of what travels
         self.incidents: list[Incident] = []
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
-        by_set = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
-        self.contributed = [by_set[bucket.set_index] for bucket in layout.buckets]
+        self.contributed = [wire.of(layout.sets[b.set_index].accumulation_dtype) for b in layout.buckets]
         """The format of contributions, by bucket."""
         self.scratch = Scratch()
+        order = sorted(layout.buckets, key=lambda bucket: (bucket.set_index, bucket.start))
+        places = {bucket: place for place, bucket in enumerate(order)}
+        self._places = [places[bucket] for bucket in layout.buckets]
+        self._numels = [[b.numel for b in order if b.set_index == index] for index in range(len(layout.sets))]
 
     def over(self, layout: Layout) -> Self:
         """Return an exchange of averages, of the same kind on the same group, over another layout."""
@@ -201,20 +200,18 @@ class Exchange:
     ) -> Transfers:
         """Sum `flats` over ranks, bucket by bucket, as their values come; see `reduce_scatter` and `all_reduce`."""
         sum_up = self.sum_bucket if whole else self.sum_slice
-        buckets = enumerate(zip(self.cut(flats), sums, strict=True))
-        yield from in_flight([sum_up(index, values, total, wire) for index, (values, total) in buckets])
+        transfers = []
+        for index, (values, total) in enumerate(zip(self.cut(flats), sums, strict=True)):
+            transfers.append(sum_up(index, values, total, wire))
+        yield from in_flight(transfers)
 
-    def sum_slice(self, index: int, values: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+    def sum_slice(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Send the slices of the `index`-th bucket to their owners, and add those of this rank to `total`.
 
-        Args:
-            index: Of the bucket.
-            values: This rank's contribution to it, `(bucket.numel,)`.
-            total: `(bucket.numel / world_size,)`, overwritten.
-            wire: The format of values that are not gradients; None sends gradients in their format.
+        `wire` is the format of values that are not gradients; None sends gradients in their format.
         """
-        sent = self.contributed[index] if wire is None else wire.of(values.dtype)
-        yield from self.sum_parts(self.everyone, index, values, total, sent)
+        sent = self.contributed[index] if wire is None else wire.of(own.dtype)
+        yield from self.sum_parts(self.everyone, index, own, total, sent)
         if sent.is_unbiased:
             self.padding.clear(index, total)
 
@@ -228,47 +225,41 @@ class Exchange:
             total: `(numel of a part,)`, overwritten.
             sent: The format in which parts travel.
         """
-        count, is_plain = len(level.ranks), isinstance(sent, PlainWire)
+        numel, count, is_plain = parts.numel(), len(level.ranks), isinstance(sent, PlainWire)
         if not isinstance(sent, PlainWire):
-            outgoing = self.scratch(
-                "outgoing", index, sent.num_bytes(parts.numel()), torch.uint8, parts.device
-            )
+            outgoing = self.scratch("outgoing", index, sent.num_bytes(numel), torch.uint8, parts.device)
             write_rows(sent.drawn("sums", self.round_index, self.rank), parts.view(count, -1), outgoing)
         elif parts.dtype == sent.dtype and parts.is_contiguous():
             outgoing = parts if parts.dim() == 1 else parts.view(-1)
         else:
-            outgoing = self.scratch("outgoing", index, parts.numel(), sent.dtype, parts.device)
+            outgoing = self.scratch("outgoing", index, numel, sent.dtype, parts.device)
             outgoing.view(parts.shape).copy_(parts)
         received = outgoing  # a lone rank's contributions lie where they arrive
         if self.world_size > 1:
             received = self.scratch("received", index, outgoing.numel(), outgoing.dtype, outgoing.device)
         yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
         if not is_plain:
-            self.add_up(read_rows(sent, received, "sums", self.round_index, level.ranks), total)
-        elif count > _MANY:
-            self.add_up(received.view(count, -1), total)
-        else:
-            self.add_up(received.chunk(count), total)
+            received = read_rows(sent, received, "sums", self.round_index, level.ranks)
+        is_few = is_plain and count <= _MANY
+        self.add_up(received.chunk(count) if is_few else received.view(count, -1), total)
 
-    def sum_bucket(
-        self, index: int, values: Tensor, total: Tensor, wire: PlainWire | None = None
-    ) -> Transfer:
+    def sum_bucket(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum the `index`-th bucket: the sums of all owners, rounded to the wire, as `total` on all ranks."""
         # The owner's slice lies where the gather writes it.
-        yield from self.sum_slice(index, values, self.own_slice(total), wire)
-        yield from self.gather_sum(index, values, total, wire)
+        yield from self.sum_slice(index, own, total.view(self.world_size, -1)[self.rank], wire)
+        yield from self.gather_sum(index, own, total, wire)
 
-    def gather_sum(
-        self, index: int, values: Tensor, total: Tensor, wire: PlainWire | None = None
-    ) -> Transfer:
-        """Replace `total` by the sums of all owners, rounded to the wire, no wider than `values` are."""
-        sent = (wire or self.wire.values).of(values.dtype)
+    def gather_sum(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+        """Replace `total` by the sums of all owners, rounded to the wire, no wider than this rank's values."""
+        sent = (wire or self.wire.values).of(own.dtype)
         yield from self.gather(total, index, sent.dtype, f"gather of summed bucket {index}")
 
-    def own_slice(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a bucket, a view."""
-        numel = whole.numel() // self.world_size
-        return whole if self.world_size == 1 else whole[self.rank * numel : (self.rank + 1) * numel]
+    def cut(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of `flats`, one tensor per flat set, by bucket: a call for each costs the host far more."""
+        cut: list[Tensor] = []
+        for flat, numels in zip(flats, self._numels, strict=True):
+            cut += flat.split_with_sizes(numels)
+        return list(map(cut.__getitem__, self._places))
 
     add_up = staticmethod(sum_in_rank_order)
     """Writes the sum of contributions, one per rank, into a total, in its dtype."""
@@ -282,14 +273,11 @@ class Exchange:
             flats: One tensor per flat set, `(flat.numel,)`, holding this rank's own slices; overwritten whole.
             formats: By flat set, no wider than its parameters are stored.
         """
-        dtypes = [formats[bucket.set_index].dtype for bucket in self.layout.buckets]
-        wholes = enumerate(zip(self.cut(flats), dtypes, strict=True))
-        self.perform(
-            [
-                functools.partial(self.gather, whole, index, dtype, f"gather of bucket {index}")
-                for index, (whole, dtype) in wholes
-            ]
-        )
+        gathers = []
+        for index, (bucket, whole) in enumerate(zip(self.layout.buckets, self.cut(flats), strict=True)):
+            dtype = formats[bucket.set_index].dtype
+            gathers.append(functools.partial(self.gather, whole, index, dtype, f"gather of bucket {index}"))
+        self.perform(gathers)
 
     def gather_changes(self, wire: PackedWire, change: Change, add: Add) -> None:
         """Gather what every owner has to add to its slices, packed."""
@@ -298,8 +286,8 @@ class Exchange:
             bucket = self.layout.buckets[index]
             device = self.layout.sets[bucket.set_index].device
             whole = self.scratch("packed", index, wire.num_bytes(bucket.numel), torch.uint8, device)
-            drawn = wire.drawn("changes", self.round_index, self.rank)
-            drawn.write(change(index), self.own_slice(whole))
+            own = whole.view(self.world_size, -1)[self.rank]
+            wire.drawn("changes", self.round_index, self.rank).write(change(index), own)
             yield from self.gather(whole, index, whole.dtype, f"gather of bucket {index}")
             changes = read_rows(wire, whole, "changes", self.round_index, self.everyone.ranks)
             add(index, self.padding.clear(index, changes.view(-1)) if wire.is_unbiased else changes.view(-1))
@@ -318,7 +306,8 @@ class Exchange:
         arrived = whole
         if whole.dtype != dtype:
             arrived = self.scratch("whole", index, whole.numel(), dtype, whole.device)
-        yield from self.gather_parts(self.everyone, index, self.own_slice(whole), arrived, what)
+        own = whole if self.world_size == 1 else whole.view(self.world_size, -1)[self.rank]
+        yield from self.gather_parts(self.everyone, index, own, arrived, what)
         if arrived is not whole:
             whole.copy_(arrived)
 
@@ -347,7 +336,7 @@ class Exchange:
 
     def gather_values(self, own: Tensor, whole: Tensor, what: str) -> None:
         """Gather every rank's `own`, `(numel,)`, into `whole`, `(world_size * numel,)` of the same dtype."""
-        self.own_slice(whole).copy_(own)
+        whole.view(self.world_size, -1)[self.rank].copy_(own)
         self.perform([functools.partial(self.gather, whole, 0, whole.dtype, what)])
 
     def perform(self, transfers: Sequence[Callable[[], Transfer]]) -> None:
@@ -356,12 +345,11 @@ class Exchange:
 
     def send(self, level: Level, received: Tensor, outgoing: Tensor) -> dist.Work:
         """Start to send equal parts to the ranks of a level, and to receive one from each."""
-        count = len(level.ranks)
-        part = outgoing.numel() // count
-        sent_bytes = (count - 1) * part * outgoing.itemsize
+        part = outgoing.numel() // len(level.ranks)
+        sent_bytes = (len(level.ranks) - 1) * part * outgoing.itemsize
         self.sent_bytes += sent_bytes
         self.crossed_bytes += sent_bytes * level.crosses
-        is_everyone = count == self.world_size
+        is_everyone = len(level.ranks) == self.world_size
         splits = [] if is_everyone else [part * (rank in level.ranks) for rank in range(self.world_size)]
         return self._all_to_all(received, outgoing, splits, splits)
 

@@ -31,9 +31,9 @@ class NativeExchange(Exchange):
             transfers.append(sum_up(index, values, total, wire))
         yield from in_flight(transfers, IN_FLIGHT if needs_scratch else len(transfers))
 
-    def sum_slice(self, index: int, values: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+    def sum_slice(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum this rank's slice of a bucket with the backend's reduce-scatter."""
-        outgoing = self._outgoing(index, values, total, wire)
+        outgoing = self._outgoing(index, own, total, wire)
         same = total.dtype == outgoing.dtype
         out = total if same else self.scratch("own", index, total.numel(), outgoing.dtype, total.device)
         self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
@@ -42,14 +42,12 @@ class NativeExchange(Exchange):
         if not same:
             total.copy_(out)
 
-    def sum_bucket(
-        self, index: int, values: Tensor, total: Tensor, wire: PlainWire | None = None
-    ) -> Transfer:
+    def sum_bucket(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum a whole bucket with the backend's all-reduce."""
         dtype, summed = self._dtype(total, wire), total
         if total.dtype != dtype:
-            summed = self.scratch("outgoing", index, values.numel(), dtype, values.device)
-        summed.copy_(values)  # the backend sums in place, and `values` stay
+            summed = self.scratch("outgoing", index, own.numel(), dtype, own.device)
+        summed.copy_(own)  # the backend sums in place, and `own` stays
         self.sent_bytes += 2 * (summed.nbytes // self.world_size) * (self.world_size - 1)
         yield self.group.allreduce([summed]), f"reduction of bucket {index}"
         if summed is not total:

@@ -47,7 +47,7 @@ class Rows:
     def __init__(self, memory: Tensor, count: int, wire: Wire) -> None:
         self.memory = memory
         self.count = count
-        self.row_bytes = memory.numel() // count
+        self.kind = count, memory.numel() // count, wire, memory.device
         self.wire = wire
         rows = memory.view(count, -1)
         self.content = rows[:, :-SEAL_BYTES]
@@ -60,11 +60,6 @@ class Rows:
             array = rows.numpy()
             self._contents = [row.data[:-SEAL_BYTES] for row in array]
             self._numbers = array[:, -SEAL_BYTES:].view("<u8")[:, 0]
-
-    def fits(self, count: int, row_bytes: int, wire: Wire, like: Tensor) -> bool:
-        """Return whether these are so many rows of so many bytes and of a format, on the device of a tensor."""
-        is_as_large = (self.count, self.row_bytes) == (count, row_bytes)
-        return is_as_large and self.wire == wire and self.memory.device == like.device
 
     def seal(self, parts: Tensor, wire: Wire, seeds: Seeds) -> None:
         """Write values and their seals.

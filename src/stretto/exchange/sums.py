@@ -1,6 +1,6 @@
 """Whether a sum over ranks can be right."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,8 +9,6 @@ from stretto.checksums import is_on_host
 
 _LOOKED_AT, _EVERY = 16, 256
 """Elements of a sum that are looked at, of as many each: one cache line of float32 in sixteen."""
-_TOGETHER = 2**14
-"""Elements that are looked at together: those of a million."""
 
 
 def sampled(values: Tensor) -> Tensor:
@@ -33,43 +31,10 @@ def is_plausible_sum(values: Sequence[Tensor] | Tensor, total: Tensor) -> bool |
         total: Their sum.
     """
     together = values if isinstance(values, Tensor) else torch.stack(tuple(values))
-    is_plausible = _plausible(together, total).all()
-    return bool(is_plausible) if is_on_host(total) else is_plausible
-
-
-def _plausible(together: Tensor, total: Tensor) -> Tensor:
-    """Return for each element of `total` whether it is a plausible sum over the first dimension of `together`."""
     numbers, exact = torch.finfo(total.dtype), together.sum(0, dtype=torch.float64)
     size = torch.linalg.vector_norm(together, 1, 0, dtype=torch.float64)
-    is_near = (total - exact).abs_() <= size * (len(together) * numbers.eps)
-    return is_near | ~(size <= numbers.max)
-
-
-Summed = tuple[int, str]
-"""A sum: the index of its transfer, and the level, as messages call it."""
-
-
-class Samples:
-    """Samples of sums of one phase, looked at many at a time: a small one costs the host as much as a large one."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[Summed, Tensor, Tensor]] = []
-        self._numel = 0
-
-    def add(self, key: Summed, values: Tensor, total: Tensor) -> Iterator[tuple[list[Summed], Tensor]]:
-        """Take samples of contributions, `(n, numel)`, and of their sum; yield what `look` does, if there is much."""
-        some, few = sampled(values), sampled(total)
-        if self._held and (some.shape, total.dtype) != (self._held[0][1].shape, self._held[0][2].dtype):
-            yield from self.look()
-        self._held.append((key, some.clone(), few.clone()))
-        self._numel += few.numel()
-        if self._numel >= _TOGETHER:
-            yield from self.look()
-
-    def look(self) -> Iterator[tuple[list[Summed], Tensor]]:
-        """Yield the keys of samples taken since, and whether their sums are plausible, `(keys,)` bool."""
-        if self._held:
-            keys, some, few = zip(*self._held, strict=True)
-            is_plausible = _plausible(torch.stack(some, 1), torch.stack(few))
-            yield list(keys), is_plausible.flatten(1).all(1)
-        self._held, self._numel = [], 0
+    is_near = (total - exact).abs_() <= size * (len(values) * numbers.eps)
+    if is_on_host(total) and is_near.all():
+        return True
+    is_plausible = (is_near | ~(size <= numbers.max)).all()
+    return bool(is_plausible) if is_on_host(total) else is_plausible

@@ -88,25 +88,25 @@ class TwoLevelExchange(Exchange):
         """Return what this rank has packed, a node's sums of its column; and where in the bucket these lie."""
         return self._packed[index], self._slices(bucket)[:, self._column]
 
-    def sum_slice(self, index: int, values: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+    def sum_slice(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum the `index`-th bucket over each node, and over nodes this rank's slice of it into `total`."""
-        sent = self.contributed[index] if wire is None else wire.of(values.dtype)
-        by_column = self._slices(values).transpose(0, 1)
-        numel = values.numel() // self._per_node
+        sent = self.contributed[index] if wire is None else wire.of(own.dtype)
+        by_column = self._slices(own).transpose(0, 1)
+        numel = own.numel() // self._per_node
         if isinstance(sent, PackedWire) and sent.owes:
             if index not in self._packed:
                 self._packed[index] = total.new_empty(numel)
             column = self._packed[index]
         else:
-            column = self.scratch("column", index, numel, total.dtype, values.device)
-        yield from self.sum_parts(self._inside, index, by_column, column, PlainWire("", values.dtype))
+            column = self.scratch("column", index, numel, total.dtype, own.device)
+        yield from self.sum_parts(self._inside, index, by_column, column, PlainWire("", own.dtype))
         yield from self.sum_parts(self._between, index, column.view(-1, total.numel()), total, sent)
         if sent.is_unbiased:
             self.padding.clear(index, total)
 
     def gather(self, whole: Tensor, index: int, dtype: torch.dtype, what: str) -> Transfer:
         """Replace `whole`, `(numel,)`, by every rank's slice of it, rounded to `dtype`: across nodes, then inside."""
-        own = self.own_slice(whole)
+        own = whole.view(self.world_size, -1)[self.rank]
         numel, device = whole.numel(), whole.device
         column = self.scratch("gathered column", index, numel // self._per_node, dtype, device)
         yield from self.gather_parts(self._between, index, own, column, what)

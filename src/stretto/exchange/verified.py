@@ -3,9 +3,8 @@
 Sums are computed twice, and buckets with a damaged row travel again, before anything is used.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from stretto.checksums import Digest, Digests, hexadecimal, is_on_host, on_host, same_bytes
+from stretto.checksums import Digest, Digests, hexadecimal, on_host, same_bytes
 from stretto.errors import TransferCorrupt
 from stretto.exchange.exchange import Exchange
 from stretto.exchange.given_up import given_up
@@ -27,7 +26,7 @@ from stretto.exchange.rows import (
     seeds_to_receivers,
 )
 from stretto.exchange.scratch import IN_FLIGHT
-from stretto.exchange.sums import Samples, Summed, is_plausible_sum
+from stretto.exchange.sums import is_plausible_sum, sampled
 from stretto.exchange.transfer import Add, Change, Level, Place, Transfer, Transfers, Wait, filled
 from stretto.exchange.two_level import TwoLevelExchange
 from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows
@@ -38,12 +37,6 @@ REPEATS = 3
 """How often a damaged bucket is sent again; four failures in a row are no accident."""
 _COPIES = 3
 """Copies of every record of the round report: ranks need the records to agree on anything, even on a repeat."""
-
-
-@functools.cache
-def _plain(dtype: torch.dtype) -> PlainWire:
-    """Return the format of values as they are."""
-    return PlainWire("", dtype)
 
 
 class _Arrived(NamedTuple):
@@ -96,8 +89,6 @@ class VerifiedExchange(Exchange):
         """Round reports so far: part of every record's seal."""
         self._arrived: list[_Arrived] = []
         """What has arrived in the present phase, or its repeat."""
-        self._samples = Samples()
-        """Of its sums, which nobody has looked at."""
         self._held: dict[tuple[str, int], Rows] = {}
         """Rows in scratch memory, by role and place in it."""
         self._doubted: set[int] = set()
@@ -108,7 +99,7 @@ class VerifiedExchange(Exchange):
     ) -> Transfers:
         """Sum `flats` over ranks and repeat damaged buckets: a reduce-scatter, then a gather of the owners' sums."""
         # Each owner's slice lies where the gather writes it, so the gather overwrites it with the same values.
-        slices = list(map(self.own_slice, sums)) if whole else sums
+        slices = [total.view(self.world_size, -1)[self.rank] for total in sums] if whole else sums
         self._begin_attempt()
         yield from super().summing(flats, slices, whole=False, wire=wire)
         buckets = self.cut(flats)
@@ -143,7 +134,7 @@ class VerifiedExchange(Exchange):
 
     def gather_parts(self, level: Level, index: int, own: Tensor, whole: Tensor, what: str) -> Transfer:
         """Bring the ranks of a level what this one has, sealed; note what comes damaged from them."""
-        wire = _plain(whole.dtype)
+        wire = PlainWire("", whole.dtype)
         count, place, first = len(level.ranks), level.ranks.index(self.rank), self._seed(level, index)
         like = whole if count == 1 else whole[: whole.numel() // count]
         sealed = self._rows("sealed", index, 1, wire, like)
@@ -167,7 +158,7 @@ class VerifiedExchange(Exchange):
         for index, bucket in enumerate(self.layout.buckets):
             device = self.layout.sets[bucket.set_index].device
             whole = torch.empty(wire.num_bytes(bucket.numel), dtype=torch.uint8, device=device)
-            drawn.write(change(index), self.own_slice(whole))
+            drawn.write(change(index), whole.view(self.world_size, -1)[self.rank])
             wholes.append(whole)
         self.perform(
             [
@@ -226,48 +217,32 @@ class VerifiedExchange(Exchange):
         again = self.scratch("again", index, total.numel(), total.dtype, total.device)
         for into in (total, again):
             self.add_up(values.unbind(), into)
-        self._note_sum(index, level.where, same_bytes(total, again))
-        if index in self._doubted:
-            self._note_sum(index, level.where, is_plausible_sum(values, total))
-        else:
-            self._note_samples(self._samples.add((index, level.where), values, total))
-
-    def _note_sum(self, index: int, where: str, is_right: bool | Tensor) -> None:
-        self._arrived.append(_Arrived("sum", index, where, [self.rank], True, is_right))
-
-    def _note_samples(self, looked_at: Iterator[tuple[Sequence[Summed], Tensor]]) -> None:
-        for keys, are_plausible in looked_at:
-            flags = are_plausible.tolist() if is_on_host(are_plausible) else are_plausible.unbind()
-            for key, is_plausible in zip(keys, flags, strict=True):
-                self._note_sum(*key, is_plausible)
+        looked_at = (values, total) if index in self._doubted else (sampled(values), sampled(total))
+        is_right = same_bytes(total, again) & is_plausible_sum(*looked_at)
+        self._arrived.append(_Arrived("sum", index, level.where, [self.rank], True, is_right))
 
     def _rows(self, role: str, index: int, count: int, wire: Wire, row: Tensor) -> Rows:
         """Return memory for rows of a transfer, each of as many values as `row` has, and on its device."""
         num_bytes, key = wire.num_bytes(row.numel()) + SEAL_BYTES, (role, index % IN_FLIGHT)
         held = self._held.get(key)
-        if held is None or not held.fits(count, num_bytes, wire, row):
+        if held is None or held.kind != (count, num_bytes, wire, row.device):
             memory = self.scratch(role, index, count * num_bytes, torch.uint8, row.device)
             held = self._held[key] = Rows(memory, count, wire)
         return held
 
     def _look(self) -> list[Missing]:
         """Return what this rank misses of what has arrived, and report it; the host reads all of it at once."""
-        self._note_samples(self._samples.look())
         seen = [one for one in self._arrived if isinstance(one.found, Tensor) or one.found != one.expected]
         numbers = iter(on_host([one for row in seen for one in (row.expected, row.found)]))
-        missing: list[Missing] = []
-        noted: set[tuple[str, str, Missing]] = set()
+        missing = []
         for arrived in seen:
             count = len(arrived.senders)
             expected, found = [*itertools.islice(numbers, count)], [*itertools.islice(numbers, count)]
             if expected == found:
                 continue
             for sender, *pair in zip(arrived.senders, expected, found, strict=True):
-                lost = Missing(self.rank, sender, arrived.bucket, arrived.site == "sum")
-                what = arrived.site, arrived.where, lost
-                if pair[0] != pair[1] and what not in noted:  # a sum may be neither equal nor plausible
-                    noted.add(what)
-                    missing.append(lost)
+                if pair[0] != pair[1]:
+                    missing.append(Missing(self.rank, sender, arrived.bucket, arrived.site == "sum"))
                     self._note(arrived, sender, *pair)
         return missing
 

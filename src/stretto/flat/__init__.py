@@ -1,6 +1,5 @@
 """Flat storage: which element of which parameter lies where, and who owns it."""
 
-from stretto.flat.cut import Cut
 from stretto.flat.fitting import check_parameters, original_name
 from stretto.flat.layout import (
     Bucket,
@@ -19,7 +18,6 @@ __all__ = [
     "ALIGNMENT",
     "Block",
     "Bucket",
-    "Cut",
     "FlatSet",
     "Fragments",
     "Layout",

@@ -87,7 +87,9 @@ def _collective(method: Method) -> Callable[..., dist.Work]:
     last, splits = min(1, len(method.arguments) - 1), slice(2, len(method.arguments))
 
     def collective(self: CollectiveGroup, *arguments: Any, **named: Any) -> dist.Work:
-        outputs, inputs = (_flat(arguments[0]), _flat(arguments[last])) if last >= 0 else ([], [])
+        outputs, inputs = (arguments[0], arguments[last]) if method.arguments else ([], [])
+        outputs = [outputs] if isinstance(outputs, Tensor) else _flat(outputs)
+        inputs = [inputs] if isinstance(inputs, Tensor) else _flat(inputs)
         return self.perform(Call(method, arguments, named, *self._place, inputs, outputs, *arguments[splits]))
 
     return collective
@@ -127,29 +129,23 @@ class SoloGroup(CollectiveGroup):
 
     def perform(self, call: Call) -> dist.Work:
         """Copy; splits, where given, are the whole first dimension."""
-        if call.has_splits:
-            self._check_splits(call)
-        for output, input in zip(call.outputs, call.inputs, strict=True):
-            if output is not input:
-                self._copy(output, input)
-        return CompletedWork(call.outputs)
-
-    def _copy(self, output: Tensor, input: Tensor) -> None:
-        if output.numel() != input.numel() or output.dtype != input.dtype:
-            raise CommunicationError(
-                f"rank 0 of 1: the output has {output.numel()} elements of {output.dtype}, "
-                f"the input {input.numel()} of {input.dtype}; on one rank they must be the same"
-            )
-        if output.data_ptr() != input.data_ptr():
-            output.view(-1).copy_(input.reshape(-1))
-
-    def _check_splits(self, call: Call) -> None:
         for splits, tensors in ((call.output_splits, call.outputs), (call.input_splits, call.inputs)):
             if splits and list(splits) != [tensors[0].shape[0]]:
                 raise CommunicationError(
                     f"rank 0 of 1: splits {list(splits)} for a tensor of {tensors[0].shape[0]} rows; "
                     f"on one rank they must be [{tensors[0].shape[0]}] or empty"
                 )
+        for output, input in zip(call.outputs, call.inputs, strict=True):
+            if output is input:
+                continue
+            if output.numel() != input.numel() or output.dtype != input.dtype:
+                raise CommunicationError(
+                    f"rank 0 of 1: the output has {output.numel()} elements of {output.dtype}, "
+                    f"the input {input.numel()} of {input.dtype}; on one rank they must be the same"
+                )
+            if output.data_ptr() != input.data_ptr():
+                output.view(-1).copy_(input.reshape(-1))
+        return CompletedWork(call.outputs)
 
     def getBackendName(self) -> str:
         """The name shown in messages."""

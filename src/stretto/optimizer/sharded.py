@@ -5,7 +5,7 @@ The private optimizer sees the masters as segments (`stretto.optimizer.segments`
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -118,39 +118,34 @@ class ReducedGradient:
 
         In float64, where squares of all float32 values are neither too large nor too small.
         """
-        if self.sums.flats[0].device.type == "cpu":
-            squares = [square for run in _runs(self.sums, _BLOCK) for square in _squares_on_host(run)]
+        device = self.sums.flats[0].device
+        if device.type == "cpu":
+            squares = _squares_on_host(self.sums)
         else:
             parts = [part for flat in self.sums.flats for part in flat.split(_DEVICE_BLOCK)]
-            norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-            squares = [norm.square().to(parts[0].device) for norm in norms]
+            squares = [torch.linalg.vector_norm(p, dtype=torch.float64).square().to(device) for p in parts]
         return torch.stack(squares).cumsum(0)[-1]  # one after the other
 
 
-def _runs(parts: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Yield neighbours with at most so many elements together, and larger ones by themselves."""
-    run: list[Tensor] = []
-    numel = 0
-    for part in parts:
-        if run and numel + part.numel() > most:
-            yield run
-            run, numel = [], 0
-        run.append(part)
-        numel += part.numel()
-    yield run
-
-
-def _squares_on_host(run: Sequence[Tensor]) -> list[Tensor]:
-    """Return the squared 2-norm of each, `()` float64: widened in one call, or block by block where there is one."""
-    if len(run) > 1:
-        numels = [part.numel() for part in run]
-        together = torch.cat(run, out=torch.empty(sum(numels), dtype=torch.float64))
-        return [torch.dot(wide, wide) for wide in together.split_with_sizes(numels)]
-    square = torch.zeros((), dtype=torch.float64)
-    for block in run[0].split(_BLOCK):
-        wide = block.to(torch.float64)
-        square += torch.dot(wide, wide)
-    return [square]
+def _squares_on_host(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the squared 2-norm of each part, `()` float64; neighbours that fit into the cache are widened together."""
+    squares: list[Tensor] = []
+    index = 0
+    while index < len(parts):
+        run, numels = [parts[index]], [parts[index].numel()]
+        while (index := index + 1) < len(parts) and sum(numels) + parts[index].numel() <= _BLOCK:
+            run.append(parts[index])
+            numels.append(parts[index].numel())
+        if numels[0] <= _BLOCK:
+            wide = torch.cat(run, out=torch.empty(sum(numels), dtype=torch.float64)).split_with_sizes(numels)
+            squares += map(torch.dot, wide, wide)
+            continue
+        square = torch.zeros((), dtype=torch.float64)
+        for block in run[0].split(_BLOCK):
+            wider = block.to(torch.float64)
+            square += torch.dot(wider, wider)
+        squares.append(square)
+    return squares
 
 
 def _scaled(mean: Tensor, clip: float) -> Tensor:
