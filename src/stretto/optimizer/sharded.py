@@ -116,11 +116,12 @@ class ReducedGradient:
     def measure(self) -> Tensor:
         """Return the squared 2-norm of the sums on this rank's slices, `()` float64; nobody waits for it here.
 
-        In float64, where squares of all float32 values are neither too large nor too small.
+        In float64, where squares of all float32 values are neither too large nor too small. In flat order, so that it
+        does not matter in which order buckets travel.
         """
         device = self.sums.flats[0].device
         if device.type == "cpu":
-            squares = _squares_on_host(self.sums)
+            squares = _squares_on_host(list(map(self.sums.__getitem__, self.sums.flat_order)))
         else:
             parts = [part for flat in self.sums.flats for part in flat.split(_DEVICE_BLOCK)]
             squares = [torch.linalg.vector_norm(p, dtype=torch.float64).square().to(device) for p in parts]
