@@ -86,14 +86,14 @@ class FailureDetector:
         self.timeout_seconds = timeout_seconds
         self._progress = progress
         waits_again = may_wait_again(group, device)
-        self._completes = _within if waits_again else _polled
+        self._completes: Callable[[dist.Work, datetime.timedelta], bool] = _within if waits_again else _polled
         self._connections = connections_of(group) if waits_again else set()
         self._completed: collections.deque[dist.Work] = collections.deque(maxlen=_KEPT)
         store = store_of(group)
         place = Place(keeps(store), frozenset(connection.name for connection in self._connections))
         aborts = () if waits_again else self.waited_in
         self._watcher = Watcher(store, ranks_of(group), self.rank, place, silent_seconds, aborts)
-        self._look_seconds = min(self._watcher.period, timeout_seconds)
+        self._patience = datetime.timedelta(seconds=min(self._watcher.period, timeout_seconds))
         # Where nobody ends the job; also as Python ends, because no thread may come out of C++ then.
         weakref.finalize(self, self._watcher.end, leaves=False)
         self.orders_streams = orders_streams(group, device)
@@ -147,7 +147,7 @@ class FailureDetector:
         inquiry: Inquiry | None = None
         while True:
             try:
-                if self._completes(work, self._look_seconds):
+                if self._completes(work, self._patience):
                     self._completed.append(work)
                     return
             except (PeerFailed, NoWayOn):  # a group that sees all ranks has found the cause by itself
@@ -287,12 +287,12 @@ class Lifetime:
             retire(group)
 
 
-def _polled(work: dist.Work, seconds: float) -> bool:
-    """Return whether `work` completes within `seconds`; raise its error if it fails. It never waits with a timeout.
+def _polled(work: dist.Work, patience: datetime.timedelta) -> bool:
+    """Return whether `work` completes within `patience`; raise its error if it fails. It never waits with a timeout.
 
     NCCL counts a timeout from the moment at which the collective was enqueued, and at its end aborts the communicator.
     """
-    end, pause = time.monotonic() + seconds, _SHORTEST_PAUSE_SECONDS
+    end, pause = time.monotonic() + patience.total_seconds(), _SHORTEST_PAUSE_SECONDS
     while not work.is_completed():
         if time.monotonic() > end:
             return False
@@ -302,16 +302,16 @@ def _polled(work: dist.Work, seconds: float) -> bool:
     return True
 
 
-def _within(work: dist.Work, seconds: float) -> bool:
-    """Return whether `work` completes within `seconds`; raise its error if it fails. A timeout changes nothing."""
+def _within(work: dist.Work, patience: datetime.timedelta) -> bool:
+    """Return whether `work` completes within `patience`; raise its error if it fails. A timeout changes nothing."""
     started = time.monotonic()
     try:
-        work.wait(datetime.timedelta(seconds=seconds))
+        work.wait(patience)
         return True
     except RuntimeError:
         if not work.is_completed():
             # Gloo's reduce-scatter never reports completion, so an early error is its own and not a timeout.
-            if time.monotonic() - started < seconds / 2:
+            if time.monotonic() - started < patience.total_seconds() / 2:
                 raise
             return False
     work.wait()  # it is over: this raises its error, or returns if it completed at the last moment

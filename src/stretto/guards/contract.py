@@ -25,15 +25,14 @@ Where the ranks of a node hold shards of one model, collective effects connect t
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
 from stretto.records import Incident
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One tensor of a rank's state; ranks of a replicated strategy have the same parts."""
 
     site: str

@@ -281,7 +281,7 @@ class GuardInterpreter:
             self._give_up([part for part in parts if not (has_anchors and part.site == "anchor")])
             if not has_anchors:
                 return {}
-        names = json.dumps([dataclasses.astuple(part) for part in parts]).encode() if parts else b""
+        names = json.dumps(parts).encode() if parts else b""
         damaged = [
             {Part(*fields) for fields in json.loads(record)} if record else set()
             for record in self._exchange.gather_records(names)
