@@ -38,7 +38,7 @@ def check_arguments(loader: object, updates: object, until: object) -> None:
         raise ConfigError(f"feed(updates={updates!r}): expected a number of updates, or None")
 
 
-def one_at_a_time(where: str) -> OutOfTurn:
+def one_at_a_time(where: object) -> OutOfTurn:
     """Return the error for a `feed` that goes on after another one has begun."""
     return OutOfTurn(
         f"{where}: another feed() has begun inside this one: expected one at a time; for two loaders side by side "
