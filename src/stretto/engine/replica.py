@@ -108,10 +108,8 @@ class Replica:
         self._side = SideStream(device) if exchange.orders_streams and device.type == "cuda" else None
         """Where a departure is queued during the backward pass."""
         self._options = options
-        self._likeness = (
-            Likeness(exchange.world_size) if exchange.world_size > 1 and exchange.rank == 0 else None
-        )
-        """Looked at in the first rounds."""
+        looks = self.rank == 0 and exchange.world_size > 1
+        self._likeness = Likeness(exchange.world_size) if looks else None  # in the first rounds
         changes, estimates = options.wire_of_changes, options.wire_of_estimates
         self._draws = any(wire.is_unbiased for wire in (exchange.wire, changes, estimates))
         self._publication = Publication(exchange, () if replicated else (changes, estimates))
