@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from stretto.survive import Term, survives
     from stretto.switching import Phase, Switching
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ACCO",

@@ -32,7 +32,7 @@
         TransferCorrupt                     sent again as often as allowed, and never arrived as it was sent
         StateCorrupt                        masters or optimizer state damaged beyond repair
         ReplicasDiverged                    replicas differ, and no majority says who is right
-        Quarantined                         repaired every time, but too often laid to one rank or link
+        Quarantined                         repaired every time, but too often attributed to one rank or link
       CheckpointError (RuntimeError)
         TornCheckpoint                      incomplete or damaged
         ForeignCheckpoint                   of another model, layout or format version
@@ -180,7 +180,7 @@ class CorruptionError(StrettoError, RuntimeError):
 
     Args:
         message: For people.
-        ranks: Whom the damage is laid to, where that is known.
+        ranks: Those that the damage is attributed to, where that is known.
         links: Sender and receiver of damaged links.
         incidents: What has led to it, each a `stretto.Incident`.
     """
@@ -212,7 +212,7 @@ class ReplicasDiverged(CorruptionError):
 
 
 class Quarantined(CorruptionError):
-    """Damage was laid to one rank or link as often as allowed; what was damaged is repaired."""
+    """Damage was attributed to one rank or link as often as allowed; what was damaged is repaired."""
 
 
 class NoWayOn(CommunicationError):

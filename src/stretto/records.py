@@ -9,7 +9,7 @@ from stretto.terminal import printable
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """One corruption that was found, whom it is laid to, and what was done about it; the same on every rank."""
+    """One corruption that was found, what it is attributed to, and what was done about it; the same on every rank."""
 
     step: int
     """The update it was found in, counted from 1."""

@@ -1,4 +1,4 @@
-"""After damage that ends a run, it goes on from its last checkpoint without those the damage is laid to."""
+"""After damage that ends a run, it goes on from its last checkpoint without those the damage is attributed to."""
 
 import dataclasses
 import shutil

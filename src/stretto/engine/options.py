@@ -108,7 +108,7 @@ class Options:
     tensors, a bucket is larger if even slices need it. The last one is never hidden: on CPUs 2**18 was 5 % faster at
     100 Mbit/s, and 3 to 5 % slower on fast links."""
     hide_reductions: bool = True
-    """Let gradients leave during the last backward pass of an update, bucket by bucket, under `ddp`, `zero1`,
+    """Reduce gradients bucket by bucket during the last backward pass of an update, as DDP does, under `ddp`, `zero1`,
     `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; the page architecture says
     when it does not apply."""
     buffers: str = ""

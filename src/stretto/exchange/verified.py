@@ -6,11 +6,10 @@ Sums are computed twice, and buckets with a damaged row travel again, before any
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from stretto.checksums import Digest, Digests, hexadecimal, on_host, same_bytes
 from stretto.errors import TransferCorrupt
@@ -28,10 +27,9 @@ from stretto.exchange.rows import (
     values_of,
 )
 from stretto.exchange.sums import is_plausible_sum, sampled
-from stretto.exchange.transfer import Add, Change, Level, Place, Transfer, Transfers, Wait, filled
+from stretto.exchange.transfer import Add, Change, Level, Place, Transfer, Transfers, filled
 from stretto.exchange.two_level import TwoLevelExchange
 from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows
-from stretto.flat import Layout
 from stretto.records import Incident
 
 REPEATS = 3
@@ -80,16 +78,8 @@ class VerifiedExchange(Exchange):
 
     is_verified = True
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        layout: Layout,
-        wire: Wire,
-        wait: Wait,
-        follow: Wait | None = None,
-        numbers: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(group, layout, wire, wait, follow, numbers)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._attempts = 0
         """Phases so far, each repeat counted: the same on all ranks, and part of every row's seal."""
         self._records = 0
@@ -211,8 +201,7 @@ class VerifiedExchange(Exchange):
                 self._doubted.clear()
                 return
             if repeats == REPEATS:
-                named = [lost.numbered(self.numbers) for lost in missing]
-                raise given_up(self.numbers[self.rank], site, named, REPEATS)
+                raise given_up(self.rank, site, missing, REPEATS, self.numbers)
             self._begin_attempt()
             for index in sorted({lost.index for lost in missing}):
                 super().perform([transfers[index]])  # one at a time: any two may share scratch memory

@@ -268,11 +268,6 @@ class Guard(ABC):
         return looks and (owes or not kind.repairs_departed)
 
     @property
-    def acts_alone(self) -> bool:
-        """Whether its round watch may do something on one rank that the others of its node do not hear of."""
-        return type(self).watch_rounds is not Guard.watch_rounds and not self.agrees_inside
-
-    @property
     def rehearses_step(self) -> bool:
         """Whether every step is first computed on copies, segment by segment, so that `Recompute` knows the result."""
         return False

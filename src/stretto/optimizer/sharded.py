@@ -116,8 +116,7 @@ class ReducedGradient:
     def measure(self) -> Tensor:
         """Return the squared 2-norm of the sums on this rank's slices, `()` float64; nobody waits for it here.
 
-        In float64, where squares of all float32 values are neither too large nor too small. In flat order, so that it
-        does not matter in which order buckets travel.
+        In float64, where no square of a float32 value is too large or too small; in flat order, however buckets go.
         """
         on_host = self.sums.flats[0].device.type == "cpu"
         in_order = map(self.sums.__getitem__, self.sums.flat_order)

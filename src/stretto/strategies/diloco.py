@@ -31,7 +31,7 @@ class DiLoCo(Strategy):
     while the inner rate stays: there u is divided by that rate, here not. With a mix, without momentum and delay, it is
     elastic averaging (Zhang et al., 1412.6651) in rounds, whose pull 1 - α is to the centre after it has moved.
 
-    Staleness: 0; replicas drift apart. What a rank has changed while a fragment is under way is lost but for α of it,
+    Staleness: 0; replicas drift apart. Changes made while a fragment travels are discarded but for a share α (`mix`),
     unless progress is kept.
     Traffic per update: one all-reduce of the parameters over the interval, a fragment at a time, beside the next
     updates if there is a delay. With `worker="node"` one all-reduce of the gradients inside the node besides.

@@ -41,7 +41,7 @@ WORDS: dict[Site, str] = {
     "shown parameters": "parameters the model shows",
     "frozen parameters": "frozen parameters",
     "buffers": "buffers that no forward pass writes",
-    "error memory": "rounding errors that the int8 wire owes",
+    "error memory": "rounding errors that the int8 wire keeps",
     "anchor": "what changes on the int8 wire are added to",
     "gradient": "gradient while it accumulates",
 }

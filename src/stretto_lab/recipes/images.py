@@ -40,7 +40,7 @@ class ImageClassification:
     """Pictures per micro-batch; at least 2, because batch normalisation takes its statistics from them."""
 
     optimizer: Literal["sgd", "adamw", "adafactor"] = "sgd"
-    """Which of those below trains the model."""
+    """Optimizer of the model; its own options are below."""
 
     lr: float | None = None
     """Learning rate after the warm-up; None takes 0.1 for sgd, 0.001 for adamw and 0.01 for adafactor."""

@@ -112,13 +112,13 @@ class Language:
     """Rank of LoRA's adapters, which alone are trained; None trains the whole model."""
 
     optimizer: LanguageOptimizer = "adamw"
-    """Which of those below trains the model."""
+    """Optimizer of the model; its own options are below."""
 
     lr: float | None = None
     """Learning rate after the warm-up; None takes 0.0006 for adamw and muon, and 0.01 for adafactor."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of parameters and activations."""
+    """Dtype of parameters and activations."""
 
     scale: float = 1.0
     """Factor to rehearse with; on layers, width, heads, length and documents, above 0 and at most 1."""

@@ -113,7 +113,7 @@ class Muon:
     """Look ahead along the velocity."""
 
     iterations: int = 5
-    """Of Newton and Schulz's method, which makes a step orthogonal."""
+    """Iterations of Newton and Schulz's method, which makes a step orthogonal."""
 
     weight_decay: float = 0.1
     """Decoupled decay per update, times the learning rate, of hidden matrices."""

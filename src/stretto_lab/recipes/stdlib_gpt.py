@@ -32,7 +32,7 @@ class StdlibGPT:
     micro-batch."""
 
     architecture: Architecture = "gpt2"
-    """Of which family; GPT-2 has learned positions, LayerNorm and GELU, Llama rotary positions, RMSNorm and SwiGLU."""
+    """Model family; GPT-2 has learned positions, LayerNorm and GELU, Llama rotary positions, RMSNorm and SwiGLU."""
 
     size: Size = "2m"
     """Millions of parameters, if tokens are bytes. 2 million learn visibly within a minute on two
@@ -54,7 +54,7 @@ class StdlibGPT:
     """Sequences per micro-batch."""
 
     optimizer: LanguageOptimizer = "adamw"
-    """Which of those below trains the model."""
+    """Optimizer of the model; its own options are below."""
 
     lr: float | None = None
     """Learning rate after the warm-up; None takes 0.001 for adamw and muon, and 0.01 for adafactor."""
@@ -64,7 +64,7 @@ class StdlibGPT:
     the border of two documents, so this number varies a little."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of parameters and activations."""
+    """Dtype of parameters and activations."""
 
     evaluation_windows: int = 256
     """Windows that an evaluation reads; each of `context` tokens, spread evenly over the held-out text."""

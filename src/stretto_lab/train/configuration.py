@@ -239,8 +239,8 @@ class RunConfig(Job[TaskT]):
     """Folder of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
     checkpoints."""
     strikes: int | None = 3
-    """Updates in which guards or the verified exchange may lay damage to one rank, or to one link, before the job goes
-    on without it; None for no limit."""
+    """Once damage was attributed to the same rank or link in this many updates, the job goes on without it; None for
+    no limit."""
     replan: float | None = None
     """With --strategy auto: choose again once an update takes more than this many times as long as at first, or less
     than that part of it; None is 1.5 there."""
@@ -249,7 +249,7 @@ class RunConfig(Job[TaskT]):
     Averages of replicas need 0.04 and more."""
     restarts: int = 3
     """Times that local workers go on from the last checkpoint after damage that cannot be repaired, or that came too
-    often, without those it is laid to; 0 for none."""
+    often, without those it is attributed to; 0 for none."""
     survive: bool = False
     """Go on when a local worker dies, from the memories of the others, and start a new one in its place; `restarts`
     times at most. See the page survive."""
