@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from launched import until
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -66,10 +67,10 @@ MEANT = {
     "no generation in memory is whole": {"kill", "node", "link", "stop"},
     "the store of the members": {"host", "link"},
     "no store at": {"host", "link"},
-    "the others go on without this process": {"stop", "link"},
+    "the others go on without this process": {"stop", "link", "kill", "node"},
     "the job ended before this process could come in": {"kill", "node", "stop", "link", "host"},
 }
-"""What a rank that does not end its work may say, and after what."""
+"""What a rank that does not end its work may say, and after what; one that has come again may be too slow, too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,9 +249,11 @@ class Running:
         self.said: list[list[Path]] = [[] for _ in range(trial.ranks)]
         self._pids: dict[int, int] = {}
         self._returns: dict[int, float] = {}
+        (folder / "meet.log").touch()
         self._host = forked(spaces[-1], folder / "meet.log", self._meet)
         self.struck: list[tuple[Event, float]] = []
         self.hung: list[int] = []
+        until(lambda: "meeting at" in (folder / "meet.log").read_text(), "the store")
         for node in range(trial.ranks):
             self._start(node)
 

@@ -93,15 +93,18 @@ class CollectiveMatcher:
         name: The group's, in messages and in the trace.
         context: What the group shares with the other groups of the run.
         ranks: Whose group it is, as the run numbers them, in the order of the group.
+        left_by: Who has left it already, if somebody has.
     """
 
-    def __init__(self, name: str, context: RunContext, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, name: str, context: RunContext, ranks: Sequence[int], left_by: int | None = None
+    ) -> None:
         self.name = name
         self.context = context
         self.ranks = tuple(ranks)
         self._calls_made = [0] * len(ranks)
         self._open: dict[int, Rendezvous] = {}
-        self._left_by: int | None = None
+        self._left_by = left_by
         self._siblings: dict[tuple[int, ...], list[CollectiveMatcher]] = {}
         """By their ranks, as the run numbers them."""
         self._siblings_asked: Counter[tuple[int, tuple[int, ...]]] = Counter()
@@ -117,9 +120,8 @@ class CollectiveMatcher:
         siblings = self._siblings.setdefault(ranks, [])
         if position == len(siblings):
             whose = "" if ranks == self.ranks else f" of ranks {', '.join(map(str, ranks))}"
-            sibling = CollectiveMatcher(f"{self.name}.{position}{whose}", self.context, ranks)
-            sibling._left_by = self._left_by if self._left_by in ranks else None
-            siblings.append(sibling)
+            left_by = self._left_by if self._left_by in ranks else None
+            siblings.append(CollectiveMatcher(f"{self.name}.{position}{whose}", self.context, ranks, left_by))
         return siblings[position]
 
     def enter(self, call: Call) -> Rendezvous:
