@@ -17,6 +17,18 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = {"decisions": "Decisions", "results": "Results", "examples": "Examples"}
 """Folders of the site whose pages are all listed, with the titles of their lists."""
+FIRST = {
+    "Start": 2.0,
+    "How to": 2.0,
+    "Understand": 1.0,
+    "Examples": 0.1,
+    "Project": 0.01,
+    "Reference": 0.01,
+    "Measured": 0.001,
+    "Decisions": 0.001,
+}
+"""What the search multiplies the rank of a page with, by the nearest of these parts of the navigation above it. A word
+in a title counts a thousand times, and who asks how to do something wants that before a result with such a title."""
 FOLDERS = {
     "docs": "index.md",
     "docs/decisions": "decisions/index.md",
@@ -84,14 +96,16 @@ def text_of(file: Path) -> str:
     if file.suffix == ".md":
         return text
     if file.suffix != ".py":
-        return f"---\nsearch: {{boost: 0.3}}\n---\n# {file.name}\n\n```\n{text}```\n"
+        return f"# {file.name}\n\n```\n{text}```\n"
     about = ast.get_docstring(ast.parse(text))
     _, _, code = text.partition('"""\n\n')
-    return f"---\nsearch: {{boost: 0.3}}\n---\n# {file.name}\n\n{about}\n\n```python\n{code}```\n"
+    return f"# {file.name}\n\n{about}\n\n```python\n{code}```\n"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn the links of a page from the repository's paths to the site's."""
+    """Turn the links of a page from the repository's paths to the site's, and say how early the search shows it."""
+    above = [section.title for section in page.ancestors if section.title in FIRST]
+    page.meta["search"] = {"boost": FIRST[above[0]] if above else 1.0}
     return with_links_of_site(markdown, page.file.src_uri)
 
 

@@ -1,12 +1,15 @@
 """What a built site must keep, or else the build fails: a hook of mkdocs.
 
-Every public name of the library is on a page, and no page loads anything from another host.
+Every public name of the library is on a page, no page loads anything from another host, and the search answers
+everyday words.
 """
 
 import importlib
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -29,6 +32,32 @@ MODULES = (
 LOADED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^\s>]*")
 """A tag that makes a browser ask another host."""
 
+ANSWERS = {
+    "hang": "faq.html#my-run-hangs-how-to-debug-it",
+    "stuck": "faq.html#my-run-hangs-how-to-debug-it",
+    "debug": "faq.html#my-run-hangs-how-to-debug-it",
+    "wandb": "faq.html#how-do-i-log-to-wandb-mlflow-or-tensorboard",
+    "moe": "faq.html#can-i-train-a-mixture-of-experts-moe",
+    "save_pretrained": "faq.html#how-do-i-save-a-hugging-face-model-with-save_pretrained",
+    "gradient clipping": "faq.html#how-do-i-use-gradient-clipping-or-accumulation",
+    "gradient accumulation": "faq.html#how-do-i-use-gradient-clipping-or-accumulation",
+    "memory per parameter": "faq.html#how-much-memory-does-it-take-per-parameter",
+    "tensor parallel": "faq.html#what-about-tensor-pipeline-or-sequence-parallelism",
+    "mixed precision": "faq.html#how-do-i-use-mixed-precision-amp-autocast-bf16",
+    "bf16 autocast": "faq.html#how-do-i-use-mixed-precision-amp-autocast-bf16",
+    "learning rate": "faq.html#which-learning-rate",
+    "spot instances": "faq.html#can-i-use-spot-instances-or-survive-preemption",
+    "preemption": "faq.html#can-i-use-spot-instances-or-survive-preemption",
+    "torchrun": "clusters.html#torchrun",
+    "slurm": "clusters.html#slurm",
+    "unused parameters": "failures.html#unused-parameters",
+    "install": "index.html#install",
+}
+"""What people type into the search, and the section that should answer."""
+_TITLE = 1000.0
+"""How much more a word counts in a title; it is the search's own default."""
+_TAG = re.compile(r"<[^>]*>")
+
 
 @event_priority(-100)  # behind the plugins that write
 def on_post_build(config: MkDocsConfig) -> None:
@@ -38,6 +67,10 @@ def on_post_build(config: MkDocsConfig) -> None:
         missing = missing_names(Inventory.parse_sphinx(inventory))
     if missing:
         raise PluginError(f"no page of docs/reference shows {', '.join(missing)}")
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    for words, section in ANSWERS.items():
+        if section not in (first := answers(index, words)[:2]):
+            raise PluginError(f"who searches for {words!r} is shown {first}, and not {section}")
     for page in site.rglob("*.html"):
         if found := LOADED.search(page.read_text(encoding="utf-8")):
             raise PluginError(f"{page.relative_to(site)} loads from another host: {found[0]}")
@@ -49,3 +82,24 @@ def missing_names(shown: Iterable[str]) -> list[str]:
     public = [f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__]
     # A module stands for what is in it, and so does the function that has a file of its name.
     return [name for name in public if not any(one == name or one.startswith(f"{name}.") for one in found)]
+
+
+def answers(index: dict[str, Any], words: str) -> Sequence[str]:
+    """Return the sections that have all words, as the search does: first those with the words in the title.
+
+    A section counts by the boost of its page. The search itself weighs rare words more and long texts less besides.
+
+    Args:
+        index: The built index.
+        words: What somebody types. Each stands for all words that begin with it.
+    """
+    apart = re.compile(index["config"]["separator"])
+    asked = apart.split(words.lower())
+    ranked = []
+    for section in index["docs"]:
+        titled, text = (apart.split(_TAG.sub(" ", section[part]).lower()) for part in ("title", "text"))
+        counts = [[sum(word.startswith(one) for word in found) for found in (titled, text)] for one in asked]
+        if all(in_title or in_text for in_title, in_text in counts):
+            score = sum(_TITLE * in_title + in_text for in_title, in_text in counts)
+            ranked.append((-section.get("boost", 1.0) * score, section["location"]))
+    return [location for _, location in sorted(ranked)]

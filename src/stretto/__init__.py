@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stretto import echo, errors
     from stretto.echo import Auto, Bernoulli, EchoDataset, EchoLoader, EchoOptions, Even, Ready, diagnose
-    from stretto.engine import Clock, Options
+    from stretto.engine import Clock, Options, Total
     from stretto.errors import StrettoError
     from stretto.groups import local_device
     from stretto.guards import AtRest, Audit, Guard, ReplicaGuard
@@ -67,6 +67,7 @@ __all__ = [
     "StrettoError",
     "Switching",
     "Term",
+    "Total",
     "Update",
     "WeightPrediction",
     "ZeRO1",

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.continuation import Continuation
-from stretto.engine import Clock, Job, Options
+from stretto.engine import Clock, Job, Options, Total
 from stretto.engine.accumulation import check_loss, check_weight
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS
 from stretto.engine.round import Weighed, weighed
@@ -48,7 +48,7 @@ class DataParallel:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         strategy: Strategy | Switching | None = None,
         *,
-        micro_batches: int | Clock = 1,
+        micro_batches: int | Total | Clock = 1,
         scheduler: Any = None,
         wire: str | None = None,
         guards: Sequence[Guard] | Literal["standard"] = (),
@@ -66,18 +66,18 @@ class DataParallel:
                 parameters between them.
             strategy: How gradients become updates; None is `ZeRO1()`, which is exact. Or a plan of several that take
                 turns.
-            micro_batches: Per rank and update, or a `Clock` per round.
+            micro_batches: Per rank and update; or a `Total` of all ranks, or a `Clock` per round.
             scheduler: Of `optimizer`, turned by the library at every committed update; None leaves it to the caller.
                 One, or a sequence of them.
             wire: Short for `Options(wire=...)`.
-            guards: What watches over the job's values, in the order in which they are asked; see docs/guards.md.
+            guards: What watches over the job's values, in the order in which they are asked; see the page guards.
                 "standard" takes what fits the strategy: `AtRest`, `ReplicaGuard` and a verified exchange.
             group: Whose ranks train; None is the default group. Without one, the ranks that a launcher (torchrun,
                 srun) has started make it; otherwise this process trains alone. The job makes a group of its own
                 over these ranks.
             ranks: Ranks of the default group, instead of `group`.
             mesh: Instead of `group`, for a model that `fully_shard` has sharded inside nodes: the dimension of its mesh
-                across which the job trains, as `mesh["node"]`. See docs/sharded.md.
+                across which the job trains, as `mesh["node"]`. See the page sharded.
             options: Everything else.
 
         Raises:
@@ -91,7 +91,7 @@ class DataParallel:
             raise ConfigError(f"options: expected Options(...), as Options(clip_norm=1.0), found {options!r}")
         settings = (Options() if options is None else options).with_wire(wire)
 
-        def parts_of(strategy: Strategy, options: Options, micro_batches: int | Clock) -> Parts:
+        def parts_of(strategy: Strategy, options: Options, micro_batches: int | Total | Clock) -> Parts:
             fitting, options = choose_guards(guards, strategy, options)
             return Parts(
                 model=model,

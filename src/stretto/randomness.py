@@ -10,8 +10,6 @@ counter, which every rank and every checkpoint has anyway.
 
 import struct
 
-import xxhash
-
 _RANGE = 1 << 64
 
 
@@ -23,6 +21,8 @@ def draw(seed: int, stream: str, counter: int) -> int:
         stream: What is decided; streams are independent of each other.
         counter: Step or round index, not negative.
     """
+    import xxhash  # strategies are priced where there is nothing but the library
+
     numbers = struct.pack("<Qq", seed % _RANGE, counter)
     return xxhash.xxh3_64_intdigest(stream.encode() + numbers)
 

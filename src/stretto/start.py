@@ -23,7 +23,7 @@ from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
 from stretto.engine.messages import check_messages
 from stretto.engine.noisy import NoisyRank
-from stretto.engine.options import BufferChoices, Clock, Options, Quota, check_formats, plan_quota
+from stretto.engine.options import BufferChoices, Clock, Options, Quota, Total, check_formats, plan_quota
 from stretto.engine.own_preview import OwnPreviews
 from stretto.engine.report import settings_text
 from stretto.engine.rest import RestingLane
@@ -31,7 +31,7 @@ from stretto.engine.round import Progress
 from stretto.engine.runtime import choose_runtime
 from stretto.engine.settling import SettlingModel
 from stretto.engine.untrained import untrained
-from stretto.engine.within import Within
+from stretto.engine.within import NodeRuntime, Within
 from stretto.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from stretto.exchange import (
     FP32,
@@ -78,7 +78,7 @@ class Parts:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     strategy: Strategy
-    micro_batches: int | Clock
+    micro_batches: int | Total | Clock
     scheduler: Any
     guards: Sequence[Guard]
     options: Options
@@ -152,33 +152,34 @@ def sharding_for(
         return None, ranks
     from stretto.engine.sharding import sharding_of  # FSDP2 takes half a second to import
 
-    parts = phases[0]
+    for parts in phases.values():
+        _check_fits_shards(parts)
+    if group is not None or ranks is not None:
+        raise ConfigError("mesh says which ranks train: leave out group and ranks")
+    sharding = sharding_of(phases[0].model, mesh)
+    return sharding, sharding.everyone
+
+
+def _check_fits_shards(parts: Parts) -> None:
+    """Raise unless all that is asked for works where the ranks of a node hold shards of one model."""
     parts.check()
     unfit = {
-        "strategies in turns": len(phases) > 1,
         f"strategy {parts.strategy.name}, which averages what should be equal": parts.ledger.may_average
         and not parts.ledger.local,
         f"strategy {parts.strategy.name}, whose ranks look ahead on their own": parts.ledger.own_previews > 0,
         "worker='node', which every node of shards is anyway": parts.ledger.by_node,
-        "a Clock, by which ranks of a node would end rounds at different micro-batches": isinstance(
-            parts.micro_batches, Clock
+        "a guard that runs a rank's micro-batches again by itself (Audit)": any(
+            guard.acts_alone for guard in parts.guards
         ),
-        "guards, which would act on one shard of a replica": bool(parts.guards),
-        "Options(verified=True)": parts.options.verified,
-        "Options(strikes=...)": parts.options.strikes is not None,
         "Options(noise=...)": parts.options.noise is not None,
         "Options(ranks_per_node=...): sums inside a node are FSDP2's": parts.options.ranks_per_node
         is not None,
     }
-    if group is not None or ranks is not None:
-        raise ConfigError("mesh says which ranks train: leave out group and ranks")
     if refused := [what for what, is_asked in unfit.items() if is_asked]:
         raise ConfigError(
             f"a model that is sharded inside nodes (mesh=...) does not work yet with {'; nor with '.join(refused)}: "
             "leave that out, or train whole models with ZeRO1() or ACCO(), which shard the optimizer"
         )
-    sharding = sharding_of(parts.model, mesh)
-    return sharding, sharding.everyone
 
 
 def start(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Sharding | None" = None) -> Job:
@@ -256,6 +257,10 @@ def _start(
         allow_unused=parts.options.allow_unused,
         accumulate=lane.accumulate,
     )
+    if sharding is not None and may_wait_again(sharding.group, parameters[0].device):
+        from stretto.engine.passes import watch_passes
+
+        watch_passes(parts.model, failures, sharding.inside)
     job = Job(
         model=model, layout=layout, exchange=exchange, inside=inside, sharded=owner, replica=lane.comm.replica,
         compute=compute, comm=lane.comm, within=within,
@@ -291,7 +296,7 @@ def _check(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Sha
     for one in phases.values():
         check_guards(one.guards, one.strategy, one.ledger)
         check_worker(one.strategy, one.ledger, one.options)
-        plan_quota(one.strategy, one.micro_batches, one.ledger.rounds)
+        plan_quota(one.strategy, one.micro_batches, one.ledger.rounds, group.rank(), group.size())
     check_messages(parts.model, [one.strategy for one in phases.values()], group)
     check_formats([(one.options, one.strategy, one.ledger) for one in phases.values()])
     check_parameters(parts.model, sharded=sharding is not None)
@@ -308,7 +313,7 @@ def _planned(
             f"{name_of(parts.optimizer)} steps whole tensors (groups {sorted(whole)}), and a rank holds shards: "
             "expected an optimizer that works element by element, such as AdamW"
         )
-    return plan_layout(
+    layout, parameters = plan_layout(
         parts.model,
         parts.optimizer,
         world_size=world_size if sharding is None else len(sharding.across),
@@ -317,6 +322,13 @@ def _planned(
         parts=math.lcm(*(max(1, one.ledger.fragments) for one in phases.values())),
         whole_groups=whole,
     )
+    if sharding is not None and not any(
+        one.ledger.fragments for one in phases.values()
+    ):  # cut out of that order
+        from stretto.engine.sharding import arrivals
+
+        layout = layout.filled_by(arrivals(parts.model, parameters))
+    return layout, parameters
 
 
 def _connected(
@@ -332,22 +344,29 @@ def _connected(
     """
     options = phases[0].options
     # Nobody knows yet that all verify, or none.
-    exchange = everyone = Exchange(failures.group, layout, FP32, failures.wait)
+    exchange = before = Exchange(failures.group, layout, FP32, failures.wait)
     follow: Wait | None = failures.follow if failures.orders_streams else None
     if sharding is None:  # what cannot be made of the options is told before anything is sent
         exchange = exchange_of(options, failures.group, layout, failures.wait, follow)
     text = layout.text() if sharding is None else layout.text_of_wholes()
-    agree(everyone, {**_settings(phases), "model": text}, f"rank {failures.rank}, before step 1")
+    agree(before, {**_settings(phases), "model": text}, f"rank {failures.rank}, before step 1")
     if sharding is None:
-        exchange.take_account(everyone)
+        exchange.take_account(before)
         return exchange, None
+    small = VerifiedExchange if options.verified else Exchange  # of records, which need no wire
     seconds = failures.timeout_seconds + BACKEND_MARGIN_SECONDS
     inside, across = (part_of(failures.group, ranks, seconds) for ranks in (sharding.inside, sharding.across))
     where = " across nodes"
     wait = failures.among(across, sharding.across, where)
     follow = failures.follow_among(sharding.across, where) if failures.orders_streams else None
-    node = Exchange(inside, layout, FP32, failures.among(inside, sharding.inside))
-    return exchange_of(options, across, layout, wait, follow), Within(node, everyone, sharding.inside)
+    numbers = sharding.inside
+    within = Within(
+        small(inside, layout, FP32, failures.among(inside, numbers), None, numbers),
+        small(sharding.group, layout, FP32, failures.wait_among(numbers), None, numbers),
+        small(failures.group, layout, FP32, failures.wait),
+        numbers,
+    )
+    return exchange_of(options, across, layout, wait, follow, sharding.across), within
 
 
 def _kind_of_detector(sharding: "Sharding | None") -> Callable[..., FailureDetector]:
@@ -396,10 +415,13 @@ def lane_of(
         within: The ranks of this node, where each holds a shard of the model.
     """
     ledger = parts.ledger
-    quota = plan_quota(parts.strategy, parts.micro_batches, ledger.rounds)
+    group = exchange.group
+    quota = plan_quota(parts.strategy, parts.micro_batches, ledger.rounds, group.rank(), group.size())
     runtime = choose_runtime(
         exchange.group, exchange.layout.sets[0].device, overlaps=parts.strategy.overlaps or ledger.asks_ahead
     )
+    if within is not None and not quota.is_fixed:
+        runtime = NodeRuntime(runtime, within)
     replica = _kind_of_replica(ledger, exchange, inside)(
         exchange,
         sharded,
@@ -407,7 +429,9 @@ def lane_of(
         options=parts.options,
         runtime=runtime,
         progress=progress,
-        hides=within is None and _hides(parts, ledger, exchange, quota),
+        hides=_hides(parts, ledger, exchange, quota)
+        # FSDP2's hooks run in a stream of its own there, and nobody has tried two communicators at once.
+        and (within is None or not exchange.orders_streams),
         within=within,
     )
     performers = dict(replica.performers)
@@ -450,7 +474,8 @@ def _interpreter(
         replica,
         # Beside a lane that overlaps, forward passes may be writing any buffer.
         fixed=() if parts.strategy.overlaps else _fixed(parts.model),
-        strikes=strikes or _strikes(parts.options, replica.exchange),
+        strikes=strikes
+        or _strikes(parts.options, replica.exchange if replica.within is None else replica.within.everyone),
         has_copies=ledger.replicated and not ledger.local,
     )
 
@@ -476,15 +501,15 @@ def _hides(parts: Parts, ledger: Ledger, exchange: Exchange, quota: Quota) -> bo
 
 def _accumulation(parts: Parts, replica: AgreedReplica, quota: Quota) -> Accumulate:
     """Return what makes the job's accumulation: one from which gradients leave early, where they may."""
+    kind: Accumulate
+    kind, hidden = Accumulation, HiddenAccumulation
     if replica.within is not None:
-        from stretto.engine.sharded_model import ShardedAccumulation
+        from stretto.engine.sharded_model import HiddenShards, ShardedAccumulation
 
-        return ShardedAccumulation
+        kind, hidden = ShardedAccumulation, HiddenShards
     if not replica.hides:
-        return Accumulation
-    return functools.partial(
-        HiddenAccumulation, model=parts.model, replica=replica, micro_batches=quota.minima[0]
-    )
+        return kind
+    return functools.partial(hidden, model=parts.model, replica=replica, micro_batches=quota.minima[0])
 
 
 def _strikes(options: Options, exchange: Exchange) -> Strikes:
@@ -527,7 +552,12 @@ def _settings(phases: Mapping[int, Parts]) -> dict[str, str]:
 
 
 def exchange_of(
-    options: Options, group: dist.ProcessGroup, layout: Layout, wait: Wait, follow: Wait | None
+    options: Options,
+    group: dist.ProcessGroup,
+    layout: Layout,
+    wait: Wait,
+    follow: Wait | None,
+    numbers: Sequence[int] | None = None,
 ) -> Exchange:
     """Return an exchange of the kind and on the wire that the options name."""
     wire = WIRES[options.wire]
@@ -542,4 +572,4 @@ def exchange_of(
         kind = VerifiedExchange
     elif native and not isinstance(wire, PackedWire):
         kind = NativeExchange
-    return kind(group, layout, wire, wait, follow)
+    return kind(group, layout, wire, wait, follow, numbers)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stretto.continuation import Continuation
 from stretto.engine.job import Job
-from stretto.engine.options import Clock, Options
+from stretto.engine.options import Clock, Options, Total
 from stretto.errors import ConfigError
 from stretto.feed import Feed
 from stretto.fields import check_fields, is_count
@@ -37,8 +37,8 @@ class Phase:
     """See `Options.changes`."""
     estimates: str | None = None
     """See `Options.estimates`."""
-    micro_batches: int | Clock | None = None
-    """Per rank and update, or a `Clock` per round."""
+    micro_batches: int | Total | Clock | None = None
+    """Per rank and update, or a `Total` of all ranks, or a `Clock` per round."""
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
@@ -74,8 +74,8 @@ class Switching:
     def parts(
         self,
         options: Options,
-        micro_batches: int | Clock,
-        parts_of: Callable[[Strategy, Options, int | Clock], Parts],
+        micro_batches: int | Total | Clock,
+        parts_of: Callable[[Strategy, Options, int | Total | Clock], Parts],
     ) -> dict[int, Parts]:
         """Return what a job is made of, by the update after which it is.
 
@@ -190,11 +190,11 @@ def take_over(job: Job, feed: Feed, old: Parts, new: Parts) -> None:
     guards = [one for one in model.listeners if isinstance(one, GuardedRounds)]
     model.listeners[:] = [one for one in model.listeners if one not in guards]
     compute.runtime.join()
-    exchange = exchange_of(new.options, before.group, job.layout, *before.waits)
+    exchange = exchange_of(new.options, before.group, job.layout, *before.waits, before.numbers)
     exchange.take_account(before)
     sharded = job.sharded if new.ownership == old.ownership else owner_of(new, model.parameters, exchange)
     strikes = guards[0].interpreter.strikes if guards else None
-    lane = lane_of(new, exchange, job.inside, sharded, progress, strikes)
+    lane = lane_of(new, exchange, job.inside, sharded, progress, strikes, job.within)
     job.work_with(lane.comm, exchange, sharded)
     compute.take_up(lane.comm, lane.quota, lane.accumulate, compute.accumulation.buffer)
     lane.watch(job)

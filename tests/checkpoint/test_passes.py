@@ -18,19 +18,25 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader
 
 import stretto
-from stretto import ACCO, Bernoulli, EchoLoader, Even, LocalSGD, checkpoint
+from stretto import ACCO, Average, Bernoulli, EchoLoader, Even, LocalSGD, checkpoint
 from stretto.echo import Plan
 from stretto.engine import Clock
 from stretto.strategies import STRATEGIES, DiLoCo, PAFTSync, Strategy
+from stretto.strategies.ledger import ledger_of
 from stretto_lab.virtual import Compute, VirtualCluster, parse_network
 
 JOBS: tuple[Strategy, ...] = (
-    *(kind() for name, kind in STRATEGIES.items() if name != "average"),  # which is a diloco
+    *(kind() for kind in STRATEGIES.values()),
     LocalSGD(0.5, state=True),
     LocalSGD(0.5),
+    LocalSGD(0.3, "bernoulli", max_gap=4),
     DiLoCo(interval=4, fragments=2, delay=1, mix=0.5),
+    DiLoCo(interval=3, fragments=3, mix=0.25),
+    Average(every=3, fragments=1, delay=2),
     PAFTSync(interval=2, overlap=True),
 )
+ALONE = [strategy for strategy in JOBS if ledger_of(strategy).local]
+"""Ranks step by themselves, and meet now and then."""
 ENDLESS = 1000
 """More batches than any run takes."""
 WORKERS = multiprocessing.get_context("forkserver")
@@ -119,11 +125,6 @@ class Numbered:
         self.is_restored = True
 
 
-def steps_together(strategy: Strategy) -> bool:
-    """Return whether ranks come to all updates together."""
-    return strategy.name not in ("local", "diloco")
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One job."""
@@ -159,11 +160,7 @@ def drawn(draws: random.Random) -> Case:
     alike = draws.randint(1, 6)
     strategy = draws.choice(JOBS)
     saves_behind = draws.random() < 0.3
-    # Ranks that step alone save together at updates that all of them come to.
-    is_alike = not steps_together(strategy) and not saves_behind
-    counts = tuple(
-        draws.choice((alike, alike if is_alike else draws.randint(1, 6))) for _ in range(world_size)
-    )
+    counts = tuple(draws.choice((alike, draws.randint(1, 6))) for _ in range(world_size))
     errors = (ValueError("undefined"), RuntimeError("unknown"), AttributeError("none"), None)
     says = tuple(draws.choice((count, count, draws.randint(0, 9), draws.choice(errors))) for count in counts)
     is_endless = draws.random() < 0.2
@@ -171,15 +168,20 @@ def drawn(draws: random.Random) -> Case:
     micro_batches: int | Clock = draws.randint(least, 3)
     if strategy.overlaps and draws.random() < 0.25:
         micro_batches = Clock(minimum=draws.randint(1, 2), maximum=draws.randint(2, 4))
+    counts = (ENDLESS,) * world_size if is_endless else counts
+    save_at = draws.randint(1, 3 if saves_behind else 9)
+    if strategy in ALONE and not saves_behind and len(set(counts)) > 1:
+        # They save together at updates that all of them come to. An echo makes more of them.
+        save_at = draws.randint(1, -(-min(counts) // micro_batches))
     return Case(
         strategy,
-        (ENDLESS,) * world_size if is_endless else counts,
+        counts,
         says,
         until=draws.choice(("any", "all")),
         micro_batches=micro_batches,
         epochs=1 if is_endless else draws.randint(1, 3),
         updates=draws.randint(1, 9) if is_endless else None,
-        save_at=draws.randint(1, 3 if saves_behind else 9),
+        save_at=save_at,
         saves_behind=saves_behind,
         plan=draws.choice((None, None, Even(2), Even(1.5), Bernoulli(0.5, 3))),
         rate=draws.choice((0.05, 0.05, 0.05, 0)),
@@ -201,6 +203,8 @@ class Run:
     weight: Tensor
     saved: tuple[int, int] | None
     """The number of batches seen, and the epoch, when the checkpoint was saved."""
+    told: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    """Number, gap and samples of the updates that it was told of."""
 
 
 def train(rank: int, group: dist.ProcessGroup, case: Case, folder: Path, resume: bool = False) -> Run:
@@ -232,7 +236,10 @@ def train(rank: int, group: dist.ProcessGroup, case: Case, folder: Path, resume:
             checkpoint.save(parallel, folder, loader=loader, extra=epoch)
             saved.append((len(seen), epoch))
 
+    told: list[tuple[int, int, int]] = []
+
     def on_update(update: stretto.Update) -> None:
+        told.append((update.step, update.gap, update.samples))
         if not case.saves_behind:
             save(update.step)
 
@@ -246,7 +253,8 @@ def train(rank: int, group: dist.ProcessGroup, case: Case, folder: Path, resume:
         if case.saves_behind:
             save(epoch)
     parallel.finish()
-    return Run(seen, passes, bare.ends, parallel.steps, model.weight.detach(), saved[0] if saved else None)
+    weight = model.weight.detach()
+    return Run(seen, passes, bare.ends, parallel.steps, weight, saved[0] if saved else None, told)
 
 
 def expect_passes(case: Case, rank: int, run: Run) -> None:
@@ -266,18 +274,21 @@ def expect_passes(case: Case, rank: int, run: Run) -> None:
         assert run.ends == case.epochs, case
 
 
-def check(case: Case, folder: Path) -> None:
-    """Run a job whole, and again from its checkpoint if it has saved one."""
+def on_cluster(case: Case, folder: Path, **others: Any) -> list[Run]:
     network, compute = parse_network("1gbit,5ms"), Compute(micro_batch_ns=4_000_000)
     cluster = VirtualCluster(len(case.counts), network, compute)
-    program = functools.partial(train, case=case, folder=folder)
-    whole = cluster.run(program).values
+    return list(cluster.run(functools.partial(train, case=case, folder=folder, **others)).values)
+
+
+def check(case: Case, folder: Path) -> None:
+    """Run a job whole, and again from its checkpoint if it has saved one."""
+    whole = on_cluster(case, folder)
     assert len({run.steps for run in whole}) == 1, case
     for rank, run in enumerate(whole):
         expect_passes(case, rank, run)
     if any(run.saved is None for run in whole):
         return
-    resumed = cluster.run(functools.partial(program, resume=True)).values
+    resumed = on_cluster(case, folder, resume=True)
     for rank, (before, after) in enumerate(zip(whole, resumed, strict=True)):
         assert before.saved is not None
         num_seen, epoch = before.saved
@@ -307,11 +318,10 @@ def test_a_rank_that_steps_alone_and_learns_late_of_an_end_trains_in_every_pass(
     seed: int, tmp_path: Path
 ) -> None:
     draws = random.Random(seed)
-    alone = [strategy for strategy in JOBS if not steps_together(strategy)]
     for _ in range(25):
         case = dataclasses.replace(
             drawn(draws),
-            strategy=draws.choice(alone),
+            strategy=draws.choice(ALONE),
             until="any",
             epochs=3,
             updates=None,
@@ -320,8 +330,26 @@ def test_a_rank_that_steps_alone_and_learns_late_of_an_end_trains_in_every_pass(
         )
         counts = draws.choice(((draws.randint(1, 6),) * 3, tuple(draws.randint(1, 6) for _ in range(3))))
         case = dataclasses.replace(case, counts=counts, says=draws.choices([*counts, None, 9], k=3))
-        network, compute = parse_network("1gbit,5ms"), Compute(micro_batch_ns=4_000_000)
-        program = functools.partial(train, case=case, folder=tmp_path)
-        for rank, run in enumerate(VirtualCluster(3, network, compute).run(program).values):
+        for rank, run in enumerate(on_cluster(case, tmp_path)):
             expect_passes(case, rank, run)
             assert all(end > start for start, end in itertools.pairwise([0, *run.passes])), case
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_rank_knows_of_its_end_changes_nothing_where_ranks_step_alone(
+    seed: int, tmp_path: Path
+) -> None:
+    """Nobody else knows it: what a rank did by it would meet the others in the middle of something else."""
+    draws = random.Random(seed)
+    for number in range(12):
+        case = dataclasses.replace(drawn(draws), strategy=draws.choice(ALONE), workers=0)
+        if not case.saves_behind:  # of the first pass, in an update that all ranks come to
+            case = dataclasses.replace(case, save_at=draws.randint(1, -(-min(case.counts) // 3)))
+        others = [draws.choice((count, count + 1, 9, None)) for count in case.counts]
+        first, second = (
+            on_cluster(dataclasses.replace(case, says=says), tmp_path / f"{number} {index}")
+            for index, says in enumerate((case.says, tuple(others)))
+        )
+        for one, other in zip(first, second, strict=True):
+            assert (one.seen, one.passes, one.told) == (other.seen, other.passes, other.told), case
+            assert torch.equal(one.weight, other.weight), case

@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from stretto_lab.train.configuration import RunConfig
 from tests.docs.pages import ROOT
 
 FILES = ROOT / "examples" / "cluster"
-SCRIPT = FILES / "train.sbatch"
+SCRIPTS = FILES / "train.sbatch", FILES / "sharded.sbatch"
 
 
-def pytorch_job() -> dict[str, Any]:
-    return yaml.safe_load((FILES / "pytorchjob.yaml").read_text())
+def pytorch_job(name: str = "pytorchjob") -> dict[str, Any]:
+    return yaml.safe_load((FILES / f"{name}.yaml").read_text())
 
 
 def containers(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -32,11 +33,16 @@ def words_of(line: str) -> list[str]:
     return shlex.split(line.partition("stretto ")[2])
 
 
-def slurm_commands() -> list[list[str]]:
-    return [words_of(line) for line in SCRIPT.read_text().splitlines() if line.startswith("srun ")]
+def slurm_command(script: Path) -> list[str]:
+    (line,) = [line for line in script.read_text().splitlines() if line.startswith("srun ")]
+    return words_of(line)
 
 
-COMMANDS = [*slurm_commands(), *(container["command"][1:] for container in containers(pytorch_job()))]
+COMMANDS = [
+    *map(slurm_command, SCRIPTS),
+    *(container["command"][1:] for container in containers(pytorch_job())),
+    *(words_of(container["args"][0]) for container in containers(pytorch_job("sharded"))),
+]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -48,20 +54,34 @@ def test_a_command_begins_a_run_in_a_folder_and_can_be_given_again_to_go_on(word
     assert run.resume
 
 
-def test_the_slurm_script_is_a_shell_script_with_as_many_tasks_as_ranks_on_a_node() -> None:
-    subprocess.run(["bash", "-n", SCRIPT], check=True)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_slurm_script_is_a_shell_script_with_as_many_tasks_as_ranks_on_a_node(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
     asked = dict(
         line.removeprefix("#SBATCH --").partition("=")[::2]
-        for line in SCRIPT.read_text().splitlines()
+        for line in script.read_text().splitlines()
         if line.startswith("#SBATCH --")
     )
-    (words,) = slurm_commands()
-    assert words[words.index("--ranks-per-node") + 1] == asked["ntasks-per-node"] == asked["gpus-per-node"]
+    words = slurm_command(script)
+    option = "--shard" if "--shard" in words else "--ranks-per-node"
+    assert words[words.index(option) + 1] == asked["ntasks-per-node"] == asked["gpus-per-node"]
     assert "requeue" in asked
 
 
-def test_the_kubernetes_file_has_what_a_pytorch_job_requires() -> None:
-    job = pytorch_job()
+def test_a_pod_of_shards_is_a_node_of_torchruns() -> None:
+    job = pytorch_job("sharded")
+    pods = sum(replica["replicas"] for replica in job["spec"]["pytorchReplicaSpecs"].values())
+    for container in containers(job):
+        words = container["args"][0].split()
+        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+        assert container["command"] == ["sh", "-c"]
+        assert words[words.index("--nnodes") + 1] == str(pods)
+        assert words[words.index("--nproc-per-node") + 1] == words[words.index("--shard") + 1] == str(gpus)
+
+
+@pytest.mark.parametrize("name", ["pytorchjob", "sharded"])
+def test_a_kubernetes_file_has_what_a_pytorch_job_requires(name: str) -> None:
+    job = pytorch_job(name)
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert job["metadata"]["name"]
     replicas = job["spec"]["pytorchReplicaSpecs"]
@@ -72,16 +92,16 @@ def test_the_kubernetes_file_has_what_a_pytorch_job_requires() -> None:
         assert replica["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
     for container in containers(job):
         assert container["name"] == "pytorch"  # the operator gives its variables to no other
-        assert container["command"][0] == "stretto"
+        assert container["command"][0] in ("stretto", "sh")
 
 
-def test_the_pods_of_the_kubernetes_file_share_the_folder_of_the_run() -> None:
-    for replica in pytorch_job()["spec"]["pytorchReplicaSpecs"].values():
+@pytest.mark.parametrize("name", ["pytorchjob", "sharded"])
+def test_the_pods_of_a_kubernetes_file_share_the_folder_of_the_run(name: str) -> None:
+    for replica in pytorch_job(name)["spec"]["pytorchReplicaSpecs"].values():
         pod = replica["template"]["spec"]
         claims = {volume["name"] for volume in pod["volumes"] if volume["persistentVolumeClaim"]["claimName"]}
         (container,) = pod["containers"]
         (mount,) = container["volumeMounts"]
         assert mount["name"] in claims
-        assert container["command"][container["command"].index("--run-dir") + 1].startswith(
-            mount["mountPath"]
-        )
+        words = [*container["command"], *container.get("args", [""])[0].split()]
+        assert words[words.index("--run-dir") + 1].startswith(mount["mountPath"])

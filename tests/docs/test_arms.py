@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import re
 import runpy
 import shlex
@@ -17,7 +18,7 @@ from stretto_lab.cli.options import parse_alone
 from stretto_lab.peers import PEERS, make_peer
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.simulation import SimulateConfig, simulate
-from tests.docs.pages import ROOT, pages
+from tests.docs.pages import DOCS, ROOT, pages, table
 from tests.processes import run_ranks
 from tests.train.tiny import Tiny
 
@@ -92,6 +93,39 @@ def test_a_table_of_results_names_the_arms_that_ran(folder: str) -> None:
     raw = place / ("runs.jsonl" if folder == "frontier" else "time-to-loss.json")
     ran = [meant(text) for text in dict.fromkeys(re.findall(r'"arm": "([^"]*)"', raw.read_text()))]
     assert [text for text in printed(place / "README.md") if meant(text) not in ran] == []
+
+
+def test_the_table_of_losses_on_a_slow_link_is_what_was_measured() -> None:
+    measured = json.loads(
+        (ROOT / "benchmarks" / "results" / "2026-11-23-frontier" / "frontier.json").read_text()
+    )
+    settings = measured["settings"]
+    columns = {"two ranks": "2-ranks", "eight": "8-ranks", "32": "32-ranks"}
+    for row in table(DOCS / "slow-links.md", "tests/docs/test_arms.py"):
+        way = meant(row["way"].strip("`"))
+        for title, setting in columns.items():
+            found = [
+                one["against_ddp"]["mean"] for arm, one in settings[setting].items() if meant(arm) == way
+            ]
+            assert [row[title]] == ([f"{mean:.3f}".replace("-", "−") for mean in found] or [""]), row
+
+
+def test_the_table_of_learning_rates_is_what_was_measured() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "2026-11-23-frontier" / "runs.jsonl").read_text().splitlines()
+    tuning = [run for run in map(json.loads, lines) if run["seed"] == 1000]
+    for row in table(DOCS / "strategies.md", "tests/docs/test_arms.py"):
+        way, setting = (
+            meant(row["way"].strip("`")),
+            {"2": "2-ranks", "8": "8-ranks-same-batch"}[row["ranks"][0]],
+        )
+        found = {
+            run["lr"]: run["curve"][-1][1]
+            for run in tuning
+            if run["setting"] == setting and meant(run["arm"]) == way
+        }
+        best = min(found, key=found.__getitem__)
+        for rate in (0.004, 0.008, 0.016):
+            assert row[f"{rate}"] == (f"**{found[rate]:.3f}**" if rate == best else f"{found[rate]:.3f}")
 
 
 def test_the_averages_that_lead_the_tables_are_among_them() -> None:

@@ -6,8 +6,8 @@ from importlib import import_module
 import pytest
 
 from tests.docs.pages import ROOT, without_code
-from website.pages import source_of_pages, with_links_of_site
-from website.promises import LOADED, MODULES, missing_names
+from website.pages import FIRST, source_of_pages, with_links_of_site
+from website.promises import LOADED, MODULES, answers, missing_names
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,18 @@ def test_what_a_browser_would_load_from_another_host_is_found() -> None:
     assert not LOADED.search(
         '<a href="https://pytorch.org">PyTorch</a> <script src="../assets/bundle.js"></script>'
     )
+
+
+def test_a_search_shows_the_section_with_the_word_in_its_title_on_a_page_that_says_how() -> None:
+    index = {
+        "config": {"separator": r"[\s\-,:]+"},
+        "docs": [
+            {"location": "results.html", "title": "Hangs", "text": "hang hang", "boost": FIRST["Measured"]},
+            {"location": "loops.html", "title": "Loops", "text": "<p>A loop that <b>hangs</b>: look.</p>"},
+            {"location": "faq.html", "title": "My run hangs", "text": "Look.", "boost": FIRST["Start"]},
+            {"location": "other.html", "title": "Other", "text": "changes"},
+        ],
+    }
+    assert answers(index, "hang") == ["faq.html", "results.html", "loops.html"]
+    assert answers(index, "Hangs look") == ["faq.html", "loops.html"]
+    assert answers(index, "no-such-word") == []

@@ -79,5 +79,15 @@ def test_memory_in_the_docs_is_the_ledgers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
+def test_memory_on_nodes_of_shards_is_that_of_as_many_ranks_divided_by_the_shards(name: str) -> None:
+    strategy = STRATEGIES[name]()
+    ledger = ledger_of(strategy)
+    of_nodes = ledger.memory_bytes(strategy, parameter=4, accumulation=4, world_size=2)
+    does_not_work = ledger.may_average and not ledger.local  # refused with shards
+    expected = "no" if does_not_work else f"{of_nodes / 8:g}"
+    assert ROWS[name]["the same, fp32, on 2 nodes of 8 shards"] == expected
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_staleness_in_the_docs_is_the_strategys(name: str) -> None:
     assert ROWS[name]["staleness"].split(",")[0] == str(STRATEGIES[name].staleness)

@@ -100,7 +100,7 @@ def test_a_healthy_machine_passes_and_every_link_is_measured() -> None:
     report = outcomes()[0]["healthy"]
     assert report.passed, [finding for finding in report.findings if not finding.passed]
     assert report.summary.startswith("passed: ")
-    rates = {f.link: f.megabytes_per_second for f in report.findings if f.check == "link"}
+    rates = {f.link: f.megabits_per_second for f in report.findings if f.check == "link"}
     assert set(rates) == {(a, b) for a in range(RANKS) for b in range(RANKS) if a != b}
     assert all(rate is not None and rate > 0 for rate in rates.values())
     assert {f.check for f in report.findings} >= {

@@ -23,7 +23,7 @@ def printed(*words: str, launcher: tuple[str, ...] = ()) -> list[str]:
         return _lines(command)
 
 
-def printed_by_ranks(script: str, world_size: int) -> list[str]:
+def printed_by_ranks(script: str, world_size: int, *arguments: str) -> list[str]:
     """Run a script on ranks that know of each other what torchrun tells them; return the lines that rank 0 prints."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": store.port}
@@ -32,7 +32,11 @@ def printed_by_ranks(script: str, world_size: int) -> list[str]:
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
-                Command(str(EXAMPLES / script), variables=told | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                Command(
+                    str(EXAMPLES / script),
+                    *arguments,
+                    variables=told | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
             )
             for rank in range(world_size)
         ]

@@ -88,15 +88,14 @@ def average(ranks: list[Rank]) -> None:
 
 
 def algorithm_2(case: Case, world_size: int) -> list[Seen]:
-    """Return what every rank must see; all have equally many micro-batches, four to an update."""
+    """Return what every rank must see; all have equally many micro-batches, four to an update but for the last."""
     strategy = case.strategy
     pace = Pace(strategy.rate, strategy.plan, strategy.seed)
     ranks = [Rank(case, rank) for rank in range(world_size)]
     seen = [Seen([rank.values()], [], [], []) for rank in ranks]
-    for updates, exhausted, heads in rounds(case, pace):
+    for updates, heads in rounds(case, pace):
         for rank in ranks:
             rank.step(updates)
-        commits = not heads or any(rank.window for rank in ranks)
         if heads:
             average(ranks)
         drifted = any(rank.window for rank in ranks)
@@ -104,27 +103,21 @@ def algorithm_2(case: Case, world_size: int) -> list[Seen]:
         for rank, view in zip(ranks, seen, strict=True):
             if not same(rank.values(), view.shown[-1]):
                 view.shown.append(rank.values())
-            if commits:
-                view.committed.append(consensus or rank.values())
-                view.gaps.append(0 if heads else 1 + (view.gaps[-1] if view.gaps else 0))
-        if heads and exhausted:
-            break
+            view.committed.append(consensus or rank.values())
+            view.gaps.append(0 if heads else 1 + (view.gaps[-1] if view.gaps else 0))
     average(ranks)
     for rank, view in zip(ranks, seen, strict=True):
-        view.final = rank.values()
+        # The last round holds less than four, and lands after the loop: nobody sees what comes before the mean.
+        view.shown[-1] = view.final = rank.values()
     return seen
 
 
-def rounds(case: Case, pace: Pace) -> Iterator[tuple[int, bool, bool]]:
-    """Yield each round's index, whether the data have ended in it, and how the coin falls."""
-    index = gap = 0
-    while True:
+def rounds(case: Case, pace: Pace) -> Iterator[tuple[int, bool]]:
+    """Yield the index of each round that holds data, and how the coin falls."""
+    gap = 0
+    for index in range(-(-case.length(0) // 4)):
         gap += 1
         capped = case.strategy.max_gap is not None and gap >= case.strategy.max_gap
-        exhausted = 4 * (index + 1) >= case.length(
-            0
-        )  # told with the last batch, so that its round ends with a mean
-        heads = capped or exhausted or pace.is_due(index)
+        heads = capped or pace.is_due(index)
         gap = 0 if heads else gap
-        yield index, exhausted, heads
-        index += 1
+        yield index, heads

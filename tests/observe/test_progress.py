@@ -29,7 +29,7 @@ def test_without_a_terminal_it_prints_plain_lines(capsys: pytest.CaptureFixture[
     assert evaluation == "held-out loss 5.5000 after 0 updates"
     assert begin == "update 1/10  loss 1.0000"
     # Over the four updates after the first, of two seconds of training each; five updates are left.
-    assert end == ("update 5/10  loss 3.5000  50 samples/s  exposed 12.5%  lane 25%  1.5 MB/s  0:10 left")
+    assert end == ("update 5/10  loss 3.5000  50 samples/s  exposed 12.5%  lane 25%  12.0 Mbit/s  0:10 left")
 
 
 def test_an_incident_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +78,7 @@ def test_the_panel_shows_loss_speed_exposure_the_lane_and_the_time_left() -> Non
     console = Console(file=io.StringIO(), width=90)
     console.print(progress)
     shown = console.file.getvalue()
-    for part in ("3/10, 0:14 left", "2.0000", "50 samples/s", "12.5% of the time", "25% busy, 1.5 MB/s"):
+    for part in ("3/10, 0:14 left", "2.0000", "50 samples/s", "12.5% of the time", "25% busy, 12.0 Mbit/s"):
         assert part in shown
 
 

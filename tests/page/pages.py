@@ -58,6 +58,7 @@ def used(page: Path) -> dict[str, Any]:
 def _opened(page: Path, *words: str) -> str:
     """The document that a browser has after it has opened a page, without a complaint."""
     common = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    common.append("--virtual-time-budget=20000")  # the page unpacks its library when it has been loaded
     own = f"--user-data-dir={page.resolve().parent / 'profile'}"
     ended = subprocess.run(
         [str(CHROMIUM), *common, *words, own, page.resolve().as_uri()],

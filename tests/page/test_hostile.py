@@ -73,7 +73,7 @@ def test_no_text_of_a_folder_is_html() -> None:
     assert "onmouseover=alert" not in page.replace("&lt;b onmouseover=alert(1)&gt;", "").replace(
         "\\u003cb onmouseover=alert(1)>", ""
     )
-    assert page.count("<script") == 3  # the numbers, plotly, the page's own
+    assert page.count("<script") == 4  # the numbers, plotly, the page's own, and what unpacks them
     assert not {"\u202e", "\x1b"} & set(shown(page))
     (run,) = numbers(page)["runs"]
     assert ATTACK[:40] in run["events"]["text"][0]  # as text
@@ -168,7 +168,7 @@ def test_a_damaged_folder_makes_a_page_that_names_the_gap(
     harm(run)
     assert main(["report", "run"]) == 0
     assert f"missing: run: {gap}" in capsys.readouterr().out.splitlines()
-    assert gap in shown(Path("runs/report.html").read_text(encoding="utf-8"))
+    assert gap in shown(Path("run/report.html").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("file", ["compare.json", "campaign.json"])
@@ -212,4 +212,4 @@ def test_a_missing_plotly_is_an_install_command(
     assert main(["report", "run"]) == 2
     assert "plotly" in (line := capsys.readouterr().err)
     assert "stretto[cli]" in line
-    assert not Path("runs/report.html").exists()
+    assert not Path("run/report.html").exists()

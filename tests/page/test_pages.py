@@ -1,5 +1,7 @@
 """Pages of real runs: what they draw is what the folders hold, and a browser draws it."""
 
+import base64
+import gzip
 import itertools
 import json
 import re
@@ -7,9 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from plotly.offline import get_plotlyjs
 
 from stretto_lab.cli import main
 from stretto_lab.observe import read_json_lines
+from stretto_lab.page import ReportConfig
+from stretto_lab.page import page_of as page_written
 from tests.docs.pages import DOCS, commands
 from tests.page.pages import drawn, needs_chromium, numbers, page_of, shown, used
 
@@ -235,8 +240,46 @@ def test_the_commands_of_the_page_about_reports_work(folders: Path) -> None:
         shutil.copytree(folders / folder, Path("runs", name))
     printed = [words for words in commands(DOCS / "report.md") if words[0] == "report"]
     assert [main(words) for words in printed] == [0] * 4
-    assert Path("runs/report.html").exists()
+    assert Path("runs/first/report.html").exists()
     assert {"first.html", "both.html", "trace.json"} <= {path.name for path in Path().iterdir()}
+
+
+def test_pages_of_different_folders_are_different_files_and_of_the_same_folders_the_same_one() -> None:
+    named = ["a", "b", "c", "x/a", "x/b"]
+    chosen = [
+        [Path(name) for name in some] for count in (1, 2, 3) for some in itertools.combinations(named, count)
+    ]
+    pages = [page_written(paths, ReportConfig()) for paths in chosen]
+    assert len(set(pages)) == len(chosen)
+    for paths, page in zip(chosen, pages, strict=True):
+        if len(paths) > 1:
+            assert page_written(paths[::-1], ReportConfig()) == page
+        assert page_written(paths, ReportConfig(out="here.html")) == Path("here.html")
+
+
+def test_pages_below_runs_share_plotly_and_are_small_and_a_page_alone_has_it_in_two_megabytes(
+    folders: Path,
+) -> None:
+    for name in ("first", "second"):
+        shutil.copytree(folders / "run", Path("runs", name))
+        assert main(["report", f"runs/{name}"]) == 0
+        assert Path("runs", name, "report.html").stat().st_size < 1_000_000
+    (shared,) = Path("runs/assets").iterdir()
+    assert shared.read_text(encoding="utf-8") == get_plotlyjs()
+    page_of(folders / "run")
+    assert Path("page.html").stat().st_size < 2_000_000
+
+
+@needs_chromium
+def test_a_browser_draws_a_page_that_shares_plotly(folders: Path) -> None:
+    shutil.copytree(folders / "run", Path("runs", "first"))
+    assert main(["report", "runs/first"]) == 0
+    assert 'class="main-svg"' in drawn(Path("runs/first/report.html"))
+
+
+def test_what_is_packed_into_a_page_is_plotly(folders: Path) -> None:
+    (packed,) = re.findall(r'<script type="text/plain" id="plotly">(.*?)</script>', page_of(folders / "run"))
+    assert gzip.decompress(base64.b85decode(packed.replace(",", "<"))).decode() == get_plotlyjs()
 
 
 def test_a_page_fetches_nothing_and_runs_only_its_own_scripts(folders: Path) -> None:

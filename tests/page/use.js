@@ -1,7 +1,9 @@
 "use strict";
 // Uses a page as a reader would, with mouse and keyboard, and leaves what came of it in #found as JSON.
 
-addEventListener("load", () => {
+addEventListener("load", async () => {
+  const loaded = document.getElementById("frame").contentDocument.documentElement;
+  while (!("drawn" in loaded.dataset)) await new Promise((resolve) => setTimeout(resolve, 10));
   const frame = document.getElementById("frame"), page = frame.contentDocument, view = frame.contentWindow;
   const element = (id) => page.getElementById(id);
   const range = (id) => element(id)._fullLayout.xaxis.range;

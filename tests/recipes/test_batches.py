@@ -1,12 +1,17 @@
 """The order of the data: one for all world sizes. That it resumes anywhere is checked in tests/testing."""
 
+import random
+from functools import partial
 from itertools import islice
 
 import pytest
 from torch import Tensor
 
-from stretto import errors
+from stretto import Total, errors
 from stretto_lab.recipes.batches import MicroBatches, reshard
+from stretto_lab.recipes.blocks import Packed, Streams
+from stretto_lab.recipes.instructions import read_text
+from stretto_lab.recipes.text import BytePairs
 
 SAMPLES, SIZE, SEED = 23, 3, 5
 
@@ -48,13 +53,46 @@ def test_another_seed_gives_another_order() -> None:
     assert take(loader(seed=SEED + 1), 20) != take(loader(), 20)
 
 
-def test_uneven_ranks_keep_their_own_places_at_the_same_world_size_and_the_total_at_another() -> None:
+def test_ranks_that_are_unequally_far_keep_their_own_places_at_the_same_world_size() -> None:
     stopped = [loader(rank, 2) for rank in range(2)]
     take(stopped[0], 7)
     take(stopped[1], 3)
     states = [rank.state_dict() for rank in stopped]
     assert [reshard(states, rank, 2)["consumed"] for rank in range(2)] == [7, 3]
-    assert [reshard(states, rank, 3)["consumed"] for rank in range(3)] == [4, 3, 3]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_whoever_comes_and_goes_every_micro_batch_is_taken_once(seed: int) -> None:
+    rng = random.Random(seed)
+    end, taken = 60, []
+    loaders = [loader(rank, 3, micro_batches=end) for rank in range(3)]
+    for _ in range(rng.randint(1, 5)):
+        for one in loaders:
+            taken += take(one, rng.randint(0, 6))
+        states, ranks = [one.state_dict() for one in loaders], rng.randint(1, 6)
+        update = rng.choice([None, rng.randint(ranks, 3 * ranks)])
+        loaders = [loader(rank, ranks, micro_batches=end) for rank in range(ranks)]
+        for rank, one in enumerate(loaders):
+            one.load_state_dict(reshard(states, rank, ranks, update))
+    for one in loaders:
+        taken += one
+    assert sorted(taken) == sorted(take(loader(), end))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_an_update_has_the_same_samples_on_any_number_of_ranks(seed: int) -> None:
+    rng = random.Random(seed)
+    total = Total(rng.randint(5, 9))
+    expected, states = iter(loader()), [loader().state_dict()]
+    for _ in range(rng.randint(2, 4)):
+        ranks = rng.randint(1, 5)
+        loaders = [loader(rank, ranks) for rank in range(ranks)]
+        for rank, one in enumerate(loaders):
+            one.load_state_dict(reshard(states, rank, ranks, total.micro_batches))
+        for _ in range(rng.randint(1, 4)):
+            update = [batch for rank, one in enumerate(loaders) for batch in take(one, total.of(rank, ranks))]
+            assert sorted(update) == sorted(islice(expected, total.micro_batches))
+        states = [one.state_dict() for one in loaders]
 
 
 def test_a_limit_counts_the_micro_batches_of_all_ranks() -> None:
@@ -87,3 +125,40 @@ def test_impossible_numbers_are_refused() -> None:
         loader(2, 2)
     with pytest.raises(errors.ConfigError, match="must not be negative, found -1"):
         loader(seed=-1)
+
+
+class Written:
+    """Documents of one to five blocks, each of which says whose it is and which."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, indices: list[int]) -> dict[str, list[str]]:
+        texts = ("".join(f"{index:03}.{block:03} " for block in range(1 + index % 5)) for index in indices)
+        return {"text": [text[:-1] for text in texts]}
+
+
+def packed(rank: int, ranks: int) -> Packed:
+    streams = Streams(Written(), partial(read_text, column="text"), BytePairs((), 257))
+    return Packed(streams, length=8, size=1, rank=rank, world_size=ranks, seed=SEED)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_parcel_that_was_begun_is_gone_on_with_by_whoever_gets_it(seed: int) -> None:
+    rng = random.Random(seed)
+    blocks: list[tuple[int, ...]] = []
+
+    def take_blocks(one: Packed, count: int) -> None:
+        blocks.extend(tuple(window.inputs[0].tolist()) for window in islice(one, count))
+
+    loaders = [packed(rank, 3) for rank in range(3)]
+    for ranks in (rng.randint(1, 5), rng.randint(1, 5), 1):
+        for one in loaders:
+            take_blocks(one, rng.randint(0, 4))
+        states = [one.state_dict() for one in loaders]
+        loaders = [packed(rank, ranks) for rank in range(ranks)]
+        for rank, one in enumerate(loaders):
+            one.load_state_dict(reshard(states, rank, ranks))
+    epoch = sum(1 + index % 5 for index in range(60))
+    take_blocks(loaders[0], epoch - len(blocks))
+    assert len(set(blocks)) == epoch

@@ -7,7 +7,7 @@ with a whole model each, and with the batches of a node side by side; every colu
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from stretto import ACCO, DDP, DPU, DataParallel, DiLoCo, LocalSGD, Options, WeightPrediction, ZeRO1
+from stretto import ACCO, DDP, DPU, DataParallel, DiLoCo, Guard, LocalSGD, Options, WeightPrediction, ZeRO1
 from stretto.records import Update
 from stretto.strategies import Strategy
 
@@ -54,14 +54,14 @@ class Network(nn.Module):
 
     places: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.mix = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.few = nn.Linear(WIDTH, 3)
-        self.back = nn.Linear(3, WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.words = nn.Embedding(WORDS, width)
+        self.mix = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.few = nn.Linear(width, 3)
+        self.back = nn.Linear(3, width)
+        self.head = nn.Linear(width, WORDS, bias=False)
         self.head.weight = self.words.weight
         self.register_buffer("places", torch.linspace(-1, 1, LENGTH)[:, None])
 
@@ -76,9 +76,9 @@ class Network(nn.Module):
         return scores
 
 
-def network() -> Network:
+def network(width: int = WIDTH) -> Network:
     torch.manual_seed(0)
-    return Network()
+    return Network(width)
 
 
 def batch(rank: int, index: int) -> Tensor:
@@ -131,8 +131,10 @@ class Case:
     options: Options = dataclasses.field(default_factory=lambda: Options(bucket_bytes=512))
     weights: Sequence[float] = (1.0, 1.0, 1.0, 1.0)
     """Of every micro-batch, by rank."""
+    width: int = WIDTH
     micro_batches: int = 2
     updates: int = 5
+    guards: Literal["standard"] | Sequence[Guard] = ()
     poisoned: tuple[int, int] | None = None
     """Rank and index of a micro-batch whose gradient is not finite."""
     evaluates: bool = False
@@ -160,17 +162,17 @@ class Outcome:
 
 def sharded(case: Case, nodes: int, shards: int, **settings: Any) -> tuple[Network, DataParallel]:
     """A job of this process among the N x L."""
-    model, mesh = network(), mesh_of(nodes, shards)
+    model, mesh = network(case.width), mesh_of(nodes, shards)
     shard(model, mesh["shard"], **settings)
     return model, DataParallel(
         model, case.optimizer(model), case.strategy, micro_batches=case.micro_batches, options=case.options,
-        mesh=mesh["node"],
+        guards=case.guards, mesh=mesh["node"],
     )  # fmt: skip
 
 
 def unsharded(case: Case, group: dist.ProcessGroup | None = None) -> tuple[Network, DataParallel]:
     """The same with a whole model on every rank of `group`."""
-    model = network()
+    model = network(case.width)
     return model, DataParallel(
         model, case.optimizer(model), case.strategy, micro_batches=case.micro_batches, options=case.options,
         group=group,

@@ -1,7 +1,10 @@
 """What one rank of a node decides or suffers, all ranks of the job do: no shard takes another way."""
 
+import functools
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +97,50 @@ def test_the_data_of_a_node_end_where_those_of_one_of_its_ranks_do(until: str, h
         for name, (outcome, expected) in found.items():
             assert outcome.distance(expected) <= tolerance(Case(), expected), name
             assert [one.weight for one in outcome.updates] == [one.weight for one in expected.updates], name
+
+
+def asking_in_another_order(rank: int) -> tuple[Outcome, Outcome]:
+    """While a round is in flight, one rank of a node asks for a batch before it reports, and the other after that."""
+    outcomes = []
+    for in_another_order in (False, True):
+        case = Case(strategy=ACCO(), micro_batches=8)  # a round has four: it takes off with the fifth
+        model, parallel = sharded(case, 2, 2)
+        within, reports, asks = parallel.job.within, threading.Event(), threading.Event()
+        waits = rank % 2 == 1 and in_another_order
+        within.merge = functools.partial(merging, within.merge, reports, asks if waits else None)
+        within.have_all = functools.partial(asking, within.have_all, asks)
+        updates = []
+        for index in parallel.feed(in_flight_before(6, range(16), None if rank % 2 else reports)):
+            updates.append(parallel.backward(loss_of(model, batch(rank, index))))
+        updates += parallel.finish()
+        outcomes.append(Outcome(values=whole(model), updates=[one for one in updates if one]))
+    return outcomes[0], outcomes[1]
+
+
+def merging(merge: Any, reports: threading.Event, asks: threading.Event | None, *args: Any) -> Any:
+    if asks is not None and not reports.is_set():
+        asks.clear()
+        asks.wait(60)
+    reports.set()
+    return merge(*args)
+
+
+def asking(have_all: Any, asks: threading.Event, found: bool) -> bool:
+    asks.set()
+    return have_all(found)
+
+
+def in_flight_before(count: int, batches: Iterable[int], reports: threading.Event | None) -> Iterator[int]:
+    """Hand out the batch of this number once a round has been reported."""
+    for number, one in enumerate(batches, start=1):
+        if number == count and reports is not None:
+            reports.wait(60)
+        yield one
+
+
+def test_what_the_two_lanes_of_a_rank_ask_inside_a_node_is_never_mixed_up() -> None:
+    for expected, outcome in run_ranks(WORLD_SIZE, asking_in_another_order):
+        assert outcome.equals(expected)
 
 
 def disagreeing(rank: int) -> str:

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from stretto import Clock, DataParallel, DiLoCo, Noise, Options, PAFTDyn, ReplicaGuard, Switching, ZeRO1
-from stretto.errors import ConfigError, ParametersTouched
+from stretto import ACCO, Audit, DataParallel, DiLoCo, Noise, Options, PAFTDyn, Switching, ZeRO1
+from stretto.errors import ConfigError, ParametersTouched, UsageError
 from tests.processes import run_ranks
 from tests.sharded.jobs import adamw, loss_of, mesh_of, network, shard
 
@@ -74,10 +74,7 @@ CASES: dict[str, tuple[Callable[[], Made], tuple[str, ...]]] = {
         ("dimension 1", "shard_placement_fn"),
     ),
     "a group too": (over(ranks=[0]), ("leave out group and ranks",)),
-    "a clock": (over(micro_batches=Clock()), ("Clock",)),
-    "guards": (over(guards=[ReplicaGuard()]), ("guards",)),
-    "verified": (over(options=Options(verified=True)), ("verified",)),
-    "strikes": (over(options=Options(strikes=3)), ("strikes",)),
+    "audit": (over(guards=[Audit(rate=0.5)], strategy=ACCO()), ("Audit", "again by itself")),
     "noise": (over(options=Options(noise=Noise(0.1))), ("noise",)),
     "ranks per node": (over(options=Options(ranks_per_node=1)), ("ranks_per_node", "FSDP2")),
     "averages": (over(strategy=PAFTDyn()), ("paft-dyn",)),
@@ -85,7 +82,7 @@ CASES: dict[str, tuple[Callable[[], Made], tuple[str, ...]]] = {
         over(strategy=DiLoCo(worker="node"), options=Options(ranks_per_node=1)),
         ("worker='node'",),
     ),
-    "turns": (over(strategy=Switching({0: ZeRO1(), 2: ZeRO1()})), ("turns",)),
+    "averages later": (over(strategy=Switching({0: ZeRO1(), 2: PAFTDyn()})), ("paft-dyn",)),
 }
 
 
@@ -116,6 +113,36 @@ def test_what_does_not_work_with_shards_is_refused_with_the_way_out() -> None:
         for word in words:
             assert word in found[name], (name, found[name])
     assert "works element by element" in found["whole tensors"]
+
+
+def set_apart(rank: int) -> list[str]:
+    messages = []
+    for settings in (
+        lambda model: model.set_gradient_divide_factor(3.0),
+        lambda model: model.mix[0].set_gradient_divide_factor(3.0),
+        lambda model: model.set_requires_gradient_sync(False),
+        lambda model: model.mix[0].set_requires_gradient_sync(False),
+    ):
+        for before in (True, False):
+            model, chosen = over()()
+            if before:
+                settings(model)
+            try:
+                parallel = DataParallel(model, adamw(model), **chosen)
+                settings(model)
+                parallel.backward(loss_of(model, torch.ones(2, 6, dtype=torch.long)))
+                messages.append("nothing was raised")
+            except UsageError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_settings_of_fsdp2_that_would_change_sums_are_errors_that_name_them() -> None:
+    (messages,) = run_ranks(1, set_apart)
+    for message, name in zip(
+        messages, ["set_gradient_divide_factor"] * 4 + ["set_requires_gradient_sync"] * 4, strict=True
+    ):
+        assert name in message
 
 
 def too_late(rank: int) -> str:

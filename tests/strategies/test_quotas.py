@@ -1,9 +1,11 @@
-"""Micro-batches are split over rounds; names lead to strategies."""
+"""Micro-batches are split over rounds and ranks; names lead to strategies."""
+
+import itertools
 
 import pytest
 
 from stretto import ACCO, DDP
-from stretto.engine.options import Clock, plan_quota
+from stretto.engine.options import Clock, Total, plan_quota
 from stretto.errors import ConfigError, UnknownName
 from stretto.strategies import STRATEGIES, strategy_by_name
 
@@ -38,6 +40,20 @@ def test_fewer_micro_batches_than_rounds_are_refused() -> None:
 def test_a_fixed_number_is_the_same_whether_the_lane_is_free_or_not() -> None:
     quota = plan_quota(ACCO(), 5, 2)
     assert quota.minima == quota.maxima == (2, 3)
+
+
+def test_a_total_is_dealt_out_in_turn_and_leaves_every_rank_enough() -> None:
+    for total, ranks in itertools.product(range(1, 20), range(1, 8)):
+        if total < 2 * ranks:
+            with pytest.raises(
+                ConfigError, match=rf"Total\(micro_batches={total}\) leaves {total // ranks} to a rank"
+            ):
+                plan_quota(ACCO(), Total(total), 2, 0, ranks)
+            continue
+        quotas = [plan_quota(ACCO(), Total(total), 2, rank, ranks) for rank in range(ranks)]
+        counts = [sum(quota.minima) for quota in quotas]
+        assert sum(counts) == total
+        assert max(counts) - min(counts) <= 1
 
 
 def test_a_clock_has_the_same_range_in_every_round() -> None:

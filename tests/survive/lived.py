@@ -23,8 +23,10 @@ from tests.processes import Outcome, rank_outcomes
 
 LONG = timedelta(seconds=60)
 SILENT_SECONDS = 8.0
-MICRO_BATCHES = 6
-"""Of all ranks together in an update, so that the batch stays the same on 1, 2 and 3 of them."""
+SAMPLES = 4
+"""Of a micro-batch."""
+TOTAL = st.Total(7)
+"""Micro-batches of all ranks together in an update: neither 2 nor 3 divides it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,12 @@ class Lived:
     """Seat, and the collective of its jobs in which it is killed."""
     stopped: tuple[int, ...] = ()
     """Of these, seats that are stopped instead, until the others have done their work."""
+    host: tuple[int, signal.Signals, int] | None = None
+    """Process that hosts the store, what rank 0 sends it, and after which update."""
 
 
 class Samples:
-    """Numbers in one order without end, dealt to ranks in turn, with a position that can be dealt out anew."""
+    """Numbers in one order without end, dealt to ranks in turn in every update, with a position to go on from."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -53,7 +57,8 @@ class Samples:
 
     def __iter__(self) -> Iterator[int]:
         while True:
-            number = self.begin + self.taken * self.world_size + self.rank
+            update, turn = divmod(self.taken, TOTAL.of(self.rank, self.world_size))
+            number = self.begin + update * TOTAL.micro_batches + turn * self.world_size + self.rank
             self.taken += 1
             self.given.append(number)
             yield number
@@ -66,12 +71,11 @@ class Samples:
 
     def deal(self, states: tuple[dict[str, int], ...]) -> None:
         """Go on after all that ranks of another number have taken."""
-        assert len({state["taken"] for state in states}) == 1
         self.begin, self.taken = states[0]["begin"] + sum(state["taken"] for state in states), 0
 
 
 def batch_of(number: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+    inputs = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(number))
     return inputs, inputs.sum(1, keepdim=True).sin()
 
 
@@ -91,7 +95,7 @@ class Job:
             self.model,
             optimizer,
             lived.strategy,
-            micro_batches=MICRO_BATCHES // group.size(),
+            micro_batches=TOTAL,
             scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9),
             wire=lived.wire,
             guards=lived.guards,
@@ -104,17 +108,22 @@ class Job:
         if restored is not None and len(restored.loader_states) != self.parallel.world_size:
             self.samples.deal(restored.loader_states)
 
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        return (self.model(inputs) - targets).square().mean()
+
     def train(self, updates: int, on_update: Any) -> str:
         with self.parallel:
             for number in self.parallel.feed(self.samples, updates=updates, on_update=on_update):
-                inputs, targets = batch_of(number)
-                self.parallel.backward((self.model(inputs) - targets).square().mean())
+                self.parallel.micro_batch(self.loss, batch_of(number))
             self.parallel.finish()
         return digest(self.model)
 
 
 def digest(model: nn.Module) -> str:
-    state = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+    """Of all that ranks have in common: each counts its own batches (`num_batches_tracked`)."""
+    values = (value for value in model.state_dict().values() if value.is_floating_point())
+    state = b"".join(value.numpy().tobytes() for value in values)
     return hashlib.sha1(state).hexdigest()
 
 
@@ -185,6 +194,8 @@ def live(rank: int, lived: Lived, port: int, folder: str | None) -> tuple[str, l
 
         def on_update(update: st.Update) -> None:
             told.counted[update.step] = update.samples
+            if lived.host is not None and (rank, update.step) == (0, lived.host[2]):
+                os.kill(*lived.host[:2])
             if folder is not None and update.step % lived.every == 0:
                 st.checkpoint.save(job.parallel, folder, loader=job.samples, keep=100)
             term.keep(job.parallel, loader=job.samples)

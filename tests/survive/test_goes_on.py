@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 import stretto as st
+from stretto.exchange import WIRES
+from stretto.guards.text import GUARDS
+from stretto.strategies import STRATEGIES
 from tests.processes import Outcome, run_ranks
-from tests.survive.lived import Lived, Told, fresh, lives
+from tests.survive.lived import SAMPLES, Lived, Told, fresh, lives
 
 AT_ONCE = 4
 """Jobs side by side: most of the time all of them wait."""
@@ -27,8 +30,26 @@ CASES = {
     "zero1, then acco": Lived(strategy=st.Switching({0: st.ZeRO1(), 9: st.ACCO()})),
     "acco on int8": Lived(strategy=st.ACCO(), wire="int8"),
     "zero1 on int4, guarded": Lived(strategy=st.ZeRO1(), wire="int4", guards="standard"),
+    "average on bf16": Lived(strategy=st.Average(4), wire="bf16"),
+    "dpu on int2": Lived(strategy=st.DPU(), wire="int2"),
+    "wp on rotated4": Lived(strategy=st.WeightPrediction(), wire="rotated4"),
+    "zero1 on rotated3, audited": Lived(
+        strategy=st.ZeRO1(), wire="rotated3", guards=(st.Audit(rate=0.5, seed=1),)
+    ),
+    "acco on rotated2, guarded": Lived(strategy=st.ACCO(), wire="rotated2", guards="standard"),
+    "ddp on rotated1, guarded": Lived(
+        strategy=st.DDP(), wire="rotated1", guards=(st.AtRest(), st.ReplicaGuard())
+    ),
 }
 MOST_COLLECTIVES = 200
+
+
+def test_every_strategy_wire_and_guard_is_among_the_cases() -> None:
+    cases = CASES.values()
+    assert {one.strategy.name for one in cases if isinstance(one.strategy, st.Strategy)} == STRATEGIES.keys()
+    assert {one.wire for one in cases} == WIRES.keys()
+    named = {type(guard) for one in cases if one.guards != "standard" for guard in one.guards}
+    assert named == set(GUARDS.values())
 
 
 def drawn(seed: int, lived: Lived) -> Lived:
@@ -67,10 +88,9 @@ def check_samples(terms: list[list[Told]], lived: Lived) -> None:
     total = sum(counted[step] for step in range(1, lived.updates + 1))
     given = sorted(number for told in terms[-1] for number in told.given)
     assert given == list(range(last.begin, last.begin + len(given))), (lived, given)
-    if not isinstance(
-        lived.strategy, st.LocalSGD | st.DiLoCo
-    ):  # whose updates count what one rank has stepped on
-        assert total == last.begin + len(given), (lived, counted)
+    stepping_alone = st.LocalSGD | st.DiLoCo | st.Average  # whose updates count what one rank has stepped on
+    if not isinstance(lived.strategy, stepping_alone):
+        assert total == SAMPLES * (last.begin + len(given)), (lived, counted)
 
 
 def check(name: str, seed: int, folder: Path) -> None:

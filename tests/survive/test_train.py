@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import signal
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from stretto_lab.recipes import Loss, Task
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.launch import LocalRanks, train
 from stretto_lab.train.outcome import prepare_run_folder
-from stretto_lab.train.rank import shared
 from tests.processes import Command, rank_outcomes, run_ranks
 from tests.survive.lived import LONG, SILENT_SECONDS, Job, Lived
 from tests.train.tiny import Points, Tiny, quadrant_loss
@@ -74,9 +72,15 @@ def test_a_run_whose_worker_is_killed_goes_on_to_its_end(
     victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    outcome = train(LocalRanks(3), mortal(victim=victim), shows_progress=False)
+    on_a_slow_link = {"link": "100mbit,1ms", "slow": {2: 1.5}} if victim else {}
+    run = dataclasses.replace(mortal(victim=victim), **on_a_slow_link)
+    outcome = train(LocalRanks(3), run, shows_progress=False)
     assert outcome.updates == 30
     assert [record["step"] for record in read_json_lines(Path("run/updates.jsonl"))] == list(range(1, 31))
+    records = read_json_lines(Path("run/updates.jsonl"))
+    assert {sum(record["micro_batches"]) for record in records} == {
+        6
+    }  # also by 2 ranks, and 4 would be theirs
     evaluated = [record["step"] for record in read_json_lines(Path("run/evaluations.jsonl"))]
     assert evaluated == [0, 4, 8, 12, 16, 20, 24, 28, 30]
     printed = capfd.readouterr().out
@@ -92,9 +96,14 @@ def test_an_error_that_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch:
         train(LocalRanks(3), mortal(raises=True), shows_progress=False)
 
 
-def test_what_names_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="survive with link, slow: not built yet; leave out one of them"):
-        RunConfig(task=Tiny(), survive=True, link="1gbit", slow={1: 2.0})
+def test_what_needs_all_ranks_is_refused_with_the_reason() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"survive does not go with noise \(names ranks, .* anew\), nor with ranks_per_node \(sums .* none\): "
+        "leave out one of them",
+    ):
+        RunConfig(task=Tiny(), survive=True, ranks_per_node=2, noise=st.Noise(0.1, rank=1))
+    RunConfig(task=Tiny(), survive=True, noise=st.Noise(0.1))  # hits all
 
 
 def comes_later(rank: int, port: int) -> list[tuple[int, int, int]]:
@@ -146,15 +155,6 @@ def test_who_comes_later_comes_in_where_a_state_was_kept_and_nothing_is_done_aga
     if len(rest) == 2:  # it was not there yet when the others agreed
         assert rest[0][1] == 2
         assert rest[1][2] > rest[0][2]
-
-
-def test_fewer_ranks_take_more_micro_batches_each() -> None:
-    for micro_batches, before, now in product(range(1, 9), range(1, 9), range(1, 9)):
-        each = shared(micro_batches, before, now)
-        assert each >= 1
-        assert abs(each * now - micro_batches * before) <= now / 2 or each == 1
-        if micro_batches * before % now == 0:
-            assert each * now == micro_batches * before
 
 
 def members_that_met(rank: int, address: str) -> tuple[int, ...]:

@@ -244,7 +244,7 @@ class RepeatsASample(MicroBatches[Any]):
 class IgnoresItsRank(MicroBatches[Any]):
     @property
     def position(self) -> int:
-        return self.consumed * self.world_size
+        return self._deal.place(self._deal.index(0, self.consumed))
 
 
 class KeepsOneOrder(MicroBatches[Any]):
@@ -331,7 +331,8 @@ class ForgetsTheTotal(TestMicroBatches):
     __test__ = False
 
     def reshard(self, states: Sequence[Any], rank: int, world_size: int) -> Any:
-        return {**states[0], "rank": rank, "world_size": world_size}
+        begin = self.make_loader(rank, world_size).state_dict()
+        return {**begin, "consumed": states[0]["consumed"]}
 
 
 def test_a_wrong_reshard_shows_between_different_numbers_of_ranks_only() -> None:

@@ -47,6 +47,9 @@ class Tiny:
     width: int = 16
     """Hidden values."""
 
+    normed: bool = True
+    """Whether there is batch normalisation."""
+
     batch: int = 8
     """Points per micro-batch."""
 
@@ -56,7 +59,7 @@ class Tiny:
             torch.manual_seed(seed)
             model = nn.Sequential(
                 nn.Linear(2, self.width),
-                nn.BatchNorm1d(self.width),
+                nn.BatchNorm1d(self.width) if self.normed else nn.Identity(),
                 nn.Tanh(),
                 nn.Dropout(self.dropout),
                 nn.Linear(self.width, 4),

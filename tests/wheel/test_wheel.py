@@ -14,7 +14,7 @@ import pytest
 
 import stretto
 from stretto_lab.observe import read_json_lines
-from tests.docs.pages import DOCS, code_blocks, typed
+from tests.docs.pages import DOCS, code_blocks, table, typed
 from tests.style.source import ROOT, package_files
 
 TUTORIAL = DOCS / "tutorial.md"
@@ -73,6 +73,7 @@ def test_the_wheel_holds_every_module_and_no_test(wheel: Path) -> None:
         "stretto_lab/py.typed",
         "stretto_lab/page/page.css",
         "stretto_lab/page/page.js",
+        "stretto_lab/page/unpack.js",
         f"{about}/licenses/LICENSE",
     }
 
@@ -121,8 +122,9 @@ def test_the_tutorial_and_a_model_of_own_text_work_as_typed_in_an_empty_folder(i
         assert last < first / 4
     seconds = re.findall(r"updates in ([\d.]+) virtual s", shown)
     waited = re.findall(r"waited for communication ([\d.]+)%", shown)
-    assert "take {}, {} and {} virtual seconds".format(*seconds) in TEXT
-    assert "{} %, {} % and {} % of the time waits".format(*waited) in TEXT
+    shares = [f"{share} %" for share in waited]
+    rows = table(TUTORIAL, "tests/wheel/test_wheel.py")
+    assert [(row["virtual seconds"], row["waits"]) for row in rows] == list(zip(seconds, shares, strict=True))
     before, *_, behind = [row["heldout_loss"] for row in read_json_lines(Path("own", "evaluations.jsonl"))]
     assert behind < before
     assert Path("own", "model", "model.safetensors").is_file()
@@ -130,3 +132,34 @@ def test_the_tutorial_and_a_model_of_own_text_work_as_typed_in_an_empty_folder(i
 
 def test_an_installed_wheel_brings_the_command(installed: Path) -> None:
     assert run("stretto", "--help", path=installed).startswith("usage: stretto COMMAND")
+
+
+def test_an_estimate_needs_nothing_but_the_wheel_and_a_second(
+    wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """An environment without PyTorch, NumPy or anything else."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    install = ("install", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check", str(wheel))
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *install], check=True)
+    assert (
+        run(str(python), "-c", "import importlib.util as u; print(u.find_spec('torch'))", path=folder)
+        == "None\n"
+    )
+    timed = "import resource, sys; from stretto_lab.cli import main; main(sys.argv[1:]); "
+    timed += "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime)"
+    words = [
+        "estimate",
+        "--parameters",
+        "124M",
+        "--update-seconds",
+        "1.0",
+        "--ranks",
+        "4",
+        "--network",
+        "1gbit",
+    ]
+    *shown, seconds = run(str(python), "-c", timed, *words, path=folder / "bin").splitlines()
+    assert any(line.startswith("First choice: --strategy") for line in shown)
+    assert float(seconds) < 1

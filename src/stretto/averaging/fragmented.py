@@ -195,8 +195,7 @@ class FragmentedReplica(LocalReplica):
         """Let a fragment leave; on a rank without data, wait for the others and take over where they are."""
         flight = flight_of(effect, flight)
         round = flight.round
-        # In a round of its own that holds nothing, a worker without data has nothing to decide.
-        is_due = effect.is_due and not (self._known.is_without_data and self._known.is_empty)
+        is_due = effect.is_due and not self._known.is_without_data
         buffers, changed = _buffers(flight)
         own = dataclasses.replace(self._since_average(self._own_report(round)), changed=changed)
         self._since = self._nothing_yet()

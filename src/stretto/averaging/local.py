@@ -4,6 +4,12 @@ What is alone is a worker: a rank, or the ranks of a node, which step alike (`st
 
 At an average all ranks take part as if the round had been one of all: each reports everything that it has contributed
 since the last average, and its share of the weight is its share of the mean (`stretto.averaging.mean`).
+
+Note [The end of one rank]
+    That its data end is known to a rank alone, and one whose loader has a length knows it earlier than others. So
+    nothing that it does among the others may follow from that: it steps, averages as planned and reports its last
+    update as if more were to come, because the others may settle or save there. Only then, in a round of its own that
+    holds nothing, it says so, and waits for the others at their next average.
 """
 
 import dataclasses
@@ -83,6 +89,8 @@ class LocalReplica(AgreedReplica):
         self._worker.add_up(flats, sums)
         measured = round.measured(finite, ReducedGradient(sums, 0.0, 0.0, b"").measure())
         own = round.report()
+        if round.contribution.count and own.vote in WITHOUT_DATA:
+            own = dataclasses.replace(own, vote=Vote.GO_ON)  # see Note [The end of one rank]
         if self.within is not None:
             own = self.within.merge(own, own.places(measured), round.hyperparameters, self.where)
             exchange.take_account(self.within.exchange)
@@ -239,11 +247,13 @@ class LocalReplica(AgreedReplica):
         planned = {index for index, due in zip(rounds, is_due, strict=True) if due}
         # A rank without data comes early and waits; one that comes late has passed an average by.
         if len(planned) > 1 or (planned and max(rounds) > max(planned)):
+            is_without_data = [vote in WITHOUT_DATA for vote in report.votes]
+            found = ", ".join(map(_whereabouts, range(len(rounds)), rounds, is_without_data))
             raise RanksDisagree(
-                f"rank {self.rank}, after step {step}: ranks average in different rounds, "
-                f"{rounds} by rank (below zero: settles or saves instead): a rate that is a function must give the "
-                "same on all ranks and depend on nothing but the round's index, and all ranks must settle and save at "
-                "the same updates"
+                f"rank {self.rank}, after step {step}: expected all ranks to average, or to settle or save, in the "
+                f"same round, found that {found}: a rate that is a function must give the same on all ranks and depend "
+                "on nothing but the round's index; settle and save at updates to which all ranks come: up to the "
+                "last one of the rank with the least data, and those with gap 0"
             )
 
     def _share(self, report: RoundReport) -> Share | None:
@@ -264,6 +274,12 @@ class LocalReplica(AgreedReplica):
 
     def _nothing_yet(self) -> _SinceAverage:
         return _SinceAverage(bytearray(len(self.sharded.layout.slots)))
+
+
+def _whereabouts(rank: int, index: int, is_without_data: bool) -> str:
+    if index < 0:
+        return f"rank {rank} settles or saves after round {~index}"
+    return f"rank {rank}{', which has no more data,' if is_without_data else ''} averages in round {index}"
 
 
 def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:

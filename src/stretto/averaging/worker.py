@@ -42,8 +42,6 @@ class WorkersRound:
     """Of the sum of its gradients."""
     is_without_data: bool
     """Whether the data of all its ranks have ended."""
-    is_empty: bool
-    """Whether none of its ranks has counted a micro-batch."""
 
 
 class Worker:
@@ -75,10 +73,7 @@ class Worker:
             where: Rank and step, for messages.
         """
         report = RoundReport.alone(own, self.exchange.rank, self.exchange.world_size)
-        is_empty = round.contribution.count == 0
-        return WorkersRound(
-            report, own.norm_squared, is_without_data=own.vote in WITHOUT_DATA, is_empty=is_empty
-        )
+        return WorkersRound(report, own.norm_squared, is_without_data=own.vote in WITHOUT_DATA)
 
 
 class Node(Worker):
@@ -111,9 +106,9 @@ class Node(Worker):
             WorkerDisagrees: They would step with other settings.
         """
         inside = self._inside
-        records = inside.gather_bytes(RoundReport.pack(own) + bytes([round.contribution.count > 0]))
+        records = inside.gather_bytes(RoundReport.pack(own))
         self.exchange.take_account(inside)
-        report = RoundReport.unpack([record[:-1] for record in records], len(own.used), len(own.changed))
+        report = RoundReport.unpack(records, len(own.used), len(own.changed))
         if not report.settings_agree:
             texts = {"optimizer settings": settings_text(round.hyperparameters)}
             agree(inside, texts, where, first=self.ranks[0], kind=WorkerDisagrees)
@@ -121,7 +116,6 @@ class Node(Worker):
             report.among(self.ranks[0], self.exchange.world_size),
             report.norm_squared(replicated=True),
             is_without_data=all(vote in WITHOUT_DATA for vote in report.votes),
-            is_empty=not any(record[-1] for record in records),
         )
 
 

@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -158,8 +158,12 @@ class Diagnosis:
     """A: the part of it in which the step waited for communication, as far as its updates say; per batch."""
     period_seconds: float
     """Mean time of a step with its fresh batch, in the loop as it is."""
-    advice: tuple[str, ...]
-    """What to try before an echo, the cheapest first."""
+    step_variation: float = 0.0
+    """Standard deviation of `step_seconds` between updates, as a share of it."""
+    period_variation: float = 0.0
+    """The same of `period_seconds`."""
+    advice: tuple[str, ...] = ()
+    """What to try before an echo where the loop waits for data, the cheapest first."""
 
     @property
     def free_uses(self) -> float:
@@ -177,6 +181,11 @@ class Diagnosis:
         return self.period_seconds >= WORTHWHILE * self.step_seconds
 
     @property
+    def is_disturbed(self) -> bool:
+        """Whether the loop took clearly less than one of its own parts, which other work must then have slowed."""
+        return self.period_seconds * WORTHWHILE < max(self.step_seconds, self.load_seconds)
+
+    @property
     def plan(self) -> Plan | None:
         """The plan to use; None where an echo cannot help."""
         if not self.is_input_bound:
@@ -189,21 +198,33 @@ class Diagnosis:
 
     @property
     def summary(self) -> str:
-        """One line: the bottleneck, what to do, and what can be gained at most."""
-        facts = f"a batch takes {_ms(self.load_seconds)} to load and {_ms(self.step_seconds)} to train on"
-        first = f"first {self.advice[0]}" if self.advice else "cheaper remedies are in use"
+        """The bottleneck, what to do, and what can be gained at most, in a few sentences."""
+        text = self._verdict
+        if self.is_disturbed:
+            text += (
+                " But the loop took less time than its parts alone: other work has disturbed the measurement. Repeat "
+                "it on a quiet machine."
+            )
+        return text
+
+    @property
+    def _verdict(self) -> str:
+        facts = f"a batch takes {_ms(self.load_seconds)} to load and {_ms(self.step_seconds)} to train on."
+        first = f"First {self.advice[0]}" if self.advice else "Nothing cheaper is left to try"
         if self.is_input_bound:
+            most = min(self.free_uses, USES_MAX)
             return (
-                f"input-bound: {facts}; {first}; then echo with {self.plan}: {self.free_uses:.2f} uses are free, and "
-                f"updates per second grow at most {min(self.free_uses, USES_MAX):.1f} times, progress by less"
+                f"Loading is the bottleneck: {facts} {first}. Then use batches again with {self.plan}: while the next "
+                f"one is loaded, a batch can be used {self.free_uses:.2f} times. A loss is reached at most {most:.1f} "
+                "times sooner, in practice less, because a batch teaches less when it is used again."
             )
         if self.waits:
             gain = self.period_seconds / max(self.step_seconds, self.load_seconds)
             return (
-                f"not input-bound, but loading and training take turns: {facts}; {first}: at most {gain:.1f} times "
-                "the steps per second; an echo cannot help"
+                f"Loading and training take turns: {facts} {first}: a loss is then reached at most {gain:.1f} times "
+                "sooner. To use batches again cannot help."
             )
-        return f"not input-bound: {facts}; an echo cannot help"
+        return f"Loading is not the bottleneck: {facts} To use batches again cannot help."
 
 
 def diagnose(
@@ -213,6 +234,7 @@ def diagnose(
     batches: int = 32,
     skip: int = 4,
     now: Callable[[], float] = time.perf_counter,
+    told: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Diagnosis:
     """Measure a loader and a step, first apart and then together. All ranks of a job must call it alike.
 
@@ -226,6 +248,7 @@ def diagnose(
             stock is measured.
         skip: Number of batches at the beginning of each measurement that are not counted.
         now: Returns the time in seconds, on the clock to measure by.
+        told: Called before each batch with what is measured, how many batches of it are done, and of how many.
 
     Raises:
         ConfigError: The loader has no batch, or a number is out of its range.
@@ -237,19 +260,29 @@ def diagnose(
     bare = loader.loader if isinstance(loader, EchoLoader) else loader
     source = _endless(bare)
     first = next(source)
-    loads = [_load_seconds(source, now) for _ in range(skip + batches)][skip:]
-    steps, exposed = _step_seconds(step, lambda: first, batches, skip, now)
-    periods, _ = _step_seconds(step, lambda: next(source), batches, skip, now)
+    whole = skip + batches
+    loads = [_load_seconds(source, now) for _ in _telling(told, "the loader alone", whole)][skip:]
+    steps = _time_steps(step, lambda: first, skip, now, _telling(told, "steps on one batch", whole))
+    periods = _time_steps(step, lambda: next(source), skip, now, _telling(told, "the loop", whole))
     source.close()
-    load_seconds = statistics.mean(loads)
-    return Diagnosis(
-        load_seconds=load_seconds,
-        load_variation=statistics.pstdev(loads) / load_seconds if load_seconds else 0.0,
-        step_seconds=steps / batches,
-        exposed_seconds=exposed / batches,
-        period_seconds=periods / batches,
+    found = Diagnosis(
+        load_seconds=statistics.mean(loads),
+        load_variation=_variation(loads),
+        step_seconds=steps.seconds,
+        step_variation=steps.variation,
+        exposed_seconds=steps.exposed_seconds,
+        period_seconds=periods.seconds,
+        period_variation=periods.variation,
         advice=tuple(_advice(bare)),
     )
+    return found if found.is_input_bound or found.waits else replace(found, advice=())
+
+
+def _telling(told: Callable[[str, int, int], None], what: str, total: int) -> Iterator[int]:
+    """Yield the numbers of the batches of a measurement, each told of before it."""
+    for number in range(total):
+        told(what, number, total)
+        yield number
 
 
 def _endless(loader: Iterable[Any]) -> Generator[Any, None, None]:
@@ -273,25 +306,48 @@ def _load_seconds(source: Iterator[Any], now: Callable[[], float]) -> float:
     return now() - started
 
 
-def _step_seconds(
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What steps have taken."""
+
+    seconds: float
+    """Mean of one."""
+    exposed_seconds: float
+    """Of it, waiting for communication."""
+    variation: float
+    """Standard deviation between updates, as a share of the mean."""
+
+
+def _time_steps(
     step: Callable[[Any], Update | None],
     batch: Callable[[], Any],
-    count: int,
     skip: int,
     now: Callable[[], float],
-) -> tuple[float, float]:
-    """Return the time of `count` steps that follow `skip` others, and the part of it in which they waited."""
-    for _ in range(skip):
+    numbers: Iterator[int],
+) -> _Steps:
+    """Return what steps take that follow `skip` others; `numbers` counts all of them."""
+    for _ in itertools.islice(numbers, skip):
         step(batch())
     exposed = 0.0
     _synchronize()
     started = now()
-    for _ in range(count):
+    ends, of_updates = [], []
+    for _ in numbers:
         update = step(batch())
-        if update is not None and math.isfinite(update.exposed_seconds):
-            exposed += update.exposed_seconds
+        ends.append(now())
+        if update is not None:
+            of_updates.append(ends[-1])
+            exposed += update.exposed_seconds if math.isfinite(update.exposed_seconds) else 0.0
     _synchronize()
-    return now() - started, exposed
+    seconds, count = now() - started, len(ends)
+    between = [end - begin for begin, end in itertools.pairwise([started, *(of_updates or ends)])]
+    return _Steps(seconds / count, exposed / count, _variation(between))
+
+
+def _variation(seconds: Sequence[float]) -> float:
+    """Return the standard deviation as a share of the mean."""
+    mean = statistics.mean(seconds)
+    return statistics.pstdev(seconds) / mean if mean else 0.0
 
 
 def _synchronize() -> None:
@@ -317,4 +373,4 @@ def _advice(loader: Any) -> Iterator[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

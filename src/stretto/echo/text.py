@@ -4,7 +4,9 @@ A value may be a schedule, as `stretto.schedules` reads it.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from types import MappingProxyType
+from typing import Any
 
 from stretto.echo.measured import Auto
 from stretto.echo.plans import Bernoulli, Even, Plan, Ready
@@ -15,6 +17,15 @@ PLANS: Mapping[str, Callable[..., Plan]] = MappingProxyType(
     {"even": Even, "bernoulli": Bernoulli, "ready": Ready, "auto": Auto}
 )
 """Every plan by its name."""
+
+
+def plan_text(plan: Any) -> str:
+    """Return a plan of numbers as `parse_plan` reads it; what is as by default is left out."""
+    name = next(name for name, kind in PLANS.items() if kind is type(plan))
+    settings = {
+        one.name: getattr(plan, one.name) for one in fields(plan) if getattr(plan, one.name) != one.default
+    }
+    return ":".join([name, *(f"{field}={value}" for field, value in settings.items())])
 
 
 def parse_plan(text: str, updates: Length | None = None) -> Plan:

@@ -108,6 +108,10 @@ class FailureDetector:
         """
         self.groups.append(group)
         self.waited_in.append(group)
+        return self.wait_among(ranks, where)
+
+    def wait_among(self, ranks: Sequence[int], where: str = " inside a node") -> Wait:
+        """Return what waits for collectives that only these ranks of the job share, on a group that outlives it."""
         return lambda work, what: self.wait(work, f"{what}{where}", ranks)
 
     def follow_among(self, ranks: Sequence[int], where: str = " inside a node") -> Wait:
@@ -201,6 +205,11 @@ class FailureDetector:
     def end(self) -> None:
         """Give no more signs of life, after the last collective."""
         self._watcher.end(finishes=True)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended on this rank."""
+        return self._watcher.is_over
 
     def _await_hearing(self, error: BaseException) -> None:
         """Wait until all who live have heard of an error, or left: the store ends with this process."""

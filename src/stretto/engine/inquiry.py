@@ -13,7 +13,8 @@ Note [Who is to blame]
 
     Where the rank is known, a finding is written to the store like a failure. Otherwise the first rank that notices
     raises an alarm. Every waiting rank answers it, and who has not answered within `ANSWER_SECONDS` is to blame; after
-    an error, of these only who gives no sign of life, if there is such a rank.
+    an error, of these only who gives no sign of life, if there is such a rank. Where some ranks have a group of their
+    own, and one of them waits for something else, it is the ranks elsewhere that do not answer.
 """
 
 import re
@@ -122,19 +123,23 @@ class Inquiry:
             self._closed = closed
             watcher.watch(closed)
             answers = watcher.heard("alarm")
+            waits = {
+                rank: answer.partition(" ")[2]
+                for rank, answer in {**answers, watcher.rank: f" {self._what}"}.items()
+            }
             missing = [rank for rank in self._asked if rank not in answers]
             # Some rank closed its connections. If only one has not answered, it is that one: no need to wait.
             is_one_left = kind is PeerFailed and len(missing) == 1 and watcher.lost is None and not closed
+            if (
+                not missing and len(set(waits.values())) > 1
+            ):  # one of them waits for others that are not asked here
+                missing = [rank for rank in watcher.others if rank not in answers]
             if not missing or is_one_left or time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)
         if watcher.lost is not None:
             return PeerFailed(self._prefix + self._without_store(reason))
         if not missing:
-            waits = {
-                rank: answer.partition(" ")[2]
-                for rank, answer in {**answers, watcher.rank: f" {self._what}"}.items()
-            }
             return self._found(
                 kind, f"{reason}, though every rank is there and waits: {_differing(waits)}", []
             )

@@ -63,7 +63,7 @@ class Options:
 
     wire: str = "fp32"
     """fp32, bf16, int8, int4, int2, rotated4, rotated3, rotated2, rotated1; or your own: the format in which gradients
-    and parameters travel. See docs/adding-a-wire.md. bf16 halves the bytes, masters stay fp32. int8, int4 and int2 send
+    and parameters travel. See the page adding-a-wire. bf16 halves the bytes, masters stay fp32. int8, int4, int2 send
     gradients in blocks of integers of 8, 4 or 2 bits with error feedback, and parameters as changes in the same format:
     about a half, a quarter and a seventh of bf16's bytes, for some arithmetic and, per parameter, 4 bytes of memory and
     as many as the parameter has. Averages travel as bf16. int2 costs something in the loss. rotated4 to rotated1 send 4
@@ -109,8 +109,8 @@ class Options:
     100 Mbit/s, and 3 to 5 % slower on fast links."""
     hide_reductions: bool = True
     """Let gradients leave during the last backward pass of an update, bucket by bucket, under `ddp`, `zero1`,
-    `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; docs/architecture.md says when
-    it does not apply."""
+    `paft-sync` and `paft-dyn` with fixed micro-batches. Results are the same to the bit; the page architecture says
+    when it does not apply."""
     buffers: str = ""
     """What becomes of floating-point buffers of the model at every exchange, by name: "pattern=choice, ...", of which
     the first pattern that fits counts, as in "*.codes=rank0, cache=alone". mean: the mean over ranks, right for running
@@ -119,7 +119,7 @@ class Options:
     noise: Noise | None = None
     """Let every rank's mean gradient arrive with Gaussian noise: its variance, as 1e-2. Settings follow after commas:
     1e-4,every=500:0.1 has bursts; rank=1 hits one rank; mean=0.01 is a bias; averages=1e-4 hits averages of weights.
-    See docs/paft.md."""
+    See the page paft."""
     timeout_seconds: float = 600.0
     """How long a collective may wait for a rank that lives but does not come."""
     silent_seconds: float = 60.0
@@ -218,6 +218,24 @@ class Clock:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Total:
+    """Micro-batches of all ranks together in an update, dealt out in turn: some ranks may have one more than others.
+
+    So the batch is the same on any number of ranks, one that divides it or not.
+    """
+
+    micro_batches: int
+    """At least as many as the strategy needs on every rank."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def of(self, rank: int, world_size: int) -> int:
+        """Return how many of them a rank has."""
+        return len(range(rank, self.micro_batches, world_size))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Quota:
     """When a rank closes its round, by round of an update."""
 
@@ -228,7 +246,7 @@ class Quota:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether every rank contributes the same fixed number of micro-batches to a round."""
+        """Whether the number of micro-batches that this rank contributes to a round is known beforehand."""
         return self.minima == self.maxima
 
 
@@ -251,20 +269,34 @@ def check_formats(phases: Sequence[tuple[Options, Strategy, Ledger]]) -> None:
                 )
 
 
-def plan_quota(strategy: Strategy, micro_batches: int | Clock, rounds: int) -> Quota:
-    """Return the quota of each round.
+def plan_quota(
+    strategy: Strategy, micro_batches: int | Total | Clock, rounds: int, rank: int = 0, world_size: int = 1
+) -> Quota:
+    """Return the quota of each round on one rank.
 
     Args:
         strategy: Splits a fixed number over its rounds.
-        micro_batches: A number per rank and update; or a clock, which decides in each round.
+        micro_batches: A number per rank and update, or of all ranks together; or a clock, which decides in each round.
         rounds: Rounds per update.
+        rank: This rank.
+        world_size: How many ranks there are.
 
     Raises:
-        ConfigError: The number is below 1 or below the number of rounds, or the strategy accepts no clock.
+        ConfigError: The number is below 1, or below the number of rounds on some rank; or the strategy accepts no
+            clock.
     """
+    if isinstance(micro_batches, Total):
+        if (least := micro_batches.of(world_size - 1, world_size)) < rounds:
+            raise ConfigError(
+                f"{strategy.name} needs at least {rounds} micro-batches per rank and update, and {micro_batches} "
+                f"leaves {least} to a rank of {world_size}: expected at least {rounds * world_size}, each smaller to "
+                "keep the batch, or fewer ranks"
+            )
+        micro_batches = micro_batches.of(rank, world_size)
     if not isinstance(micro_batches, Clock) and not is_count(micro_batches, 1):
         raise ConfigError(
-            f"micro_batches={micro_batches!r}: expected an integer of at least 1 per rank and update, or a Clock"
+            f"micro_batches={micro_batches!r}: expected an integer of at least 1 per rank and update, a Total or a "
+            "Clock"
         )
     if isinstance(micro_batches, Clock):
         if strategy.fixes_split:

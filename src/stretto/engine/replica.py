@@ -18,6 +18,7 @@ from stretto.engine.accumulation import Contribution, GradientBuffer
 from stretto.engine.agreement import agree
 from stretto.engine.buffers import Buffer
 from stretto.engine.departure import Departure
+from stretto.engine.likeness import Likeness
 from stretto.engine.options import Options
 from stretto.engine.report import RoundReport, settings_text
 from stretto.engine.round import AtLanding, Progress, Reduction, Round, Shown
@@ -107,6 +108,10 @@ class Replica:
         self._side = SideStream(device) if exchange.orders_streams and device.type == "cuda" else None
         """Where a departure is queued during the backward pass."""
         self._options = options
+        self._likeness = (
+            Likeness(exchange.world_size) if exchange.world_size > 1 and exchange.rank == 0 else None
+        )
+        """Looked at in the first rounds."""
         changes, estimates = options.wire_of_changes, options.wire_of_estimates
         self._draws = any(wire.is_unbiased for wire in (exchange.wire, changes, estimates))
         self._publication = Publication(exchange, () if replicated else (changes, estimates))
@@ -137,6 +142,8 @@ class Replica:
             sums, report = self._sum_and_report(round)  # whole, now that all gradients are there
         if not report.settings_agree:
             self.refuse_settings(round)
+        if self._likeness is not None and not self._likeness.look(report.records, self.where):
+            self._likeness = None
         skipped = self.is_left_out(report, report.norm_squared(replicated=self.replicated), NonFinite)
         if not skipped and self.exchange.feedback is not None:
             self.exchange.settle()
@@ -206,10 +213,11 @@ class Replica:
         self.hides = False
         self._spare_sums.append(self._lent_sums.pop())
         _log.info(
-            "%s: gradients changed on ranks %s after they had left (a parameter with several gradients in one backward "
+            "%s: gradients changed on %s %s after they had left (a parameter with several gradients in one backward "
             "pass, a hook that writes gradients, or a guard that has repaired the model): the round is summed again, "
             "and reductions of this job are hidden no longer",
             self.where,
+            "ranks" if self.within is None else "nodes",
             ranks,
         )
 

@@ -26,7 +26,7 @@ class Vote(IntEnum):
 
     GO_ON = 0
     EXHAUSTED = 1
-    """Its data have ended: this round holds its last contribution."""
+    """Its data have ended: this round holds its last contribution, or nothing where ranks step alone."""
     LEFT = 2
     """It has left a pass that ranks have agreed to end, and hands over what is left; another pass may come."""
     STOP = 3

@@ -11,20 +11,24 @@ Note [Into the buffer]
     over a view of the flat buffer. No hook sees a gradient before that, only after. So the backward pass of somebody
     else cannot be kept apart, and is an error.
 
+    Reductions between nodes are hidden by the same hook: called when a gradient has been added, and not before, it is
+    the moment at which the gradient has come.
+
     It divides by the number of ranks of the node. The loss is multiplied by that number, so that a sum arrives. All
     ranks of a node have to run a backward pass together, also those whose weight is zero.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.engine.hidden import HiddenAccumulation
 from stretto.engine.settling import SettlingModel
 from stretto.errors import GradientsTouched, ParametersTouched, UsageError
 from stretto.flat import shard_of
@@ -35,6 +39,7 @@ class ShardedModel(SettlingModel):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        check_reductions(self.model.modules(), "before step 1")
         self._gathered = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def install(self, values: Sequence[Tensor]) -> None:
@@ -52,6 +57,16 @@ class ShardedModel(SettlingModel):
             whole[name] = _as_shard(value.to(held.device), held) if isinstance(held, DTensor) else value
         super().load_state_dict(whole)
 
+    def untrained(self) -> list[tuple[str, Tensor]]:
+        """Return the frozen parameters, as this rank holds them, and the buffers; all ranks of the node must call."""
+        self._drop_gathered()
+        return super().untrained()
+
+    def drop_copies(self) -> None:
+        """Drop what was made of the values for passes, and gathered; all ranks of the node must call."""
+        self._drop_gathered()
+        super().drop_copies()
+
     def hook_gradient(self, index: int, node: Any, before: Callable[..., Any]) -> Any:
         """Have `before` called after every gradient of a parameter: FSDP2 shows none before."""
 
@@ -63,6 +78,7 @@ class ShardedModel(SettlingModel):
     def check_complete(self, where: object) -> None:
         """Raise if a trainable parameter was added, removed, replaced or rebound since the model was wrapped."""
         super().check_complete(where)
+        check_reductions(self._gathered, where)
         for name, parameter, value in zip(self.names, self.registered, self.parameters, strict=True):
             if shard_of(parameter)[0].data_ptr() != value.data_ptr():
                 raise ParametersTouched(
@@ -78,6 +94,39 @@ class ShardedModel(SettlingModel):
     def _drop_gathered(self) -> None:
         for module in self._gathered:
             module.reshard()
+
+
+def check_reductions(modules: Iterable[nn.Module], where: object) -> None:
+    """Raise unless FSDP2 reduces every gradient, and divides it by the number of ranks of its node.
+
+    Raises:
+        UsageError: Says which setting to leave alone.
+    """
+    for module in modules:
+        for group in _groups_of(module):
+            if group.gradient_divide_factor is not None:
+                raise UsageError(
+                    f"{where}: set_gradient_divide_factor({group.gradient_divide_factor}) on a module of FSDP2: "
+                    "expected none, because a job divides by the weights that it was given; leave it out, and weigh "
+                    "with parallel.backward(loss, weight)"
+                )
+            if not group.reduce_grads:
+                raise UsageError(
+                    f"{where}: set_requires_gradient_sync(False) on a module of FSDP2: expected True, because "
+                    "gradients stay whole on each rank otherwise and none arrives; leave it out: micro-batches "
+                    "accumulate in shards"
+                )
+
+
+def _groups_of(module: nn.Module) -> Sequence[Any]:
+    """Return what FSDP2 has of a module's own parameters; nothing public tells its settings."""
+    if not isinstance(module, FSDPModule):
+        return ()
+    state = module._get_fsdp_state()
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)  # since PyTorch 2.12
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups
 
 
 class ShardedAccumulation(Accumulation):
@@ -143,6 +192,16 @@ class ShardedAccumulation(Accumulation):
                 "parallel.backward(loss), and torch.autograd.grad for other looks at gradients"
             )
         super().check_untouched(where)
+
+
+class HiddenShards(HiddenAccumulation, ShardedAccumulation):
+    """Gradients of shards that leave during the backward pass; see Note [Hidden reductions]."""
+
+    def before_gradient(self, index: int, gradient: Tensor) -> None:
+        """Note that a gradient was added to a slot, and let those leave that have come."""
+        ShardedAccumulation.before_gradient(self, index, gradient)
+        if self._leaves:
+            self._come(index)
 
 
 def _as_shard(local: Tensor, like: Any) -> Tensor:

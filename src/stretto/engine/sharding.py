@@ -8,6 +8,7 @@ Note [Two meshes]
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,6 +118,28 @@ def sharding_of(model: object, mesh: object) -> Sharding:
             f"{inside.mesh.tolist()} inside and {across} across"
         )
     return Sharding(ranks, node, inside.get_local_rank(), inside.get_group())
+
+
+def arrivals(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Return a number for each parameter, larger where its gradient comes later: those of a unit of FSDP2 together.
+
+    Units come in the reverse order of registration, and one that holds others after these: the root last.
+    """
+    order: list[nn.Parameter] = []
+
+    def visit(module: nn.Module) -> list[nn.Parameter]:
+        """Add the units inside a module to the order; return the parameters that are in none of them."""
+        own: list[nn.Parameter] = []
+        for child in reversed(list(module.children())):
+            left = visit(child)
+            (order if isinstance(child, FSDPModule) else own).extend(left)
+        return [*own, *reversed(list(module.parameters(recurse=False)))]
+
+    order += visit(model)
+    found: dict[int, int] = {}
+    for index, parameter in enumerate(order):
+        found.setdefault(id(parameter), index)
+    return [found[id(parameter)] for parameter in parameters]
 
 
 def _rises(line: Any) -> bool:

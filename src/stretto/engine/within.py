@@ -7,16 +7,22 @@ Note [One rank of shards]
 
         weight, samples, losses, squared norm   the sum over the node's ranks, in rank order
         finite                                  on all of them
-        used, changed                           on any
+        used, changed, torn                     on any
         vote                                    the strongest
         settings                                the same, or an error
 
     The group is the node's own. No node waits for another here.
+
+Note [Two lanes ask]
+    Each lane asks on a group of its own, because nothing orders what one lane begins against what the other does. The
+    compute lane's is FSDP2's, which nobody else uses: passes through the model, and questions between them, come in the
+    same order on all ranks of a node.
 """
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -25,24 +31,29 @@ from torch import Tensor
 from stretto.engine.accumulation import Totals
 from stretto.engine.agreement import agree
 from stretto.engine.report import RankReport, RoundReport, settings_text
+from stretto.engine.runtime import Pending, Runtime, RuntimeOver
 from stretto.errors import UnsupportedModel, WorkerDisagrees
 from stretto.exchange import Exchange
 from stretto.exchange.transfer import Place
 from stretto.flat import Layout
 from stretto.optimizer import Hyperparameters
 
+T = TypeVar("T")
+
 
 class Within:
     """The ranks of one node; see Note [One rank of shards].
 
     Args:
-        exchange: Among them, on a group of its own.
+        exchange: Among them, for the communication lane, on a group of its own.
+        aside: Among them, for the compute lane, on FSDP2's group; see Note [Two lanes ask].
         everyone: Among all ranks of the job, on its group.
         ranks: Theirs in the job, in the order of their shards.
     """
 
-    def __init__(self, exchange: Exchange, everyone: Exchange, ranks: Sequence[int]) -> None:
+    def __init__(self, exchange: Exchange, aside: Exchange, everyone: Exchange, ranks: Sequence[int]) -> None:
         self.exchange = exchange
+        self.aside = aside
         self.everyone = everyone
         self.ranks = ranks
 
@@ -103,6 +114,7 @@ class Within:
             vote=max(report.votes),
             used=report.used,
             changed=bytes(report.changed),
+            torn=bool(report.torn),
             buffers_are_finite=bool(every["buffers_are_finite"].all()),
         )
 
@@ -113,5 +125,44 @@ class Within:
         return torch.full_like(value, float(total))
 
     def have_all(self, found: bool) -> bool:
-        """Return whether all ranks of the node have found something; all must call."""
-        return all(map(any, self.exchange.gather_bytes(bytes([found]))))
+        """Return whether all ranks of the node have found something; all must call, on the compute lane."""
+        return all(map(any, self.aside.gather_bytes(bytes([found]))))
+
+    def agree_on_damage(self, *, damaged: bool, able: bool) -> tuple[bool, bool]:
+        """Return whether any rank has found damage, and whether all are able to do something about it.
+
+        All must call, on the compute lane.
+        """
+        records = self.aside.gather_bytes(bytes([damaged, able]))
+        return any(record[0] for record in records), all(record[1] for record in records)
+
+
+class NodeRuntime(RuntimeOver):
+    """A runtime under a `Clock`, by which the ranks of a node end a round at the same micro-batch.
+
+    Args:
+        runtime: Of this rank.
+        within: Its node.
+    """
+
+    def __init__(self, runtime: Runtime, within: Within) -> None:
+        super().__init__(runtime)
+        self._within = within
+
+    def spawn(self, work: Callable[[], T]) -> Pending[T]:
+        """Start `work`, which is done where all ranks of the node find it so: they ask at the same micro-batches."""
+        return _OnNode(super().spawn(work), self._within)
+
+
+class _OnNode(Generic[T]):
+    """Work that every rank of a node does for its shard."""
+
+    def __init__(self, pending: Pending[T], within: Within) -> None:
+        self._pending = pending
+        self._within = within
+
+    def done(self) -> bool:
+        return self._within.have_all(self._pending.done())
+
+    def result(self) -> T:
+        return self._pending.result()

@@ -77,13 +77,20 @@ class Exchange:
         wire: The format of contributions, and of what else travels.
         wait: Waits for a collective, whose result the host needs.
         follow: Goes on after a collective in the order of streams; None where works do not order them.
+        numbers: How the job numbers the ranks of the group, where they are some of its ranks.
     """
 
     is_verified: ClassVar[bool] = False
     """Whether what arrives is checked against what was sent."""
 
     def __init__(
-        self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait, follow: Wait | None = None
+        self,
+        group: dist.ProcessGroup,
+        layout: Layout,
+        wire: Wire,
+        wait: Wait,
+        follow: Wait | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self.group = group
         self.layout = layout
@@ -97,6 +104,8 @@ class Exchange:
         self._all_gather = method_of(group, "all_gather_single")
         self._all_to_all = method_of(group, "all_to_all_single")
         self.rank, self.world_size = group.rank(), group.size()
+        self.numbers = numbers or range(self.world_size)
+        """The job's numbers of the ranks, by which messages and incidents call them."""
         self.everyone = Level(0, range(self.world_size), "")
         self.sent_bytes = self.crossed_bytes = 0
         """Bytes this rank has sent to others since construction, and in sums and gathers to other nodes."""
@@ -111,7 +120,7 @@ class Exchange:
 
     def over(self, layout: Layout) -> Self:
         """Return an exchange of averages, of the same kind on the same group, over another layout."""
-        return type(self)(self.group, layout, self.wire.for_averages, *self.waits)
+        return type(self)(self.group, layout, self.wire.for_averages, *self.waits, self.numbers)
 
     def begin_round(self, index: int) -> None:
         """Draw anew for what is sent from now on, on wires that draw; all ranks call with the same number."""

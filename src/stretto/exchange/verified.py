@@ -81,9 +81,15 @@ class VerifiedExchange(Exchange):
     is_verified = True
 
     def __init__(
-        self, group: dist.ProcessGroup, layout: Layout, wire: Wire, wait: Wait, follow: Wait | None = None
+        self,
+        group: dist.ProcessGroup,
+        layout: Layout,
+        wire: Wire,
+        wait: Wait,
+        follow: Wait | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(group, layout, wire, wait, follow)
+        super().__init__(group, layout, wire, wait, follow, numbers)
         self._attempts = 0
         """Phases so far, each repeat counted: the same on all ranks, and part of every row's seal."""
         self._records = 0
@@ -183,11 +189,12 @@ class VerifiedExchange(Exchange):
         sealed = seal_bytes(filled(record, places), seed_of(self._records, self.rank))
         arrived = super().gather_bytes(sealed * _COPIES)
         found = [self._read(content, len(sealed), sender) for sender, content in enumerate(arrived)]
-        if lost := [sender for sender, content in enumerate(found) if content is None]:
+        if lost := [self.numbers[sender] for sender, content in enumerate(found) if content is None]:
+            own = self.numbers[self.rank]
             raise TransferCorrupt(
-                f"rank {self.rank}: all {_COPIES} copies of a round report from ranks {lost} are damaged: "
-                f"expected one to fit its seal; look at the links from them to rank {self.rank}",
-                links=[(sender, self.rank) for sender in lost],
+                f"rank {own}: all {_COPIES} copies of a round report from ranks {lost} are damaged: "
+                f"expected one to fit its seal; look at the links from them to rank {own}",
+                links=[(sender, own) for sender in lost],
             )
         return [content for content in found if content is not None]
 
@@ -204,7 +211,8 @@ class VerifiedExchange(Exchange):
                 self._doubted.clear()
                 return
             if repeats == REPEATS:
-                raise given_up(self.rank, site, missing, REPEATS)
+                named = [lost.numbered(self.numbers) for lost in missing]
+                raise given_up(self.numbers[self.rank], site, named, REPEATS)
             self._begin_attempt()
             for index in sorted({lost.index for lost in missing}):
                 super().perform([transfers[index]])  # one at a time: any two may share scratch memory
@@ -264,14 +272,15 @@ class VerifiedExchange(Exchange):
 
     def _report(self, site: str, part: str, sender: int, action: str, *digests: int) -> None:
         expected, found = map(hexadecimal, digests) if digests else (None, None)
+        named = self.numbers[sender]
         self.incidents.append(
             Incident(
                 step=0,
                 guard="verified",
                 site=site,
                 part=part,
-                ranks=(sender,),
-                link=None if site == "sum" else (sender, self.rank),
+                ranks=(named,),
+                link=None if site == "sum" else (named, self.numbers[self.rank]),
                 action=action,
                 expected=expected,
                 found=found,

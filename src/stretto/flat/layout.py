@@ -136,6 +136,14 @@ class Layout:
         """Return a hexadecimal SHA-256 of `text`."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
+    def filled_by(self, arrival: Sequence[int]) -> "Layout":
+        """Return the layout with its buckets in the order in which gradients fill them.
+
+        Args:
+            arrival: A number for each slot: larger ones arrive later.
+        """
+        return dataclasses.replace(self, buckets=tuple(_by_arrival(self.slots, self.buckets, arrival)))
+
     def slots_of_set(self, set_index: int) -> list[Slot]:
         """Return the slots of one flat set in flat order."""
         return [slot for slot in self.slots if slot.set_index == set_index]
@@ -252,11 +260,11 @@ def _by_arrival(slots: Sequence[Slot], buckets: Sequence[Bucket], arrival: Seque
 
     Args:
         slots: All of them.
-        buckets: In flat order.
+        buckets: Likewise.
         arrival: A number for each slot: larger ones arrive later.
     """
     last = {
-        bucket: max((arrival[slot.index] for slot in inside), default=-len(arrival))
+        bucket: max((arrival[slot.index] for slot in inside), default=min(arrival) - 1)
         for bucket, inside in zip(buckets, _slots_by_bucket(slots, buckets), strict=True)
     }
     return sorted(buckets, key=lambda bucket: last[bucket])

@@ -19,8 +19,12 @@ from stretto.flat.layout import Bucket, Layout, usual_bucket_bytes
 class Slices(list[Tensor]):
     """Values of a rank's slices, as a list by bucket: views of `flats`, each with a version counter of its own."""
 
-    def __init__(self, flats: Sequence[Tensor], views: Iterable[Tensor]) -> None:
+    def __init__(
+        self, flats: Sequence[Tensor], views: Iterable[Tensor], flat_order: Sequence[int] | None = None
+    ) -> None:
         super().__init__(views)
+        self.flat_order = flat_order or range(len(self))
+        """Indices of the buckets in flat order; None as they are."""
         self.flats = tuple(flats)
         """One tensor per flat set, its slices side by side in flat order."""
 
@@ -59,6 +63,8 @@ class Owned:
         """Of the flat set, by bucket."""
         self.offsets = [bucket.start // num_owners for bucket in layout.buckets]
         """First element in the set's tensor of slices, by bucket."""
+        starts = [(bucket.set_index, bucket.start) for bucket in layout.buckets]
+        self._flat_order = sorted(range(len(starts)), key=starts.__getitem__)
         self._numels = [flat.numel // num_owners for flat in layout.sets]
         self.numel = sum(self._numels)
         self.blocks = [
@@ -86,6 +92,7 @@ class Owned:
         return Slices(
             flats,
             [flats[bucket.set_index].narrow(0, at, high - low).data for bucket, at, (low, high) in ranges],
+            self._flat_order,
         )
 
     def _runs(self, set_index: int, num_owners: int, most: int) -> Iterator[list[int]]:

@@ -14,20 +14,22 @@ from stretto.groups.launcher import (
     own_rank,
     told_place,
 )
-from stretto.groups.leavable import LeavableGroup
+from stretto.groups.leavable import Leavable, LeavableGroup
 from stretto.groups.private import connections_of, part_of, private_group, ranks_of, release, retire
 from stretto.groups.staged import StagedGroup
-from stretto.groups.throttled import ThrottledGroup, register_throttled
+from stretto.groups.throttled import ThrottledGroup, ThrottledLeavable, register_throttled
 from stretto.groups.wrapped import may_wait_again, orders_streams
 from stretto.link import Link
 
 __all__ = [
     "Connection",
+    "Leavable",
     "LeavableGroup",
     "Link",
     "SoloGroup",
     "StagedGroup",
     "ThrottledGroup",
+    "ThrottledLeavable",
     "announce_death",
     "announce_rank",
     "connections_of",

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,28 @@ MEET_SECONDS = 15.0
 _SPARE = 8
 """Connections that other threads may have opened meanwhile."""
 _NAME_BYTES = 8
+
+
+class Leavable(Protocol):
+    """What a process can do with a group that it can leave."""
+
+    @property
+    def of_jobs(self) -> Sequence[dist.ProcessGroup]:
+        """The groups that were made of this one, the first one first."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nobody is known to be gone from it."""
+        ...
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def leave(self) -> None:
+        """Leave this group and those made of it; nothing arrives any more. Every later call raises."""
+        ...
 
 
 class LeavableGroup(WrappedGroup):

@@ -12,7 +12,7 @@ in as out.
 import collections
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.futures import Future
 
 from stretto.errors import CommunicationError
 from stretto.groups.collectives import Call
+from stretto.groups.private import part_of, private_group
 from stretto.groups.wire import Wire
 from stretto.groups.wrapped import WrappedGroup, register_over_gloo
 from stretto.link import Link
@@ -83,6 +84,26 @@ class ThrottledGroup(WrappedGroup):
             lambda done: work.after(done, lambda: self._wire.send(sent_bytes, work.advance))
         )
         return work
+
+
+class ThrottledLeavable(ThrottledGroup):
+    """A group that a process can leave (`LeavableGroup`), behind a link that all such groups of the process share.
+
+    Args:
+        inner: That group.
+        wire: Of this process, for as long as it lives.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, wire: Wire) -> None:
+        super().__init__(inner, inner.get_group_store(), wire, "leavable")
+
+    def private(self) -> "ThrottledLeavable":
+        """Return another group of its ranks, which is left with this one."""
+        return ThrottledLeavable(private_group(self._inner), self._wire)
+
+    def part(self, members: Sequence[int]) -> "ThrottledLeavable":
+        """Return a group of some of its ranks, which is left with this one; the others need not call."""
+        return ThrottledLeavable(part_of(self._inner, members), self._wire)
 
 
 class LateWork(dist.Work):

@@ -13,10 +13,13 @@
 | `Replace(parts)` | parts copied from a rank where they are healthy | `dict[Part, int]`: from which rank | yes |
 | `Recompute()` | parts computed again from healthy state | `dict[Part, bool]`: is the result the same? | no |
 | `Where()` | rank and update, for messages | `str` | no |
+| `Ranks()` | how to call the ranks that `Share` asks | `Sequence[int]`, in their order | no |
 | `Report(...)` | an `Incident` in the next `Update`, on every rank | None | no |
 
 `Replace` is collective for strategies with a replicated optimizer. With other strategies no second rank has the parts,
 so it raises `StateCorrupt` if any part is given.
+
+Where the ranks of a node hold shards of one model, collective effects connect the ranks that hold the same shard.
 """
 
 import dataclasses
@@ -73,7 +76,7 @@ class Fingerprint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """Gather a record of every rank. Answer: `list[bytes]`, in rank order, equal on all ranks."""
+    """Gather a record of every rank. Answer: `list[bytes]`, in the order of `Ranks`, equal on all ranks."""
 
     record: bytes
     """Of the same length on every rank."""
@@ -81,7 +84,7 @@ class Share:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """Send a part from one rank to all; the ranks in `onto` replace their own by it."""
+    """Send a part from one rank to all; the ranks in `onto` replace their own by it. Both are places in `Ranks`."""
 
     part: Part
     source: int
@@ -153,6 +156,11 @@ class Where:
     """Ask for rank and update. Answer: text with which a message begins."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ranks:
+    """Ask how to call the ranks that collective effects connect. Answer: their numbers in the job, in their order."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """Put an `Incident` into the next `Update`; fields are those of `stretto.records.Incident`.
@@ -165,7 +173,7 @@ class Report:
     part: str
     action: str
     ranks: tuple[int, ...] | None = None
-    """The ranks concerned; None means the rank that reports."""
+    """The numbers of the ranks concerned; None means the rank that reports."""
     expected: str | None = None
     found: str | None = None
 
@@ -182,6 +190,7 @@ GuardEffect = (
     | Clear
     | Recompute
     | Where
+    | Ranks
     | Report
 )
 GuardScript = Generator[GuardEffect, Any, None]
@@ -240,6 +249,9 @@ class Guard(ABC):
     """Whether it compares ranks with each other, so that it is not asked while their replicas may differ."""
     needs_equal_parameters: ClassVar[bool] = False
     """Whether all ranks must show the same parameters, so that it does not work with averages of replicas."""
+    agrees_inside: ClassVar[bool] = False
+    """Whether its round watch asks the other ranks of its node before it does anything, where each holds a shard
+    (`GuardedRounds.agree`): no rank can run a round again, or leave it out, alone."""
     repairs_departed: ClassVar[bool] = False
     """Whether its round watch has gradients summed again that had left before it found them wrong
     (`Accumulation.restart`), and before a reduction it looks at nothing but what the wire owes. Gradients may then
@@ -254,6 +266,11 @@ class Guard(ABC):
         kind = type(self)
         looks = kind.before_reduce is not Guard.before_reduce or kind.watch_rounds is not Guard.watch_rounds
         return looks and (owes or not kind.repairs_departed)
+
+    @property
+    def acts_alone(self) -> bool:
+        """Whether its round watch may do something on one rank that the others of its node do not hear of."""
+        return type(self).watch_rounds is not Guard.watch_rounds and not self.agrees_inside
 
     @property
     def rehearses_step(self) -> bool:

@@ -12,6 +12,8 @@ from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.agreed import AgreedReplica
 from stretto.engine.replica import Flight, Performer
 from stretto.errors import StateCorrupt
+from stretto.exchange import Exchange
+from stretto.flat import shard_of
 from stretto.guards.contract import (
     Clear,
     Copy,
@@ -23,6 +25,7 @@ from stretto.guards.contract import (
     Mend,
     Part,
     Publish,
+    Ranks,
     Recompute,
     Replace,
     Report,
@@ -68,6 +71,7 @@ class GuardInterpreter:
         self._sharded = replica.sharded
         self._progress = replica.progress
         self._replica = replica
+        self._within = replica.within
         self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
         self.strikes = strikes
         self._has_copies = has_copies
@@ -99,6 +103,7 @@ class GuardInterpreter:
                 self._sharded, self._seals, dict(self._shown(flight)) if self._is_replicated else {}
             ),
             Where: lambda _, __: self._where,
+            Ranks: lambda _, __: self._exchange.numbers,
             Report: lambda effect, _: self._report(effect),
         }
 
@@ -140,11 +145,8 @@ class GuardInterpreter:
         # A round of the drain that commits nothing has told all ranks its incidents, but no update reports them.
         told = self._progress.take_incidents()
         shared, step = self._gather_found(), self._progress.step + 1
-        return (
-            *told,
-            *shared,
-            *(dataclasses.replace(found, step=step) for found in self._exchange.incidents),
-        )
+        left = [found for exchange in self._exchanges for found in exchange.incidents]
+        return (*told, *shared, *(dataclasses.replace(found, step=step) for found in left))
 
     def _arrived(self, effect: Arrived, flight: Flight | None) -> None:
         """Handle a new sum of gradients: check strikes before anybody steps with it."""
@@ -161,23 +163,27 @@ class GuardInterpreter:
     def _gather_found(self) -> tuple[Incident, ...]:
         """Return the incidents of all ranks since the last call; all ranks must call."""
         step = self._progress.step + 1
-        arrivals = [dataclasses.replace(found, step=step) for found in self._exchange.take_incidents()]
-        held, self._found = [*arrivals, *self._found], []
-        own = json.dumps([found.as_json() for found in held]).encode() if held else b""
-        records = [record for record in self._exchange.gather_records(own) if record]
-        found = [Incident.from_json(fields) for record in records for fields in json.loads(record)]
+        arrived = [found for exchange in self._exchanges for found in exchange.take_incidents()]
+        found, self._found = [*(dataclasses.replace(one, step=step) for one in arrived), *self._found], []
+        for exchange in self._exchanges:  # of ranks with the same shard, and what they know, inside the node
+            found = _gathered(exchange, found)
         incidents = tuple(dict.fromkeys(found))
         self.strikes.note(step, incidents)
         return incidents
 
+    @property
+    def _exchanges(self) -> tuple[Exchange, ...]:
+        """All on which this rank hears of the others."""
+        return (self._exchange,) if self._within is None else (self._exchange, self._within.exchange)
+
     def _report(self, effect: Report) -> None:
         fields = dataclasses.asdict(effect)
-        ranks = (self._exchange.rank,) if effect.ranks is None else effect.ranks
+        ranks = (self._replica.rank,) if effect.ranks is None else effect.ranks
         self._found.append(Incident(**{**fields, "ranks": ranks, "step": self._progress.step + 1}))
 
     @property
     def _where(self) -> str:
-        return f"rank {self._exchange.rank}, update {self._progress.step + 1}"
+        return f"rank {self._replica.rank}, update {self._progress.step + 1}"
 
     def _parts(self, flight: Flight | None) -> Iterator[tuple[Part, Tensor]]:
         """Yield every part that is equal on all ranks, in the same order on all ranks.
@@ -190,7 +196,8 @@ class GuardInterpreter:
             yield Part("anchor", name), anchor
         if self._replica.agreement.is_united:
             yield from self._shown(flight)
-        yield from self._fixed.items() if flight is not None else ()
+        if flight is not None:
+            yield from ((part, shard_of(tensor)[0]) for part, tensor in self._fixed.items())
 
     def _state(self) -> Iterator[tuple[Part, Tensor]]:
         """Yield what changes at a step, and is sealed until then."""
@@ -225,14 +232,15 @@ class GuardInterpreter:
             for part, tensor in self._parts(flight)
             if compares_state or part.site != "optimizer state"
         }
-        same = {part: tensor for part, tensor in parts.items() if not self._is_written(part, tensor)}
+        same = {part: tensor for part, tensor in parts.items() if not self._is_written(part)}
         numbers = on_host(digests(list(same.values())))
         return {**dict.fromkeys(parts, 0), **dict(zip(same, numbers, strict=True))}
 
-    def _is_written(self, part: Part, tensor: Tensor) -> bool:
-        """Return whether somebody has written a fixed tensor since the job began."""
-        version = self._progress.versions.get(part.name) if part.site == "fixed" else None
-        return version not in (None, tensor._version)
+    def _is_written(self, part: Part) -> bool:
+        """Return whether a part is a fixed tensor that somebody has written since the job began."""
+        if part not in self._fixed:
+            return False
+        return self._progress.versions.get(part.name) not in (None, self._fixed[part]._version)
 
     def _seal(self, what: Sealable, flight: Flight | None) -> None:
         match what:
@@ -286,7 +294,7 @@ class GuardInterpreter:
             if not healthy:
                 self._give_up([part])
             onto = tuple(rank for rank, of_rank in enumerate(damaged) if part in of_rank)
-            sources[part] = healthy[0]
+            sources[part] = self._exchange.numbers[healthy[0]]
             self._copy(part, self._seals.tensor(part), healthy[0], onto, is_as_sealed=True)
         self._give_up([difference.part for difference in self._differences(Inspect().what)])
         return sources
@@ -309,7 +317,7 @@ class GuardInterpreter:
             raise StateCorrupt(
                 f"{self._where}: damaged beyond mending: {'; '.join(map(str, parts))}; expected what the last update "
                 "left there, and no other rank holds it undamaged; go on from the last checkpoint",
-                ranks=[self._exchange.rank],
+                ranks=[self._replica.rank],
             )
 
     def _copy(
@@ -319,6 +327,13 @@ class GuardInterpreter:
         is_wanted = self._exchange.rank in onto
         self._exchange.broadcast(own if is_wanted else own.clone(), source, f"copy of {part}")
         if is_wanted and part.site == "fixed":
-            self._progress.accept(part.name, own)
+            self._progress.accept(part.name, self._fixed[part])
         if is_wanted and not is_as_sealed:
             self._seals.renew(part)
+
+
+def _gathered(exchange: Exchange, found: Sequence[Incident]) -> list[Incident]:
+    """Return the incidents that any of the ranks has found, in rank order; all of them must call."""
+    own = json.dumps([one.as_json() for one in found]).encode() if found else b""
+    records = [record for record in exchange.gather_records(own) if record]
+    return [Incident.from_json(fields) for record in records for fields in json.loads(record)]

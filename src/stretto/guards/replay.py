@@ -237,6 +237,15 @@ class GuardedRounds(Listener):
         """Return the incidents found after the last update."""
         return self.interpreter.conclude_job()
 
+    def agree(self, *, damaged: bool, able: bool) -> tuple[bool, bool]:
+        """Return whether there is damage, and whether something can be done about it.
+
+        Where the ranks of a node hold shards of one model, none can act alone: all must call, and hear whether any has
+        found damage, and whether all are able.
+        """
+        within = self.job.within
+        return (damaged, able) if within is None else within.agree_on_damage(damaged=damaged, able=able)
+
     def run_again(self, kept: KeptRound) -> Accumulation:
         """Run a round again, separately from this rank's own round, and return its accumulation."""
         accumulation = Accumulation(self.job.model.parameters, GradientBuffer(self.job.layout))

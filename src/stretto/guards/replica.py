@@ -19,6 +19,7 @@ from stretto.guards.contract import (
     GuardEffect,
     GuardScript,
     Part,
+    Ranks,
     Recompute,
     Report,
     Share,
@@ -80,11 +81,11 @@ class ReplicaGuard(Guard):
             if not unequal:
                 return
             if attempt == _ATTEMPTS:
-                where = yield Where()
+                where, ranks = (yield Where()), (yield Ranks())
                 raise ReplicasDiverged(
                     f"{where}: replicas still differ after {attempt} copies, in {'; '.join(map(str, unequal))}; go on "
                     "from the last checkpoint",
-                    ranks=sorted({rank for held in unequal.values() for rank in _outvoted(held)}),
+                    ranks=sorted({ranks[place] for held in unequal.values() for place in _outvoted(held)}),
                 )
             for part, held in unequal.items():
                 yield from self._repair(part, held)
@@ -95,17 +96,18 @@ class ReplicaGuard(Guard):
         if 2 * count <= len(held):
             healthy = yield from self._tell_apart(part, held)
         source = list(held).index(healthy)
-        onto = tuple(rank for rank, value in enumerate(held) if value != healthy)
+        onto = tuple(place for place, value in enumerate(held) if value != healthy)
         yield Copy(part, source, onto)
-        for rank in onto:
+        ranks = yield Ranks()
+        for place in onto:
             yield Report(
                 guard=self.name,
                 site=part.site,
                 part=part.name,
-                ranks=(rank,),
-                action=f"copied from rank {source}",
+                ranks=(ranks[place],),
+                action=f"copied from rank {ranks[source]}",
                 expected=hexadecimal(healthy),
-                found=hexadecimal(held[rank]),
+                found=hexadecimal(held[place]),
             )
 
     def _tell_apart(self, part: Part, held: Sequence[int]) -> Generator[GuardEffect, Any, int]:
@@ -114,8 +116,9 @@ class ReplicaGuard(Guard):
         records = yield Share(bytes([again.get(part, False)]))
         right = {value for value, record in zip(held, records, strict=True) if record == b"\x01"}
         if len(right) != 1:
-            where = yield Where()
-            found = ", ".join(f"rank {rank}: {hexadecimal(value)}" for rank, value in enumerate(held))
+            where, ranks = (yield Where()), (yield Ranks())
+            pairs = zip(ranks, held, strict=True)
+            found = ", ".join(f"rank {rank}: {hexadecimal(value)}" for rank, value in pairs)
             raise ReplicasDiverged(
                 f"{where}: replicas differ in {part}, and no majority says who is right: expected one digest, found "
                 f"{found}; go on from the last checkpoint, and add ReplicaGuard(recompute=True), AtRest() or a third "
@@ -125,9 +128,9 @@ class ReplicaGuard(Guard):
 
 
 def _outvoted(held: Sequence[int]) -> list[int]:
-    """Return the ranks outside a strict majority; none if there is no majority."""
+    """Return the places of ranks outside a strict majority; none if there is no majority."""
     value, count = Counter(held).most_common(1)[0]
-    return [rank for rank, own in enumerate(held) if own != value] if 2 * count > len(held) else []
+    return [place for place, own in enumerate(held) if own != value] if 2 * count > len(held) else []
 
 
 def _packed(digests: Sequence[int]) -> bytes:

@@ -38,6 +38,7 @@ class AtRest(Guard):
     """
 
     name = "rest"
+    agrees_inside = True
     repairs_departed = True
 
     def watch_rounds(self, rounds: GuardedRounds) -> RoundWatch:

@@ -4,15 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from stretto.checksums import Checksum, checksums, compared, hexadecimal
 from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.buffers import is_comparable
-from stretto.engine.untrained import untrained
 from stretto.errors import ParametersTouched, StateCorrupt
+from stretto.flat import shard_of
 from stretto.guards.contract import RoundWatch
 from stretto.guards.repair import repairs
 from stretto.guards.replay import GuardedRounds
@@ -25,8 +24,8 @@ Mark = tuple[int, int]
 
 
 def mark_of(tensor: Tensor) -> Mark:
-    """Return a tensor's mark."""
-    return tensor.data_ptr(), tensor._version
+    """Return a tensor's mark; of a shard, by the memory of what this rank holds."""
+    return shard_of(tensor)[0].data_ptr(), tensor._version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class _Constant:
     @classmethod
     def sealed(cls, tensor: Tensor) -> Self:
         """Take the checksum of a tensor as it is now."""
-        return cls(mark_of(tensor), Checksum.of(tensor))
+        return cls(mark_of(tensor), Checksum.of(shard_of(tensor)[0]))
 
     @classmethod
     def following(cls, before: Self | None, tensor: Tensor) -> Self:
@@ -58,6 +57,7 @@ class ShownValues(RoundWatch):
     That is: trained parameters with the installed values; frozen parameters and buffers with what they were at the end
     of the round before. Damaged ones are mended, or trained ones installed again. The round's gradients come from the
     damaged values, so the micro-batches are run again if they were kept; otherwise this rank leaves the round out.
+    Where the ranks of a node hold shards, damage of one is in the gradients of all: they do either together.
 
     Note [Buffers that are written]
         A write by a torch operation shows in the version counter. Some kernels write without it: those of batch
@@ -95,7 +95,7 @@ class ShownValues(RoundWatch):
 
     def _untrained(self) -> list[tuple[str, Tensor]]:
         frozen = {name for name, _ in self._model.model.named_parameters()}
-        found = untrained(self._model.model)
+        found = self._model.untrained()
         return [(name, tensor) for name, tensor in found if name in frozen or is_comparable(tensor)]
 
     def installed(self, values: Sequence[Tensor]) -> None:
@@ -106,12 +106,14 @@ class ShownValues(RoundWatch):
     def round_ends(self) -> Sequence[Incident]:
         """Repair damaged parameters, and compute the round's gradients again or leave them out."""
         accumulation = self._rounds.job.compute.accumulation
-        count = accumulation.contribution.count
-        found = [*self._repair(), *self._repair_constants()] if count else []
-        if not found:
+        if not accumulation.contribution.count:
+            return ()
+        found = [*self._repair(), *self._repair_constants()]
+        is_damaged, can_replay = self._rounds.agree(damaged=bool(found), able=self._can_replay(found))
+        if not is_damaged:
             return found
         outcome = "this rank's micro-batches of the round replayed"
-        if not self._replay():
+        if not (can_replay and self._replay()):
             accumulation.leave_out()
             outcome = "this rank's gradients of the round left out"
         return [dataclasses.replace(one, action=f"{one.action}, {outcome}") for one in found]
@@ -144,7 +146,7 @@ class ShownValues(RoundWatch):
         for name, tensor in watched.items():
             self._constants[name] = _Constant.following(self._constants.get(name), tensor)
         sealed = {name: one for name in watched if (one := self._constants[name].checksum) is not None}
-        pairs = compared(list(sealed.values()), [watched[name] for name in sealed])
+        pairs = compared(list(sealed.values()), [shard_of(watched[name])[0] for name in sealed])
         for (name, checksum), (expected, found) in zip(sealed.items(), pairs, strict=True):
             if expected == found:
                 self._still.update({name} & known)
@@ -162,12 +164,12 @@ class ShownValues(RoundWatch):
                     "`with torch.no_grad(): target.mul_(0.9).add_(online, alpha=0.1)`; if nothing does, look at this "
                     "machine with `stretto doctor`"
                 )
-            if not repairs(checksum, tensor):
+            if not repairs(checksum, shard_of(tensor)[0]):
                 raise StateCorrupt(
                     f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond mending: expected digest "
                     f"{hexadecimal(expected)}, found {hexadecimal(found)}, and nobody has written it in a way that "
                     "shows (a write through .data does not: leave it out); go on from the last checkpoint",
-                    ranks=[self._rounds.job.exchange.rank],
+                    ranks=[self._rounds.job.replica.rank],
                 )
             self._constants[name] = _Constant(mark_of(tensor), checksum)
             self._rounds.kept.correct(name, tensor)
@@ -190,21 +192,24 @@ class ShownValues(RoundWatch):
             guard=self._guard,
             site=site,
             part=part,
-            ranks=(self._rounds.job.exchange.rank,),
+            ranks=(self._rounds.job.replica.rank,),
             action=action,
             expected=hexadecimal(expected),
             found=hexadecimal(found),
         )
 
+    def _can_replay(self, found: Sequence[Incident]) -> bool:
+        """Return whether the round's micro-batches were kept, and the model holds what was installed, after damage."""
+        return self._rounds.kept.is_whole and (not found or self._is_installed())
+
     def _replay(self) -> bool:
         """Run the round's micro-batches again; return whether they ran with the installed values."""
         rounds, accumulation = self._rounds, self._rounds.job.compute.accumulation
-        if not rounds.kept.is_whole or not self._is_installed():
-            return False
         accumulation.restart()
-        torch.clear_autocast_cache()  # it may hold casts of the damaged values
+        self._model.drop_copies()  # of the damaged values
         rounds.kept.run(accumulation, rounds.charge)
-        return self._is_as_installed()
+        _, is_right = rounds.agree(damaged=True, able=self._is_as_installed())
+        return is_right
 
     def _is_installed(self) -> bool:
         """Return whether the parameters are as installed; if needed, install a replicated optimizer's masters."""

@@ -66,7 +66,7 @@ _log = logging.getLogger("stretto")
 class StrettoStrategy(DDPStrategy):
     """A strategy for `lightning.Trainer(strategy=...)`; by default the same numbers as `DDPStrategy`.
 
-    docs/integrations.md says what differs.
+    the page integrations says what differs.
 
     Args:
         strategy: See `DataParallel`, as for the next three.

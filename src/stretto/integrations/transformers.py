@@ -55,7 +55,7 @@ _log = logging.getLogger("stretto")
 class StrettoTrainer(transformers.Trainer):
     """A `transformers.Trainer` whose ranks exchange through `DataParallel`; the same numbers by default.
 
-    Starts as the Trainer does: under torchrun, or on one process. docs/integrations.md says what differs.
+    Starts as the Trainer does: under torchrun, or on one process. the page integrations says what differs.
 
     Args:
         args: Those of `transformers.Trainer`; `max_grad_norm` clips, and `gradient_accumulation_steps` are the

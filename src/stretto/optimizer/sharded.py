@@ -116,10 +116,12 @@ class ReducedGradient:
     def measure(self) -> Tensor:
         """Return the squared 2-norm of the sums on this rank's slices, `()` float64; nobody waits for it here.
 
-        In float64, where squares of all float32 values are neither too large nor too small.
+        In float64, where squares of all float32 values are neither too large nor too small. In flat order, so that it
+        does not matter in which order buckets travel.
         """
         on_host = self.sums.flats[0].device.type == "cpu"
-        parts = self.sums if on_host else [b for flat in self.sums.flats for b in flat.split(_DEVICE_BLOCK)]
+        in_order = map(self.sums.__getitem__, self.sums.flat_order)
+        parts = in_order if on_host else [b for flat in self.sums.flats for b in flat.split(_DEVICE_BLOCK)]
         squares = list(map(_norm_squared, parts, repeat(self.sums[0].device)))
         return torch.stack(squares).cumsum(0)[-1]  # one after the other
 

@@ -29,13 +29,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.engine.watcher import last_sign
-from stretto.errors import CommunicationError, LeftOut, PeerSilent
-from stretto.groups import announce_death, deaths
+from stretto.errors import CommunicationError, LeftOut, PeerFailed, PeerSilent
+from stretto.groups import Leavable, LeavableGroup, announce_death, deaths
 
 T = TypeVar("T")
 
@@ -64,8 +64,29 @@ class Ended:
     """Whether this member has done its work; the job has ended once all have."""
 
 
+class Members(Protocol):
+    """One process's part in the agreement, whatever it is agreed by; `Membership` says what each part does."""
+
+    seat: int
+
+    @property
+    def deaths(self) -> Mapping[int, str]: ...
+
+    def enter(self) -> tuple[int, Sequence[int]]: ...
+
+    def following(self, ended: Ended) -> tuple[int, Sequence[int]]: ...
+
+    def newcomers(self, seats: Sequence[int]) -> list[int]: ...
+
+    def plan(self, number: int, seats: Sequence[int]) -> tuple[int, Sequence[int]]: ...
+
+    def group(self, number: int, seats: Sequence[int]) -> Leavable: ...
+
+    def died(self, how: str) -> None: ...
+
+
 class Membership:
-    """One process's part in the agreement.
+    """One process's part in the agreement, by a store.
 
     Args:
         store: Reached by all processes of the job, and hosted by none of them.
@@ -73,18 +94,27 @@ class Membership:
         ranks: How many places there are.
         silent_seconds: How long a member may say nothing and give no sign of life.
         seat: Where whoever starts the processes numbers them; None draws a number.
+        address: Of this machine, where Gloo listens; None lets Gloo choose.
     """
 
     def __init__(
-        self, store: Store, rank: int, ranks: int, silent_seconds: float, seat: int | None = None
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+        silent_seconds: float,
+        seat: int | None = None,
+        address: str | None = None,
     ) -> None:
         self._job = store
+        self._address = address
         self._store: Store = PrefixStore("membership", store)
         self._ranks = ranks
         self._silent_seconds = silent_seconds
         self._answered = time.monotonic()
         self._waiting: list[int] = []
         self._looking = threading.Thread()
+        self._is_lost = False
         self.seat = seat if seat is not None else self._bounded(lambda: self._draw(rank))
         """Of this process."""
 
@@ -93,6 +123,7 @@ class Membership:
 
         Raises:
             LeftOut: The job has ended.
+            PeerFailed: The store is gone.
             PeerSilent: The store does not answer.
         """
         if self.seat < self._ranks:
@@ -104,6 +135,7 @@ class Membership:
 
         Raises:
             LeftOut: It goes on without this process.
+            PeerFailed: The store is gone.
             PeerSilent: The store does not answer.
         """
         return self._bounded(lambda: self._agree(ended))
@@ -120,20 +152,35 @@ class Membership:
 
         Raises:
             LeftOut: Another list was written before, without this process.
+            PeerFailed: The store is gone.
             PeerSilent: The store does not answer.
         """
         self._bounded(lambda: self._propose(number, seats))
         return self._bounded(lambda: self._listed(number))
 
+    def group(self, number: int, seats: Sequence[int]) -> LeavableGroup:
+        """Return the group of a term; all of its members must call.
+
+        Raises:
+            CommunicationError: Not all of them came.
+        """
+        store = PrefixStore(f"term/{number}", self._job)
+        return LeavableGroup(store, seats, list(seats).index(self.seat), address=self._address)
+
     def died(self, how: str) -> None:
         """Tell the others that this process leaves for good, if the store answers."""
+        if self._is_lost:
+            return
         with contextlib.suppress(CommunicationError):
             self._bounded(lambda: announce_death(self._job, self.seat, how))
 
     @property
     def deaths(self) -> Mapping[int, str]:
-        """How processes have ended, by seat, as far as somebody has written it."""
-        return deaths(self._job)
+        """How processes have ended, by seat, as far as somebody has written it and the store answers."""
+        try:
+            return self._bounded(lambda: deaths(self._job))
+        except (PeerFailed, PeerSilent):
+            return {}
 
     # What the store is asked; on a thread of its own
 
@@ -156,17 +203,19 @@ class Membership:
             thread.join(_POLL_SECONDS)
         if results:
             return results[0]
-        if not errors:
+        error = errors[0] if errors else None
+        if error is not None and (isinstance(error, LeftOut) or not isinstance(error, RuntimeError)):
+            raise error
+        self._is_lost = True
+        if error is None:
             raise PeerSilent(
-                f"the store of the members has not answered for {limit:g} s: look at the machine that hosts it"
+                f"the store of the members has not answered for {limit:g} s: look at the machine that hosts it, and "
+                "start the job again from its last checkpoint"
             )
-        error = errors[0]
-        if isinstance(error, RuntimeError) and not isinstance(error, LeftOut):
-            raise LeftOut(
-                f"the store of the members is gone ({str(error).splitlines()[0]}): start the job again from its last "
-                "checkpoint"
-            ) from error
-        raise error
+        raise PeerFailed(
+            f"the store of the members is gone ({str(error).splitlines()[0]}): start the job again from its last "
+            "checkpoint"
+        ) from error
 
     def _draw(self, rank: int) -> int:
         if self._store.add(f"came/{rank}", 1) == 1:

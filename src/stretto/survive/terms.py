@@ -10,7 +10,7 @@ import math
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -20,10 +20,10 @@ from stretto.checkpoint.load import Restored
 from stretto.continuation import Loader
 from stretto.engine.watcher import store_of
 from stretto.errors import CommunicationError, ConfigError, LeftOut, PeerFailed, PeerSilent, StrettoError
-from stretto.groups import LeavableGroup, told_place
+from stretto.groups import Leavable, told_place
 from stretto.parallel import DataParallel
 from stretto.survive.generations import Memory
-from stretto.survive.membership import Ended, Membership
+from stretto.survive.membership import Ended, Members, Membership
 
 _log = logging.getLogger("stretto")
 
@@ -46,8 +46,8 @@ class Term:
         self,
         number: int,
         seats: Sequence[int],
-        group: LeavableGroup,
-        membership: Membership,
+        group: Any,
+        membership: Members,
         memory: Memory,
         every: int | None,
         before: str = "",
@@ -130,17 +130,24 @@ class Term:
     def _keep(self, parallel: DataParallel, loader: Loader | None, extra: Any) -> list[int]:
         began = time.perf_counter()
         updates = parallel.steps - self._step
-        update_seconds = (began - self._kept_at) / updates if updates and self._due else math.inf
+        update_seconds = (began - self._kept_at) / updates if updates and self._due else None
         waiting = self._membership.newcomers(self.seats) if self.rank == 0 else []
-        told = {"keep": self._seconds, "update": min(update_seconds, 1e9), "waiting": waiting}
+        told = {"keep": self._seconds, "update": update_seconds, "waiting": waiting}
         by_rank = self._memory.keep(parallel, self.number, told, loader=loader, extra=extra)
         self._step, self._kept_at = parallel.steps, time.perf_counter()
         self._seconds = self._kept_at - began
-        keep, update = (max(one["keep"] for one in by_rank), min(one["update"] for one in by_rank))
-        interval = _FIRST_UPDATES if update == 1e9 else max(1, math.ceil(keep / (EXPOSED * update)))
-        self._due = self._step + (interval if self._every is None else self._every)
+        self._due = self._step + (self._interval(by_rank) if self._every is None else self._every)
         come: list[int] = by_rank[0]["waiting"]
         return come
+
+    def _interval(self, by_rank: Sequence[Mapping[str, Any]]) -> int:
+        """Return updates until the next generation, alike on all ranks, from what each of them has measured."""
+        known = [one["update"] for one in by_rank if one["update"] is not None]
+        if not known:  # in the first generation of a term
+            return _FIRST_UPDATES
+        keep: float = max(one["keep"] for one in by_rank)
+        update: float = min(known)
+        return max(1, math.ceil(keep / (EXPOSED * update)))
 
     def end(self, error: BaseException) -> Ended:
         """End the job where it has not ended, and leave the group; return what to bring into the agreement."""
@@ -164,7 +171,7 @@ class Term:
 class _NewMembers(BaseException):
     """The term ends with everything kept, because others have come."""
 
-    def __init__(self, seats: Sequence[int], group: LeavableGroup) -> None:
+    def __init__(self, seats: Sequence[int], group: Leavable) -> None:
         super().__init__(seats)
         self.seats = seats
         self.group = group
@@ -211,9 +218,13 @@ def survives(  # noqa: PLR0913  # where the process stands, and how often the st
     """
     rank, ranks = told_place(rank, ranks)
     job = PrefixStore("survive", connect(store) if isinstance(store, str) else store)
-    membership = Membership(job, rank, ranks, silent_seconds, seat)
+    return survive_among(train, Membership(job, rank, ranks, silent_seconds, seat, address), every)
+
+
+def survive_among(train: Callable[[Term], T], membership: Members, every: int | None) -> T:
+    """As `survives`, whatever members agree by."""
     try:
-        return _Survivor(train, membership, job, every, address).run()
+        return _Survivor(train, membership, every).run()
     except LeftOut:
         raise
     except BaseException as error:
@@ -224,23 +235,14 @@ def survives(  # noqa: PLR0913  # where the process stands, and how often the st
 class _Survivor(Generic[T]):
     """One process, from term to term."""
 
-    def __init__(
-        self,
-        train: Callable[[Term], T],
-        membership: Membership,
-        store: Store,
-        every: int | None,
-        address: str | None,
-    ) -> None:
+    def __init__(self, train: Callable[[Term], T], membership: Members, every: int | None) -> None:
         self._train = train
         self._membership = membership
-        self._store = store
         self._every = every
-        self._address = address
         self._memory = Memory()
         self._before = ""
         self._fruitless = 0
-        self._planned: LeavableGroup | None = None
+        self._planned: Leavable | None = None
 
     def run(self) -> T:
         """Return what the function has returned in the last term."""
@@ -269,18 +271,21 @@ class _Survivor(Generic[T]):
             self._before = f"term {number} ended {reached} ({self._why(seats, following[1], error)}): "
             _release(error)
             return following, []
-        following = self._membership.following(Ended(number, seats, is_done=True))
+        following = self._end_of_work(number, seats)
         term.group.leave()
         return following, [result]
 
+    def _end_of_work(self, number: int, seats: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """Return the term after the one in which this process has done its work; without a store, nobody asks."""
+        try:
+            return self._membership.following(Ended(number, seats, is_done=True))
+        except (PeerFailed, PeerSilent) as error:
+            _log.warning("%s: but this process has done its work", error)
+            return number + 1, ()
+
     def _begin(self, number: int, seats: Sequence[int]) -> Term:
         """Make the group of a term; one that ended by plan is left now that nobody waits for it any more."""
-        group = LeavableGroup(
-            PrefixStore(f"term/{number}", self._store),
-            seats,
-            list(seats).index(self._membership.seat),
-            address=self._address,
-        )
+        group = self._membership.group(number, seats)
         if self._planned is not None:
             self._planned.leave()
             self._planned = None

@@ -31,7 +31,7 @@ from stretto_lab.campaign.drawing import (
 )
 from stretto_lab.campaign.judgement import Judgement, judge, pattern_rows, site_rows
 from stretto_lab.campaign.trial import GoldenRuns, RankResult, Trial, golden_runs, run_real, run_virtual
-from stretto_lab.observe import replace_json
+from stretto_lab.observe import Stages, replace_json
 from stretto_lab.recipes import DigitsResNet, StdlibGPT, TaskConfig
 from stretto_lab.train.configuration import TaskT
 from stretto_lab.train.launch import LocalRanks
@@ -44,8 +44,6 @@ _FAULTS_PER_OVERHEAD = 400
 """Faults of a campaign for which overheads are measured once more."""
 _CLEAN_UPDATES = 50
 """Updates of one clean job: making a job costs as much as some updates."""
-_JOBS_PER_LINE = 100
-"""Jobs after which there is a line about progress."""
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -53,7 +51,7 @@ Found = TypeVar("Found")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignConfig(Generic[TaskT]):
-    """Faults drawn from a seed, each put into a small job of its own; see docs/campaign.md."""
+    """Faults drawn from a seed, each put into a small job of its own; see the page campaign."""
 
     task: TaskT
     """Model, data and optimizer of every job: the recipe, at the size that `stretto_lab.campaign.small` gives it."""
@@ -117,12 +115,12 @@ def small(task: TaskConfig) -> TaskConfig:
             return task
 
 
-def run_campaign(campaign: CampaignConfig[TaskT], log: Callable[[str], None]) -> dict[str, Any]:
+def run_campaign(campaign: CampaignConfig[TaskT], stages: Stages) -> dict[str, Any]:
     """Put every drawn fault into a job of its own, and return the report that is written to campaign.json.
 
     Args:
         campaign: How many faults, from which seed, and where to.
-        log: Called with one line of text at a time.
+        stages: Are told what is run.
 
     Raises:
         ConformanceFailed: A job without a fault failed, or guards changed its outcome.
@@ -133,21 +131,23 @@ def run_campaign(campaign: CampaignConfig[TaskT], log: Callable[[str], None]) ->
     drawn = list(itertools.islice(draw_faults(campaign.seed), campaign.faults))
     kinds = list({one.job for one in drawn} | {JobKind(strategy=name) for name in CAMPAIGNED})
     make = functools.partial(golden_runs, campaign.task, seed=campaign.seed)
-    golden = dict(zip(kinds, map_on_workers(make, kinds, campaign.workers, __name__), strict=True))
+    golden = dict(zip(kinds, _map(campaign, make, kinds, "jobs without a fault", stages), strict=True))
+    stages.begin("measuring what guards cost")
     overheads = _measure_overheads(golden, turns=-(-campaign.faults // _FAULTS_PER_OVERHEAD))
     numbers = campaign.real_numbers
-    log(f"{len(numbers)} faults strike real workers")
     chosen = [one for one in drawn if one.number in numbers]
     others = [one for one in drawn if one.number not in numbers]
     beside = _begin(functools.partial(_run_on_real_workers, chosen, golden))
-    clean = _map(campaign, _run_clean, list(_clean_trials(campaign)), "clean jobs", log)
+    clean = _map(campaign, _run_clean, list(_clean_trials(campaign)), "clean jobs", stages)
     judgements = _map(
-        campaign, _strike, [(one, golden[one.job], None) for one in others], "virtual faults", log
+        campaign, _strike, [(one, golden[one.job], None) for one in others], "faults on virtual ranks", stages
     )
+    stages.begin(f"waiting for the {len(numbers)} faults on real workers")
     clean_real, real = beside.result()
     struck = [(one, golden[one.job], real[one.number]) for one in chosen]
     judgements = sorted(
-        judgements + _map(campaign, _strike, struck, "real faults", log), key=lambda one: one.drawn.number
+        judgements + _map(campaign, _strike, struck, "faults on real workers", stages),
+        key=lambda one: one.drawn.number,
     )
     clean = clean_real + clean
     report = {
@@ -257,15 +257,11 @@ def _map(
     function: Callable[[Given], Found],
     jobs: Sequence[Given],
     what: str,
-    log: Callable[[str], None],
+    stages: Stages,
 ) -> list[Found]:
     """Return what `function` makes of every job, in their order."""
-    results = []
-    for result in map_on_workers(function, jobs, campaign.workers, __name__):
-        results.append(result)
-        if len(results) % _JOBS_PER_LINE == 0 or len(results) == len(jobs):
-            log(f"{len(results)} of {len(jobs)} {what}")
-    return results
+    stages.begin(f"{len(jobs)} {what}", len(jobs))
+    return list(stages.counted(map_on_workers(function, jobs, campaign.workers, __name__)))
 
 
 def _measure_overheads(golden: Mapping[JobKind, GoldenRuns], turns: int) -> dict[str, float]:

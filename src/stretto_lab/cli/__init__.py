@@ -10,6 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import metadata
 
 from stretto.errors import ConfigError, CorruptionError, OutputClosed, StrettoError, WorkerFailed
@@ -18,6 +19,7 @@ from stretto.terminal import is_unread, print_to_nobody, printable
 from stretto_lab.cli.estimate import print_estimate
 from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, overview, plain_help
 from stretto_lab.estimate import EstimateConfig
+from stretto_lab.patience import waiting
 
 FAILED, MISUSED, DAMAGED, INTERRUPTED = 1, 2, 3, 130
 """Exit codes beside 0; see `main`."""
@@ -76,7 +78,8 @@ def _run(name: str, words: Sequence[str]) -> int:
         and (not asks_help or sys.stderr.isatty())
     ):
         print("loading PyTorch", file=sys.stderr if asks_help else sys.stdout, flush=True)
-    from stretto_lab.cli.commands import help_of, run_command
+    with nullcontext() if asks_help else waiting("loading PyTorch"):
+        from stretto_lab.cli.commands import help_of, run_command
 
     if asks_help:
         print(help_of(name, words), end="")

@@ -67,17 +67,15 @@ def choose(run: RunConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None])
     with named_as_options(run):
         allowed = SMALL if run.allow_loss is None else run.allow_loss
         job: PlanConfig[TaskConfig] = PlanConfig(**part_of(run, Job), allow_loss=allowed)
-    (ranking,) = rankings(job, ranks, log, prices_all=False)
+    (ranking,) = rankings(job, ranks, prices_all=False)
     log(recommendation(ranking))
     return ranking.choice.arm
 
 
-def rankings(
-    job: PlanConfig[TaskConfig], ranks: Ranks, log: Callable[[str], None], *, prices_all: bool = True
-) -> list[Ranking]:
+def rankings(job: PlanConfig[TaskConfig], ranks: Ranks, *, prices_all: bool = True) -> list[Ranking]:
     """Measure a job on all ranks, and rank what it could use, as `stretto_lab.plan.plan` does."""
     with named_as_options(job), named_as_options(job.task, TASK):
         arm = parse_arm("zero1")
         here = dataclasses.replace(job, slow={})  # ranks of the plan, perhaps more than there are here
         check_run(here.fitted_to(arm).run_of(arm), ranks.world_size)
-    return plan(job, ranks, log, prices_all=prices_all)
+    return plan(job, ranks, prices_all=prices_all)

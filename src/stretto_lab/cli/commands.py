@@ -48,8 +48,9 @@ from stretto_lab.cli.screens import (
 )
 from stretto_lab.doctor import Examination, Report, examine_rank
 from stretto_lab.estimate import EstimateConfig
-from stretto_lab.observe import print_campaign, print_comparison, print_demo, replace_json
-from stretto_lab.page import PAGE, ReportConfig, report
+from stretto_lab.observe import Stages, print_campaign, print_comparison, print_demo, replace_json
+from stretto_lab.page import PAGE, ReportConfig, page_of, report
+from stretto_lab.patience import waiting
 from stretto_lab.plan import PlanConfig
 from stretto_lab.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto_lab.reproduce import ReproduceConfig
@@ -130,7 +131,7 @@ def _described_recipes() -> dict[str, str]:
     for name, make in RECIPES.items():
         text = first_clause(inspect.getdoc(type(make())) or "")
         described[name] = text[:1].lower() + text[1:]
-    return {**described, "FILE.py:FUNCTION": "your own, or MODULE:FUNCTION of a package (docs/recipes.md)"}
+    return {**described, "FILE.py:FUNCTION": "your own, or MODULE:FUNCTION of a package (the page recipes)"}
 
 
 def train_command(words: Sequence[str]) -> None:
@@ -239,7 +240,8 @@ def _show(folder: str | None) -> None:
         return
     page = Path(folder, PAGE)
     try:
-        report([Path(folder)], ReportConfig(out=str(page)))
+        with waiting("drawing the page"):
+            report([Path(folder)], ReportConfig(out=str(page)))
     except StrettoError as error:
         print(f"no page         {error}")
     else:
@@ -286,11 +288,12 @@ def report_command(words: Sequence[str]) -> None:
     if not count:
         raise UnknownName("report needs the folder of a run first: stretto report FOLDER...")
     config = parse_alone("report", words[count:], ReportConfig())
-    with named_as_options(config):
-        missing = report([Path(word) for word in words[:count]], config)
+    folders = [Path(word) for word in words[:count]]
+    with named_as_options(config), waiting("reading the folders and drawing the page"):
+        missing = report(folders, config)
     for line in missing:
         print(f"missing: {printable(line)}")
-    print(f"open in a browser: {config.out}")
+    print(f"open in a browser: {page_of(folders, config)}")
     if config.perfetto is not None:
         print(f"open in ui.perfetto.dev: {config.perfetto}")
 
@@ -301,7 +304,6 @@ def diagnose_command(words: Sequence[str]) -> None:
     ranks = find_ranks(job.workers, job.device)
     with named_as_options(job), named_as_options(job.task, TASK):
         check_run(job.run_of(parse_arm(job.strategy)), ranks.world_size)
-    _log(ranks)("measuring the loader, the step, and both together")
     found = ranks.call(diagnose_rank, job)
     if ranks.is_first:
         # All ranks wait for the slowest loader.
@@ -312,7 +314,7 @@ def plan_command(words: Sequence[str]) -> None:
     """Measure a recipe, and say which strategy and wire to use."""
     _, job = parse_options("plan", words, CONFIGURE["plan"])
     ranks = find_ranks(job.workers, job.device)
-    found = rankings(job, ranks, _log(ranks))
+    found = rankings(job, ranks)
     if ranks.is_first:
         print_plan(found)
 
@@ -328,7 +330,8 @@ def campaign_command(words: Sequence[str]) -> int:
     _, campaign = parse_options("campaign", whole, CONFIGURE["campaign"])
     if campaign.only is not None:
         return _repeat(campaign, campaign.only)
-    report = run_campaign(campaign, _print_line)
+    with Stages("campaign") as stages:
+        report = run_campaign(campaign, stages)
     print_campaign(report)
     _show(campaign.out)
     return _complain(report, whole)
@@ -345,7 +348,8 @@ def _complain(report: Mapping[str, Any], words: Sequence[str]) -> int:
 
 
 def _repeat(campaign: CampaignConfig[TaskConfig], number: int) -> int:
-    judgement = repeat_fault(campaign, number)
+    with waiting("repeating the fault"):
+        judgement = repeat_fault(campaign, number)
     drawn = judgement.drawn
     print(f"fault {number}: {drawn.fault} in {drawn.job}, moment {drawn.moment:.3f}")
     print(f"promised: {drawn.promise.summary}")

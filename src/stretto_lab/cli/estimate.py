@@ -39,8 +39,9 @@ def print_estimate(words: Sequence[str]) -> None:
     print(
         f"\nFirst choice: {choice.options}\n"
         + textwrap.fill(
-            f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Loss was measured with a small "
-            "GPT, that of averages on the next larger of 2, 8 and 32 ranks, and may differ for you. "
+            f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Nats: of held-out loss, per "
+            "byte, what each has cost a small GPT, averages on the next larger of 2, 8 and 32 ranks; it may differ for "
+            "you. "
             "Memory is without activations and what a packed wire keeps. "
             "Nothing was measured here: `stretto plan` does that.",
             COLUMNS,

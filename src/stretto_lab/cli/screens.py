@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from stretto.echo import Diagnosis
+from stretto.echo.text import plan_text
 from stretto.exchange import WIRES
 from stretto.flat import ALIGNMENT
 from stretto.groups import Link
@@ -17,8 +18,10 @@ from stretto_lab.cli.presets import Preset
 from stretto_lab.cli.run_folder import resume_command
 from stretto_lab.doctor import Finding, Report
 from stretto_lab.evidence import of_strategy
+from stretto_lab.patience import waiting
 from stretto_lab.plan import UNEQUAL, Machine, Price, Ranking
 from stretto_lab.recipes import TaskConfig
+from stretto_lab.recipes.task import loss_unit
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.outcome import Outcome
@@ -41,7 +44,7 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
     if outcome.sample is not None:
         print(f"a sample:\n{outcome.sample}\n")
     print(f"{outcome.updates} updates in {outcome.training_seconds:.1f} s{_since(outcome)}")
-    print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
+    print(_heldout(outcome, run.task))
     if outcome.accuracy is not None:
         print(f"held-out accuracy {outcome.accuracy:.1%}")
     if outcome.echoed_batches or run.slow_loader != "none":
@@ -60,6 +63,11 @@ def print_run(outcome: Outcome, run: RunConfig[TaskConfig], *, is_on_a_link: boo
         print(f"go on with it   {resume_command(run, *further)}")
     if run.tensorboard:
         print(f"look at it      {shlex.join(['tensorboard', '--logdir', str(run.run_dir)])}")
+
+
+def _heldout(outcome: Outcome, task: TaskConfig) -> str:
+    unit = loss_unit(task)
+    return f"held-out loss {outcome.heldout_before:.4f}{unit} before, {outcome.heldout_loss:.4f}{unit} after"
 
 
 def _since(outcome: Outcome) -> str:
@@ -102,7 +110,7 @@ def advice(outcome: Outcome, run: RunConfig[TaskConfig]) -> str:
     return (
         f"The link was the bottleneck: {waiting:.0%} of the time{_behind(outcome)} waited for communication. With "
         f"{options} up to {gain(best):.1f} times as many updates in the same time are possible, and a loss about as "
-        f"much sooner ({evidence.source} ended {evidence.nats:.3f} nats above): `stretto plan` measures it."
+        f"much sooner ({evidence.source} ended {evidence.nats:.3f} nats per byte above): `stretto plan` measures it."
     )
 
 
@@ -125,7 +133,7 @@ def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -
             f"rank 0 waited for data {outcome.wait_seconds / seconds:.1%} of the time: {outcome.fresh_batches} fresh "
             f"micro-batches, {outcome.echoed_batches} echoed"
         )
-    print(f"held-out loss {outcome.heldout_before:.4f} before, {outcome.heldout_loss:.4f} after")
+    print(_heldout(outcome, simulation.task))
     if simulation.run_dir is not None:
         print(f"records, trace and the model are in {simulation.run_dir}")
 
@@ -133,17 +141,19 @@ def print_simulation(outcome: Outcome, simulation: SimulateConfig[TaskConfig]) -
 def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Print the measured times, and what follows from them."""
     rows = {
-        "L, the loader alone": diagnosis.load_seconds,
-        "C + A, the step on a cached batch": diagnosis.step_seconds,
-        "A, of it waiting for communication": diagnosis.exposed_seconds,
-        "the loop as it is": diagnosis.period_seconds,
+        "to load a batch, nothing else": (diagnosis.load_seconds, diagnosis.load_variation),
+        "to train on one that is loaded": (diagnosis.step_seconds, diagnosis.step_variation),
+        "both, as the loop does it": (diagnosis.period_seconds, diagnosis.period_variation),
     }
-    for name, seconds in rows.items():
-        print(f"{name:36} {1000 * seconds:9.3f} ms per micro-batch")
-    print(f"{'e* = L / (C + A), the free uses':36} {diagnosis.free_uses:9.3f}")
+    for name, (seconds, variation) in rows.items():
+        print(f"{name:32} {1000 * seconds:11,.2f} ms +- {variation:.0%}")
+    waiting = f"{1000 * diagnosis.exposed_seconds:,.2f} ms"
+    print(f"of training, {waiting} wait for other ranks (+- is the standard deviation)")
     print(textwrap.fill(diagnosis.summary, COLUMNS))
-    for line in diagnosis.advice:
-        print(textwrap.fill(f"  before an echo: {line}", COLUMNS, subsequent_indent=" " * 4))
+    for line in diagnosis.advice[1:]:
+        print(textwrap.fill(f"or {line}", COLUMNS, initial_indent="  ", subsequent_indent=" " * 4))
+    if diagnosis.plan is not None:
+        print(f"on the command line: --echo {plan_text(diagnosis.plan)}")
 
 
 def print_plan(rankings: Sequence[Ranking]) -> None:
@@ -155,8 +165,14 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
     print(
         f"\nmicro-batch {_micro_batches_of(machine)} ms, optimizer {1000 * machine.step_seconds:.1f} ms, "
         f"loader {1000 * machine.load_seconds:.1f} ms,\nlink {_rate(machine.link)}, {machine.parameters:,} parameters, "
-        f"{machine.ranks} ranks,\n{last.micro_batches} micro-batches per rank and update"
+        f"{_ranks_of(machine)},\n{last.micro_batches} micro-batches per rank and update"
     )
+    if machine.shards > 1:
+        text = (
+            f"parameters, link and the columns below are a rank's, which holds one of {machine.shards} shards and "
+            "exchanges it with other nodes; what FSDP2 sends inside a node is part of the micro-batch"
+        )
+        print(textwrap.fill(text, COLUMNS))
     if machine.ranks_per_node > 1:
         text = (
             f"on nodes of {machine.ranks_per_node} ranks: the link is a node's, a rank inside has "
@@ -169,21 +185,35 @@ def print_plan(rankings: Sequence[Ranking]) -> None:
             f"{_row_of(one, last):32}{one.seconds:9.4f}{one.exposed_seconds / one.seconds:6.0%}"
             f"{one.sent_bytes / 1e6:8,.1f}{one.memory_bytes / 1e6:8,.0f}  {last.why_not(one)}"
         )
+    print(
+        textwrap.fill(
+            "waits: share of an update that waits for others. MB sent: by a rank per update. MB held: by a rank, for "
+            "model, gradients and optimizer. Reasons in nats: of held-out loss, per byte, of a small GPT.",
+            COLUMNS,
+        )
+    )
     if any(_has_clock(one.arm) for one in last.prices):
         print("(xN) by the clock, with N times as large a batch in the mean")
-    counts = last.by_count()
+    with waiting("pricing the choice with other numbers of micro-batches"):
+        counts, echoed = last.by_count(), last.echoed()
     gains = [choice.seconds_per_micro_batch / one.seconds_per_micro_batch for one in counts]
     others = "fixed" if _has_clock(choice.arm) else "other"
     print(f"\nthe choice with {others} numbers of micro-batches, which learn otherwise:")
     print(f"{'':32}" + "".join(f"{one.micro_batches:>8}" for one in counts))
     print(f"{'  times as fast per sample':32}" + "".join(f"{gain:8.2f}" for gain in gains))
-    if (echoed := last.echoed()) is not None:
+    if echoed is not None:
         slower = machine.load_seconds / machine.micro_batch_seconds
         text = (
             f"the loader takes {slower:.1f} times as long as a micro-batch: with --echo ready, which uses batches "
             f"again meanwhile, an update takes {echoed.seconds:.4f} s; ask stretto diagnose what that gains"
         )
         print(textwrap.fill(text, COLUMNS, subsequent_indent="  "))
+
+
+def _ranks_of(machine: Machine) -> str:
+    if machine.shards == 1:
+        return f"{machine.ranks} ranks"
+    return f"{machine.ranks * machine.shards} ranks on nodes of {machine.shards} shards"
 
 
 def _row_of(one: Price, ranking: Ranking) -> str:
@@ -216,14 +246,19 @@ def recommendation(ranking: Ranking) -> str:
     choice, base = ranking.choice, ranking.base
     arm = parse_arm(choice.arm)
     wire = arm.wire
-    options = f"--strategy {arm.own_text}" + ("" if wire == "fp32" else f" --wire {wire}")
+    options = f"--shard {ranking.machine.shards} " if ranking.machine.shards > 1 else ""
+    options += f"--strategy {arm.own_text}" + ("" if wire == "fp32" else f" --wire {wire}")
     if (each := arm.settings.get("ranks_per_node")) is not None:
         options += f" --ranks-per-node {each}"
     if (clock := arm.settings.get("clock")) is not None:
         options += f" --clock {shown(clock)}"
     gain = base.seconds_per_micro_batch / choice.seconds_per_micro_batch
     evidence = ranking.evidence_of(choice.arm)
-    loss = f"{evidence.nats:+.3f} nats (measured with {evidence.source})" if evidence.source else "exact"
+    loss = (
+        f"{evidence.nats:+.3f} nats per byte (measured with {evidence.source})"
+        if evidence.source
+        else "exact"
+    )
     if wire == "bf16":
         loss += ", but for the rounding of bf16"
     if clock is not None:
@@ -233,7 +268,7 @@ def recommendation(ranking: Ranking) -> str:
     per_sample = " per sample" if clock is not None else ""
     faster = "which nothing beats" if choice == base else f"{gain:.2f} times as fast{per_sample} as {default}"
     seconds = f"{choice.seconds:.4f} s per update"
-    text = f"{ranking.machine.ranks} ranks: use {options}: {seconds}, {faster}; {loss}"
+    text = f"{_ranks_of(ranking.machine)}: use {options}: {seconds}, {faster}; {loss}"
     if (fixed := ranking.as_large()) is not None:
         text += (
             f". The batch grows: {choice.micro_batches:.1f} micro-batches per rank and update instead of "
@@ -247,7 +282,7 @@ def recommendation(ranking: Ranking) -> str:
 def _rate(link: Link) -> str:
     if link.bits_per_second is None:
         return "free"
-    return f"{link.bits_per_second / 1e6:,.0f} Mbit/s and {1e6 * link.latency_seconds:,.0f} us"
+    return f"{link.bits_per_second / 1e6:,.0f} Mbit/s and {1e3 * link.latency_seconds:,.2f} ms"
 
 
 def print_report(report: Report) -> None:

@@ -33,6 +33,7 @@ from stretto_lab.doctor.device import (
 from stretto_lab.doctor.network import COLLECTIVES, CollectiveResult, LinkResult, Network
 from stretto_lab.doctor.report import Finding, Report
 from stretto_lab.faults import WIRE_SITES, Fault, FaultPlan, FaultyGroup, Injector
+from stretto_lab.observe import Stages
 from stretto_lab.train.workers import RankInfo, device_of, joined_group
 
 _HOST_MEGABYTES = 64
@@ -146,7 +147,10 @@ def examine_rank(info: RankInfo, examination: Examination) -> Report:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     count = torch.cuda.device_count()
     own = [torch.device("cuda", i) for i in range(info.local_rank, count, info.local_world_size)]
-    with joined_group(info, Link.parse("none"), torch.device("cpu"), examination.timeout_seconds):
+    with (
+        Stages("doctor", is_shown=info.rank == 0) as stages,
+        joined_group(info, Link.parse("none"), torch.device("cpu"), examination.timeout_seconds),
+    ):
         group = dist.group.WORLD
         if group is None:
             raise RuntimeError("expected a default group, which `joined_group` makes")
@@ -157,7 +161,7 @@ def examine_rank(info: RankInfo, examination: Examination) -> Report:
             threads=_threads(_Meeting(group)),
             between_devices=_between_devices(info),
         )
-        return examine(struck, subject, examination)
+        return examine(struck, subject, examination, stages)
 
 
 def _between_devices(info: RankInfo) -> Network | None:
@@ -176,24 +180,37 @@ def _threads(meeting: "_Meeting") -> int:
     return max(1, round(share_of_cores(own, [cores for place, cores in of_all if place == host])))
 
 
-def examine(group: dist.ProcessGroup, subject: Subject, examination: Examination) -> Report:
-    """Examine one rank of `group` among the others; all ranks must call, with equal settings."""
+def examine(
+    group: dist.ProcessGroup, subject: Subject, examination: Examination, stages: Stages | None = None
+) -> Report:
+    """Examine one rank of `group` among the others; all ranks must call, with equal settings.
+
+    Args:
+        group: Of all ranks.
+        subject: What is examined on this rank.
+        examination: How long, and how much.
+        stages: Are told what is looked at; None tells nobody.
+    """
+    stages = stages or Stages("doctor", is_shown=False)
     meeting = _Meeting(group)
     networks = {"": Network(group, torch.device("cpu"))}
     if subject.between_devices is not None:
         networks[" over NCCL"] = subject.between_devices
     seconds = {check: share * examination.seconds for check, share in _TIME_SHARES.items()}
-    devices = [_examine_device(device, subject, examination, seconds) for device in subject.devices]
+    devices = [_examine_device(device, subject, examination, seconds, stages) for device in subject.devices]
     collectives: dict[str, CollectiveResult] = {}
     links: dict[str, dict[int, LinkResult]] = {}
     for over, network in networks.items():
         of_network = {name: CollectiveResult() for name in COLLECTIVES}
+        stages.begin(f"looking at collectives{over}", seconds=seconds["collectives"] / len(networks))
         for index in meeting.rounds(f"collectives{over}", seconds["collectives"] / len(networks)):
             network.check_collectives(index, of_network)
         collectives |= {f"{name}{over}": result for name, result in of_network.items()}
         links[over] = {}
+        stages.begin(f"looking at links{over}", seconds=seconds["links"] / len(networks))
         for index in meeting.rounds(f"links{over}", seconds["links"] / len(networks)):
             network.check_links(examination.link_megabytes, index, links[over])
+    stages.begin("comparing what all ranks have found")
     own = _RankResult(host=platform.node(), devices=devices, collectives=collectives, links=links)
     results = [_RankResult.of(fields) for fields in meeting.gather(dataclasses.asdict(own))]
     findings = [
@@ -206,11 +223,17 @@ def examine(group: dist.ProcessGroup, subject: Subject, examination: Examination
 
 
 def _examine_device(
-    device: torch.device, subject: Subject, examination: Examination, seconds: Mapping[str, float]
+    device: torch.device,
+    subject: Subject,
+    examination: Examination,
+    seconds: Mapping[str, float],
+    stages: Stages,
 ) -> _DeviceResult:
     share = 1 / len(subject.devices)
     is_cpu = device.type == "cpu"
     threads = subject.threads if is_cpu else 1
+    both = share * (seconds["arithmetic"] + seconds["memory"])
+    stages.begin(f"looking at arithmetic and memory of {device}", seconds=both)
     return _DeviceResult(
         place=f"host {platform.node()}, {device}",
         kind=processor_name() if is_cpu else torch.cuda.get_device_name(device),
@@ -343,15 +366,15 @@ def _judge_links(results: Sequence[_RankResult]) -> Iterator[Finding]:
         for over, links in result.links.items()
         for sender, found in sorted(links.items())
     ):
-        rate = found.bytes / found.seconds / 1e6
-        detail = f"{rate:,.1f} MB/s over {found.bytes / 1e6:,.0f} MB"
+        rate = 8 * found.bytes / found.seconds / 1e6
+        detail = f"{rate:,.1f} Mbit/s over {found.bytes / 1e6:,.0f} MB"
         if found.damaged:
             detail += f", {found.damaged} payloads damaged"
         link = sender, receiver
         yield Finding(
             check=f"link{over}",
             link=link,
-            megabytes_per_second=rate,
+            megabits_per_second=rate,
             passed=not found.damaged,
             detail=detail,
             damaged_links=(link,) if found.damaged else (),

@@ -22,8 +22,8 @@ class Finding:
     passed: bool
     detail: str
     """How much was done and measured, and what went wrong."""
-    megabytes_per_second: float | None = None
-    """Rate of a link, in units of 10^6 bytes."""
+    megabits_per_second: float | None = None
+    """Rate of a link, in units of 10^6 bits."""
     suspects: tuple[int, ...] = ()
     """Ranks that a failure is attributed to, if they are known."""
     damaged_links: tuple[Link, ...] = ()

@@ -14,7 +14,7 @@ from stretto_lab.links import parse_link
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMB]?)")
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-_ALIKE = 1.02
+ALIKE = 1.02
 """Factor between times up to which the more exact way is taken."""
 
 
@@ -73,17 +73,17 @@ class Row:
 def estimate(work: Work, allow_loss: float = SMALL) -> tuple[list[Row], Row]:
     """Return all rows, and the fastest that costs no more in loss than is allowed; of some alike the most exact."""
     rows = [
-        Row(text, wire, time_of(work, strategy, wire), _nats(strategy, wire, work.ranks))
-        for text, (strategy, wires) in _ARMS.items()
+        Row(text, wire, time_of(work, strategy, wire), nats_of(strategy, wire, work.ranks))
+        for text, (strategy, wires) in ARMS.items()
         if not (isinstance(strategy, ACCO) and work.micro_batches < 2)
         for wire in wires
     ]
     cheap = [row for row in rows if row.nats is not None and row.nats <= allow_loss]
-    limit = _ALIKE * min(row.time.seconds for row in cheap)
+    limit = ALIKE * min(row.time.seconds for row in cheap)
     return rows, next(row for row in cheap if row.time.seconds <= limit)
 
 
-_ARMS: Mapping[str, tuple[Strategy, Sequence[str]]] = MappingProxyType(
+ARMS: Mapping[str, tuple[Strategy, Sequence[str]]] = MappingProxyType(
     {
         **{strategy.name: (strategy, tuple(OF_WIRES)) for strategy in (ZeRO1(), ACCO(), WeightPrediction())},
         **{text: (average, ("int4",)) for text, (average, _) in AVERAGES.items()},
@@ -92,7 +92,8 @@ _ARMS: Mapping[str, tuple[Strategy, Sequence[str]]] = MappingProxyType(
 """Strategies that are estimated, and the wires; averages on that on which they were measured."""
 
 
-def _nats(strategy: Strategy, wire: str, replicas: int) -> float | None:
+def nats_of(strategy: Strategy, wire: str, replicas: int) -> float | None:
+    """Return what a strategy on a wire costs in held-out loss; None where that was not measured."""
     nats, of_wire = of_strategy(strategy, replicas).nats, OF_WIRES[wire].nats
     return None if nats is None or of_wire is None else max(nats, of_wire)
 

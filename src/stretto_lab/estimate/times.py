@@ -9,17 +9,20 @@ gradients, G for gathering the parameters and C for both:
     acco        max(n_B t, C) + max(n_A t, C)                  C is one of its two exchanges
     local       n t + rate · average
     diloco      n t + F/H · max(0, average / F - delay n t)    F fragments leave in H updates; average is one
+
+Each is the computing, and a sum over parts of the communication, each hidden by a part of the computing.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from stretto.errors import ConfigError
 from stretto.link import Link
 from stretto.strategies import Average, DiLoCo, Strategy
 from stretto.strategies.ledger import Ledger, ledger_of
+from stretto_lab.estimate.formulas import busy_seconds, held_bytes, last_share, sent_bytes, waiting_seconds
 
 ELEMENT_BYTES: Mapping[str, float] = MappingProxyType(
     {
@@ -70,60 +73,89 @@ class Time:
     """Of each rank: an fp32 model, gradients, masters and an optimizer with two moments; no activations."""
 
 
-def time_of(work: Work, strategy: Strategy, wire: str) -> Time:
-    """Return what an update takes.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an update's communication, and what hides it."""
+
+    share: float
+    """Of the seconds for which an update keeps the link busy."""
+    hidden: float
+    """Share of an update's computing beside which it travels."""
+    times: float = 1.0
+    """Per update; a mean over updates."""
+    in_buckets: bool = False
+    """Whether it leaves bucket by bucket beside that computing, the last bucket after it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bill:
+    """What an update of one strategy on one wire asks for, whatever the model, the link and the ranks."""
+
+    bytes_each: float
+    """Sent per parameter, before the factor (N - 1) / N of N ranks."""
+    whole: float
+    """Bytes held per parameter by every rank: an fp32 model, gradients, masters and an optimizer with two moments."""
+    shared: float
+    """Bytes held per parameter by all ranks together."""
+    parts: Sequence[Part]
+    """Of the communication."""
+
+
+def bill_of(strategy: Strategy, wire: str, micro_batches: int) -> Bill:
+    """Return what an update asks for.
 
     Raises:
         ConfigError: The time model has no row for the strategy, or not enough micro-batches.
     """
     ledger = ledger_of(strategy)
-    if ledger.rounds > work.micro_batches:
-        raise ConfigError(
-            f"micro_batches={work.micro_batches}: {strategy.name} needs at least {ledger.rounds}"
-        )
+    if ledger.rounds > micro_batches:
+        raise ConfigError(f"micro_batches={micro_batches}: {strategy.name} needs at least {ledger.rounds}")
     element = ELEMENT_BYTES[wire]
-    sent = work.parameters * _share_sent(work) * ledger.wire_bytes(element, max(element, 2.0))
-    busy = _seconds(work.link, sent)
-    seconds = _update_seconds(work, strategy, ledger, busy)
-    memory = ledger.memory_bytes(strategy, parameter=4, accumulation=4, world_size=work.ranks)
-    return Time(
-        seconds=seconds,
-        exposed_seconds=max(0.0, seconds - work.update_seconds),
-        wire_seconds=busy,
-        sent_bytes=sent,
-        memory_bytes=work.parameters * memory,
+    alone, two = (
+        ledger.memory_bytes(strategy, parameter=4, accumulation=4, world_size=ranks) for ranks in (1, 2)
+    )
+    return Bill(
+        bytes_each=ledger.wire_bytes(element, max(element, 2.0)),
+        whole=2 * two - alone,
+        shared=2 * (alone - two),
+        parts=_parts(strategy, ledger, micro_batches),
     )
 
 
-def _update_seconds(work: Work, strategy: Strategy, ledger: Ledger, busy: float) -> float:
-    computing = work.update_seconds
+def time_of(work: Work, strategy: Strategy, wire: str) -> Time:
+    """Return what an update takes; errors are those of `bill_of`."""
+    bill = bill_of(strategy, wire, work.micro_batches)
+    sent = sent_bytes(work.parameters, work.ranks, bill.bytes_each)
+    busy = busy_seconds(sent, work.link.bits_per_second or math.inf)
+    last = last_share(work.parameters, work.bucket_bytes)
+    waiting = sum(
+        part.times
+        * waiting_seconds(work.update_seconds, busy, part.share, part.hidden, last if part.in_buckets else 0)
+        for part in bill.parts
+    )
+    return Time(
+        seconds=work.update_seconds + waiting,
+        exposed_seconds=waiting,
+        wire_seconds=busy,
+        sent_bytes=sent,
+        memory_bytes=held_bytes(work.parameters, work.ranks, bill.whole, bill.shared),
+    )
+
+
+def _parts(strategy: Strategy, ledger: Ledger, micro_batches: int) -> list[Part]:
     if isinstance(strategy, Average):
         strategy = strategy.outer
     if isinstance(strategy, DiLoCo):
-        transfer = busy / ledger.outer_steps / strategy.fragments
         rate = strategy.fragments / strategy.interval
-        return computing + rate * max(0.0, transfer - strategy.delay * computing)
+        return [Part(1 / ledger.outer_steps / strategy.fragments, strategy.delay, times=rate)]
     if ledger.local:
-        return computing + busy
-    exchange = busy / ledger.rounds
-    micro_batch = computing / work.micro_batches
+        return [Part(1.0, 0.0)]
     if strategy.overlaps:
-        return sum(
-            max(quota * micro_batch, exchange) for quota in strategy.quotas(work.micro_batches, ledger.rounds)
-        )
+        quotas = strategy.quotas(micro_batches, ledger.rounds)
+        return [Part(1 / ledger.rounds, quota / micro_batches) for quota in quotas]
     if ledger.replicated:
         raise ConfigError(
             f"{strategy.name}: the time model knows only bounds; zero1 sends as much and is exact too"
         )
-    buckets = max(1, math.ceil(4 * work.parameters / work.bucket_bytes))
-    reducing, gathering = busy / 2, busy / 2
-    hidden = _BACKWARD * micro_batch * (buckets - 1) / buckets
-    return computing + max(reducing - hidden, reducing / buckets) + gathering
-
-
-def _share_sent(work: Work) -> float:
-    return (work.ranks - 1) / work.ranks
-
-
-def _seconds(link: Link, sent_bytes: float) -> float:
-    return 0.0 if link.bits_per_second is None else 8 * sent_bytes / link.bits_per_second
+    reducing = Part(1 / 2, _BACKWARD / micro_batches, in_buckets=True)
+    return [reducing, Part(1 / 2, 0.0)]

@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from stretto.flat import shard_of
 from stretto.optimizer import ShardedOptimizer
 from stretto.parallel import DataParallel
 from stretto.strategies import Strategy
@@ -56,7 +57,8 @@ def strike_memory(parallel: DataParallel, injector: Injector) -> None:
         injector.offer("gradient", compute.accumulation.buffer.flats)
         injector.offer("shown parameters", [p.detach() for p in job.model.parameters])
         model = job.model.model
-        injector.offer("frozen parameters", [p.detach() for p in model.parameters() if not p.requires_grad])
+        frozen = [shard_of(p)[0].detach() for p in model.parameters() if not p.requires_grad]
+        injector.offer("frozen parameters", frozen)
         injector.offer("buffers", list(_constant_buffers(model)))
 
     def after_publishing(_: None, flats: Sequence[Tensor]) -> None:

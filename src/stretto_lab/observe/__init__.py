@@ -3,6 +3,7 @@
 from stretto.json_lines import JsonLines, append_json_line, read_json_lines, replace_json
 from stretto_lab.observe.progress import Header, Progress
 from stretto_lab.observe.records import Observer, Recorder, StrikeRecorder, strikes_file
+from stretto_lab.observe.stages import Stages
 from stretto_lab.observe.tables import print_campaign, print_comparison, print_demo
 from stretto_lab.observe.tensorboard import TensorBoard
 from stretto_lab.observe.trace import Trace, trace_file
@@ -13,6 +14,7 @@ __all__ = [
     "Observer",
     "Progress",
     "Recorder",
+    "Stages",
     "StrikeRecorder",
     "TensorBoard",
     "Trace",

@@ -3,13 +3,15 @@
 import collections
 import dataclasses
 import math
-import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
 
-from stretto.errors import MissingExtra
 from stretto.records import Incident, Update
 from stretto_lab.observe.records import Observer
+from stretto_lab.observe.stages import live_panel
+from stretto_lab.patience import Patience, clock
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -35,6 +37,10 @@ class Header:
     """Training seconds until the end; None where they do not end the run."""
     is_virtual: bool = False
     """Whether the run has a virtual clock, so that its seconds are not those of who looks on."""
+    loss_unit: str = ""
+    """Of its losses, after a space."""
+    is_passing: bool = False
+    """Whether it is one of many: nothing of it stays on the screen, and a line comes only after some silence."""
 
 
 class Progress(Observer):
@@ -51,39 +57,79 @@ class Progress(Observer):
         self._live: Any = None
         self._last_line = -math.inf
         self._shown_step = -1
+        self._doing, self._since = "", time.monotonic()
+        self._patience: Patience | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[Self]:
+        """Let no more than some seconds pass without a line, for the length of the block."""
+        with Patience(self._still) as self._patience:
+            yield self
+
+    def waits(self, what: str) -> None:
+        """Hear what is waited for; it is told only where that takes long."""
+        self._doing, self._since = what, time.monotonic()
 
     def doing(self, what: str) -> None:
         """Print what is being done before the first update can be."""
-        print(what, flush=True)
+        self.waits(what)
+        if not self._header.is_passing:
+            self._print(what)
+
+    def _print(self, line: object) -> None:
+        print(line, flush=True)
+        if self._patience is not None:
+            self._patience.heard()
+
+    def _still(self) -> str:
+        """Return the line after silence."""
+        if self._live is not None:
+            return ""
+        if self._recent and self._shown_step != self._recent[-1][0].step:
+            self._shown_step = self._recent[-1][0].step
+            return self._line()
+        since = clock(time.monotonic() - self._since)
+        return (
+            f"update {self._step_text()}: {since} since then"
+            if self._recent
+            else f"{self._doing}: {since} so far"
+        )
 
     def updated(self, update: Update, training_seconds: float) -> None:
         self._begin()
         self._recent.append((update, training_seconds))
+        self._since = time.monotonic()
         self._curve.append(update.loss)
         for incident in update.incidents:
             self.noticed(incident)
-        if self._live is None and time.monotonic() - self._last_line > LINE_SECONDS:
+        if self._shows_lines and time.monotonic() - self._last_line > LINE_SECONDS:
             self._print_line()
 
     def noticed(self, incident: Incident) -> None:
+        if self._header.is_passing:
+            return
         if self._live is None:
-            print(incident, flush=True)
+            self._print(incident)
         else:
             self._live.console.print(str(incident))  # above the panel
 
     def evaluated(self, step: int, heldout_loss: float, training_seconds: float) -> None:
         self._begin()
-        self._heldout = f"{heldout_loss:.4f} after {step}"
-        if self._live is None:
+        self._heldout = f"{heldout_loss:.4f}{self._header.loss_unit} after {step}"
+        if self._shows_lines:
             self._print_last_line()
-            print(f"held-out loss {heldout_loss:.4f} after {step} updates", flush=True)
+            self._print(f"held-out loss {heldout_loss:.4f}{self._header.loss_unit} after {step} updates")
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
-        if self._live is None:
-            self._print_last_line()
-        else:
+        """Leave the last state on the screen, unless the run is one of many."""
+        if self._live is not None:
             self._live.stop()
+        elif self._shows_lines:
+            self._print_last_line()
+
+    @property
+    def _shows_lines(self) -> bool:
+        return self._live is None and not self._header.is_passing
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """Draw the panel; rich calls this several times a second."""
@@ -104,17 +150,8 @@ class Progress(Observer):
 
     def _begin(self) -> None:
         """Start the panel, once and only on a terminal that can draw again what it has drawn."""
-        if self._live is not None or not sys.stdout.isatty():
-            return
-        try:
-            from rich.console import Console
-            from rich.live import Live
-        except ImportError as error:
-            raise MissingExtra("rich", "cli", "the live display") from error
-        console = Console()
-        if not console.is_dumb_terminal:
-            self._live = Live(self, console=console, refresh_per_second=4)
-            self._live.start()
+        if self._live is None:
+            self._live = live_panel(self, is_passing=self._header.is_passing)
 
     def _rows(self, curve: str) -> list[tuple[str, str]]:
         if len(self._recent) < 2:
@@ -126,7 +163,10 @@ class Progress(Observer):
             ("held-out", self._heldout),
             ("speed", f"{averages.samples_per_second:,.0f} samples/s"),
             ("exposed", f"{averages.exposed_share:.1%} of the time waits for communication"),
-            ("lane", f"{averages.lane_share:.0%} busy, {averages.bytes_per_second / 1e6:,.1f} MB/s sent"),
+            (
+                "lane",
+                f"{averages.lane_share:.0%} busy, {8 * averages.bytes_per_second / 1e6:,.1f} Mbit/s sent",
+            ),
         ]
         if averages.is_echoed:
             rows.append(("echo", averages.echo_text))
@@ -140,11 +180,12 @@ class Progress(Observer):
 
     def _print_line(self) -> None:
         self._last_line = time.monotonic()
-        update, _ = self._recent[-1]
-        self._shown_step = update.step
+        self._shown_step = self._recent[-1][0].step
+        self._print(self._line())
+
+    def _line(self) -> str:
         if len(self._recent) < 2:
-            print(f"update {self._step_text()}  loss {update.loss:.4f}", flush=True)
-            return
+            return f"update {self._step_text()}  loss {self._recent[-1][0].loss:.4f}"
         averages = _Averages(self._recent)
         parts = [
             f"update {self._step_text()}",
@@ -152,14 +193,14 @@ class Progress(Observer):
             f"{averages.samples_per_second:,.0f} samples/s",
             f"exposed {averages.exposed_share:.1%}",
             f"lane {averages.lane_share:.0%}",
-            f"{averages.bytes_per_second / 1e6:,.1f} MB/s",
+            f"{8 * averages.bytes_per_second / 1e6:,.1f} Mbit/s",
             self._left_text(),
         ]
         if averages.is_echoed:
             parts.append(averages.echo_text)
         if averages.waits:
             parts.append(f"wait {averages.wait_share:.1%}")
-        print("  ".join(parts), flush=True)
+        return "  ".join(parts)
 
     def _step_text(self) -> str:
         step = self._recent[-1][0].step
@@ -176,10 +217,8 @@ class Progress(Observer):
             left.append(self._header.seconds - training_seconds)
         if not left:
             return "unknown left"
-        minutes, seconds = divmod(round(max(0.0, min(left))), 60)
-        hours, minutes = divmod(minutes, 60)
-        clock = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-        return f"{clock} of virtual time left" if self._header.is_virtual else f"{clock} left"
+        shortest = clock(min(left))
+        return f"{shortest} of virtual time left" if self._header.is_virtual else f"{shortest} left"
 
     def _share_done(self) -> float:
         if not self._recent:

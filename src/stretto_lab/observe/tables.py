@@ -73,13 +73,18 @@ def print_comparison(runs: Sequence[Run]) -> None:
     used = [index for index in range(len(headings)) if any(row[index] not in ("", "-") for row in rows)]
     print_table(
         "comparison",
-        "Medians. With 1/2 behind it, a number is of one run out of two.\n"
+        f"Medians{_in_units(runs)}. With 1/2 behind it, a number is of one run out of two.\n"
         "exposed: share of the time that waited for communication",
         [headings[index] for index in used],
         ([row[index] for index in used] for row in rows),
         left=1,
         width=80,
     )
+
+
+def _in_units(runs: Sequence[Run]) -> str:
+    units = sorted({run["loss_unit"] for run in runs if run.get("loss_unit")})
+    return f", losses in {', '.join(units)}" if units else ""
 
 
 def shares_of_limit(own: Sequence[Run], runs: Sequence[Run]) -> list[float]:
@@ -164,7 +169,7 @@ def print_demo(runs: Sequence[Run]) -> None:
     print_table(
         "demonstration",
         f"Target: {_spread(_known(runs, 'target'), '{:.3f}'.format)[0]}, the clean run's held-out loss after two "
-        "thirds of its updates. > means that a run ended without reaching it.\n"
+        f"thirds of its updates{_in_units(runs)}. > means that a run ended without reaching it.\n"
         f"Found under all on, and what became of it: {repaired}.",
         ("arm", *columns),
         rows,

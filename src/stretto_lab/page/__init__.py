@@ -1,6 +1,7 @@
 """A page about runs, made from their folders alone; and a trace for other viewers."""
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from stretto_lab.page.folder import read_folder
 from stretto_lab.page.perfetto import write_perfetto
 from stretto_lab.page.traces import open_traces
 
-__all__ = ["PAGE", "ReportConfig", "report"]
+__all__ = ["PAGE", "ReportConfig", "page_of", "report"]
 
 PAGE = "report.html"
 """Name of the page that a run writes into its folder."""
@@ -20,8 +21,9 @@ PAGE = "report.html"
 class ReportConfig:
     """What is made of folders."""
 
-    out: str = f"runs/{PAGE}"
-    """The page; one file that needs no network. It replaces what is there."""
+    out: str | None = None
+    """The page, which needs no network and replaces what is there. None is report.html in the folder it is about, and
+    of several folders a file in runs/ that has their names."""
     updates: tuple[int, int] | None = None
     """FIRST,LAST update that the timeline shows; beside those it shows anyway, which are all of a short run."""
     perfetto: str | None = None
@@ -32,6 +34,18 @@ class ReportConfig:
             raise ConfigError(
                 f"updates must be 0 <= FIRST <= LAST, found {self.updates[0]},{self.updates[1]}"
             )
+
+
+def page_of(paths: Sequence[Path], config: ReportConfig) -> Path:
+    """Return where the page about some folders is written: one of its own for each folder, and for each set of them."""
+    if config.out is not None:
+        return Path(config.out)
+    folders = sorted({path.resolve() for path in paths})
+    if len(folders) == 1:
+        return paths[0] / PAGE
+    digest = hashlib.sha256("\0".join(map(str, folders)).encode()).hexdigest()[:8]
+    more = f"-and-{len(folders) - 2}-more" if len(folders) > 2 else ""
+    return Path("runs", f"report-{folders[0].name}-{folders[1].name}{more}-{digest}.html")
 
 
 def report(paths: Sequence[Path], config: ReportConfig) -> list[str]:
@@ -60,5 +74,5 @@ def report(paths: Sequence[Path], config: ReportConfig) -> list[str]:
                 f"{', '.join(map(str, paths))}"
             )
         write_perfetto(traces[0], Path(config.perfetto))
-    write_page(folders, traces, Path(config.out), config.updates)
+    write_page(folders, traces, page_of(paths, config), config.updates)
     return [f"{folder.name}: {gap}" for folder in folders for gap in folder.gaps]

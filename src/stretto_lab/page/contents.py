@@ -91,6 +91,11 @@ def read_evaluations(records: Iterable[dict[str, Any]]) -> Column:
     return np.array(rows, dtype=float).reshape(-1, 3)
 
 
+def unit_of(recorded: dict[str, Any]) -> str:
+    """Return the unit of losses that is recorded for a run; empty where none is."""
+    return str(recorded.get("loss_unit") or "")
+
+
 def describe_noise(noise: dict[str, Any]) -> str:
     """Return what a configuration says of the noise on purpose, in words."""
     ranks, burst = noise.get("rank"), items(noise.get("every"))

@@ -1,13 +1,16 @@
-"""The page: one HTML file with everything in it, which opens offline and runs nothing but its own two scripts.
+"""The page: an HTML file that opens offline and runs nothing but its own scripts.
 
 What run folders hold is text or numbers: text is escaped where it is put into the page, numbers are JSON in an element
-that no browser runs. A content security policy names the two scripts by their digests and forbids all else, also every
-request.
+that no browser runs. A content security policy names the scripts by their digests and forbids all else, also every
+request. A page below a folder `runs` shares Plotly with the others there, in `runs/assets`: its policy lets it load
+scripts from where it lies itself. Any other page has Plotly in it, packed.
 """
 
 import base64
+import gzip
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -57,16 +60,42 @@ def write_page(
         ],
     }
     body = "\n".join(sections(folders, runs, traced))
-    replace_file(out, lambda path: path.write_text(_whole(folders, body, data), encoding="utf-8"))
+    whole = _whole(folders, body, data, _shared(out))
+    replace_file(out, lambda path: path.write_text(whole, encoding="utf-8"))
 
 
-def _whole(folders: Sequence[Contents], body: str, data: dict[str, Any]) -> str:
+SHARED = "runs"
+"""Name of the folder below which pages share Plotly."""
+
+
+def _shared(out: Path) -> str | None:
+    """Return where a page finds the Plotly that it shares, which is put there; None where it shares none."""
+    folder = next((one for one in out.resolve().parents if one.name == SHARED), None)
+    if folder is None:
+        return None
+    plotly = _plotly()
+    file = folder / "assets" / f"plotly-{hashlib.sha256(plotly.encode()).hexdigest()[:12]}.js"
+    if not file.exists():
+        replace_file(file, lambda path: path.write_text(plotly, encoding="utf-8"))
+    return Path(os.path.relpath(file, out.resolve().parent)).as_posix()
+
+
+def _whole(folders: Sequence[Contents], body: str, data: dict[str, Any], shared: str | None) -> str:
     """Return the whole file."""
-    scripts = [_plotly(), _own("page.js")]
+    plotly, own = _plotly(), _own("page.js")
+    if shared is None:
+        inside = [_own("unpack.js"), plotly, own]
+        # The first script makes an element of the second one, and of the third after it.
+        packed = [f'<script type="text/plain" id="plotly">{_packed(plotly)}</script>']
+        packed += [f'<script type="text/plain" id="page">{own}</script>', f"<script>{inside[0]}</script>"]
+        allowed = ""
+    else:
+        inside, packed = [own], [f'<script src="{text(shared)}"></script>', f"<script>{own}</script>"]
+        allowed = "'self' file: "
     policy = "; ".join(
         [
             "default-src 'none'",
-            "script-src " + " ".join(f"'sha256-{_digest(script)}'" for script in scripts),
+            f"script-src {allowed}" + " ".join(f"'sha256-{_digest(script)}'" for script in inside),
             "style-src 'unsafe-inline'",  # Plotly makes its own style element
             "img-src data: blob:",
         ]
@@ -85,7 +114,7 @@ def _whole(folders: Sequence[Contents], body: str, data: dict[str, Any]) -> str:
             body,
             # No text in it can end the element, whatever it says.
             f'<script type="application/json" id="data">{_json(data)}</script>',
-            *(f"<script>{script}</script>" for script in scripts),
+            *packed,
             "</body></html>\n",
         ]
     )
@@ -93,6 +122,11 @@ def _whole(folders: Sequence[Contents], body: str, data: dict[str, Any]) -> str:
 
 def _json(data: dict[str, Any]) -> str:
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _packed(script: str) -> str:
+    """Return a script as text that no browser runs: gzip in base 85, a comma for the sign that could begin a tag."""
+    return base64.b85encode(gzip.compress(script.encode(), 9, mtime=0)).decode().replace("<", ",")
 
 
 def _digest(script: str) -> str:

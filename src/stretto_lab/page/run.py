@@ -16,6 +16,7 @@ from stretto_lab.page.contents import (
     describe_task,
     formatted,
     read_evaluations,
+    unit_of,
 )
 from stretto_lab.page.records import items, mapping, number, read_json, read_records
 from stretto_lab.page.times import UpdateTime, of_updates
@@ -61,7 +62,7 @@ def read_run(path: Path, name: str) -> Contents:
     )
     if not records:
         gaps.append("no update is recorded")
-    facts = {**_verdict(run.time), **_about(config, strategy, path), **_outcome(run)}
+    facts = {**_verdict(run.time), **_about(config, strategy, path), **_outcome(run, unit_of(config))}
     return Contents(path=path, name=name, facts=facts, runs=[run], gaps=gaps, is_traceable=True)
 
 
@@ -183,7 +184,7 @@ def _per_update(config: dict[str, Any]) -> str:
     return f"{config.get('micro_batches', 'unknown')} per rank and update"
 
 
-def _outcome(run: Run) -> dict[str, str]:
+def _outcome(run: Run, unit: str) -> dict[str, str]:
     steps, losses = run.columns["step"], run.evaluations[:, 1]
     facts = {"updates": f"{len(steps):,}"}
     if len(steps):
@@ -196,4 +197,5 @@ def _outcome(run: Run) -> dict[str, str]:
         facts["held-out loss"] = ", ".join(
             f"{formatted(loss, '{:.4f}')} {name}" for name, loss in named.items()
         )
+        facts["held-out loss"] += f"; {unit}" if unit else ""
     return facts

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from stretto.engine import Clock, Options
+from stretto.errors import ConfigError
+from stretto.flat import is_dtensor
 from stretto.groups import join_launched_group, launched_per_node
 from stretto.random_states import random_states, restore_random_states
 from stretto.strategies import Strategy
 from stretto_lab.evidence import SMALL
+from stretto_lab.observe import Stages
 from stretto_lab.plan.measure import Machine, Ranks, measure_task
 from stretto_lab.plan.ranking import Ranking, rank_by_time
 from stretto_lab.recipes.task import Loss, Task
@@ -77,9 +80,14 @@ def choose(  # noqa: PLR0913  # what a choice depends on, each by its own name
         allow_loss: Nats of held-out loss that the choice may cost, as far as it was measured.
 
     Raises:
-        ConfigError: The loader ends too soon.
+        ConfigError: The loader ends too soon, or the model is sharded.
         CommunicationError: The ranks did not find each other, or another one has failed.
     """
+    if any(map(is_dtensor, model.parameters())):
+        raise ConfigError(
+            "choose: expected a model that is whole on every rank, found one that fully_shard has cut; stretto plan "
+            "--shard prices a recipe whose model is sharded inside nodes"
+        )
     fixed = micro_batches if isinstance(micro_batches, int) else micro_batches.minimum
     device = next(model.parameters(), torch.empty(0)).device
     join_launched_group(device)
@@ -123,6 +131,6 @@ def _measured(
             loss=lambda model, batch: Loss(loss_function(model, batch), 1.0, 1),
             evaluate=lambda model: math.nan,
         )
-        return measure_task(ranks, task, batches, launched_per_node())
+        return measure_task(ranks, task, batches, launched_per_node(), Stages("choose", is_shown=False))
     finally:
         restore_random_states(states, ranks.device)

@@ -19,19 +19,22 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from stretto.engine import Options
 from stretto.engine.failures import BACKEND_MARGIN_SECONDS, FailureDetector, Lifetime
 from stretto.engine.round import Progress
 from stretto.errors import ConfigError
-from stretto.flat import usual_bucket_bytes
+from stretto.flat import shard_of, usual_bucket_bytes
 from stretto.groups import Link, SoloGroup, private_group
 from stretto.groups.collectives import method_of
 from stretto.machine import share_of_cores, usable_cores
 from stretto.parallel import DataParallel
 from stretto.strategies import ZeRO1
+from stretto_lab.observe import Stages
 from stretto_lab.recipes import Task
 from stretto_lab.train.configuration import Job, TaskT
+from stretto_lab.train.shards import placed
 from stretto_lab.train.state import slowed
 from stretto_lab.train.workers import RankInfo, choose_device, joined_group
 
@@ -71,7 +74,7 @@ class Machine:
     step_seconds: float
     """Of the optimizer, over all parameters."""
     exchange_seconds: dict[str, float]
-    """By wire: what a whole exchange costs a rank that is alone, without the optimizer."""
+    """By wire: what a whole exchange costs a rank or node that is alone, without the optimizer."""
     link: Link
     """Of every rank to the others, in each direction, with all ranks sending; or of every node to the others."""
     cores: float
@@ -86,6 +89,9 @@ class Machine:
     """What jobs have on its devices unless they say otherwise."""
     slowness: tuple[float, ...] = ()
     """Factor on these times, but for the loader's, by rank; empty where all ranks are as fast."""
+    shards: int = 1
+    """Ranks that hold one model together. All else here is then by node: how many there are, and what each rank of one
+    takes, has and sends to those that hold the same shard."""
 
     @property
     def micro_batch_seconds(self) -> float:
@@ -186,16 +192,29 @@ def measure(info: RankInfo, job: Job[TaskT], batches: int) -> Machine:
     """
     torch.set_num_threads(job.threads)
     device = choose_device(job.device, info)
-    with joined_group(info, Link.parse(job.link), device, job.timeout_seconds):
+    with (
+        Stages("plan", is_shown=info.rank == 0) as stages,
+        joined_group(info, Link.parse(job.link), device, job.timeout_seconds),
+    ):
+        stages.begin("building the model")
         task = job.task.build(info.rank, info.world_size, job.seed, None)
-        task.model.to(device)
+        placed(task, job, device)
         slow = dataclasses.replace(task, loader=slowed(job, task.loader, info.rank))
         ranks = Ranks(device, job.options)
         with ranks.together():
-            return measure_task(ranks, slow, batches, job.ranks_per_node or info.local_world_size)
+            return measure_task(
+                ranks,
+                slow,
+                batches,
+                job.ranks_per_node or info.local_world_size,
+                stages,
+                shards=job.shard,
+            )
 
 
-def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int) -> Machine:
+def measure_task(
+    ranks: Ranks, task: Task, batches: int, ranks_per_node: int, stages: Stages, *, shards: int = 1
+) -> Machine:
     """Measure a task on all ranks, and return what they took; changes the task's model. All ranks must call.
 
     Args:
@@ -203,25 +222,39 @@ def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int) ->
         task: Of this rank; its loader, model, loss and optimizer are used.
         batches: Micro-batches to time.
         ranks_per_node: Ranks of this rank's node. Nodes count where there are several, all with equally many ranks.
+        stages: Are told what is measured.
+        shards: Ranks that hold the model together, as `train.shards.placed` has cut it; they are the node then.
 
     Raises:
         ConfigError: The loader ends too soon.
         CommunicationError: Another rank does not come.
     """
     device = ranks.device
-    fresh = list(islice(_timed(task.loader), batches + _WARM_UP))
+    stages.begin("measuring the loader", batches + _WARM_UP)
+    fresh = list(stages.counted(islice(_timed(task.loader), batches + _WARM_UP)))
     if len(fresh) <= _WARM_UP:
         raise ConfigError(
             f"plan: expected more than {_WARM_UP} micro-batches from the loader, found {len(fresh)}"
         )
-    each = _agreed_ranks_per_node(ranks, ranks_per_node)
-    inside, link = measure_links(ranks, each)
-    passes = [_passes(task, batch, device) for batch, _ in fresh][_WARM_UP:]
-    exchanges = {wire: _exchange_seconds(task, fresh[0][0], wire, device) for wire in WIRES}
+    world_size = ranks.group.size()
+    each = _agreed_ranks_per_node(ranks, ranks_per_node) if shards == 1 else 1
+    stages.begin("measuring the link")
+    if shards == 1:
+        inside, link = measure_links(ranks, each)
+    else:
+        inside, link = Link(), measure_link(ranks, range(ranks.group.rank() % shards, world_size, shards))
+    timed = stages.through("measuring micro-batches", fresh)
+    passes = [_passes(task, batch, device) for batch, _ in timed][_WARM_UP:]
+    alone = _alone(device, shards)
+    exchanges = {
+        wire: _exchange_seconds(task, fresh[0][0], wire, device, alone)
+        for wire in stages.through("measuring exchanges on each wire", WIRES)
+    }
+    stages.begin("measuring the optimizer")
     step_seconds = _step_seconds(task, fresh[0][0], device)
     own = Machine(
-        ranks=ranks.group.size(),
-        parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
+        ranks=world_size // shards,
+        parameters=sum(shard_of(p)[0].numel() for p in task.model.parameters() if p.requires_grad),
         forward_seconds=statistics.median(forward for forward, _ in passes),
         backward_seconds=statistics.median(backward for _, backward in passes),
         load_seconds=statistics.fmean(seconds for _, seconds in fresh[_WARM_UP:]),
@@ -233,6 +266,7 @@ def measure_task(ranks: Ranks, task: Task, batches: int, ranks_per_node: int) ->
         jitter=_jitter([sum(one) for one in passes]),
         ranks_per_node=each,
         inside=inside,
+        shards=shards,
     )
     return _of_all(ranks, own, min(sum(one) for one in passes))
 
@@ -267,7 +301,10 @@ def _of_all(ranks: Ranks, own: Machine, least_seconds: float) -> Machine:
         for number in (1 / (link.bits_per_second or math.inf), link.latency_seconds)
     ]
     work = [own.forward_seconds, own.backward_seconds, own.step_seconds, *own.exchange_seconds.values()]
-    rows = ranks.gather([least_seconds, own.jitter, *work, own.load_seconds, *links, -own.cores])
+    of_ranks = ranks.gather([least_seconds, own.jitter, *work, own.load_seconds, *links, -own.cores])
+    rows = of_ranks.view(own.ranks, own.shards, -1).amax(
+        1
+    )  # ranks of shards wait for each other in every pass
     slowness, longest = by_speed(rows[:, 0], rows[:, 2 : 2 + len(work)])
     forward, backward, step, *exchanges = longest.tolist()
     load, per_bit, latency, per_bit_inside, latency_inside, cores = rows[:, -6:].amax(0).tolist()
@@ -373,11 +410,23 @@ def _jitter(taken: list[float]) -> float:
     return math.sqrt(3) * statistics.stdev(taken) / statistics.fmean(taken) if len(taken) > 1 else 0.0
 
 
-def _exchange_seconds(task: Task, batch: Any, wire: str, device: torch.device) -> float:
-    """Return how long the communication lane of a rank that is alone is busy with an update."""
+def _alone(device: torch.device, shards: int) -> dict[str, Any]:
+    """Return what makes a job of a rank, or of a node of shards, that has no others; all ranks must call."""
+    if shards == 1:
+        return {"group": SoloGroup()}
+    from torch.distributed.device_mesh import init_device_mesh  # as in `placed`
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("rank", "alone"))
+    return {"mesh": mesh["alone"]}
+
+
+def _exchange_seconds(
+    task: Task, batch: Any, wire: str, device: torch.device, alone: Mapping[str, Any]
+) -> float:
+    """Return how long the communication lane of a rank or node that is alone is busy with an update."""
     task.optimizer.zero_grad()
     parallel = DataParallel(
-        task.model, task.optimizer, ZeRO1(), group=SoloGroup(), options=Options(wire=wire, allow_unused=True)
+        task.model, task.optimizer, ZeRO1(), options=Options(wire=wire, allow_unused=True), **alone
     )
     taken = []
     for _ in range(_WARM_UP + _EXCHANGES):

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from stretto.engine.options import Clock, Options
@@ -13,6 +13,7 @@ from stretto.fields import check_at_least
 from stretto.strategies import Average
 from stretto.strategies.ledger import ledger_of
 from stretto_lab.evidence import AVERAGES, EVIDENCE, OF_WIRES, SMALL, Evidence, of_strategy
+from stretto_lab.observe import Stages
 from stretto_lab.plan.measure import WIRES, Machine, measure
 from stretto_lab.plan.price import Price, price
 from stretto_lab.train.arms import Arm, parse_arm
@@ -45,7 +46,7 @@ class PlanConfig(Job[TaskT]):
     """Ranks to plan for, as 8,64,512, instead of those that measure."""
     network: str | None = None
     """free, datacenter, ethernet, office, internet, or a link such as 100mbit,2ms: of every rank, or where nodes have
-    several ranks of every node; None is the link that was measured."""
+    several ranks or shards of every node; None is the link that was measured."""
     batches: int = 8
     """Micro-batches to time."""
     allow_loss: float = SMALL
@@ -75,17 +76,30 @@ class PlanConfig(Job[TaskT]):
             ConfigError: Ranks do not fill their nodes, or nobody knows the link between these.
         """
         return [
-            self._machine(measured, ranks).with_ranks(ranks, self._slow(ranks))
-            for ranks in self.ranks or (measured.ranks,)
+            self._machine(measured, ranks).with_ranks(ranks // self.shard, self._slow(ranks))
+            for ranks in self.ranks or (measured.ranks * self.shard,)
         ]
 
     def _slow(self, ranks: int) -> Mapping[int, float]:
+        """Return factors by rank; a node of shards is as slow as the slowest of its ranks."""
         if outside := sorted(rank for rank in self.slow if not 0 <= rank < ranks):
             raise ConfigError(f"slow names rank {outside[0]}; the plan is for ranks 0 to {ranks - 1}")
-        return self.slow
+        by_node: dict[int, float] = {}
+        for rank, factor in self.slow.items():
+            by_node[rank // self.shard] = max(factor, by_node.get(rank // self.shard, 1.0))
+        return by_node
 
     def _machine(self, measured: Machine, ranks: int) -> Machine:
         link = measured.link if self.network is None else parse_network(self.network).link
+        if self.shard > 1:
+            if ranks % self.shard:
+                raise ConfigError(
+                    f"plan for {ranks} ranks with shard={self.shard}: expected a multiple of it"
+                )
+            rate = link.bits_per_second
+            if self.network is not None and rate is not None:  # a node's, which its ranks share
+                link = dataclasses.replace(link, bits_per_second=rate / self.shard)
+            return dataclasses.replace(measured, link=link)
         each = self.ranks_per_node or measured.ranks_per_node
         if each == 1:
             return dataclasses.replace(measured, link=link)
@@ -200,6 +214,7 @@ def rank_by_time(  # noqa: PLR0913  # what a choice depends on, each by its own 
     ranks_per_node: int | None = None,
     wire: str | None = None,
     clock: Clock | Literal["auto"] | None = "auto",
+    stages: Stages | None = None,
 ) -> Ranking:
     """Return the ranking of strategies and wires on a machine, by the time to a number of samples.
 
@@ -213,7 +228,9 @@ def rank_by_time(  # noqa: PLR0913  # what a choice depends on, each by its own 
         wire: The only one to look at; None looks at all.
         clock: By which strategies that overlap accumulate; None lets all have fixed counts. "auto" looks at fixed
             counts and, where ranks are not equally fast, at a clock too.
+        stages: Are told how many arms are priced; None tells nobody.
     """
+    stages = stages or Stages("pricing", is_shown=False)
     bucket_bytes = bucket_bytes or machine.bucket_bytes
     frequent = [arm for arm, evidence in EVIDENCE.items() if evidence.nats is not None]
     texts = [
@@ -238,7 +255,8 @@ def rank_by_time(  # noqa: PLR0913  # what a choice depends on, each by its own 
         if _fits(arm := parse_arm(text + by_node), micro_batches)
         and (prices_all or _in_nats(evidence_of(arm.text, machine)) <= allow_loss)
     ]
-    prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in arms]
+    priced = stages.through(f"pricing strategies and wires for {machine.ranks} ranks, in virtual time", arms)
+    prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in priced]
     if by_node and ranks_per_node is None:
         # What the second level is worth: there are few links on which another arm would win without it.
         chosen = Ranking(machine, _by_time(prices), bucket_bytes, micro_batches, allow_loss).choice
@@ -274,36 +292,34 @@ def _by_time(prices: Sequence[Price]) -> tuple[Price, ...]:
     return tuple(sorted(prices, key=lambda one: one.seconds_per_micro_batch))
 
 
-def plan(
-    job: PlanConfig[TaskT], ranks: Ranks, log: Callable[[str], None], *, prices_all: bool = True
-) -> list[Ranking]:
+def plan(job: PlanConfig[TaskT], ranks: Ranks, *, prices_all: bool = True) -> list[Ranking]:
     """Measure a job on all ranks, and return a ranking for each number of ranks that is asked for.
 
     Args:
         job: What to measure and to plan for.
         ranks: The ranks that measure.
-        log: Called with one line of text at a time.
         prices_all: Of `rank_by_time`.
 
     Raises:
         WorkerFailed: A rank failed.
     """
-    log("measuring")
     measured = ranks.call(measure, job, job.batches)[0]
-    log("pricing strategies and wires in virtual time")
-    return [
-        rank_by_time(
-            machine,
-            micro_batches=job.micro_batches,
-            bucket_bytes=job.bucket_bytes,
-            allow_loss=job.allow_loss,
-            prices_all=prices_all,
-            ranks_per_node=job.ranks_per_node,
-            wire=None if job.wire == Options().wire else job.wire,
-            clock=job.clock or ("auto" if job.echo == "none" else None),  # an echo plans over fixed counts
-        )
-        for machine in job.machines(measured)
-    ]
+    with Stages("plan", is_shown=ranks.is_first) as stages:
+        return [
+            rank_by_time(
+                machine,
+                micro_batches=job.micro_batches,
+                bucket_bytes=job.bucket_bytes,
+                allow_loss=job.allow_loss,
+                prices_all=prices_all,
+                ranks_per_node=job.ranks_per_node,
+                wire=None if job.wire == Options().wire else job.wire,
+                # An echo plans over fixed counts, and nodes of shards have no others.
+                clock=job.clock or ("auto" if job.echo == "none" and job.shard == 1 else None),
+                stages=stages,
+            )
+            for machine in job.machines(measured)
+        ]
 
 
 def _fits(arm: Arm, micro_batches: int) -> bool:

@@ -3,12 +3,12 @@
 Seed and epoch give a permutation of the samples. The micro-batches of an epoch are consecutive runs of `size` samples;
 an incomplete last run is left out. Epochs follow each other without end. Of `W` ranks, rank `r` takes the
 micro-batches `r, r + W, r + 2W, ...` of this order. So an update of `m` micro-batches, all ranks together, sees the
-same samples at every world size that divides `m`.
+same samples at every world size that divides `m`. Where it does not, ranks take them in turn in every update anew.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -30,6 +30,52 @@ class Samples(Protocol[BatchOut]):
     def batch(self, indices: Tensor) -> BatchOut:
         """Return the samples `indices` (int64, one dimension) as one micro-batch, in new storage."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deal:
+    """Which places of the global order are left, and to which of so many ranks each goes."""
+
+    world_size: int
+    """Number of ranks."""
+    update: int
+    """Micro-batches of all ranks together after which it is rank 0's turn again."""
+    frontier: int = 0
+    """From this place on nothing has been taken yet."""
+    skipped: tuple[int, ...] = ()
+    """Before it, what has not been taken: some ranks of another deal had come further than others."""
+
+    def place(self, index: int) -> int:
+        """Return the place of what is left, counted in order."""
+        return self.skipped[index] if index < len(self.skipped) else self.frontier + index - len(self.skipped)
+
+    def leaves(self, place: int) -> bool:
+        """Return whether nobody had taken what is at this place."""
+        return place >= self.frontier or place in self.skipped
+
+    def index(self, rank: int, taken: int) -> int:
+        """Return which of what is left a rank takes after so many of its own."""
+        updates, turn = divmod(taken, len(range(rank, self.update, self.world_size)))
+        return updates * self.update + rank + turn * self.world_size
+
+    def again(self, consumed: Sequence[int], world_size: int, update: int) -> "Deal":
+        """Return how to deal what is left after every rank has taken so many."""
+        following = [self.index(rank, taken) for rank, taken in enumerate(consumed)]
+        begin = min(following)  # all before it was taken by whoever had it
+        taken = {
+            index
+            for rank, count in enumerate(consumed)
+            for index in itertools.takewhile(
+                lambda index: index >= begin, (self.index(rank, one) for one in range(count - 1, -1, -1))
+            )
+        }
+        end = max(len(self.skipped), begin, *(index + 1 for index in taken))
+        return Deal(
+            world_size=world_size,
+            update=update,
+            frontier=self.frontier + end - len(self.skipped),
+            skipped=tuple(self.place(index) for index in range(begin, end) if index not in taken),
+        )
 
 
 class MicroBatches(Generic[Batch]):
@@ -74,12 +120,12 @@ class MicroBatches(Generic[Batch]):
         self.samples = samples
         self.size = size
         self.rank = rank
-        self.world_size = world_size
         self.seed = seed
         self.micro_batches = micro_batches
         self.workers = workers
         self.per_epoch = len(samples) // size
         self.consumed = 0
+        self._deal = Deal(world_size=world_size, update=world_size)
         self._order = (-1, torch.empty(0, dtype=torch.int64))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -92,7 +138,7 @@ class MicroBatches(Generic[Batch]):
             yield self.samples.batch(self._indices(self.position))
 
     def _read_ahead(self) -> Iterable[Batch]:
-        places = itertools.count(self.position, self.world_size)
+        places = (self._place(taken) for taken in itertools.count(self.consumed))
         end = self.micro_batches
         return DataLoader(
             _Reading(self.samples),  # type: ignore[arg-type]  # DataLoader needs __getitem__ alone
@@ -107,16 +153,20 @@ class MicroBatches(Generic[Batch]):
     @property
     def position(self) -> int:
         """Index of this rank's next micro-batch in the global order."""
-        return self.rank + self.consumed * self.world_size
+        return self._place(self.consumed)
+
+    def _place(self, taken: int) -> int:
+        return self._deal.place(self._deal.index(self.rank, taken))
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far this rank is, and what the order depends on."""
         return {
             "seed": self.seed,
             "per_epoch": self.per_epoch,
-            "world_size": self.world_size,
+            "world_size": self._deal.world_size,
             "rank": self.rank,
             "consumed": self.consumed,
+            "deal": asdict(self._deal),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,7 +176,7 @@ class MicroBatches(Generic[Batch]):
             ConfigError: The state belongs to another order, rank or world size (`reshard` it first).
         """
         found = self.state_dict()
-        differing = [key for key in found if key != "consumed" and state.get(key) != found[key]]
+        differing = [key for key in found if key not in ("consumed", "deal") and state.get(key) != found[key]]
         if differing:
             saved = ", ".join(f"{key} {state.get(key)}" for key in differing)
             here = ", ".join(f"{key} {found[key]}" for key in differing)
@@ -135,6 +185,7 @@ class MicroBatches(Generic[Batch]):
                 f"now {here}; use the same seed, data and micro-batch size, and `reshard` for other ranks"
             )
         self.consumed = int(state["consumed"])
+        self._deal = _deal_of(state)
 
     def _indices(self, position: int) -> Tensor:
         epoch, index = divmod(position, self.per_epoch)
@@ -154,18 +205,25 @@ class _Reading(Generic[Batch]):
         return self.samples.batch(indices)
 
 
-def reshard(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+def _deal_of(state: dict[str, Any]) -> Deal:
+    deal = state["deal"]
+    return Deal(**{**deal, "skipped": tuple(deal["skipped"])})
+
+
+def reshard(
+    states: Sequence[dict[str, Any]], rank: int, world_size: int, update: int | None = None
+) -> dict[str, Any]:
     """Return the loader state for `rank` of `world_size`, from the saved states of all ranks.
 
-    At the same world size it is that rank's own state. At another one, the new ranks continue after the first
-    `sum(consumed)` micro-batches of the global order. These are exactly the unseen ones if all ranks had consumed
-    equally many; otherwise a few are seen twice, and as many are left out. Where micro-batches are cut from parcels of
-    documents (`stretto_lab.recipes.blocks`), a parcel that was begun is read again from its beginning.
+    At the same world size it is that rank's own state. At another one, the new ranks take exactly what no rank had
+    taken, in order, however unequally far the ranks had come.
 
     Args:
         states: `state_dict()` of every rank of the saved run, in rank order.
         rank: The rank that continues.
         world_size: Number of ranks that continue.
+        update: Micro-batches of all ranks together in an update, if ranks have unequally many; None if they have
+            equally many.
 
     Raises:
         ConfigError: The states are not those of all ranks of one run, in rank order.
@@ -179,8 +237,17 @@ def reshard(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dic
         )
     if world_size == len(states):
         return dict(states[rank])
-    total = sum(state["consumed"] for state in states)
-    # Of the positions rank, rank + world_size, ... those below `total` are consumed.
-    consumed = len(range(rank, total, world_size))
-    begun = {"given": 0} if "given" in states[0] else {}
-    return {**states[0], **begun, "rank": rank, "world_size": world_size, "consumed": consumed}
+    consumed = [state["consumed"] for state in states]
+    deal = _deal_of(states[0]).again(consumed, world_size, update or world_size)
+    told = sorted(tuple(one) for state in states for one in state.get("begun", ()))
+    begun = [
+        [place, given] for place, given in dict(told).items() if deal.leaves(place)
+    ]  # who gave most, tells last
+    return {
+        **states[0],
+        **({"begun": begun} if "begun" in states[0] else {}),
+        "rank": rank,
+        "world_size": world_size,
+        "consumed": 0,
+        "deal": asdict(deal),
+    }

@@ -129,31 +129,37 @@ class Packed:
         self.size = size
         self._before = self._parcels.state_dict()
         """State before the parcel that is being cut."""
-        self._given = 0
-        """Blocks of it that have been given out."""
+        self._begun: dict[int, int] = {}
+        """Blocks that have been given out of it, and of others that ranks of another number had begun; by place."""
 
     def __iter__(self) -> Iterator[Window]:
         self._parcels.load_state_dict(self._before)
-        before, skipped = self._before, self._given
+        before, parcel = self._before, self._parcels.position
+        over: list[int] = []  # parcels whose last blocks are in a micro-batch to come
         taken: list[Window] = []
         missing = self.size
         for stream in self._parcels:
             windows = blocks_of(stream, self.length, self._end)
-            place, skipped = skipped, 0
+            place = self._begun.get(parcel, 0)
             while place < len(windows):
                 count = min(missing, len(windows) - place)
                 taken.append(windows.batch(torch.arange(place, place + count)))
                 place, missing = place + count, missing - count
                 if not missing:
                     is_cut = place == len(windows)
-                    self._before, self._given = (self._parcels.state_dict(), 0) if is_cut else (before, place)
+                    self._before = self._parcels.state_dict() if is_cut else before
+                    self._begun[parcel] = place
+                    for one in [*over, *([parcel] if is_cut else [])]:
+                        self._begun.pop(one, None)
+                    over.clear()
                     yield joined(taken)
                     taken, missing = [], self.size
-            before = self._parcels.state_dict()
+            over.append(parcel)
+            before, parcel = self._parcels.state_dict(), self._parcels.position
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state before the parcel that is being cut, and the blocks of it that have been given out."""
-        return {**self._before, "length": self.length, "given": self._given}
+        """Return the state before the parcel that is being cut, and how much of those that are begun was given out."""
+        return {**self._before, "length": self.length, "begun": [list(one) for one in self._begun.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the saved loader of this rank stopped.
@@ -168,7 +174,7 @@ class Packed:
             )
         self._parcels.load_state_dict(state)
         self._before = self._parcels.state_dict()
-        self._given = int(state["given"])
+        self._begun = {int(parcel): int(given) for parcel, given in state["begun"]}
 
 
 def blocks_of(stream: Tensor, length: int, end: int) -> Windows:

@@ -5,7 +5,7 @@ A residual network with batch normalisation (He et al., 2016, arXiv:1512.03385),
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ CLASSES = 10
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigitsResNet:
     """A small residual network on pictures of handwritten digits; about 75,000 parameters, SGD with momentum."""
+
+    loss_unit: ClassVar[str] = "nats per image"
+    """Of its losses."""
 
     width: int = 16
     """Channels of the first stage; the third has four times as many."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -23,6 +23,9 @@ EVALUATED_AT_ONCE = 256
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageClassification:
     """An image classifier on your own pictures; CIFAR's binary files, folders by class, or Parquet; no download."""
+
+    loss_unit: ClassVar[str] = "nats per image"
+    """Of its losses."""
 
     model: Backbone = "resnet-18"
     """Which network; its parameters are new. Below 96 pixels its first convolution skips none."""

@@ -1,10 +1,11 @@
 """The recipe `language`: a causal language model on local text or instructions, from nothing or from a model folder."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -83,6 +84,9 @@ class Lora:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Language:
     """A causal language model on your own text or instructions; pre-training, fine-tuning, LoRA, with no download."""
+
+    loss_unit: ClassVar[str] = "nats per token"
+    """Of its losses."""
 
     model: str = "gpt2"
     """Folder, config.json or a size; a folder brings parameters, the others begin with new ones. Sizes are gpt2,
@@ -279,14 +283,16 @@ class Language:
         return [windows.batch(indices) for indices in torch.arange(len(windows)).split(self.batch)]
 
 
-def _publish(model: Any, tokens: BytePairs | FolderTokens, folder: Path) -> None:
+def _publish(
+    model: Any, tokens: BytePairs | FolderTokens, state: Mapping[str, torch.Tensor], folder: Path
+) -> None:
     """Write what `from_pretrained` reads: safetensors, of LoRA the adapters alone, and the tokenizer."""
     tokens.write(folder)
     logging = extra("transformers.utils.logging", "a model folder")
     is_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would be drawn into the run's own display
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=dict(state))
     finally:
         if is_shown:
             logging.enable_progress_bar()

@@ -54,7 +54,7 @@ def own_recipe(place: str) -> TaskConfig:
     default = found() if inspect.isclass(found) and not _required(found) else options_of(found)()
     if not dataclasses.is_dataclass(default) or not isinstance(default, TaskConfig):
         raise ConfigError(
-            f"{place} is a class without fields and build: expected a dataclass as in docs/recipes.md"
+            f"{place} is a class without fields and build: expected a dataclass as in the page recipes"
         )
     return default
 
@@ -83,7 +83,7 @@ def options_of(function: Callable[..., Task]) -> type:
     if tuple(given) != GIVEN:
         raise ConfigError(
             f"{name}({', '.join(given)}): a recipe takes rank, world_size, seed and updates, and after a star its "
-            "options; see docs/recipes.md"
+            "options; see the page recipes"
         )
     options = {key: one for key, one in arguments.items() if key not in GIVEN}
     kinds = get_type_hints(function)

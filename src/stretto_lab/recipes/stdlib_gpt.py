@@ -96,6 +96,11 @@ class StdlibGPT:
         """Tokens that a window predicts."""
         return self.context
 
+    @property
+    def loss_unit(self) -> str:
+        """Of the mean loss: what it is a mean over depends on the tokens."""
+        return "nats per byte" if self.data.tokens == "bytes" else "nats per token"
+
     def shape(self) -> Shape:
         """Return the dimensions of `size`, replaced by those that are set."""
         preset = SHAPES[self.size]

@@ -5,7 +5,7 @@ the `Task` of one rank: model, optimizer, scheduler, micro-batches, loss and eva
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,12 @@ class TaskConfig(Protocol):
             MissingExtra: A package of the `recipes` extra is not installed.
         """
         ...
+
+
+def loss_unit(task: object) -> str:
+    """Return the unit of a recipe's losses after a space; empty where its options have no `loss_unit`."""
+    unit = getattr(task, "loss_unit", "")
+    return f" {unit}" if unit else ""
 
 
 @runtime_checkable
@@ -128,8 +134,8 @@ class Task:
     accuracy: Callable[[nn.Module], float] | None = None
     """Share of the held-out samples that are classified correctly (classifiers)."""
 
-    publish: Callable[[Path], None] | None = None
-    """Writes the model into a folder that other libraries read."""
+    publish: Callable[[Mapping[str, Tensor], Path], None] | None = None
+    """Writes the model, whose `state_dict()` is given, into a folder that other libraries read."""
 
 
 @contextmanager

@@ -4,14 +4,12 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 
+from stretto_lab.patience import SECONDS
 from stretto_lab.reproduce.book import Book
 from stretto_lab.reproduce.record import Record
 from stretto_lab.reproduce.results import Site, missing
 from stretto_lab.reproduce.trial import Configure, Line, Trial, perform
 from stretto_lab.train.processes import results_on_workers
-
-PATIENCE_SECONDS = 8.0
-"""After so long without a line there is one."""
 
 
 def make(
@@ -43,9 +41,7 @@ def make(
         configurations = [configure([*shlex.split(trial.words), "--seed", str(trial.seed)]) for trial in todo]
         log(f"{len(todo)} runs to make, {min(processes, len(todo))} at a time")
         started, done = time.monotonic(), 0
-        for made in results_on_workers(
-            perform, configurations, processes, __name__, patience=PATIENCE_SECONDS
-        ):
+        for made in results_on_workers(perform, configurations, processes, __name__, patience=SECONDS):
             if made is None:
                 log(f"  {done} of {len(todo)} runs, {time.monotonic() - started:.0f} s")
                 continue

@@ -16,7 +16,7 @@ from stretto_lab.reproduce.trial import Configure
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReproduceConfig:
-    """Claims of the papers, run again; see docs/papers.md."""
+    """Claims of the papers, run again; see the page papers."""
 
     list: bool = False
     """Only list the records: the paper's number, minutes here, and the command."""

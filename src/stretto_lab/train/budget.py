@@ -138,7 +138,7 @@ def budget_of(run: RunConfig[TaskT], world_size: int) -> Budget | None:
     if samples is None:
         return None if updates is None else Budget(updates)
     batch = samples_of(run.task)
-    nominal = world_size * run.micro_batches * batch
+    nominal = (run.total_micro_batches or world_size * run.micro_batches) * batch
     arm = parse_arm(run.strategy)
     parts = [part for _, part in arm.phases] or [arm]
     has_clock = run.clock is not None or any("clock" in part.settings for part in parts)
@@ -146,11 +146,12 @@ def budget_of(run: RunConfig[TaskT], world_size: int) -> Budget | None:
         return Budget(samples, nominal)
     if not any(map(_steps_alone, parts)):
         return Budget(samples, nominal, lambda update: update.fresh_samples)
-    if has_clock or isinstance(parse_plan(run.echo, 1), Ready | Auto) or run.nonfinite == "skip":
+    is_unequal = has_clock or run.survive or run.total_micro_batches is not None
+    if is_unequal or isinstance(parse_plan(run.echo, 1), Ready | Auto) or run.nonfinite == "skip":
         raise ConfigError(
             f"{run.strategy} with a budget of samples: ranks that step alone do not hear how much the others load: "
-            "expected fixed counts, an echo that the seed decides (even or bernoulli), and nonfinite=raise; or a "
-            "number of updates"
+            "expected fixed counts, equal on all ranks (no survive), an echo that the seed decides (even or "
+            "bernoulli), and nonfinite=raise; or a number of updates"
         )
     # Seed and step decide, so every rank has loaded as much as this one.
     return Budget(samples, nominal, lambda update: update.fresh * batch * world_size)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,13 +14,15 @@ from stretto.echo import Diagnosis, diagnose
 from stretto.groups import Link
 from stretto.machine import describe_environment
 from stretto.records import Update
-from stretto_lab.observe import replace_json
-from stretto_lab.recipes.task import Batch
+from stretto_lab.observe import Stages, replace_json
+from stretto_lab.patience import clock
+from stretto_lab.recipes.task import Batch, loss_unit
 from stretto_lab.train.arms import Arm, parse_arm, parse_arms
 from stretto_lab.train.configuration import CompareConfig, DiagnoseConfig, RunConfig, TaskT
 from stretto_lab.train.handle import check_run, open_handle
 from stretto_lab.train.launch import Ranks, train
 from stretto_lab.train.outcome import Outcome
+from stretto_lab.train.shards import placed
 from stretto_lab.train.slow_rank import slow_down
 from stretto_lab.train.state import slowed
 from stretto_lab.train.workers import RankInfo, choose_device, device_of, joined_group
@@ -56,11 +59,12 @@ def compare(
     if ranks.is_first:
         Path(comparison.out).mkdir(parents=True, exist_ok=True)
     runs: list[dict[str, Any]] = []
+    started, whole = time.monotonic(), comparison.repeats * len(arms)
     for repeat in range(comparison.repeats):
         for arm in arms:
             run = _run_of(arm, comparison, repeat)
-            log(f"repeat {repeat + 1} of {comparison.repeats}: {arm.text}")
-            outcome = train(ranks, run, comparison.warmup_updates, shows_progress=False)
+            log(f"repeat {repeat + 1} of {comparison.repeats}: {arm.text}{left(started, len(runs), whole)}")
+            outcome = train(ranks, run, comparison.warmup_updates, shows_progress=True, is_passing=True)
             runs.append(_record(arm, run, repeat, outcome))
             log(_summary(runs[-1]))
             if ranks.is_first:
@@ -71,6 +75,13 @@ def compare(
                 }
                 replace_json(Path(comparison.out, RESULTS), content)
     return runs
+
+
+def left(started: float, done: int, whole: int) -> str:
+    """Return how long as many runs as are left will take, if they take as long as those that were made."""
+    if not done:
+        return ""
+    return f" (about {clock((time.monotonic() - started) / done * (whole - done))} left for all)"
 
 
 def _run_of(arm: Arm, comparison: CompareConfig[TaskT], repeat: int) -> RunConfig[TaskT]:
@@ -84,6 +95,8 @@ def _record(arm: Arm, run: RunConfig[TaskT], repeat: int, outcome: Outcome) -> d
     measured = dataclasses.asdict(outcome)
     return {
         "strategy": arm.text,
+        "resolved_strategy": arm.resolved,
+        "loss_unit": loss_unit(run.task).strip(),
         "repeat": repeat,
         "seed": run.seed,
         "wire": run.wire,
@@ -100,7 +113,7 @@ def _summary(record: dict[str, Any]) -> str:
     return (
         f"  {record['updates']} updates in {record['seconds']:.1f} s, "
         f"{'no steady rate' if rate is None else f'{rate:,.0f} samples/s'}, "
-        f"held-out loss {record['heldout_loss']:.4f}"
+        f"held-out loss {record['heldout_loss']:.4f} {record['loss_unit']}".rstrip()
         + ("" if reached is None else f", target reached after {reached:.1f} s")
     )
 
@@ -118,17 +131,27 @@ def diagnose_rank(info: RankInfo, job: DiagnoseConfig[TaskT]) -> Diagnosis:
     torch.set_num_threads(job.threads)
     run = job.run_of(parse_arm(job.strategy))
     device = choose_device(run.device, info)
-    with joined_group(info, Link.parse(run.link), device, run.timeout_seconds):
+    with (
+        Stages("diagnose", is_shown=info.rank == 0) as stages,
+        joined_group(info, Link.parse(run.link), device, run.timeout_seconds),
+    ):
+        stages.begin("building the model")
         task = run.task.build(info.rank, info.world_size, run.seed, run.planned_updates)
-        task.model.to(device)
-        with open_handle(run, task.model, task.optimizer) as handle:
+        mesh = placed(task, run, device)
+        with open_handle(run, task.model, task.optimizer, mesh=mesh) as handle:
             slow_down(handle, run.slow, device)
+
+            def told(what: str, done: int, total: int) -> None:
+                if done == 0:
+                    stages.begin(f"measuring {what}", total)
+                else:
+                    stages.advance()
 
             def step(batch: Batch) -> Update | None:
                 return handle.micro_batch(partial(task.loss, handle.model), batch)
 
             # Whole updates, because the last micro-batch of one waits for communication.
             whole = math.ceil(job.batches / run.micro_batches) * run.micro_batches
-            found = diagnose(slowed(run, task.loader, info.rank), step, batches=whole)
+            found = diagnose(slowed(run, task.loader, info.rank), step, batches=whole, told=told)
             handle.finish()
     return found

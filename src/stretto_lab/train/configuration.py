@@ -62,10 +62,10 @@ class Training(Options, Generic[TaskT]):
     the last exchange is through. Strategies that do not overlap keep to `micro_batches`."""
     guards: tuple[str, ...] = ()
     """Watch values: standard, or replica, rest, audit; several with commas between them, settings after colons, as
-    rest,audit:rate=0.01. standard is all that fits the strategy, and `verified`. See docs/guards.md."""
+    rest,audit:rate=0.01. standard is all that fits the strategy, and `verified`. See the page guards."""
     echo: str = "none"
     """Use batches again: even, bernoulli, ready or auto; in other updates, while the next ones are on their way.
-    Settings follow after colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See docs/echo.md,
+    Settings follow after colons, as in even:uses=2.5 or with a schedule bernoulli:p=cosine(1,0.25). See the page echo,
     and `stretto diagnose` first."""
     slow_loader: str = "none"
     """Make loading slow: MS[,decode][,jitter=CV] per micro-batch, waiting, or with decode keeping a core busy."""
@@ -111,6 +111,9 @@ class Job(Training[TaskT]):
     workers: int | None = None
     """Local processes to start; None is one per CUDA device, or 2 on processors. Ranks that a launcher such as torchrun
     has started count instead."""
+    shard: int = 1
+    """Consecutive workers that hold one model together, cut by FSDP2; the strategy trains across such nodes. 1 lets
+    every worker hold a whole model. See docs/sharded.md."""
     threads: int = 1
     """Threads of each worker's tensor operations. Runs are reproducible to the bit for equal numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -136,7 +139,7 @@ class Job(Training[TaskT]):
             raise ConfigError(
                 f"slow={too_fast[0]}: a rank can only be made slower: expected a factor of at least 1"
             )
-        check_at_least(self, workers=1, threads=1)
+        check_at_least(self, workers=1, shard=1, threads=1)
         if self.seconds is not None and not self.seconds > 0:
             raise ConfigError(f"seconds must be positive, found {self.seconds}")
         if self.to_loss is not None and math.isnan(self.to_loss):
@@ -229,6 +232,9 @@ class RunConfig(Job[TaskT]):
     """ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync or paft-dyn; what is set for it alone follows after
     colons, as in acco:first=1 or average:4:wire=int4. Several take turns as in zero1+acco:wire=int8@100+ddp@900. auto
     takes what `stretto plan` says."""
+    total_micro_batches: int | None = None
+    """Micro-batches of all ranks together in an update, dealt out in turn, instead of `micro_batches` of each; so that
+    the batch is the same on any number of ranks. With --survive it stays what it was at the beginning."""
     run_dir: str | None = None
     """Folder of the run, instead of a new one in runs/; configuration, records, TensorBoard events and
     checkpoints."""
@@ -246,10 +252,10 @@ class RunConfig(Job[TaskT]):
     often, without those it is laid to; 0 for none."""
     survive: bool = False
     """Go on when a local worker dies, from the memories of the others, and start a new one in its place; `restarts`
-    times at most. See docs/survive.md."""
+    times at most. See the page survive."""
     faults: tuple[Fault, ...] = ()
     """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
-    with rank=all; see docs/guards.md."""
+    with rank=all; see the page guards."""
     resume: bool = False
     """Continue the run in --run-dir, or begin it there; from its last good checkpoint. `stretto resume` repeats the
     other options too."""
@@ -259,15 +265,22 @@ class RunConfig(Job[TaskT]):
     """Checkpoints that stay, the latest ones."""
     async_save: bool = False
     """Write checkpoints beside training, from a copy of what each rank writes; an error that ends the run within the
-    write costs this checkpoint. See docs/checkpoints.md."""
+    write costs this checkpoint. See the page checkpoints."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     trace: bool = False
-    """Record what both lanes of every rank do and when; `stretto report` shows it. See docs/report.md."""
+    """Record what both lanes of every rank do and when; `stretto report` shows it. See the page report."""
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
-        check_at_least(self, checkpoint_every=1, checkpoints_kept=1, restarts=0, allow_loss=0)
+        check_at_least(
+            self, total_micro_batches=1, checkpoint_every=1, checkpoints_kept=1, restarts=0, allow_loss=0
+        )
+        if self.total_micro_batches is not None and self.clock is not None:
+            raise ConfigError(
+                f"total_micro_batches={self.total_micro_batches} with a clock, which decides how many there are: leave "
+                "out one of the two"
+            )
         if self.strategy != AUTO:
             parse_arm(self.strategy)
         if self.replan is not None and not 1 < self.replan < math.inf:
@@ -277,18 +290,22 @@ class RunConfig(Job[TaskT]):
         self._check_survive()
 
     def _check_survive(self) -> None:
-        """Raise where what is asked for names ranks: those of a run that goes on without some are numbered anew."""
-        by_rank = {
-            "link": self.link != "none",
-            "faults": bool(self.faults),
-            "noise": self.noise is not None,
-            "slow": bool(self.slow),
-            "ranks_per_node": self.ranks_per_node is not None,
-            "async_save": self.async_save,
-            "replan": self.replan is not None,
+        """Raise where something is asked for that cannot be had when ranks are lost."""
+        numbered = "names ranks, and those that go on are numbered anew"
+        unfit = {
+            "faults": numbered if self.faults else "",
+            "noise": numbered if self.noise is not None and self.noise.ranks is not None else "",
+            "ranks_per_node": ""
+            if self.ranks_per_node is None
+            else "sums inside nodes need nodes of equally many ranks, and one that has lost a rank is none",
+            "async_save": "a checkpoint that is written beside training ends with the rank that is lost, and nobody "
+            "knows it; states in memory cost no waiting for a disk either"
+            if self.async_save
+            else "",
+            "replan": "another choice is made at a checkpoint, in new processes" if self.replan else "",
         }
-        if self.survive and (asked := [name for name, is_set in by_rank.items() if is_set]):
-            raise ConfigError(f"survive with {', '.join(asked)}: not built yet; leave out one of them")
+        if self.survive and (asked := [f"{name} ({why})" for name, why in unfit.items() if why]):
+            raise ConfigError(f"survive does not go with {', nor with '.join(asked)}: leave out one of them")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,7 +341,7 @@ class CompareConfig(Job[TaskT]):
     """Learning rates by arm or strategy; as acco=2e-3,wp=1e-3. Others take the recipe's."""
     faults: tuple[Fault, ...] = ()
     """Damage done on purpose in every run: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
-    with rank=all; see docs/guards.md."""
+    with rank=all; see the page guards."""
     evaluate_every: int | None = 10
     """Updates between evaluations of the held-out loss, with the clock stopped; None for those before and after
     a run alone."""

@@ -9,6 +9,8 @@ All arms of a seed begin with the same parameters, read the same data in the sam
 """
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +25,9 @@ from stretto_lab.faults import Fault, faults_text, parse_faults
 from stretto_lab.observe import read_json_lines, replace_json
 from stretto_lab.recipes import StdlibGPT, TaskConfig
 from stretto_lab.recipes.optimizers import Schedule
+from stretto_lab.recipes.task import loss_unit
 from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.comparison import left
 from stretto_lab.train.configuration import Job, RunConfig, part_of
 from stretto_lab.train.handle import check_run
 from stretto_lab.train.launch import STEADY_AFTER, Ranks
@@ -45,6 +49,8 @@ WITHOUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """What a run without a remedy has set, by remedy."""
+_STARTING_SECONDS = 5.0
+"""Of a run: processes start, and the model is evaluated."""
 TARGET_AT = 2 / 3
 """Share of the clean run's updates; its held-out loss there is the target."""
 FAULTS = parse_faults(
@@ -80,7 +86,7 @@ class DemoConfig(Job[TaskConfig]):
     """How much longer than a micro-batch of the clean run loading one takes; 0 for a fast loader. What --slow-loader
     says counts instead."""
     faults: tuple[Fault, ...] = FAULTS
-    """Silent faults; those of train, in docs/guards.md."""
+    """Silent faults; those of train, in the page guards."""
     strategy: str = "acco"
     """First remedy of a slow link, hidden communication; without it the strategy is zero1."""
     wire: str = "int4"
@@ -144,6 +150,10 @@ def demonstrate(config: DemoConfig, ranks: Ranks, log: Callable[[str], None]) ->
     out = Path(config.out or new_run_folder("demo"))
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"out={out}: expected a folder that is new or empty; name another one")
+    log(
+        f"{len(arms_of(config)) * config.seeds} runs of {config.updates} updates; how long all take is known after the "
+        "first, which meets no hazard"
+    )
     device = device_of(config.device, 0, ranks.local_world_size)
     content: dict[str, Any] = {
         "out": str(out),
@@ -164,17 +174,32 @@ def _records(
     """Yield the record of every arm of one seed; the clean run, which is the first, sets hazards and target."""
     hazards: dict[str, Any] = {}
     target: float | None = None
-    for name, arm in arms_of(config).items():
+    since, done, arms = 0.0, 0, arms_of(config)
+    for name, arm in arms.items():
         folder = out / f"seed-{config.seed}" / name.replace(" ", "-")
         run = dataclasses.replace(arm, run_dir=str(folder), **hazards)
-        log(f"seed {run.seed}: {name}")
+        log(f"seed {run.seed}: {name}{'' if target is None else left(since, done, len(arms) - 1)}")
         prepare_run_folder(run, device=device)
-        outcomes = ranks.call(train_rank, run, STEADY_AFTER, False)
+        outcomes = ranks.call(train_rank, run, STEADY_AFTER, True, True)
         if target is None:
             target = _target(outcomes[0])
             hazards = _hazards(config, outcomes[0])
+            since = time.monotonic()
+        else:
+            done += 1
         yield _record(name, run, outcomes, target)
         log(f"  {outcomes[0].updates} updates in {outcomes[0].training_seconds:.1f} s")
+        if name == CLEAN:
+            log(
+                f"  the other {len(arms) - 1} runs take about {_expected(config, outcomes[0], len(arms) - 1)} together"
+            )
+
+
+def _expected(config: DemoConfig, clean: Outcome, runs: int) -> str:
+    """Return how long so many runs with hazards take, if these cost half of what nothing hides."""
+    waits = config.link_slowness + config.loader_slowness
+    each = clean.training_seconds * (1 + waits / 2) + _STARTING_SECONDS
+    return f"{math.ceil(runs * each / 60)} minutes"
 
 
 def _target(clean: Outcome) -> float:
@@ -206,6 +231,8 @@ def _record(
             field: getattr(run, field)
             for field in ("seed", "link", "slow_loader", "strategy", "wire", "echo", "guards")
         },
+        "resolved_strategy": parse_arm(run.strategy).resolved,
+        "loss_unit": loss_unit(run.task).strip(),
         "faults": faults_text(run.faults),
         "target": target,
         "seconds": measured.pop("training_seconds"),

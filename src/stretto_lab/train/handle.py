@@ -13,18 +13,18 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from stretto.engine import Options
+from stretto.engine import Clock, Options, Total
 from stretto.engine.round import Weighed
 from stretto.errors import ConfigError
 from stretto.exchange import check_nodes
-from stretto.groups import SoloGroup
+from stretto.groups import Link, SoloGroup
 from stretto.guards.text import parse_guards
 from stretto.parallel import DataParallel
 from stretto.records import Incident, Update
 from stretto_lab.faults import Application, FaultPlan, FaultyGroup, Injector, strike_memory
 from stretto_lab.peers import make_peer
 from stretto_lab.recipes import OverFiles
-from stretto_lab.train.arms import parse_arm
+from stretto_lab.train.arms import Arm, parse_arm
 from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.rates import strategy_of
@@ -86,6 +86,7 @@ def open_handle(
     scheduler: Any = None,
     group: ProcessGroup | None = None,
     budget: Budget | None = None,
+    mesh: Any = None,
 ) -> Handle:
     """Wrap a model as the run says; all ranks of `group`, or of the default group, must call.
 
@@ -96,6 +97,7 @@ def open_handle(
         scheduler: Turned at every committed update.
         group: Of all ranks; None is torch's default group.
         budget: Along which rates of averages change that name no steps.
+        mesh: Of `train.shards.cut`, where the model is sharded inside nodes.
 
     Raises:
         ConfigError: Settings contradict each other, or do not fit the model or the optimizer.
@@ -109,10 +111,12 @@ def open_handle(
             run.micro_batches,
             clip_norm=run.clip_norm,
             scheduler=scheduler,
-            noise=_seeded(run).noise,
+            noise=_options(run).noise,
             **arm.options,
         )
-    micro_batches = run.micro_batches if run.clock is None else run.clock
+    micro_batches: int | Total | Clock = run.micro_batches if run.clock is None else run.clock
+    if run.total_micro_batches is not None:
+        micro_batches = Total(run.total_micro_batches)
     return DataParallel(
         model,
         optimizer,
@@ -120,16 +124,19 @@ def open_handle(
         micro_batches=micro_batches,
         scheduler=scheduler,
         group=group,
+        mesh=None if mesh is None else mesh["node"],
         guards=parse_guards(run.guards, run.seed),
-        options=_seeded(run),
+        options=_options(run),
     )
 
 
-def _seeded(run: RunConfig[TaskT]) -> Options:
+def _options(run: RunConfig[TaskT]) -> Options:
     """Return the options of a run, whose noise is drawn from the run's seed unless it has one."""
-    if run.noise is None or run.noise.seed is not None:
-        return run.options
-    return dataclasses.replace(run.options, noise=dataclasses.replace(run.noise, seed=run.seed))
+    noise = run.noise
+    if noise is not None and noise.seed is None:
+        noise = dataclasses.replace(noise, seed=run.seed)
+    finds = bool(run.guards) or run.verified  # without them there is nothing that strikes would count
+    return dataclasses.replace(run.options, noise=noise, strikes=run.strikes if finds else None)
 
 
 def check_run(run: RunConfig[TaskT], world_size: int) -> None:
@@ -142,11 +149,13 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         ConfigError: They do.
     """
     _check_ranks(run, world_size)
+    _check_shards(run, world_size)
     if run.ranks_per_node is not None:
         check_nodes(world_size, run.ranks_per_node)
     if isinstance(run.task, OverFiles):
         run.task.check()
-    arm = parse_arm(run.strategy)
+    arm, total = parse_arm(run.strategy), run.total_micro_batches
+    _check_total(total, arm, world_size)
     if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
         what = "faults strike" if run.faults else "noise hits averages of"
         raise ConfigError(f"{arm.name}: {what} our own strategies only; leave out the one or the other")
@@ -166,10 +175,34 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
         )
     if arm.is_ours:
         model = nn.ParameterList([torch.zeros(1)])
-        alone = dataclasses.replace(run, noise=None)  # which may be on ranks that only the real group has
+        # Noise may be on ranks that only the real group has, and patterns fit buffers that only the real model has;
+        # and of micro-batches some rank has the fewest.
+        fewest = run.micro_batches if total is None else Total(total).of(world_size - 1, world_size)
+        alone = dataclasses.replace(
+            run,
+            noise=None,
+            buffers=Options().buffers,
+            total_micro_batches=None,
+            micro_batches=fewest,
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         budget = budget_of(run, world_size)
         open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
+
+
+def _check_total(total: int | None, arm: Arm, world_size: int) -> None:
+    """Raise ConfigError where micro-batches of all ranks together cannot be dealt out."""
+    if total is None:
+        return
+    if not arm.is_ours:
+        raise ConfigError(
+            f"total_micro_batches with strategy={arm.text!r}: ranks of a stock method have equally many: expected "
+            "micro_batches, or strategies of the library"
+        )
+    if total < world_size:
+        raise ConfigError(
+            f"total_micro_batches={total}: expected at least one for each of {world_size} ranks"
+        )
 
 
 def _check_ranks(run: RunConfig[TaskT], world_size: int) -> None:
@@ -183,6 +216,24 @@ def _check_ranks(run: RunConfig[TaskT], world_size: int) -> None:
         run.noise.check(world_size)
     if outside := sorted(rank for rank in run.slow if not 0 <= rank < world_size):
         raise ConfigError(f"slow names rank {outside[0]}; the run has ranks 0 to {world_size - 1}")
+
+
+def _check_shards(run: RunConfig[TaskT], world_size: int) -> None:
+    """Raise ConfigError where a model that is sharded inside nodes cannot be trained as the run says."""
+    if run.shard == 1:
+        return
+    if world_size % run.shard:
+        raise ConfigError(f"shard={run.shard}: expected a divisor of the {world_size} ranks")
+    unfit = {
+        f"strategy={run.strategy!r}, a stock method": not parse_arm(run.strategy).is_ours,
+        f"link={run.link!r}, which would slow down the inside of nodes too": not Link.parse(run.link).is_free,
+        "faults": bool(run.faults),
+        "survive": run.survive,
+    }
+    if refused := [what for what, is_asked in unfit.items() if is_asked]:
+        raise ConfigError(
+            f"shard={run.shard} with {', '.join(refused)}: not built yet; leave out one of them"
+        )
 
 
 class Rehearsal:

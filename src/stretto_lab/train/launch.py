@@ -150,7 +150,12 @@ class JoinedRank:
 
 
 def train(
-    ranks: Ranks, run: RunConfig[TaskT], warmup_updates: int = STEADY_AFTER, *, shows_progress: bool
+    ranks: Ranks,
+    run: RunConfig[TaskT],
+    warmup_updates: int = STEADY_AFTER,
+    *,
+    shows_progress: bool,
+    is_passing: bool = False,
 ) -> Outcome:
     """Train on `ranks` and return the outcome of the first rank that this process has started.
 
@@ -159,6 +164,7 @@ def train(
         run: What to train.
         warmup_updates: First updates that the outcome's rate leaves out.
         shows_progress: Whether rank 0 shows the run as it goes.
+        is_passing: Whether it is one of many, of which nothing stays on the screen.
 
     Raises:
         WorkerFailed: A rank failed; names it and the cause.
@@ -167,13 +173,13 @@ def train(
         if not isinstance(ranks, LocalRanks):
             raise ConfigError(
                 "--survive starts local workers and replaces them: expected no launcher; in a loop of your own "
-                "stretto.survives does the rest (docs/survive.md)"
+                "stretto.survives does the rest (the page survive)"
             )
         outcomes = ranks.call_replaced(
             surviving_rank, run.restarts, _say, run, warmup_updates, shows_progress
         )
         return next(outcome for outcome in outcomes if outcome is not None)  # that the others have left
-    return ranks.call(train_rank, run, warmup_updates, shows_progress)[0]
+    return ranks.call(train_rank, run, warmup_updates, shows_progress, is_passing)[0]
 
 
 def _say(line: str) -> None:

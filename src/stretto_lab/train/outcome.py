@@ -19,6 +19,7 @@ from stretto.errors import ConfigError
 from stretto.machine import describe_environment
 from stretto.records import Update
 from stretto_lab.observe import replace_json
+from stretto_lab.recipes.task import loss_unit
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.hold import LOCK
@@ -169,6 +170,7 @@ def prepare_run_folder(
     described = {
         **dataclasses.asdict(run),
         "resolved_strategy": parse_arm(run.strategy).resolved,
+        "loss_unit": loss_unit(run.task).strip(),
         "environment": describe_environment(device),
     }
     if command is not None:

@@ -5,8 +5,8 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from stretto.disk import replace_file, replace_folder
 from stretto.errors import LeftOut
-from stretto.groups import Link
+from stretto.groups import Link, ThrottledLeavable
+from stretto.groups.wire import Wire
 from stretto.machine import most_bytes, peak_resident_bytes
 from stretto.survive import Term, survives
 from stretto.terminal import printable
@@ -34,12 +36,14 @@ from stretto_lab.observe import (
     trace_file,
 )
 from stretto_lab.recipes import Task
+from stretto_lab.recipes.task import loss_unit
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.budget import Budget, budget_of
 from stretto_lab.train.configuration import RunConfig, TaskT
 from stretto_lab.train.handle import Rehearsal, open_handle
 from stretto_lab.train.loop import Loop, LoopPlan, Stopwatch, seconds_to_loss
 from stretto_lab.train.outcome import Outcome, Totals
+from stretto_lab.train.shards import placed, whole_state
 from stretto_lab.train.slow_rank import Wait, slow_down
 from stretto_lab.train.state import Saves, TrainState, loader_of
 from stretto_lab.train.workers import (
@@ -79,7 +83,13 @@ class RankContext:
         return self.group or dist.group.WORLD
 
 
-def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows_progress: bool) -> Outcome:
+def train_rank(
+    info: RankInfo,
+    run: RunConfig[TaskT],
+    warmup_updates: int,
+    shows_progress: bool,
+    is_passing: bool = False,
+) -> Outcome:
     """Train on this rank; every rank of the job calls this with equal settings.
 
     Args:
@@ -87,15 +97,18 @@ def train_rank(info: RankInfo, run: RunConfig[TaskT], warmup_updates: int, shows
         run: What to train.
         warmup_updates: First updates that the outcome's rate leaves out.
         shows_progress: Whether rank 0 shows the run as it goes.
+        is_passing: Whether it is one of many; see `Header`.
 
     Raises:
         StrettoError: A setting, the training or a rank failed.
     """
     torch.set_num_threads(run.threads)
     device = choose_device(run.device, info)
-    with joined_group(info, Link.parse(run.link), device, run.timeout_seconds):
-        context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
-        progress = _progress(context, info, run) if shows_progress and info.rank == 0 else None
+    context = RankContext(rank=info.rank, world_size=info.world_size, device=device)
+    with (
+        _progress(context, info, run, shows_progress, is_passing) as progress,
+        joined_group(info, Link.parse(run.link), device, run.timeout_seconds),
+    ):
         return train_at(context, run, warmup_updates, progress)
 
 
@@ -105,16 +118,19 @@ def surviving_rank(
     """As `train_rank`, on workers of which some may be lost or come; None where the others go on without this one."""
     torch.set_num_threads(run.threads)
     device = choose_device(run.device, info)
+    wire = Wire(Link.parse(run.link))
+    total = run.total_micro_batches or run.micro_batches * info.world_size
+    lasting = run if run.clock is not None else dataclasses.replace(run, total_micro_batches=total)
 
     def train(term: Term) -> Outcome:
+        group = term.group if wire.link.is_free else ThrottledLeavable(term.group, wire)
         context = RankContext(
-            rank=term.rank, world_size=term.world_size, device=device, group=term.group, term=term
+            rank=term.rank, world_size=term.world_size, device=device, group=group, term=term
         )
-        of_term = dataclasses.replace(
-            run, micro_batches=shared(run.micro_batches, info.world_size, term.world_size)
-        )
-        progress = _progress(context, info, of_term) if shows_progress and term.rank == 0 else None
-        return train_at(context, of_term, warmup_updates, progress)
+        # Who is slow is a place, whatever number its rank has.
+        of_term = dataclasses.replace(lasting, slow={term.rank: run.slow.get(info.rank, 1.0)})
+        with _progress(context, info, lasting, shows_progress) as progress:
+            return train_at(context, of_term, warmup_updates, progress)
 
     try:
         return survives(
@@ -130,15 +146,26 @@ def surviving_rank(
         return None
 
 
-def shared(micro_batches: int, ranks_before: int, ranks: int) -> int:
-    """Return how many micro-batches each rank takes, so that all together take as many as before, or nearly."""
-    return max(1, round(micro_batches * ranks_before / ranks))
-
-
-def _progress(context: RankContext, info: RankInfo, run: RunConfig[TaskT]) -> Progress:
+@contextmanager
+def _progress(
+    context: RankContext, info: RankInfo, run: RunConfig[TaskT], is_shown: bool, is_passing: bool = False
+) -> Iterator[Progress | None]:
+    """Yield what shows the run on rank 0, and None on others or where nothing does."""
+    if context.rank or not is_shown:
+        yield None
+        return
     place = described_device(context.device, run.device, info.local_world_size)
     title = title_of(run, context.world_size, place)
-    return Progress(Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds))
+    header = Header(
+        title=title,
+        updates=run.planned_updates,
+        seconds=run.planned_seconds,
+        loss_unit=loss_unit(run.task),
+        is_passing=is_passing,
+    )
+    with Progress(header).watched() as progress:
+        progress.waits("waiting for the other workers")
+        yield progress
 
 
 def train_at(
@@ -150,7 +177,7 @@ def train_at(
     budget = budget_of(run, context.world_size)
     length = None if budget is None else budget.length
     task = run.task.build(context.rank, context.world_size, run.seed, length)
-    task.model.to(context.device)
+    mesh = placed(task, run, context.device)
     if progress is not None:
         size = sum(parameter.numel() for parameter in task.model.parameters())
         progress.doing(f"data and model are ready: {size:,} parameters")
@@ -160,7 +187,7 @@ def train_at(
     rehearsal = Rehearsal(run, context.rank)
     scheduler = task.scheduler if budget is None else budget.paces(task.scheduler)
     group = rehearsal.wrap(context.group)
-    with open_handle(run, task.model, task.optimizer, scheduler, group, budget) as handle:
+    with open_handle(run, task.model, task.optimizer, scheduler, group, budget, mesh) as handle:
         rehearsal.begin(handle)
         slow_down(handle, run.slow, context.device, context.now, context.wait)
         _seed(run.seed, context.rank)
@@ -226,17 +253,18 @@ def _train(run: RunConfig[TaskT], loop: Loop, context: RankContext) -> Outcome:
         loop.evaluate()
     if loop.plan.checkpoint_every is not None:
         loop.save()
-    if not is_stopped and context.rank == 0 and run.run_dir is not None:
-        _write_model(loop.task, Path(run.run_dir))
+    if not is_stopped and run.run_dir is not None:
+        state = whole_state(loop.task.model, keeps=context.rank == 0)
+        if context.rank == 0:
+            _write_model(loop.task, state, Path(run.run_dir))
     outcome = _outcome(run, loop, training_seconds, cpu_seconds, looks=not is_stopped)
     return dataclasses.replace(outcome, pace=None if loop.pace is None else loop.pace.change)
 
 
-def _write_model(task: Task, folder: Path) -> None:
-    state = task.model.state_dict()
+def _write_model(task: Task, state: Mapping[str, Tensor], folder: Path) -> None:
     replace_file(folder / "model.pt", lambda path: torch.save(state, path))
     if task.publish is not None:
-        replace_folder(folder / "model", task.publish)
+        replace_folder(folder / "model", partial(task.publish, state))
 
 
 def _any_is_stopped(loop: Loop, context: RankContext) -> bool:
@@ -303,6 +331,9 @@ def title_of(run: RunConfig[TaskT], world_size: int, device: str, *, is_whole: b
     """Return what is trained where, in one line; `is_whole` with every option of the strategy."""
     workers = "1 worker" if world_size == 1 else f"{world_size} workers"
     arm = parse_arm(run.strategy)
+    if run.shard > 1:
+        nodes = world_size // run.shard
+        workers += f", {nodes} node{'s' * (nodes > 1)} of {run.shard} shards"
     title = f"{arm.resolved if is_whole else arm.text} on {workers} ({device})"
     told = arm.settings  # by the strategy's own text
     formats = {"wire": run.wire, "changes": run.changes, "estimates": run.estimates}

@@ -6,6 +6,7 @@ from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from stretto.errors import WorkerFailed
+from stretto_lab.patience import waiting
 from stretto_lab.train.processes import Worker, Workers, supervised
 from stretto_lab.train.workers import RankInfo, announce, work
 
@@ -55,8 +56,9 @@ class _Replaced:
         self._seats = 0
         self._running: dict[int, tuple[RankInfo, Worker]] = {}
         self._results: dict[int, Any] = {}
-        for info in infos:
-            self._start(info)
+        with waiting("starting the workers"):
+            for info in infos:
+                self._start(info)
 
     def results(self) -> list[Any]:
         """Wait for all."""

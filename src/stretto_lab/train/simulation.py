@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from stretto.errors import ConfigError
 from stretto.fields import check_at_least
 from stretto_lab.faults import Fault
 from stretto_lab.observe import Header, Progress
+from stretto_lab.recipes.task import loss_unit
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig, TaskT, Training, part_of
 from stretto_lab.train.handle import check_run
@@ -62,14 +64,14 @@ class SimulateConfig(Training[TaskT]):
     """MS[,jitter=CV]: virtual milliseconds that a rank waits for each micro-batch, read ahead in the background."""
     faults: tuple[Fault, ...] = ()
     """Damage done on purpose, to rehearse: SITE:rank=R[:instant=N][:lasts=sticky]..., as masters:rank=1:instant=3, or
-    with rank=all; see docs/guards.md."""
+    with rank=all; see the page guards."""
     evaluate_every: int | None = None
     """Updates between evaluations of the held-out loss, beside those before and after the run."""
     run_dir: str | None = None
     """Folder for config, records, trace and model; None writes no files."""
     trace: bool = False
     """Also record what both lanes of every rank do, in the form of `stretto train`; `stretto report` shows it. See
-    docs/report.md."""
+    the page report."""
 
     def __post_init__(self) -> None:
         Training.__post_init__(self)
@@ -143,7 +145,13 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
     prepare_run_folder(run, device=device)
     torch.set_num_threads(run.threads)
     title = f"{simulation.strategy} on {simulation.ranks} virtual ranks, network {simulation.network}"
-    header = Header(title=title, updates=run.planned_updates, seconds=run.planned_seconds, is_virtual=True)
+    header = Header(
+        title=title,
+        updates=run.planned_updates,
+        seconds=run.planned_seconds,
+        is_virtual=True,
+        loss_unit=loss_unit(run.task),
+    )
     progress = Progress(header) if shows_progress else None
 
     def program(rank: int, group: VirtualGroup) -> Outcome:
@@ -157,7 +165,8 @@ def simulate(simulation: SimulateConfig[TaskT], *, shows_progress: bool = False)
         )
         return train_at(context, run, STEADY_AFTER, progress if rank == 0 else None)
 
-    results = cluster.run(program)
+    with nullcontext() if progress is None else progress.watched():
+        results = cluster.run(program)
     if run.run_dir is not None:
         replace_file(Path(run.run_dir, TRACE), results.trace.write)
     return results

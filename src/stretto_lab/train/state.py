@@ -69,14 +69,16 @@ def slowed(
     return SlowLoader(loader, store, seed)
 
 
-def reshard_loader(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+def reshard_loader(
+    states: Sequence[dict[str, Any]], rank: int, world_size: int, update: int | None = None
+) -> dict[str, Any]:
     """Return the loader state for `rank` of `world_size`, from those of all ranks of the saved run.
 
     As `recipes.reshard`. Batches that an echo still holds are dropped with their remaining uses.
     """
     if "position" not in states[0]:
-        return reshard(states, rank, world_size)
-    after = reshard([state["after"] for state in states], rank, world_size)
+        return reshard(states, rank, world_size, update)
+    after = reshard([state["after"] for state in states], rank, world_size, update)
     position = {**states[0]["position"], "in_epoch": False}
     return {**states[0], "position": position, "held": [], "before": after, "after": after, "batches": None}
 
@@ -138,7 +140,7 @@ class TrainState:
             extra=lambda: begun[0]._extra(),
             begin=lambda: begun.append(cls._from_files(run, task, parallel)),
         )
-        return begun[0] if restored is None else cls._of(restored, task, parallel, ())
+        return begun[0] if restored is None else cls._of(restored, run, task, parallel, ())
 
     @classmethod
     def _from_files(cls, run: RunConfig[TaskT], task: Task, parallel: Handle) -> Self:
@@ -157,19 +159,21 @@ class TrainState:
             )
             for path in paths[: paths.index(sound)]
         )
-        return cls._of(restored, task, parallel, incidents)
+        return cls._of(restored, run, task, parallel, incidents)
 
     @classmethod
     def _of(
         cls,
         restored: checkpoint.Restored,
+        run: RunConfig[TaskT],
         task: Task,
         parallel: Handle,
         incidents: tuple[Incident, ...],
     ) -> Self:
         if len(restored.loader_states) != parallel.world_size:
             states = restored.loader_states
-            task.loader.load_state_dict(reshard_loader(states, parallel.rank, parallel.world_size))
+            update = run.total_micro_batches
+            task.loader.load_state_dict(reshard_loader(states, parallel.rank, parallel.world_size, update))
         extra: dict[str, Any] = dict(restored.extra)
         evaluations = tuple(Evaluation(**one) for one in extra.pop("evaluations"))
         found = {"evaluations": evaluations, "incidents": incidents, "notes": restored.notes}

@@ -29,6 +29,7 @@ from stretto.errors import (
 )
 from stretto.groups import Link, announce_death, register_throttled
 from stretto.terminal import is_unread, print_to_nobody
+from stretto_lab.patience import waiting
 from stretto_lab.train.processes import Worker, supervised
 
 
@@ -206,7 +207,8 @@ def run_workers(function: Callable[..., T], infos: Sequence[RankInfo], *args: An
         WorkerFailed: Names the rank that failed first, and the cause. All other processes have ended too.
     """
     with supervised(lands=True) as workers:
-        started = {info.rank: workers.start(work, function, info, args) for info in infos}
+        with waiting("starting the workers"):  # they import PyTorch anew
+            started = {info.rank: workers.start(work, function, info, args) for info in infos}
         workers.let_land()
         return _collect(started, infos[0])
 

@@ -117,7 +117,9 @@ class CollectiveMatcher:
         siblings = self._siblings.setdefault(ranks, [])
         if position == len(siblings):
             whose = "" if ranks == self.ranks else f" of ranks {', '.join(map(str, ranks))}"
-            siblings.append(CollectiveMatcher(f"{self.name}.{position}{whose}", self.context, ranks))
+            sibling = CollectiveMatcher(f"{self.name}.{position}{whose}", self.context, ranks)
+            sibling._left_by = self._left_by if self._left_by in ranks else None
+            siblings.append(sibling)
         return siblings[position]
 
     def enter(self, call: Call) -> Rendezvous:
@@ -172,6 +174,19 @@ class CollectiveMatcher:
             for task in rendezvous.waiting:
                 if task.waits_for is rendezvous:
                     schedule.wake(task, schedule.now_ns)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether somebody has given the group up."""
+        return self._left_by is not None
+
+    def lose(self, rank: int) -> None:
+        """Let nobody wait any longer for a rank, as the run numbers it, in this group and all made of it."""
+        if rank in self.ranks:
+            self.leave(self.ranks.index(rank))
+        for siblings in self._siblings.values():
+            for sibling in siblings:
+                sibling.lose(rank)
 
     def _raise_if_left(self, rank: int) -> None:
         if self._left_by is not None:

@@ -1,0 +1,560 @@
+"""Ranks are lost on real workers, again and again, at any moment: does the job go on, or say in one line why not?
+
+Every trial is a job for `stretto.survives` on 2 to 4 nodes. Each is a network namespace with one rank and an agent that
+starts it again, as `torchrun --nnodes=1 --max-restarts` would; on one more `stretto meet` hosts the store. One or two
+things happen, drawn from the trial's seed: a rank is killed; a node is lost, and returns later; the store's host is
+killed; a link goes down and comes up again; a rank is stopped and wakes. Two happen at once, or the second one while
+the job recovers from the first.
+
+A trial fails if a process hangs, or ends in words that do not fit what was done to it; if ranks go on without one that
+nothing was done to; if ranks of a term differ in members or in the update they go on from; if more updates are done
+again than lie between two states; if a sample counts twice or not at all; or if models differ. Those of the ranks must
+be equal to the bit; that of an exact strategy, and the model of one undisturbed rank, but for the order of sums.
+
+    python experiments/lost_ranks.py --trials 200 --out benchmarks/results/DATE-lost-ranks
+
+Needs Linux, root and iproute2. Processes are forked from this one, which has imported PyTorch.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import stretto as st
+from benchmarks.namespaces import Namespaces
+from stretto.machine import describe_environment
+from stretto_lab.cli import main as stretto_main
+from stretto_lab.observe import replace_json
+
+STRATEGIES = {"ddp": st.DDP, "zero1": st.ZeRO1, "acco": st.ACCO}
+EXACT = ("ddp", "zero1")
+"""Their updates depend on the samples alone, not on how ranks and rounds share them."""
+TOTAL = st.Total(12)
+UPDATES = 60
+SILENT_SECONDS = 6.0
+OUTAGE_SECONDS = (1.0, 15.0)
+"""Of links and stops: on both sides of `SILENT_SECONDS`."""
+MICRO_BATCH_SECONDS = 0.01
+HANGS_AFTER = 90.0
+"""Seconds behind the last event; a store that is stopped or cut off is waited for 11 s, and a new term 15 s."""
+TOLERANCE = 1e-4
+"""Between parameters after 60 steps of AdamW; sums in another order make 1e-6, and one update less 1e-2."""
+MOST_STARTS = 4
+PORT = 29400
+KINDS = ("kill", "kill", "node", "link", "stop", "host")
+MEANT = {
+    "no generation in memory is whole": {"kill", "node", "link", "stop"},
+    "the store of the members": {"host", "link"},
+    "no store at": {"host", "link"},
+    "the others go on without this process": {"stop", "link"},
+    "the job ended before this process could come in": {"kill", "node", "stop", "link", "host"},
+}
+"""What a rank that does not end its work may say, and after what."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """What happens to one node, and when."""
+
+    kind: str
+    node: int
+    after: int
+    """Update that some rank has committed."""
+    seconds: float
+    """And so much later."""
+    lasts: float
+    """Seconds until a link is up again, a stopped rank wakes, or a lost node returns."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One job, and what happens to it."""
+
+    seed: int
+    ranks: int
+    strategy: str
+    every: int
+    """Updates between states."""
+    rate: str
+    events: tuple[Event, ...]
+
+
+def drawn(seed: int) -> Trial:
+    """Draw a trial."""
+    rng = random.Random(seed)
+    ranks, after = rng.randint(2, 4), rng.randint(2, 45)
+    later = rng.choice([0.0, rng.uniform(0, 3)])
+    events = [
+        Event(
+            kind=rng.choice(KINDS),
+            node=node,
+            after=after,
+            seconds=round(rng.uniform(0, 0.1) + number * later, 3),
+            lasts=round(rng.uniform(*OUTAGE_SECONDS), 1),
+        )
+        for number, node in enumerate(rng.sample(range(ranks), rng.choice([1, 1, 2])))
+    ]
+    return Trial(
+        seed=seed,
+        ranks=ranks,
+        strategy=rng.choice(list(STRATEGIES)),
+        every=rng.choice([1, 4, 9]),
+        rate=rng.choice(["none", "100mbit"]),
+        events=tuple(events),
+    )
+
+
+class Numbers:
+    """The numbers of micro-batches in one order, dealt to ranks in turn in every update."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        self.begin, self._taken = 0, 0
+        self.given: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            update, turn = divmod(self._taken, TOTAL.of(self._rank, self._ranks))
+            self.given.append(self.begin + update * TOTAL.micro_batches + turn * self._ranks + self._rank)
+            self._taken += 1
+            yield self.given[-1]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where it is."""
+        return {"begin": self.begin, "taken": self._taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on there."""
+        self.begin, self._taken = state["begin"], state["taken"]
+
+    def deal(self, states: Sequence[dict[str, int]]) -> None:
+        """Go on after what ranks of another number have taken."""
+        self.begin, self._taken = states[0]["begin"] + sum(state["taken"] for state in states), 0
+
+
+class Job:
+    """One rank's job in one term."""
+
+    def __init__(self, strategy: str, group: ProcessGroup | None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+        )
+        options = st.Options(silent_seconds=SILENT_SECONDS, timeout_seconds=60.0, bucket_bytes=4096)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.003)
+        self.parallel = st.DataParallel(
+            self.model, optimizer, STRATEGIES[strategy](), micro_batches=TOTAL, group=group, options=options
+        )
+        self.numbers = Numbers(self.parallel.rank, self.parallel.world_size)
+
+    def train(self, pause: float, on_update: Callable[[st.Update], None]) -> list[float]:
+        """Return the parameters after all updates."""
+        with self.parallel:
+            for number in self.parallel.feed(self.numbers, updates=UPDATES, on_update=on_update):
+                time.sleep(pause)
+                inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+                targets: Tensor = inputs.sum(1, keepdim=True).sin()
+                self.parallel.backward((self.model(inputs) - targets).square().mean())
+            self.parallel.finish()
+        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()]).tolist()
+
+
+def live(trial: Trial, node: int, said: Path) -> None:
+    """One process's life; it writes what it sees into a file, a line each."""
+
+    def tell(**line: Any) -> None:
+        with said.open("a") as file:
+            file.write(json.dumps({"at": time.monotonic(), **line}) + "\n")
+
+    def train(term: st.Term) -> list[float]:
+        job = Job(trial.strategy, term.group)
+        restored = term.go_on(job.parallel, loader=job.numbers)
+        if restored is not None and len(restored.loader_states) != term.world_size:
+            job.numbers.deal(restored.loader_states)
+        step = 0 if restored is None else restored.step
+        tell(term=term.number, seats=term.seats, step=step)
+
+        def on_update(update: st.Update) -> None:
+            tell(update=update.step, samples=update.samples)
+            term.keep(job.parallel, loader=job.numbers)
+
+        model = job.train(MICRO_BATCH_SECONDS, on_update)
+        tell(given=job.numbers.given)
+        return model
+
+    try:
+        model = st.survives(
+            train,
+            store=f"{address_of(trial.ranks)}:{PORT}",
+            rank=node,
+            ranks=trial.ranks,
+            every=trial.every,
+            silent_seconds=SILENT_SECONDS,
+            address=address_of(node),
+        )
+        tell(model=model)
+    except BaseException as error:
+        tell(error=f"{type(error).__name__}: {error}".splitlines()[0])
+        traceback.print_exc()
+
+
+def address_of(node: int) -> str:
+    """Return the address of a node's namespace."""
+    return f"10.77.0.{node + 1}"
+
+
+def forked(space: str, log: Path, work: Callable[[], object]) -> int:
+    """Start a process in a network namespace; return its id."""
+    if pid := os.fork():
+        return pid
+    try:
+        with Path("/run/netns", space).open() as namespace:
+            ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0)
+        stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for descriptor in (1, 2):
+            os.dup2(stream, descriptor)
+        torch.set_num_threads(1)
+        work()
+    finally:
+        os._exit(0)
+
+
+class Running:
+    """A trial under way: its processes, by node, and when what happened."""
+
+    def __init__(self, trial: Trial, spaces: Sequence[str], folder: Path) -> None:
+        self.trial, self._spaces, self._folder = trial, spaces, folder
+        self.said: list[list[Path]] = [[] for _ in range(trial.ranks)]
+        self._pids: dict[int, int] = {}
+        self._returns: dict[int, float] = {}
+        self._host = forked(spaces[-1], folder / "meet.log", self._meet)
+        self.struck: list[tuple[Event, float]] = []
+        self.hung: list[int] = []
+        for node in range(trial.ranks):
+            self._start(node)
+
+    def run(self) -> None:
+        """Let everything happen, until no process is left or somebody hangs."""
+        ahead = sorted(self.trial.events, key=lambda event: event.seconds)
+        due: float | None = None
+        undone: list[tuple[float, Callable[[], None]]] = []
+        ends = time.monotonic() + HANGS_AFTER
+        while self._pids or any(at > time.monotonic() for at in self._returns.values()):
+            time.sleep(0.01)
+            now = time.monotonic()
+            if due is None and self._reached() >= ahead[0].after:
+                due = now
+            while ahead and due is not None and now >= due + ahead[0].seconds:
+                event = ahead.pop(0)
+                self.struck.append((event, time.monotonic()))
+                undo = self._strike(event)
+                undone.append((now + event.lasts, undo))
+                ends = now + event.lasts + HANGS_AFTER
+            for at, undo in [one for one in undone if one[0] <= now]:
+                undone.remove((at, undo))
+                undo()
+            self._reap(is_over=self._has_ended())
+            if now > ends:
+                self.hung = list(self._pids)
+                break
+        for pid in (*self._pids.values(), self._host):
+            _signal(pid, signal.SIGKILL)
+
+    def _strike(self, event: Event) -> Callable[[], None]:
+        node, pid = event.node, self._pids.get(event.node)
+        if event.kind == "host":
+            _signal(self._host, signal.SIGKILL)
+        elif event.kind == "link":
+            self._link(node, "down")
+            return lambda: self._link(node, "up")
+        elif event.kind == "stop" and pid is not None:
+            _signal(pid, signal.SIGSTOP)
+            return lambda: _signal(pid, signal.SIGCONT)
+        elif pid is not None:
+            if event.kind == "node":
+                self._returns[node] = time.monotonic() + event.lasts
+            _signal(pid, signal.SIGKILL)
+        return lambda: None
+
+    def _link(self, node: int, way: str) -> None:
+        subprocess.run(["ip", "-n", self._spaces[node], "link", "set", "eth0", way], check=True)
+
+    def _reap(self, *, is_over: bool) -> None:
+        """The agents: a process that has ended is started again, unless the job is over."""
+        for node, pid in list(self._pids.items()):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del self._pids[node]
+                self._returns.setdefault(node, time.monotonic())
+        for node, at in list(self._returns.items()):
+            if is_over or len(self.said[node]) == MOST_STARTS:
+                del self._returns[node]
+            elif time.monotonic() >= at and node not in self._pids:
+                del self._returns[node]
+                self._start(node)
+
+    def _start(self, node: int) -> None:
+        path = self._folder / f"{node}-{len(self.said[node])}.jsonl"
+        self.said[node].append(path)
+        path.touch()
+        self._pids[node] = forked(
+            self._spaces[node], self._folder / f"{node}.log", lambda: live(self.trial, node, path)
+        )
+
+    def _meet(self) -> None:
+        stretto_main(["meet", "--host", address_of(self.trial.ranks), "--port", str(PORT)])
+
+    def _reached(self) -> int:
+        return max((line.get("update", 0) for path in self._paths for line in lines_of(path)), default=0)
+
+    def _has_ended(self) -> bool:
+        """Whether somebody has ended by itself: its work is done, or all that live cannot go on."""
+        return any(line.keys() & {"model", "error"} for path in self._paths for line in lines_of(path)[-1:])
+
+    @property
+    def _paths(self) -> list[Path]:
+        return [path for paths in self.said for path in paths]
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return what a process has said; a killed one may have left half a line."""
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a trial."""
+
+    outcome: str
+    """What the job did: "went on", or the words in which it ended."""
+    faults: list[str]
+    """What must not be; none where all is well."""
+    redone: int
+    """Most updates that were done again at once."""
+    seconds: float | None
+    """From the first event to the next committed update of a later term; None where there was none."""
+    deviation: float | None
+    """Of the parameters, at most, from those of one undisturbed rank."""
+
+
+def judged(running: Running, calm: list[float]) -> Verdict:
+    """Judge a trial that is over."""
+    trial = running.trial
+    kinds = {event.kind for event, _ in running.struck}
+    hit = {event.node for event, _ in running.struck if event.kind != "host"}
+    lives = [(node, lines_of(path)) for node, paths in enumerate(running.said) for path in paths]
+    faults = [f"node {node} hangs" for node in running.hung]
+    errors = [(node, line["error"]) for node, lines in lives for line in lines if "error" in line]
+    for node, error in errors:
+        meant = next((after for words, after in MEANT.items() if words in error), set())
+        if not meant & kinds or ("go on without" in error and node not in hit):
+            faults.append(f"node {node} ended with {error}")
+    models = [line["model"] for _, lines in lives for line in lines if "model" in line]
+    if any(model != models[0] for model in models):
+        faults.append("models differ")
+    if not models and not errors and not running.hung:
+        faults.append("nobody ended its work, and nobody says why")
+    faults += _of_terms(trial, lives, hit)
+    deviation = None
+    if models and trial.strategy in EXACT:
+        deviation = max(abs(one - other) for one, other in zip(models[0], calm, strict=True))
+        if deviation > TOLERANCE:
+            faults.append(f"parameters are {deviation:.3g} from those of one rank")
+    if models:
+        faults += _of_samples(lives)
+    return Verdict(
+        outcome="went on" if models else sorted({error for _, error in errors} or {"hangs"})[0],
+        faults=faults,
+        redone=max((again for _, again in _redone(lives)), default=0),
+        seconds=_to_next_update(running, lives),
+        deviation=deviation,
+    )
+
+
+def _terms(lives: Sequence[tuple[int, list[dict[str, Any]]]]) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {}
+    for _, lines in lives:
+        for line in lines:
+            if "term" in line:
+                found.setdefault(line["term"], []).append(line)
+    return dict(sorted(found.items()))
+
+
+def _of_terms(
+    trial: Trial, lives: Sequence[tuple[int, list[dict[str, Any]]]], hit: set[int]
+) -> Iterator[str]:
+    before: list[int] = []
+    for number, told in _terms(lives).items():
+        if len({(tuple(line["seats"]), line["step"]) for line in told}) > 1:
+            yield f"ranks of term {number} differ"
+        seats = told[0]["seats"]
+        for seat in before:
+            if seat not in seats and seat < trial.ranks and seat not in hit:
+                yield f"term {number} goes on without node {seat}, to which nothing was done"
+        before = seats
+    for number, again in _redone(lives):
+        if again > trial.every + 1:  # one may be under way while a state is kept
+            yield f"term {number} does {again} updates again, with a state every {trial.every}"
+
+
+def _redone(lives: Sequence[tuple[int, list[dict[str, Any]]]]) -> Iterator[tuple[int, int]]:
+    """Yield each term with the updates that it does again, by who lived through the one before."""
+    for _, lines in lives:
+        reached = 0
+        for line in lines:
+            if "term" in line:
+                if reached:
+                    yield line["term"], reached - line["step"]
+                reached = line["step"]
+            reached = line.get("update", reached)
+
+
+def _of_samples(lives: Sequence[tuple[int, list[dict[str, Any]]]]) -> Iterator[str]:
+    counted: dict[int, int] = {}
+    last, given = -1, []
+    for _, lines in lives:
+        term = -1
+        for line in lines:
+            if "term" in line:
+                term = line["term"]
+                if term > last:
+                    last, given = term, []
+            if "update" in line:
+                counted[line["update"]] = line["samples"]
+            if "given" in line and term == last:
+                given += line["given"]
+    begin = min(given, default=0)
+    if sorted(given) != list(range(begin, begin + len(given))):
+        yield "the samples of the last term are not one run of the order"
+    if sum(counted.values()) != begin + len(given) or sorted(counted) != list(range(1, UPDATES + 1)):
+        yield f"{sum(counted.values())} samples count, and {begin + len(given)} were read"
+
+
+def _to_next_update(running: Running, lives: Sequence[tuple[int, list[dict[str, Any]]]]) -> float | None:
+    first = running.struck[0][1] if running.struck else 0.0
+    after: list[float] = []
+    for _, lines in lives:
+        is_later = False
+        for line in lines:
+            is_later = is_later or ("term" in line and line["at"] > first)
+            if is_later and "update" in line:
+                after.append(line["at"] - first)
+                break
+    return round(min(after), 3) if after else None
+
+
+def run_trial(trial: Trial, folder: Path, calm: list[float]) -> Verdict:
+    """Run one trial in this process, which has no other."""
+    folder.mkdir(parents=True)
+    with Namespaces(trial.ranks + 1, trial.rate) as network:
+        running = Running(trial, network.spaces, folder)
+        running.run()
+    return judged(running, calm)
+
+
+def apart(trial: Trial, folder: Path, calm: list[float]) -> Verdict:
+    """Run one trial in a process of its own: namespaces are named after it."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            verdict = run_trial(trial, folder, calm)
+            os.write(writing, json.dumps(dataclasses.asdict(verdict)).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        text = told.read()
+    os.waitpid(pid, 0)
+    return Verdict(**json.loads(text)) if text else Verdict("the trial broke", ["no verdict"], 0, None, None)
+
+
+def calm_model() -> list[float]:
+    """Return the parameters of the job on one rank to which nothing happens."""
+    return Job("zero1", None).train(0.0, lambda _: None)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the trials; return 1 if one has failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(words)
+    torch.set_num_threads(1)
+    trials = [drawn(seed) for seed in range(options.first_seed, options.first_seed + options.trials)]
+    calm = _in_a_process(calm_model)
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+
+    def run(trial: Trial) -> None:
+        verdict = apart(trial, options.out / f"trial-{trial.seed}", calm)
+        rows.append({**dataclasses.asdict(trial), **dataclasses.asdict(verdict)})
+        what = " and ".join(f"{event.kind} of {event.node}" for event in trial.events)
+        print(f"{trial.seed}: {what}: {verdict.outcome}; {'; '.join(verdict.faults) or 'right'}", flush=True)
+        rows.sort(key=lambda row: row["seed"])
+        replace_json(options.out / "results.json", {"environment": describe_environment(), "trials": rows})
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        list(pool.map(run, trials))
+    print(summary(rows))
+    return int(any(row["faults"] for row in rows))
+
+
+def _in_a_process(work: Callable[[], list[float]]) -> list[float]:
+    """Return what a child finds: what is forked later must not have computed anything."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.write(writing, json.dumps(work()).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        found: list[float] = json.loads(told.read())
+    os.wait()
+    return found
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what became of all trials, in a few lines."""
+    right = [row for row in rows if not row["faults"]]
+    went_on = [row for row in right if row["outcome"] == "went on"]
+    lines = [f"{len(right)} of {len(rows)} right; {len(went_on)} went on, the others say why not"]
+    for kinds in sorted({tuple(sorted(event["kind"] for event in row["events"])) for row in rows}):
+        of_kind = [row for row in rows if tuple(sorted(e["kind"] for e in row["events"])) == kinds]
+        seconds = [row["seconds"] for row in of_kind if row["seconds"] is not None]
+        took = f", next update after {statistics.median(seconds):.1f} s (median)" if seconds else ""
+        went = sum(row["outcome"] == "went on" for row in of_kind)
+        lines.append(f"  {' and '.join(kinds)}: {went} of {len(of_kind)} went on{took}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

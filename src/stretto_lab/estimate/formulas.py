@@ -1,0 +1,40 @@
+"""The formulas of an estimate, on plain numbers: what a job sends, for how long, what of it waits, what is held.
+
+The calculator of the site runs these functions too: `website/calculator.py` writes them again in JavaScript. So each is
+one expression of sums, products, quotients, `max` and `ceil`.
+"""
+
+from math import ceil
+
+
+def sent_bytes(parameters: float, ranks: float, bytes_each: float) -> float:
+    """Return the bytes that each rank sends per update, of `bytes_each` for a parameter that all send."""
+    return parameters * (ranks - 1) / ranks * bytes_each
+
+
+def busy_seconds(sent: float, bits_per_second: float) -> float:
+    """Return for how long a link is busy with so many bytes."""
+    return 8 * sent / bits_per_second
+
+
+def last_share(parameters: float, bucket_bytes: float) -> float:
+    """Return which part of the gradients the last bucket is, of fp32 gradients."""
+    return 1 / max(1, ceil(4 * parameters / bucket_bytes))
+
+
+def waiting_seconds(computing: float, busy: float, share: float, hidden: float, last: float) -> float:
+    """Return for how long an update waits for a part of its communication.
+
+    Args:
+        computing: Seconds of an update's computing.
+        busy: Seconds for which the update keeps the link busy.
+        share: Of them, those of this part.
+        hidden: Share of the computing beside which it travels.
+        last: Share of the part that leaves only when that computing has ended.
+    """
+    return max(share * busy - hidden * (1 - last) * computing, share * busy * last)
+
+
+def held_bytes(parameters: float, ranks: float, whole: float, shared: float) -> float:
+    """Return the bytes that each rank holds, of `whole` and a part of `shared` for each parameter."""
+    return parameters * (whole + shared / ranks)

@@ -1,0 +1,66 @@
+"""Nothing that takes long is silent: whoever waits says after some seconds for what, how far it is, and how long still.
+
+Nothing here imports PyTorch, whose import is itself waited for.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+SECONDS = 5.0
+"""Of silence after which there is a line: half of what a person takes for a hang."""
+
+
+class Patience:
+    """Prints a line whenever nothing has been heard for `SECONDS`, from a thread of its own, for the length of a block.
+
+    Args:
+        line: Returns the line; an empty one is not printed. It is called on that thread.
+    """
+
+    def __init__(self, line: Callable[[], str]) -> None:
+        self._line = line
+        self._heard = time.monotonic()
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="stretto-patience", daemon=True).start()
+
+    def heard(self) -> None:
+        """Hear that something has been printed."""
+        self._heard = time.monotonic()
+
+    def close(self) -> None:
+        """Print no more."""
+        self._ended.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._left()):
+            if self._left() <= 0:
+                self.heard()
+                if line := self._line():
+                    print(line, flush=True)
+
+    def _left(self) -> float:
+        return max(0.0, self._heard + SECONDS - time.monotonic())
+
+
+def waiting(what: str) -> Patience:
+    """Return the patience with one thing of which nothing is known but how long it has taken."""
+    started = time.monotonic()
+    return Patience(lambda: f"{what}: {clock(time.monotonic() - started)} so far")
+
+
+def clock(seconds: float) -> str:
+    """Return minutes and seconds, and hours where there are any."""
+    minutes, seconds = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,88 @@
+"""A task whose model is cut inside nodes: FSDP2 shards it, and the strategy trains across nodes (docs/sharded.md)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from stretto.engine.options import BufferChoices
+from stretto.errors import ConfigError
+from stretto.flat import is_dtensor
+from stretto_lab.recipes import Task
+from stretto_lab.train.configuration import Job, TaskT
+
+
+def placed(task: Task, job: Job[TaskT], device: torch.device) -> Any:
+    """Bring the model of a task to its device, cut inside nodes if the job says so.
+
+    Units that FSDP2 gathers are the members of the outermost `nn.ModuleList`s, which are the layers of a transformer,
+    and the rest of the model. All ranks of the default group must call.
+
+    Args:
+        task: Not yet trained; its optimizer gets the shards in the place of the parameters.
+        job: Says how many ranks hold one model.
+        device: Of this rank.
+
+    Returns:
+        A mesh of dimensions `node` and `shard`, or None where every rank holds a whole model.
+
+    Raises:
+        ConfigError: The model has batch normalisation, whose statistics nobody averages inside a node.
+    """
+    model = task.model
+    if job.shard == 1:
+        model.to(device)
+        return None
+    from torch.distributed.device_mesh import init_device_mesh  # with FSDP2 half a second to import
+    from torch.distributed.fsdp import fully_shard
+
+    choices = BufferChoices.read(job.buffers)
+    if any(choices.of(name) != "alone" for name in _running_statistics(model)):
+        raise ConfigError(
+            f"shard={job.shard}: the model has batch normalisation, whose running statistics nobody averages inside a "
+            "node: expected shard=1, a model without it, or buffers='*=alone', which leaves each rank its own"
+        )
+    shape = (dist.get_world_size() // job.shard, job.shard)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("node", "shard"))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for unit in (*_units(model), model):
+        fully_shard(unit, mesh=mesh["shard"])  # moves to the device what it cuts
+    model.to(device)
+    shards = dict(model.named_parameters())
+    for group in task.optimizer.param_groups:
+        group["params"] = [shards[names[parameter]] for parameter in group["params"]]
+    return mesh
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _units(child)
+
+
+def _running_statistics(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            yield from (f"{name}.running_mean", f"{name}.running_var")
+
+
+def whole_state(model: nn.Module, *, keeps: bool) -> dict[str, Tensor]:
+    """Return `model.state_dict()` with whole tensors, which for a sharded model are gathered one after the other.
+
+    All ranks of a node must call where the model is sharded. One that keeps them has them in the processor's memory.
+
+    Args:
+        model: With committed parameters.
+        keeps: Whether this rank returns them; others return nothing.
+    """
+    state = model.state_dict()
+    registered = dict(model.named_parameters(remove_duplicate=False))
+    gathered: dict[Any, Tensor] = {}  # by parameter: tied ones have several names
+    for name, value in state.items():
+        if is_dtensor(value) and registered[name] not in gathered:
+            whole = value.full_tensor()
+            gathered[registered[name]] = whole.cpu() if keeps else whole.new_empty(0)
+    if not keeps:
+        return {}
+    return {name: gathered[registered[name]] if is_dtensor(value) else value for name, value in state.items()}

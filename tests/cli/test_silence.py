@@ -1,0 +1,145 @@
+"""No command is silent for more than ten seconds, whatever takes long: a loader, measurements, processes that start."""
+
+import ast
+import itertools
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from stretto_lab.cli.help import COMMANDS
+from stretto_lab.observe import Stages
+from stretto_lab.patience import SECONDS, Patience, clock
+from tests.style.source import ROOT, package_files
+
+LAW = 10.0
+AT_ONCE = 3
+SMALL = "digits-resnet --task.width 4 --task.batch 8 --workers 1 --micro-batches 1"
+RUN = "--updates 1 --evaluate-every None --slow-loader 11000"
+LISTENED: Mapping[str, str] = {
+    "train": f"{SMALL} {RUN} --run-dir runs/first --checkpoint-every 1",
+    "resume": "runs/first --updates 2",
+    "compare": f"{SMALL} {RUN} --strategies zero1 --out compared",
+    "diagnose": f"{SMALL} --batches 1 --slow-loader 3000",
+    "plan": f"{SMALL} --batches 1 --slow-loader 5000 --ranks 2 --network 10mbit",
+    "doctor": "--seconds 24",
+    "demo": "--updates 3 --evaluate-every 1 --slow-loader 400 --link 100mbit",
+    "campaign": "--faults 4 --clean-rounds 10",
+    "simulate": "digits-resnet --ranks 4 --updates 3",
+    "report": "runs/first --out page.html",
+    "reproduce": "--list",
+    "estimate": "--ranks 8",
+    "presets": "",
+}
+"""With something that takes longer than the law allows, where a command can be made to."""
+AFTER = ("resume", "report")
+"""Those that need what another one has left."""
+
+
+def longest_silence(name: str, folder: Path) -> float:
+    """The longest time between two outputs of a command, its start and its end among them."""
+    words = [sys.executable, "-m", "stretto", name, *LISTENED[name].split()]
+    command = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert command.stdout is not None
+    moments, heard = [time.monotonic()], b""
+    while part := command.stdout.read1():
+        moments.append(time.monotonic())
+        heard += part
+    assert command.wait() == 0, heard.decode()
+    moments.append(time.monotonic())
+    return max(after - before for before, after in itertools.pairwise(moments))
+
+
+@pytest.mark.timeout(900)  # where the machine is busy, PyTorch alone takes half a minute to load
+def test_no_command_is_silent_for_ten_seconds(tmp_path: Path) -> None:
+    assert LISTENED.keys() == COMMANDS.keys() - {"meet"}  # which waits for good, and says so first
+    silences: dict[str, float] = {}
+    for names in ([name for name in LISTENED if name not in AFTER], AFTER):
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            found = threads.map(lambda name: longest_silence(name, tmp_path), names)
+            silences |= dict(zip(names, found, strict=True))
+    assert {name: seconds for name, seconds in silences.items() if seconds > LAW} == {}
+
+
+def test_every_function_that_workers_run_says_how_far_it_is() -> None:
+    """Its own body, or that of the function that waits for it."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in package_files() if path.suffix == ".py"]
+    functions: dict[str, list[ast.FunctionDef]] = {}
+    for node in itertools.chain.from_iterable(map(ast.walk, trees)):
+        if isinstance(node, ast.FunctionDef):
+            functions.setdefault(node.name, []).append(node)
+    called = {
+        call.args[0].id
+        for tree in trees
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("call", "call_replaced")
+        and call.args
+        and isinstance(call.args[0], ast.Name)
+    } & functions.keys()
+    assert {"train_rank", "surviving_rank", "measure", "diagnose_rank", "examine_rank"} <= called
+    for name in called - {"run_real"}:  # beside which the campaign goes on, and tells of it
+        names = {node.id for one in functions[name] for node in ast.walk(one) if isinstance(node, ast.Name)}
+        assert {"Stages", "_progress"} & names, name
+    waiters = [name for name in ("map_on_workers", "results_on_workers") if name in functions]
+    for path in (ROOT / "src/stretto_lab").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if any(f"{name}(" in text for name in waiters) and path.name != "processes.py":
+            assert "Stages" in text or "patience" in text, path
+
+
+def test_patience_speaks_after_silence_and_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert SECONDS <= LAW / 2
+    monkeypatch.setattr("stretto_lab.patience.SECONDS", 0.05)
+    asked: queue.Queue[float] = queue.Queue()
+
+    def line() -> str:
+        asked.put(time.monotonic())
+        return "still there"
+
+    with Patience(line):
+        moments = [time.monotonic() - 0.01, *(asked.get(timeout=60) for _ in range(3))]
+    assert all(after - before >= 0.04 for before, after in itertools.pairwise(moments))
+    assert capsys.readouterr().out.count("still there") in (2, 3)  # the last one may be yet to come
+
+
+def test_stages_say_what_how_far_and_how_long_still(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("stretto_lab.observe.stages.time", SimpleNamespace(monotonic=lambda: now[0]))
+    stages = Stages("plan")
+    lines = []
+    for _ in stages.through("pricing", range(4)):
+        now[0] += 20
+        lines.append(stages.line)
+    assert lines == [
+        "pricing: 0 of 4, 0:20 so far",
+        "pricing: 1 of 4, 0:40 so far, about 2:00 left",
+        "pricing: 2 of 4, 1:00 so far, about 1:00 left",
+        "pricing: 3 of 4, 1:20 so far, about 0:27 left",
+    ]
+    stages.begin("looking", seconds=60)
+    now[0] += 7
+    assert stages.line == "looking: 0:07 of about 1:00"
+    assert capsys.readouterr().out == "pricing\nlooking\n"
+
+
+def test_hidden_stages_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Stages("plan", is_shown=False) as stages:
+        stages.begin("pricing")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(-1, "0:00"), (59.6, "1:00"), (3725, "1:02:05")])
+def test_a_clock_shows_hours_where_there_are_any(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

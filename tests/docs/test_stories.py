@@ -1,0 +1,105 @@
+"""The stories of docs/stories, run small: their commands on virtual ranks, their script on processes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto_lab.cli.commands import CONFIGURE
+from stretto_lab.cli.options import parse_alone, parse_options
+from stretto_lab.estimate import EstimateConfig, estimate
+from stretto_lab.observe import read_json_lines
+from stretto_lab.recipes.gpt import Shape, causal_lm
+from stretto_lab.recipes.language_models import SIZES
+from stretto_lab.train.configuration import RunConfig
+from tests.docs.pages import DOCS, commands, typed
+from tests.examples.scripts import printed_by_ranks
+from tests.recipes.files import INSTRUCTIONS, STORIES, train_virtually, write_lines
+
+STORY = {page.stem: page for page in sorted((DOCS / "stories").glob("*.md"))}
+RANKS = 2
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files with the names that the stories use, in the folder in which they are typed."""
+    monkeypatch.chdir(tmp_path)
+    Path("stories").mkdir()
+    for number, story in enumerate(STORIES):
+        Path("stories", f"{number}.txt").write_text(story)
+    write_lines(Path("alpaca.jsonl"), INSTRUCTIONS)
+    model: Any = causal_lm("gpt2", Shape(1, 16, 1), vocabulary=300, context=512, dtype=torch.float32, seed=0)
+    model.save_pretrained("my-model")
+
+
+def runs(story: str) -> list[RunConfig[Any]]:
+    """What the story trains, with less of everything; on virtual ranks, whose link is as fast as they like."""
+    found = []
+    for words in commands(STORY[story]):
+        if "train" not in words:
+            continue
+        rest = words[words.index("train") + 1 :]
+        _, run = parse_options("train", [word for word in rest if word != "--resume"], CONFIGURE["train"])
+        own = run.task.model not in SIZES
+        task = replace(
+            run.task, readers=0, model=run.task.model if own else "my-model/config.json", length=32
+        )
+        small = replace(
+            run, task=task, updates=6, micro_batches=2, evaluate_every=None, checkpoint_every=None, link="none",
+            tensorboard=False, workers=None, run_dir=None,
+        )  # fmt: skip
+        found.append(small)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("story", "choice"),
+    [("two-homes", "--strategy average:2 --wire int4"), ("four-nodes", "--strategy acco --wire int4")],
+)
+def test_the_first_choice_that_a_story_tells_is_that_of_its_estimate(story: str, choice: str) -> None:
+    (words,) = (words for words in commands(STORY[story]) if words[0] == "estimate")
+    config = parse_alone("estimate", words[1:], EstimateConfig())
+    _, first = estimate(config.work, config.allow_loss)
+    assert first.options == choice
+
+
+@pytest.mark.usefixtures("files")
+def test_two_homes_train_replicas_that_agree_at_the_end() -> None:
+    plain, averaged, launched = runs("two-homes")
+    for run in (plain, averaged, launched):
+        first, second = train_virtually(run, RANKS)
+        assert first.updates == second.updates == 6
+    assert averaged.strategy == launched.strategy == "average:2"
+
+
+def test_the_script_of_four_nodes_goes_on_on_other_ranks() -> None:
+    assert "examples/four_nodes.py" in "".join(typed(STORY["four-nodes"]))
+    assert printed_by_ranks("four_nodes.py", 2, "--run", "gpt", "--updates", "10") == [
+        "10 updates on 2 ranks"
+    ]
+    assert printed_by_ranks("four_nodes.py", 3, "--run", "gpt", "--updates", "20") == [
+        "20 updates on 3 ranks"
+    ]
+    assert [row["step"] for row in read_json_lines(Path("gpt/updates.jsonl"))] == list(range(1, 21))
+    losses = [row["heldout_loss"] for row in read_json_lines(Path("gpt/evaluations.jsonl"))]
+    assert losses[-1] < losses[0]
+    assert Path("gpt/model.pt").is_file()
+
+
+@pytest.mark.usefixtures("files")
+def test_a_flip_on_an_unreliable_machine_is_found_and_leaves_no_trace() -> None:
+    tuned, rehearsed = runs("unreliable")
+    assert tuned.guards == rehearsed.guards == ("standard",)
+    clean = train_virtually(replace(tuned, run_dir="clean"), RANKS)
+    struck = train_virtually(replace(rehearsed, run_dir="struck"), RANKS)
+    assert [one.faults_struck for one in struck] == [0, 1]
+    assert [one.faults_struck for one in clean] == [0, 0]
+    incidents = [*read_json_lines(Path("struck/incidents.jsonl"))]
+    assert {1} == {rank for row in incidents for rank in row["ranks"]}
+    losses = [
+        [*read_json_lines(Path(name, "evaluations.jsonl"))][-1]["heldout_loss"]
+        for name in ("clean", "struck")
+    ]
+    assert losses[0] == losses[1]

@@ -1,0 +1,93 @@
+"""Gradients of shards leave for other nodes during the backward pass, and no result is another for it."""
+
+import dataclasses
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto import DDP, DataParallel, Options, ZeRO1
+from stretto.engine.sharded_model import HiddenShards
+from stretto.exchange import WIRES
+from tests.processes import run_ranks
+from tests.sharded.jobs import WORLD_SIZE, Case, Outcome, adamw, sharded, train
+
+
+def counted(parallel: DataParallel) -> list[bool]:
+    """Whether each sum that begins on this rank from now on does so while the gradients of the root are yet to come."""
+    exchange, begun = parallel.job.exchange, []
+    send, last = exchange._all_to_all, parallel.job.model.names.index("words.weight")
+
+    def sending(*args: Any) -> Any:
+        accumulation = parallel.job.compute.accumulation
+        begun.append(accumulation._leaves and not accumulation._has_come[last])
+        return send(*args)
+
+    exchange._all_to_all = sending
+    return begun
+
+
+def write_late(parallel: DataParallel) -> None:
+    """Let the gradient that comes last write another one, which has left by then."""
+    registered = parallel.job.model.registered
+    names = parallel.job.model.names
+    early, late = names.index("mix.1.weight"), names.index("words.weight")
+
+    def write(_: Tensor) -> None:
+        with torch.no_grad():
+            registered[early].grad.to_local().mul_(2)
+
+    registered[late].register_post_accumulate_grad_hook(write)
+
+
+def cases() -> list[Case]:
+    draws = random.Random(36)
+    return [
+        Case(
+            strategy=strategy,
+            optimizer=adamw,
+            micro_batches=draws.randint(1, 3),
+            options=Options(wire=wire, bucket_bytes=draws.choice([256, 512, 1024])),
+            weights=[draws.choice([0.0, 1.0, 2.5]) for _ in range(WORLD_SIZE - 1)] + [1.0],
+        )
+        for strategy in (DDP(), ZeRO1())
+        for wire in WIRES
+    ]
+
+
+def hidden_and_not(rank: int, torn: bool) -> list[tuple[bool, list[bool], bool]]:
+    """Of every case: whether hiding changes nothing, when sums began, and whether the job hides at its end."""
+    found = []
+    for case in cases()[:: 4 if torn else 1]:
+        outcomes: list[Outcome] = []
+        begun: list[bool] = []
+        jobs: list[DataParallel] = []
+        for hides in (True, False):
+            options = dataclasses.replace(case.options, hide_reductions=hides)
+            model, parallel = sharded(dataclasses.replace(case, options=options), 2, 2)
+            assert isinstance(parallel.job.compute.accumulation, HiddenShards) is hides
+            if hides:
+                begun = counted(parallel)
+            jobs.append(parallel)
+            if torn and rank == 3:
+                write_late(parallel)
+            outcomes.append(train(case, model, parallel, [rank]))
+        found.append((outcomes[0].equals(outcomes[1]), begun, jobs[0].job.replica.hides))
+    return found
+
+
+def test_gradients_of_shards_leave_during_the_backward_pass_and_nothing_else_changes() -> None:
+    for found in run_ranks(WORLD_SIZE, hidden_and_not, False):
+        for case, (is_same, begun, hides) in zip(cases(), found, strict=True):
+            assert is_same, case
+            assert hides
+            assert sum(begun) >= case.updates, case
+
+
+def test_a_gradient_of_one_shard_that_changes_after_it_has_left_is_summed_again_by_all() -> None:
+    for found in run_ranks(WORLD_SIZE, hidden_and_not, True):
+        for is_same, begun, hides in found:
+            assert is_same
+            assert not hides
+            assert any(begun)

@@ -1,0 +1,126 @@
+"""A run whose model is sharded inside nodes: the run of whole models up to rounding, killed and resumed to the bit."""
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.errors import ConfigError, WorkerFailed
+from stretto_lab.cli import main
+from stretto_lab.recipes import Task
+from stretto_lab.train.configuration import RunConfig
+from stretto_lab.train.handle import check_run
+from stretto_lab.train.rank import title_of
+from tests.train.runs import evaluations, model_bits, records, tiny_run, train, train_until_killed
+from tests.train.tiny import Tiny
+
+RANKS = 4
+ON_ONE_NODE = ["--workers", "2", "--shard", "2", "--updates", "2", "--no-tensorboard", "--run-dir", "run"]
+
+
+def run_of(folder: str, **settings: Any) -> RunConfig[Any]:
+    run = tiny_run(folder, **{"workers": RANKS, "shard": 2, **settings})
+    return dataclasses.replace(run, task=Tiny(normed=False))
+
+
+def values(folder: str) -> dict[str, torch.Tensor]:
+    return dict(torch.load(Path(folder, "model.pt")))
+
+
+def test_shards_train_as_whole_models_do_and_leave_the_same_files() -> None:
+    for folder, shard in (("whole", 1), ("two", 2), ("four", 4)):
+        train(run_of(folder, shard=shard), RANKS)
+    for folder in ("two", "four"):
+        assert [one["samples"] for one in records(folder)] == [one["samples"] for one in records("whole")]
+        # AdamW divides by the square root of squared gradients: rounding of tiny ones grows.
+        torch.testing.assert_close(values(folder), values("whole"), rtol=0, atol=1e-4)
+        torch.testing.assert_close(evaluations(folder), evaluations("whole"), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["acco:wire=int4", "diloco:interval=2:fragments=1"])
+def test_a_killed_run_of_shards_resumes_to_the_bit_and_goes_on_with_whole_models(strategy: str) -> None:
+    calls = train(run_of("undisturbed", strategy=strategy), RANKS, train_until_killed, 0, -1)
+    draw = random.Random(strategy)
+    victim = draw.randrange(RANKS)
+    call = draw.randrange(calls[victim] // 2, calls[victim])
+    run = run_of("killed", strategy=strategy)
+    with pytest.raises(WorkerFailed, match=f"rank {victim} of 4 local workers failed: .* killed by SIGKILL"):
+        train(run, RANKS, train_until_killed, victim, call)
+    train(dataclasses.replace(run, resume=True), RANKS)
+    for written in (records, evaluations, model_bits):
+        assert written("killed") == written("undisturbed")
+    (outcome, _) = train(dataclasses.replace(run, resume=True, shard=1, updates=12))
+    assert (outcome.resumed_from, outcome.updates) == (10, 12)
+
+
+@pytest.mark.parametrize("lora", [[], ["--task.lora-rank", "2"]], ids=["whole", "lora"])
+def test_the_language_recipe_trains_on_shards_and_publishes_what_it_has_trained(
+    lora: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    Path("stories.txt").write_text("Once there was a shard. It was part of a whole.\n" * 40)
+    words = "--task.data stories.txt --task.documents.unit line --task.readers 0 --task.length 16 --task.scale 0.2"
+    job = "--workers 4 --shard 2 --updates 3 --micro-batches 2 --strategy acco:first=1 --no-tensorboard"
+    command = ["train", "language", "--task.model", "llama-tiny", *words.split(), *job.split(), *lora]
+    assert main([*command, "--run-dir", "run"]) == 0
+    assert capsys.readouterr().out.startswith("acco:first=1 on 4 workers, 2 nodes of 2 shards (cpu), run\n")
+    assert main(["resume", "run", "--updates", "4"]) == 0
+    assert "nodes of 2 shards" in capsys.readouterr().out
+    trained = values("run")
+    if lora:
+        import safetensors.torch
+
+        published = safetensors.torch.load_file("run/model/adapter_model.safetensors")
+        assert published
+        for name, value in published.items():
+            assert torch.equal(value, trained[name.replace(".weight", ".default.weight")])
+        return
+    model = transformers.AutoModelForCausalLM.from_pretrained("run/model", local_files_only=True)
+    assert trained.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+    assert trained["lm_head.weight"].data_ptr() == trained["model.embed_tokens.weight"].data_ptr()
+
+
+def smooth(rank: int, world_size: int, seed: int, updates: int | None) -> Task:
+    """A recipe of the user's own."""
+    return Tiny(normed=False).build(rank, world_size, seed, updates)
+
+
+@pytest.mark.parametrize("name", ["stdlib-gpt", f"{__file__}:smooth"], ids=["stdlib-gpt", "one's own"])
+def test_recipes_without_batch_normalisation_train_on_shards(name: str) -> None:
+    options = ["--size", "0.1m", "--batch", "2", "--evaluation-windows", "4", "--sample.length", "2"]
+    own = [word.replace("--", "--task.") if word[0] == "-" else word for word in options]
+    command = ["train", name, *(own if name == "stdlib-gpt" else [])]
+    assert main([*command, *ON_ONE_NODE]) == 0
+
+
+def test_batch_normalisation_is_refused_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "digits-resnet", "--task.width", "4", "--task.batch", "8"]
+    assert main([*command, *ON_ONE_NODE]) == 1
+    assert "batch normalisation" in capsys.readouterr().err
+    assert not Path("run").exists()
+    assert main([*command, *ON_ONE_NODE, "--buffers", "*=alone"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shard": 3}, "shard=3: expected a divisor of the 4 ranks"),
+        ({"strategy": "torch-ddp"}, "strategy='torch-ddp', a stock method"),
+        ({"link": "10mbit"}, "link='10mbit', which would slow down the inside of nodes too"),
+        ({"survive": True}, "survive"),
+    ],
+)
+def test_what_a_run_on_shards_cannot_do_is_said_before_it_begins(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_run(run_of("run", **settings), RANKS)
+
+
+def test_the_first_line_says_how_ranks_lie() -> None:
+    assert title_of(run_of("run"), RANKS, "cpu") == "zero1 on 4 workers, 2 nodes of 2 shards (cpu), run"
