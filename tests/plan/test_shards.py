@@ -30,12 +30,9 @@ def test_a_rank_holds_what_the_table_says_of_nodes_for_its_shard(name: str, node
     assert found.memory_bytes == pytest.approx(expected * machine.parameters)
 
 
-def test_nothing_is_hidden_in_a_backward_pass_of_fsdp2() -> None:
-    transfer = 8e6 / 2 * 8 / 2e8
-    whole = 4 * MACHINE.micro_batch_seconds + 2 * transfer + 0.01 + 0.02 / 2
-    assert seconds("zero1", SHARDED) == pytest.approx(whole, rel=0.01)
-    assert seconds("zero1") < whole - 0.05
-    assert seconds("dpu", SHARDED) == seconds("dpu")
+def test_an_update_takes_what_it_takes_on_ranks_that_hold_a_model_of_a_shards_size() -> None:
+    for name in ("zero1", "dpu", "acco"):
+        assert seconds(name, SHARDED) == seconds(name)
 
 
 def planned(measured: Machine, **given: Any) -> list[Machine]:

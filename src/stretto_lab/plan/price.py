@@ -102,7 +102,6 @@ def _priced(arm: Arm, machine: Machine, bucket_bytes: int, quota: int | Clock, m
         exchange=arm.settings.get("exchange", "auto"),
         ranks_per_node=twin.ranks_per_node or arm.settings.get("ranks_per_node"),
         allow_unused=True,
-        hide_reductions=machine.shards == 1,  # FSDP2 has gradients of its own way
     )
     updates = _WARM_UP + _counted(strategy, machine, quota)
     cluster = VirtualCluster(twin.ranks, twin.network, compute)

@@ -314,8 +314,8 @@ def plan(job: PlanConfig[TaskT], ranks: Ranks, *, prices_all: bool = True) -> li
                 prices_all=prices_all,
                 ranks_per_node=job.ranks_per_node,
                 wire=None if job.wire == Options().wire else job.wire,
-                # An echo plans over fixed counts, and nodes of shards have no others.
-                clock=job.clock or ("auto" if job.echo == "none" and job.shard == 1 else None),
+                clock=job.clock
+                or ("auto" if job.echo == "none" else None),  # an echo plans over fixed counts
                 stages=stages,
             )
             for machine in job.machines(measured)
