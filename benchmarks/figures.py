@@ -56,7 +56,7 @@ def trace_of(strategy: Strategy) -> Trace:
             model, optimizer, strategy, micro_batches=4, group=group, options=options
         ) as parallel:
             for _ in range(40):
-                parallel.backward(model(torch.ones(1, 236)).square().mean())
+                parallel.backward(model(torch.full((1, 236), 1.0 + rank)).square().mean())
             parallel.finish()
 
     compute = Compute(micro_batch_ns=4_000_000, step_ns=400_000)
@@ -166,80 +166,71 @@ def draw_time_to_loss() -> Figure:
 # Loss against bytes
 
 
-TITLES = {
-    "2-ranks": "2 ranks, 5 seeds; arms without a bar, one",
-    "8-ranks": "8 ranks with as much work each, one seed; where there is a bar, two",
-    "8-ranks-same-batch": "8 ranks that share the work of 2, one seed",
-    "32-ranks": "32 ranks, a quarter of the work, one seed",
-    "2-ranks-larger": "2 ranks, 0.5 million parameters, one seed",
+_AVERAGE = "diloco:outer_lr=1:outer_momentum=0:keep_progress=on:wire=int4:interval="
+FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "fewer bits, every update": (
+        BLUE,
+        "o",
+        {"zero1:wire=int8": "int8", "zero1:wire=int4": "int4", "zero1:wire=int2": "int2"},
+    ),
+    "replicas averaged now and then, in 4 bits": (
+        GREEN,
+        "^",
+        {
+            f"{_AVERAGE}2:delay=1": "average:2",
+            f"{_AVERAGE}4:fragments=2:delay=1": "average:4",
+            f"{_AVERAGE}10:fragments=5:delay=1": "average:10",
+            f"{_AVERAGE}30:fragments=10:delay=2": "average:30",
+        },
+    ),
+    "PyTorch's PowerSGD": (ORANGE, "s", {"torch-ddp-powersgd": "powersgd"}),
 }
-"""Of the settings in `experiments/frontier.py`."""
-
-
-def kind_of(arm: str) -> tuple[str, str, str]:
-    """Return the legend, the colour and the marker of an arm."""
-    if arm == "ddp":
-        return "fp32, every update", GREY, "D"
-    if arm.startswith("torch"):
-        return "a hook of PyTorch", ORANGE, "s"
-    if arm.startswith(("diloco", "local")):
-        return "replicas averaged now and then", GREEN, "^"
-    return "fewer bits, every update", BLUE, "o"
-
-
-def short_name(arm: str) -> str:
-    """Return what is written beside an arm's mark."""
-    if "+" in arm:
-        first, later = arm.split("+")
-        return f"{short_name(first)}, then {short_name(later.partition('@')[0])}"
-    name, *settings = arm.split(":")
-    values = dict(setting.split("=") for setting in settings)
-    if name == "diloco":
-        delay = f", delay {values['delay']}" if int(values.get("delay", 0)) > 2 else ""
-        hidden = f", {values['fragments']} fragments" if "fragments" in values else delay
-        plain = "" if values.get("outer_momentum") == "0" else ", outer step"
-        nodes = ", by node" if values.get("worker") == "node" else ""
-        return f"every {values['interval']}, {values.get('wire', 'fp32')}{hidden}{plain}{nodes}"
-    if name == "local":
-        return f"rate {values['rate']}, {values['wire']}"
-    larger = f", {int(values['micro_batches']) // 2} times the batch" if "micro_batches" in values else ""
-    wire = values.get("wire", "" if name != "acco" else "fp32")
-    changes = f", changes {values['changes']}" if "changes" in values else ""
-    return f"{name.removeprefix('torch-ddp-')} {wire}".rstrip() + changes + larger
-
-
-def _kilobytes(count: float) -> str:
-    return f"{count / 1e3:.{0 if count > 1e3 else 1}f}"
+"""Legend, colour, marker, and the names of the arms of `experiments/frontier.py`, those that send most first."""
+RANKS = {"2-ranks": ("2 ranks", "-"), "8-ranks": ("8 ranks", "--"), "32-ranks": ("32 ranks", ":")}
+"""Of the settings: name and line."""
 
 
 def draw_frontier() -> Figure:
-    """Draw by how much every arm ends above synchronous training; a panel per setting, those that send most above."""
+    """Draw what sending less costs: nats above synchronous training, against bytes as a share of its own."""
     found = json.loads((RESULTS / FRONTIER / "frontier.json").read_text(encoding="utf-8"))["settings"]
-    figure = Figure(
-        figsize=(WIDTH, 0.8 + 0.19 * sum(len(arms) + 2 for arms in found.values())), layout="constrained"
-    )
-    heights = [len(arms) + 1 for arms in found.values()]
-    axes = figure.subplots(len(found), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-    legend = {}
-    for ax, (setting, arms) in zip(axes, found.items(), strict=True):
-        rows = sorted(arms.items(), key=lambda arm: -arm[1]["sent_bytes"])
-        for place, (arm, row) in enumerate(rows):
-            text, colour, marker = kind_of(arm)
-            over = row["against_ddp"]
-            ax.plot(
-                [over.get("low", over["mean"]), over.get("high", over["mean"])], [place] * 2, color=colour
-            )
-            (legend[text],) = ax.plot(over["mean"], place, marker, color=colour, markersize=5, linestyle="")
-            ax.axhline(place, color="#E4E4E4", linewidth=0.8, zorder=0)
-        names = [f"{short_name(arm)}   {_kilobytes(row['sent_bytes'])} kB" for arm, row in rows]
-        ax.set_yticks(range(len(rows)), names)
-        ax.set(ylim=(len(rows) - 0.4, -0.6))
-        ax.axvline(0, color=GREY, linewidth=0.8, zorder=0)
-        ax.set_title(TITLES[setting], loc="right", fontsize=9, fontweight="bold")
-        ax.tick_params(left=False)
-        ax.spines["left"].set_visible(False)
-    axes[-1].set_xlabel("nats above fp32, 95 % intervals")
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2)
+    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
+    ax = figure.subplots()
+    for family, (colour, marker, names) in FAMILIES.items():
+        for setting, (ranks, line) in RANKS.items():
+            arms = [arm for arm in names if arm in found[setting]]
+            whole = found[setting]["ddp"]["sent_bytes"]
+            shares = [100 * found[setting][arm]["sent_bytes"] / whole for arm in arms]
+            nats = [found[setting][arm]["against_ddp"]["mean"] for arm in arms]
+            ax.plot(shares, nats, marker=marker, markersize=4, color=colour, linestyle=line)
+            if family.startswith("replicas"):
+                ax.annotate(
+                    ranks,
+                    (shares[-1], nats[-1]),
+                    (0, 6),
+                    textcoords="offset points",
+                    color=colour,
+                    ha="center",
+                )
+            if setting == "2-ranks":
+                for arm, share, loss in zip(arms, shares, nats, strict=True):
+                    ax.annotate(
+                        names[arm],
+                        (share, loss),
+                        (0, -11),
+                        textcoords="offset points",
+                        ha="center",
+                        fontsize=7.5,
+                    )
+        ax.plot([], [], marker=marker, color=colour, linestyle="", label=family)
+    for ranks, line in RANKS.values():
+        ax.plot([], [], color=GREY, linestyle=line, label=ranks)
+    ax.axhline(0, color=GREY, linewidth=0.8, zorder=0)
+    ax.set(xscale="log", xlim=(0.35, 50), ylim=(-0.06, 0.8))
+    ax.set_xticks([0.5, 1, 2, 5, 10, 20, 40], ["0.5", "1", "2", "5", "10", "20", "40"])
+    ax.minorticks_off()
+    ax.set_xlabel("bytes per update, % of those of fp32")
+    ax.set_ylabel("held-out loss above fp32, nats per byte")
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 

@@ -3,10 +3,12 @@
     python benchmarks/launches.py --device cpu
 
 One process, one rank, one thread. Each job is run with few buckets and with many, all of 64 elements, where work itself
-takes no time; what a bucket costs is the difference over the number of buckets that it has more. Launches are PyTorch's
-operations on the lane that are no views: on a device each is a kernel or a few. Waits are those of both lanes, counted
-as `stretto_lab.testing.synchronising` says, and what a round has without any bucket is shown beside. Time is the
-processor's, of the lane's thread, in microseconds: the median over updates, and the least of several runs.
+takes no time; what a bucket costs is the difference over the number of buckets that it has more. The first line is what
+PyTorch itself takes of it: to start and to wait for a bucket's two collectives, on a backend of its own that does
+nothing. Launches are PyTorch's operations on the lane that are no views: on a device each is a kernel or a few. Waits
+are those of both lanes, counted as `stretto_lab.testing.synchronising` says, and what a round has without any bucket is
+shown beside. Time is the processor's, of the lane's thread, in microseconds: the median over updates, and the least of
+several runs.
 """
 
 import argparse
@@ -18,12 +20,15 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stretto as st
 from stretto.engine.runtime import Pending, Runtime, RuntimeOver, choose_runtime
 from stretto.groups import SoloGroup
+from stretto.groups.collectives import method_of
 from stretto_lab.testing.synchronising import Synchronisations
 
 T = TypeVar("T")
@@ -152,6 +157,28 @@ def cost_of(strategy: st.Strategy, buckets: int, device: torch.device, settings:
     return Cost(launches, waits_each, 1e6 * lasts)
 
 
+def bare_microseconds(device: torch.device) -> float:
+    """Return what an all-to-all and an all-gather over two ranks take the host, where nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        group, whole, own = (
+            dist.group.WORLD,
+            torch.zeros(NUMEL, device=device),
+            torch.zeros(NUMEL // 2, device=device),
+        )
+        send, gather = method_of(group, "all_to_all_single"), method_of(group, "all_gather_single")
+        found = []
+        for _ in range(UPDATES):
+            started = time.thread_time()
+            for _ in range(MANY):
+                send(whole, whole, [], []).wait()
+                gather(whole, own).wait()
+            found.append((time.thread_time() - started) / MANY)
+    finally:
+        dist.destroy_process_group()
+    return 1e6 * min(found)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
@@ -165,6 +192,10 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device())
     torch.set_num_threads(1)
     print("per bucket and update     launches  waits  microseconds    waits without buckets")
+    print(
+        f"{'two collectives alone':24s} {0.0:9.1f} {0.0:6.2f} {bare_microseconds(device):13.0f} {0.0:24.1f}",
+        flush=True,
+    )
     for name, (strategy, settings) in ROWS.items():
         best: list[Cost] = []
         for buckets in (FEW, MANY):

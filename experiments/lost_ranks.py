@@ -53,8 +53,10 @@ SILENT_SECONDS = 6.0
 OUTAGE_SECONDS = (1.0, 15.0)
 """Of links and stops: on both sides of `SILENT_SECONDS`."""
 MICRO_BATCH_SECONDS = 0.01
-HANGS_AFTER = 90.0
-"""Seconds behind the last event; a store that is stopped or cut off is waited for 11 s, and a new term 15 s."""
+HANGS_AFTER = 240.0
+"""Seconds after the last event, on a busy machine; a store that is cut off is waited for 11 s, and a new term 15 s."""
+BEGINS_WITHIN = 600.0
+"""Seconds until the first event; ten are enough on a machine that has nothing else to do."""
 TOLERANCE = 1e-4
 """Between parameters after 60 steps of AdamW; sums in another order make 1e-6, and one update less 1e-2."""
 MOST_STARTS = 4
@@ -185,6 +187,7 @@ def live(trial: Trial, node: int, said: Path) -> None:
             file.write(json.dumps({"at": time.monotonic(), **line}) + "\n")
 
     def train(term: st.Term) -> list[float]:
+        tell(begins=term.number)
         job = Job(trial.strategy, term.group)
         restored = term.go_on(job.parallel, loader=job.numbers)
         if restored is not None and len(restored.loader_states) != term.world_size:
@@ -256,7 +259,7 @@ class Running:
         ahead = sorted(self.trial.events, key=lambda event: event.seconds)
         due: float | None = None
         undone: list[tuple[float, Callable[[], None]]] = []
-        ends = time.monotonic() + HANGS_AFTER
+        ends = time.monotonic() + BEGINS_WITHIN
         while self._pids or any(at > time.monotonic() for at in self._returns.values()):
             time.sleep(0.01)
             now = time.monotonic()
@@ -354,8 +357,9 @@ class Verdict:
     """What must not be; none where all is well."""
     redone: int
     """Most updates that were done again at once."""
-    seconds: float | None
-    """From the first event to the next committed update of a later term; None where there was none."""
+    seconds: tuple[float, ...]
+    """From the first event until the next term has begun, a state is loaded, and an update is committed; none where
+    there was no such term."""
     deviation: float | None
     """Of the parameters, at most, from those of one undisturbed rank."""
 
@@ -389,7 +393,7 @@ def judged(running: Running, calm: list[float]) -> Verdict:
         outcome="went on" if models else sorted({error for _, error in errors} or {"hangs"})[0],
         faults=faults,
         redone=max((again for _, again in _redone(lives)), default=0),
-        seconds=_to_next_update(running, lives),
+        seconds=_phases(running, lives),
         deviation=deviation,
     )
 
@@ -453,17 +457,19 @@ def _of_samples(lives: Sequence[tuple[int, list[dict[str, Any]]]]) -> Iterator[s
         yield f"{sum(counted.values())} samples count, and {begin + len(given)} were read"
 
 
-def _to_next_update(running: Running, lives: Sequence[tuple[int, list[dict[str, Any]]]]) -> float | None:
+def _phases(running: Running, lives: Sequence[tuple[int, list[dict[str, Any]]]]) -> tuple[float, ...]:
     first = running.struck[0][1] if running.struck else 0.0
-    after: list[float] = []
+    found: list[tuple[float, ...]] = []
     for _, lines in lives:
-        is_later = False
+        times: list[float] = []
+        ahead = ["begins", "term", "update"]
         for line in lines:
-            is_later = is_later or ("term" in line and line["at"] > first)
-            if is_later and "update" in line:
-                after.append(line["at"] - first)
-                break
-    return round(min(after), 3) if after else None
+            if ahead and line["at"] > first and ahead[0] in line:
+                times.append(round(line["at"] - first, 3))
+                ahead.pop(0)
+        if not ahead:
+            found.append(tuple(times))
+    return min(found, key=lambda times: times[-1], default=())
 
 
 def run_trial(trial: Trial, folder: Path, calm: list[float]) -> Verdict:
@@ -491,7 +497,7 @@ def apart(trial: Trial, folder: Path, calm: list[float]) -> Verdict:
     with os.fdopen(reading) as told:
         text = told.read()
     os.waitpid(pid, 0)
-    return Verdict(**json.loads(text)) if text else Verdict("the trial broke", ["no verdict"], 0, None, None)
+    return Verdict(**json.loads(text)) if text else Verdict("the trial broke", ["no verdict"], 0, (), None)
 
 
 def calm_model() -> list[float]:
@@ -549,8 +555,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     lines = [f"{len(right)} of {len(rows)} right; {len(went_on)} went on, the others say why not"]
     for kinds in sorted({tuple(sorted(event["kind"] for event in row["events"])) for row in rows}):
         of_kind = [row for row in rows if tuple(sorted(e["kind"] for e in row["events"])) == kinds]
-        seconds = [row["seconds"] for row in of_kind if row["seconds"] is not None]
-        took = f", next update after {statistics.median(seconds):.1f} s (median)" if seconds else ""
+        seconds = [row["seconds"] for row in of_kind if row["seconds"]]
+        medians = [statistics.median(one) for one in zip(*seconds, strict=True)]
+        took = ""
+        if medians:
+            took = "; medians: next term after {:.1f} s, loaded {:.1f} s, next update {:.1f} s".format(
+                *medians
+            )
         went = sum(row["outcome"] == "went on" for row in of_kind)
         lines.append(f"  {' and '.join(kinds)}: {went} of {len(of_kind)} went on{took}")
     return "\n".join(lines)

@@ -195,7 +195,9 @@ def _together(tensors: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Sequence[
 
 
 def _xxh3(tensor: Tensor, seed: int = 0) -> int:
-    held = tensor.detach().contiguous() if tensor.dtype in _NUMPY else _bytes_of(tensor)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    held = tensor.contiguous() if tensor.dtype in _NUMPY else _bytes_of(tensor)
     return xxhash.xxh3_64_intdigest(held.numpy().data, seed)
 
 

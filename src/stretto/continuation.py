@@ -32,7 +32,7 @@ from stretto.engine.report import RankReport, RoundReport, Vote
 from stretto.engine.round import Reduction
 from stretto.engine.state import JobState, State, is_extra
 from stretto.engine.statistics import at, is_same
-from stretto.errors import ConfigError
+from stretto.errors import CheckpointError, ConfigError
 from stretto.feed import Feed
 from stretto.flat import original_name
 from stretto.packed import pack, unpack
@@ -150,6 +150,11 @@ class Continuation:
                 own["pass"] = {rank: pack(state_of_pass, "the pass under way")}
         if self._rank == 0:
             own["extra"] = pack(extra, "extra")
+            if self._scheduler is not None and not hasattr(self._scheduler, "state_dict"):
+                raise CheckpointError(
+                    f"scheduler: a {type(self._scheduler).__name__} has no state_dict() and load_state_dict(), without "
+                    "which nobody can go on with it: give it both"
+                )
             if self._scheduler is not None:
                 own["scheduler"] = pack(self._scheduler.state_dict(), "the scheduler's state")
         return own

@@ -169,7 +169,8 @@ def _check_fits_shards(parts: Parts) -> None:
         f"strategy {parts.strategy.name}, whose ranks look ahead on their own": parts.ledger.own_previews > 0,
         "worker='node', which every node of shards is anyway": parts.ledger.by_node,
         "a guard that runs a rank's micro-batches again by itself (Audit)": any(
-            guard.acts_alone for guard in parts.guards
+            type(guard).watch_rounds is not Guard.watch_rounds and not guard.agrees_inside
+            for guard in parts.guards
         ),
         "Options(noise=...)": parts.options.noise is not None,
         "Options(ranks_per_node=...): sums inside a node are FSDP2's": parts.options.ranks_per_node
@@ -257,10 +258,8 @@ def _start(
         allow_unused=parts.options.allow_unused,
         accumulate=lane.accumulate,
     )
-    if sharding is not None and may_wait_again(sharding.group, parameters[0].device):
-        from stretto.engine.passes import watch_passes
-
-        watch_passes(parts.model, failures, sharding.inside)
+    if sharding is not None:
+        _watch_passes(parts.model, failures, sharding)
     job = Job(
         model=model, layout=layout, exchange=exchange, inside=inside, sharded=owner, replica=lane.comm.replica,
         compute=compute, comm=lane.comm, within=within,
@@ -311,7 +310,8 @@ def _planned(
     if sharding is not None and whole:
         raise UnsupportedOptimizer(
             f"{name_of(parts.optimizer)} steps whole tensors (groups {sorted(whole)}), and a rank holds shards: "
-            "expected an optimizer that works element by element, such as AdamW"
+            "expected an optimizer that works element by element, such as AdamW, or whole models with ZeRO1(), which "
+            "keeps tensors whole"
         )
     layout, parameters = plan_layout(
         parts.model,
@@ -360,13 +360,25 @@ def _connected(
     wait = failures.among(across, sharding.across, where)
     follow = failures.follow_among(sharding.across, where) if failures.orders_streams else None
     numbers = sharding.inside
+
+    def asks(work: dist.Work, what: str) -> None:
+        failures.wait(work, f"{what} inside a node", numbers)
+
     within = Within(
         small(inside, layout, FP32, failures.among(inside, numbers), None, numbers),
-        small(sharding.group, layout, FP32, failures.wait_among(numbers), None, numbers),
+        small(sharding.group, layout, FP32, asks, None, numbers),
         small(failures.group, layout, FP32, failures.wait),
         numbers,
     )
     return exchange_of(options, across, layout, wait, follow, sharding.across), within
+
+
+def _watch_passes(model: nn.Module, failures: FailureDetector, sharding: "Sharding") -> None:
+    from stretto.engine.passes import watch_passes
+    from stretto.engine.sharding import NodeFailures
+
+    if isinstance(failures, NodeFailures) and may_wait_again(sharding.group, next(model.parameters()).device):
+        watch_passes(model, failures, sharding.inside)
 
 
 def _kind_of_detector(sharding: "Sharding | None") -> Callable[..., FailureDetector]:
@@ -567,7 +579,7 @@ def exchange_of(
     if options.ranks_per_node is not None:
         nodes = VerifiedTwoLevelExchange if options.verified else TwoLevelExchange
         return nodes(group, layout, wire, wait, options.ranks_per_node, follow)
-    kind = Exchange
+    kind: Callable[..., Exchange] = Exchange
     if options.verified:
         kind = VerifiedExchange
     elif native and not isinstance(wire, PackedWire):

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-SECONDS = 5.0
-"""Of silence after which there is a line: half of what a person takes for a hang."""
+SECONDS = 4.0
+"""Of silence after which there is a line: less than half of what a person takes for a hang."""
 
 
 class Patience:

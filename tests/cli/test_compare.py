@@ -36,6 +36,8 @@ def test_arms_run_in_turns_and_leave_records_and_a_table(capsys: pytest.CaptureF
         assert run["samples_per_second"] > 0
         assert run["heldout_loss"] > 0
         assert run["peak_bytes"] >= run["baseline_bytes"] > 0
+        assert run["resolved_strategy"].partition(":")[0] == run["strategy"].partition(":")[0]
+        assert run["loss_unit"] == "nats per image"
         assert (run["sent_bytes"] == 0) == (run["strategy"] == "compute")
         assert [one["step"] for one in run["evaluations"]] == [0, 2, 4, 5]
     assert results["environment"]["workers"] == 2

@@ -45,13 +45,14 @@ AFTER = ("resume", "report")
 def longest_silence(name: str, folder: Path) -> float:
     """The longest time between two outputs of a command, its start and its end among them."""
     words = [sys.executable, "-m", "stretto", name, *LISTENED[name].split()]
-    command = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert command.stdout is not None
     moments, heard = [time.monotonic()], b""
-    while part := command.stdout.read1():
-        moments.append(time.monotonic())
-        heard += part
-    assert command.wait() == 0, heard.decode()
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as command:
+        assert command.stdout is not None
+        while part := command.stdout.read1():
+            moments.append(time.monotonic())
+            heard += part
+    assert command.returncode == 0, heard.decode()
+    assert b"read the same batches" not in heard
     moments.append(time.monotonic())
     return max(after - before for before, after in itertools.pairwise(moments))
 

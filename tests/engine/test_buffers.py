@@ -5,6 +5,7 @@ import random
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import stretto
-from stretto import ACCO, DDP, DPU, DiLoCo, LocalSGD, Options, WeightPrediction, ZeRO1
-from stretto.errors import ConfigError
+from stretto import ACCO, DDP, DPU, DiLoCo, LocalSGD, Options, WeightPrediction, ZeRO1, checkpoint
+from stretto.errors import CheckpointError, ConfigError
 from stretto.strategies import Strategy
 from stretto_lab.virtual import VirtualCluster, parse_network
 
@@ -225,25 +226,30 @@ class Odd(nn.Module):
         return self.layer(input).square().mean()
 
 
+UNCOMPARABLE: dict[str, Callable[[], Tensor]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "rows": lambda: torch.eye(3).to_sparse_csr(),
+    "8 bits": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "negated": lambda: torch._neg_view(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("guards", [(), "standard"])
 @pytest.mark.parametrize("choice", ["mean", "rank0", "alone"])
-@pytest.mark.parametrize(
-    "become",
-    [
-        lambda: torch.eye(3).to_sparse(),
-        lambda: torch.ones(3).to(torch.float8_e4m3fn),
-        lambda: torch.ones(3, device="meta"),
-        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
-    ],
-    ids=["sparse", "8 bits", "meta", "nested"],
-)
-def test_what_nobody_can_compare_is_each_ranks_own(become: Callable[[], Tensor], choice: str) -> None:
+@pytest.mark.parametrize("become", UNCOMPARABLE.values(), ids=UNCOMPARABLE)
+def test_what_nobody_can_compare_is_each_ranks_own(
+    become: Callable[[], Tensor], choice: str, guards: Any
+) -> None:
     def program(rank: int, group: dist.ProcessGroup) -> Tensor:
         torch.manual_seed(0)
         model = Odd(become)
         optimizer, options = torch.optim.SGD(model.parameters(), lr=0.1), Options(buffers=f"buffer0={choice}")
-        parallel = stretto.DataParallel(model, optimizer, group=group, options=options)
+        parallel = stretto.DataParallel(model, optimizer, group=group, options=options, guards=guards)
         for _ in range(3):
-            parallel.backward(model(torch.ones(2, 3)))
+            parallel.micro_batch(model, torch.ones(2, 3))
         parallel.finish()
         assert (model.buffer0.layout, model.buffer0.dtype) == (become().layout, become().dtype)
         return model.layer.weight.detach()
@@ -252,3 +258,43 @@ def test_what_nobody_can_compare_is_each_ranks_own(become: Callable[[], Tensor],
         warnings.simplefilter("ignore")
         weights = VirtualCluster(2, parse_network("1gbit,5ms")).run(program).values
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("name", ["sparse", "rows", "meta", "nested"])
+def test_a_buffer_that_cannot_be_saved_is_told_by_name_at_the_first_checkpoint(
+    tmp_path: Path, name: str
+) -> None:
+    model = Odd(UNCOMPARABLE[name])
+    parallel = stretto.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    parallel.backward(model(torch.ones(2, 3)))
+    with pytest.raises(CheckpointError, match=r"buffer 'buffer0' is sparse, nested or on meta"):
+        checkpoint.save(parallel, tmp_path)
+
+
+class Later(nn.Module):
+    """A layer, and a normalization that comes in the second forward pass, with statistics that kernels write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(3, 3), 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            self.norm = nn.BatchNorm1d(3, affine=False)
+        hidden = self.layer(input)
+        return (self.norm(hidden) if self.calls > 1 else hidden).square().mean()
+
+
+def test_statistics_that_come_later_are_no_damage() -> None:
+    model = Later()
+    parallel = stretto.DataParallel(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), guards="standard", options=Options()
+    )
+    incidents = []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        update = parallel.backward(model(torch.randn(4, 3, generator=generator)))
+        incidents += update.incidents if update else ()
+    parallel.finish()
+    assert incidents == []

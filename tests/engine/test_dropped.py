@@ -75,7 +75,7 @@ def part_of_a_training(name: str, draws: random.Random) -> tuple[nn.Module, list
 def test_nothing_is_left_of_a_job_that_was_dropped(name: str) -> None:
     draws = random.Random(name)
     gc.collect()  # what others have left
-    for _ in range(6):
+    for _ in range(10):
         before = set(threading.enumerate())
         model, parts = part_of_a_training(name, draws)
         for thread in set(threading.enumerate()) - before:

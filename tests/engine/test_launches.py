@@ -21,8 +21,10 @@ from stretto.strategies import Strategy
 PACKAGE = Path(stretto.__file__).parent
 PER_BUCKET = (
     "exchange/",  # a bucket travels by itself
-    "sharded.py:_norm_squared",  # on a CPU, so that it stays in the cache; elsewhere once per set
+    "sharded.py:_squares_on_host",  # on a CPU, so that it stays in the cache; elsewhere once per set
 )
+MOST_CALLS = 2 * 90
+"""Of functions, of Python and of C, in two rounds of a bucket. It may fall, and not rise."""
 STRATEGIES = (DDP(), ZeRO1(), DPU(), WeightPrediction(), ACCO(), ACCO(first=1), LocalSGD(), DiLoCo(2))
 
 
@@ -122,3 +124,43 @@ def test_a_preview_copies_no_more_than_a_block_at_a_time() -> None:
         owner = ShardedOptimizer(layout, parameters, optimizer, rank=0, num_owners=1)
         assert max(segment.master.numel() for segment in owner.segments) <= most
         assert len(owner.segments) == len(owner.owned.blocks) <= 2 * layout.numel // most + 1
+
+
+def calls_on_the_lane(strategy: Strategy, buckets: int) -> int:
+    """Return how many functions, of Python and of C, an update calls on the communication lane."""
+    model = nn.ParameterList(nn.Parameter(torch.ones(64)) for _ in range(buckets))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+    options = Options(bucket_bytes=256, clip_norm=0.5)
+    parallel = stretto.DataParallel(
+        model, optimizer, strategy, micro_batches=2, group=SoloGroup(), options=options
+    )
+    counted: list[int] = []
+    advance = parallel.job.comm.advance
+
+    def watched(*arguments: Any) -> Any:
+        calls = 0
+
+        def note(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(note)  # of the thread that sets it
+        try:
+            return advance(*arguments)
+        finally:
+            sys.setprofile(before)
+            counted.append(calls)
+
+    parallel.job.comm.advance = watched  # type: ignore[method-assign]  # what is watched is its calls
+    for _ in range(8):
+        parallel.backward(torch.stack([one.square().sum() for one in model]).sum())
+    parallel.finish()
+    return counted[2] + counted[3]  # ACCO's updates have two rounds
+
+
+@pytest.mark.parametrize("strategy", [ZeRO1(), DDP(), ACCO()], ids=str)
+def test_a_bucket_costs_the_host_few_calls(strategy: Strategy) -> None:
+    few, many = calls_on_the_lane(strategy, 10), calls_on_the_lane(strategy, 40)
+    # Of two collectives, a third goes into what a group written in Python makes of them.
+    assert many - few <= 30 * MOST_CALLS

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stretto.errors import UnsupportedModel, UnsupportedOptimizer
-from stretto.flat import ALIGNMENT, Layout, plan_layout
+from stretto.flat import ALIGNMENT, Layout, check_parameters, plan_layout
 
 
 class Shapes(nn.Module):
@@ -132,7 +132,7 @@ def test_digest_tells_layouts_apart() -> None:
 def test_model_without_trainable_parameter_is_refused() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(UnsupportedModel, match="no trainable parameter"):
-        plan_layout(model, torch.optim.SGD([torch.zeros(1)]), world_size=1, bucket_bytes=1, widen=True)
+        check_parameters(model)
 
 
 def test_trainable_parameter_in_no_group_is_refused() -> None:

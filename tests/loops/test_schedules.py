@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -14,7 +15,7 @@ from torch.optim.swa_utils import SWALR
 
 import stretto
 from stretto import checkpoint
-from stretto.errors import ConfigError, UsageError
+from stretto.errors import CheckpointError, ConfigError, UsageError
 from tests.loops.habits import MICRO_BATCHES, OVERLAPPING, batches, mean_square, network, same, sgd
 
 Make = Callable[[torch.optim.Optimizer], Any]
@@ -188,3 +189,19 @@ def test_a_schedule_that_hides_what_it_needs_is_told_at_its_first_turn() -> None
     parallel, _ = job(lambda optimizer: Wrapped(Asking(optimizer), 1))
     with pytest.raises(UsageError, match=r"scheduler\.step\(\) raised TypeError .*turn it in on_update"):
         advance(parallel)
+
+
+def test_a_schedule_without_a_state_is_told_at_the_first_checkpoint(tmp_path: Path) -> None:
+    class Stateless:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self) -> None:
+            self.optimizer.param_groups[0]["lr"] *= 0.9
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel = stretto.DataParallel(model, optimizer, scheduler=Stateless(optimizer))
+    parallel.backward(model(torch.ones(1, 3)).sum())
+    with pytest.raises(CheckpointError, match="a Stateless has no state_dict"):
+        checkpoint.save(parallel, tmp_path)

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -170,7 +171,7 @@ class Siamese(nn.Module):
 def test_a_target_that_moves_through_data_under_guards_ends_the_job_with_what_to_write(
     width: int, strategy: Strategy
 ) -> None:
-    for seed in range(5):
+    for seed in range(17):
         torch.manual_seed(seed)
         model = Siamese(width)
         parallel = stretto.DataParallel(model, sgd(model), strategy, guards="standard")
@@ -213,20 +214,26 @@ def test_hooks_see_what_a_round_has_accumulated_of_each_gradient() -> None:
 @EVERY
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
 def test_scripted_models_train_like_others(strategy: Strategy, whole: bool) -> None:
-    def trained(is_scripted: bool) -> list[Tensor]:
-        model: Any = network()
+    def trained(seed: int, is_scripted: bool) -> list[Tensor]:
+        draws = random.Random(seed)
+        torch.manual_seed(seed)
+        widths = [3, *(draws.randint(1, 6) for _ in range(draws.randint(1, 3))), 2]
+        kinds = [(nn.Linear(*pair), draws.choice([nn.Tanh, nn.Softplus])()) for pair in pairwise(widths)]
+        model: Any = nn.Sequential(*(layer for kind in kinds for layer in kind))
+        scripted = draws.randrange(len(model))
         if is_scripted and whole:
             model = torch.jit.script(model)
         elif is_scripted:
-            model[1] = torch.jit.script(model[1])
+            model[scripted] = torch.jit.script(model[scripted])
         parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2)
-        for batch in parallel.feed(batches(0)):
-            parallel.backward(model(batch).square().mean())
+        for batch in parallel.feed(batches(seed)):
+            parallel.backward((model(batch) - 1).square().mean())
         parallel.finish()
         return [value.detach() for value in model.state_dict().values()]
 
-    for own, other in zip(trained(True), trained(False), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)  # scripted code may fuse
+    for seed in range(9):
+        for own, other in zip(trained(seed, True), trained(seed, False), strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)  # scripted code may fuse
 
 
 class Sharded(torch.optim.Optimizer):

@@ -1,6 +1,8 @@
 """A preview shows what a step would give, and leaves no trace."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -55,6 +57,18 @@ def test_preview_leaves_no_trace(name: str, steps: int) -> None:
     after = (owner.optimizer.state_dict(), owner.masters, gradient.sums)
     assert identical(list(before), list(after))
     assert all(segment.master.grad is None for segment in owner.segments)
+
+
+@every_optimizer
+def test_preview_keeps_nothing_that_it_was_given(name: str) -> None:
+    owner = stepped_owner(name, 1)
+    gradient = reduced(owner, gradients_for(owner.layout, 9, set()))
+    flats = new_flats(owner.layout)
+    owner.preview(gradient, read_hyperparameters(owner.optimizer), CLIP, flats)
+    given = [weakref.ref(flat) for flat in flats]
+    del flats
+    gc.collect()
+    assert not any(flat() is not None for flat in given)
 
 
 @pytest.mark.parametrize("unused", [set(), {"1.weight"}, {"0.bias", "2.weight"}], ids=["none", "one", "two"])

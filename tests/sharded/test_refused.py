@@ -145,6 +145,21 @@ def test_settings_of_fsdp2_that_would_change_sums_are_errors_that_name_them() ->
         assert name in message
 
 
+def evaluated_before(rank: int) -> int:
+    model, chosen = over()()
+    optimizer = adamw(model)
+    with torch.no_grad():
+        loss_of(model, torch.ones(2, 6, dtype=torch.long))  # leaves the root gathered
+    parallel = DataParallel(model, optimizer, micro_batches=1, **chosen)
+    parallel.backward(loss_of(model, torch.ones(2, 6, dtype=torch.long)))
+    parallel.finish()
+    return parallel.steps
+
+
+def test_a_model_that_was_evaluated_before_is_wrapped_as_any_other() -> None:
+    assert run_ranks(1, evaluated_before) == [1]
+
+
 def too_late(rank: int) -> str:
     model = network()
     parallel = DataParallel(model, adamw(model))

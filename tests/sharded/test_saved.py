@@ -4,8 +4,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from stretto import DataParallel, Options, checkpoint
@@ -22,6 +24,7 @@ from tests.sharded.jobs import (
     loss_of,
     mesh_of,
     network,
+    shard,
     sharded,
     unsharded,
     whole,
@@ -124,6 +127,10 @@ def alone(rank: int, folder: str) -> dict[str, tuple[Values, Tensor]]:
         checkpoint.load(parallel, Path(folder, name))
         found[f"{name} alone"] = committed(model, parallel), owed(parallel)
         parallel.finish()
+        model, parallel = sharded(case_of(name), 1, 1)
+        checkpoint.load(parallel, Path(folder, name))
+        found[f"{name} at 1 x 1"] = committed(model, parallel), owed(parallel)
+        parallel.finish()
     return found
 
 
@@ -183,3 +190,32 @@ def job_over(model: Network, case: Case) -> DataParallel:
 def test_a_job_goes_on_in_another_one_without_files() -> None:
     for found in run_ranks(WORLD_SIZE, carried_over):
         assert found == {name: set() for name in found}
+
+
+def in_a_folder_of_safetensors(rank: int, folder: str) -> tuple[Values, Values]:
+    """What a job has committed, written by all its ranks, and what another mesh reads before it is wrapped."""
+    model, parallel = sharded(case_of("acco on int4"), 2, 2)
+    go_on(model, parallel, rank, SAVED_AT)
+    with parallel.settled():
+        writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
+        dcp.save(model.state_dict(), storage_writer=writer)
+        written = whole(model)
+    parallel.finish()
+    other = network()
+    shard(other, mesh_of(1, 4)["shard"])
+    dcp.load(other.state_dict(), storage_reader=dcp.HuggingFaceStorageReader(folder))
+    return written, whole(other)
+
+
+def test_ranks_write_a_folder_of_safetensors_together_which_any_mesh_and_plain_code_reads(
+    tmp_path: Path,
+) -> None:
+    for written, read in run_ranks(WORLD_SIZE, in_a_folder_of_safetensors, str(tmp_path)):
+        assert differing(read, written) == set()
+        plain = {
+            name: value
+            for file in tmp_path.glob("*.safetensors")
+            for name, value in safetensors.torch.load_file(file).items()
+        }
+        assert plain.keys() == written.keys()
+        assert differing(plain, written) == set()

@@ -14,6 +14,7 @@ OF_OTHERS = {
     "state": ("optimizer", "an optimizer's state, as above"),
     "_opt_called": ("engine", "PyTorch's mark that an optimizer has been stepped"),
     "rootRank": ("exchange", "PyTorch's options of a collective, which have no constructor"),
+    "reduceOp": ("engine", "as above"),
     "_devices": ("groups", "as above"),
     "_timeout": ("groups", "as above"),
     "_starting_state_dict": ("echo", "a stream of Hugging Face has no other way back to its beginning"),

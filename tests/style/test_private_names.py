@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.data import DataLoader
 
 from stretto.groups.wrapped import gloo_group
@@ -73,6 +75,8 @@ NAMES: dict[str, Callable[[], bool]] = {
     "_register_backend": has(lambda: dist.ProcessGroup, "_register_backend"),
     "_set_default_backend": has(lambda: dist.ProcessGroup, "_set_default_backend"),
     "_plugins": has(lambda: dist.Backend, "_plugins"),
+    "_get_fsdp_state": has(lambda: FSDPModule, "_get_fsdp_state"),
+    "_fsdp_param_group": lambda: "_fsdp_param_group" in inspect.getsource(FSDPState),
     "_get_default_group": has(lambda: dist.distributed_c10d, "_get_default_group"),
     "_new_process_group_helper": has(lambda: dist.distributed_c10d, "_new_process_group_helper"),
     "_world": has(lambda: dist.distributed_c10d._world, "pg_group_ranks"),

@@ -4,7 +4,9 @@ import ctypes
 import os
 import random
 import signal
+import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,7 +28,8 @@ SOON = timedelta(seconds=0.5)
 TERMS = 100
 _M_MMAP_THRESHOLD = -3
 MOST_BYTES = 5 << 20
-"""What the heap may grow by from the sixth term on; a job that stays would add its buffers in every term."""
+"""What the heap may grow by once it is warm: it was seen to grow by 25 to 40 KB in a term, ever more slowly."""
+WARM = 20
 
 
 def wakes(rank: int, seed: int) -> set[float]:
@@ -65,6 +68,28 @@ def wakes(rank: int, seed: int) -> set[float]:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_process_that_was_left_and_wakes_changes_nothing_and_hears_of_it(seed: int) -> None:
     assert run_ranks(2, wakes, seed)[0] == {5.0}
+
+
+class Quick(threading.Thread):
+    """A thread that has come far before whoever starts it goes on."""
+
+    def start(self) -> None:
+        super().start()
+        time.sleep(0.2)
+
+
+def who_drops(rank: int) -> list[str]:
+    """Return which thread drops the last reference to a group, whose destructor waits for what is under way."""
+    group = LeavableGroup(dist.PrefixStore("dropped", default_store()), [0, 1], rank)
+    names: list[str] = []
+    weakref.finalize(group.inner, lambda: names.append(threading.current_thread().name))
+    threading.Thread = Quick
+    group.leave()
+    return names
+
+
+def test_who_leaves_a_group_waits_for_nothing_that_is_under_way() -> None:
+    assert run_ranks(2, who_drops) == [["stretto-leave"]] * 2
 
 
 def held() -> tuple[int, int, int]:
@@ -108,7 +133,7 @@ def many_terms(rank: int) -> list[tuple[int, int, int]]:
 def test_a_hundred_terms_in_one_process_leave_neither_threads_nor_descriptors_nor_memory() -> None:
     for found in run_ranks(2, many_terms):
         assert len(found) == TERMS + 1
-        files, threads, size = (max(one[i] for one in found[1:6]) for i in range(3))
+        files, threads, _ = (max(one[i] for one in found[1:6]) for i in range(3))
         assert found[-1][0] <= files, found
         assert found[-1][1] <= threads, found
-        assert found[-1][2] <= size + MOST_BYTES, found
+        assert found[-1][2] <= found[WARM][2] + MOST_BYTES, found

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from stretto.errors import LeftOut, PeerSilent
 from stretto.groups import announce_death
 from stretto.survive.membership import Ended, Membership
+from stretto.survive.terms import updates_between
 from tests.processes import Command
 
 SILENT_SECONDS = 1.0
@@ -122,6 +123,24 @@ def test_one_that_came_in_and_was_lost_is_not_waited_for_again() -> None:
 def test_a_process_started_again_has_a_seat_of_its_own() -> None:
     store = dist.PrefixStore("job", dist.HashStore())
     assert [Membership(store, rank, 2, 1.0).seat for rank in (1, 0, 1, 1, 0)] == [1, 0, 2, 3, 4]
+
+
+def is_enough(updates: int, keep: float, update: float, given: float, sent: float) -> bool:
+    """Whether keeping a generation takes a hundredth of time and bytes, or would be rarer than every five minutes."""
+    time_between, sent_between = updates * update * (1 + 1e-9), updates * sent * (1 + 1e-9)
+    return (100 * keep <= time_between and (not sent or 100 * given <= sent_between)) or time_between >= 300
+
+
+def test_generations_take_a_hundredth_of_time_and_bytes_unless_they_would_be_too_rare() -> None:
+    rng = random.Random(0)
+    for _ in range(1000):
+        keep, update, given, sent = (
+            10 ** rng.uniform(*limits) for limits in [(-3, 1), (-3, 1), (3, 9), (3, 9)]
+        )
+        measured = keep, update, given, rng.choice([0.0, sent])
+        found = updates_between(*measured)
+        assert is_enough(found, *measured)
+        assert found == 1 or not is_enough(found - 1, *measured)
 
 
 def stopped_store() -> None:

@@ -14,6 +14,7 @@ from stretto_lab.recipes import Task
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.handle import check_run
 from stretto_lab.train.rank import title_of
+from tests.docs.pages import DOCS, code_blocks
 from tests.train.runs import evaluations, model_bits, records, tiny_run, train, train_until_killed
 from tests.train.tiny import Tiny
 
@@ -63,11 +64,13 @@ def test_the_language_recipe_trains_on_shards_and_publishes_what_it_has_trained(
     import transformers
 
     Path("stories.txt").write_text("Once there was a shard. It was part of a whole.\n" * 40)
-    words = "--task.data stories.txt --task.documents.unit line --task.readers 0 --task.length 16 --task.scale 0.2"
-    job = "--workers 4 --shard 2 --updates 3 --micro-batches 2 --strategy acco:first=1 --no-tensorboard"
-    command = ["train", "language", "--task.model", "llama-tiny", *words.split(), *job.split(), *lora]
-    assert main([*command, "--run-dir", "run"]) == 0
-    assert capsys.readouterr().out.startswith("acco:first=1 on 4 workers, 2 nodes of 2 shards (cpu), run\n")
+    (typed,) = code_blocks(DOCS / "sharded.md", "tests/train/test_shards.py")
+    shorter = "--task.documents.unit line --task.readers 0 --task.length 16 --task.scale 0.2 --updates 3"
+    command = [*typed.split()[1:], *shorter.split(), "--no-tensorboard", "--run-dir", "run", *lora]
+    assert main(command) == 0
+    first_line = capsys.readouterr().out.splitlines()[0]
+    assert first_line.startswith("acco")
+    assert first_line.endswith(" on 4 workers, 2 nodes of 2 shards (cpu), run")
     assert main(["resume", "run", "--updates", "4"]) == 0
     assert "nodes of 2 shards" in capsys.readouterr().out
     trained = values("run")

@@ -18,8 +18,13 @@ VALUE, KIND = 1, 2
 
 
 def is_comparable(value: Any) -> TypeGuard[Tensor]:
-    """Return whether it is a tensor whose elements can be compared and averaged: not sparse, on meta or of 8 bits."""
-    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    """Return whether it is a tensor whose elements can be compared, averaged and written.
+
+    Not one that is sparse, nested, quantized, on meta or of 8 bits, nor a view that negates what it shows.
+    """
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta or value.is_neg():
+        return False
+    is_dense = not (value.is_nested or value.is_quantized)
     return is_dense and (value.dtype.itemsize > 1 or not value.is_floating_point())
 
 

@@ -86,14 +86,14 @@ class FailureDetector:
         self.timeout_seconds = timeout_seconds
         self._progress = progress
         waits_again = may_wait_again(group, device)
-        self._completes = _within if waits_again else _polled
+        self._completes: Callable[[dist.Work, datetime.timedelta], bool] = _within if waits_again else _polled
         self._connections = connections_of(group) if waits_again else set()
         self._completed: collections.deque[dist.Work] = collections.deque(maxlen=_KEPT)
         store = store_of(group)
         place = Place(keeps(store), frozenset(connection.name for connection in self._connections))
         aborts = () if waits_again else self.waited_in
         self._watcher = Watcher(store, ranks_of(group), self.rank, place, silent_seconds, aborts)
-        self._look_seconds = min(self._watcher.period, timeout_seconds)
+        self._patience = datetime.timedelta(seconds=min(self._watcher.period, timeout_seconds))
         # Where nobody ends the job; also as Python ends, because no thread may come out of C++ then.
         weakref.finalize(self, self._watcher.end, leaves=False)
         self.orders_streams = orders_streams(group, device)
@@ -108,10 +108,6 @@ class FailureDetector:
         """
         self.groups.append(group)
         self.waited_in.append(group)
-        return self.wait_among(ranks, where)
-
-    def wait_among(self, ranks: Sequence[int], where: str = " inside a node") -> Wait:
-        """Return what waits for collectives that only these ranks of the job share, on a group that outlives it."""
         return lambda work, what: self.wait(work, f"{what}{where}", ranks)
 
     def follow_among(self, ranks: Sequence[int], where: str = " inside a node") -> Wait:
@@ -151,7 +147,7 @@ class FailureDetector:
         inquiry: Inquiry | None = None
         while True:
             try:
-                if self._completes(work, self._look_seconds):
+                if self._completes(work, self._patience):
                     self._completed.append(work)
                     return
             except (PeerFailed, NoWayOn):  # a group that sees all ranks has found the cause by itself
@@ -205,11 +201,6 @@ class FailureDetector:
     def end(self) -> None:
         """Give no more signs of life, after the last collective."""
         self._watcher.end(finishes=True)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the job has ended on this rank."""
-        return self._watcher.is_over
 
     def _await_hearing(self, error: BaseException) -> None:
         """Wait until all who live have heard of an error, or left: the store ends with this process."""
@@ -296,12 +287,12 @@ class Lifetime:
             retire(group)
 
 
-def _polled(work: dist.Work, seconds: float) -> bool:
-    """Return whether `work` completes within `seconds`; raise its error if it fails. It never waits with a timeout.
+def _polled(work: dist.Work, patience: datetime.timedelta) -> bool:
+    """Return whether `work` completes within `patience`; raise its error if it fails. It never waits with a timeout.
 
     NCCL counts a timeout from the moment at which the collective was enqueued, and at its end aborts the communicator.
     """
-    end, pause = time.monotonic() + seconds, _SHORTEST_PAUSE_SECONDS
+    end, pause = time.monotonic() + patience.total_seconds(), _SHORTEST_PAUSE_SECONDS
     while not work.is_completed():
         if time.monotonic() > end:
             return False
@@ -311,16 +302,16 @@ def _polled(work: dist.Work, seconds: float) -> bool:
     return True
 
 
-def _within(work: dist.Work, seconds: float) -> bool:
-    """Return whether `work` completes within `seconds`; raise its error if it fails. A timeout changes nothing."""
+def _within(work: dist.Work, patience: datetime.timedelta) -> bool:
+    """Return whether `work` completes within `patience`; raise its error if it fails. A timeout changes nothing."""
     started = time.monotonic()
     try:
-        work.wait(datetime.timedelta(seconds=seconds))
+        work.wait(patience)
         return True
     except RuntimeError:
         if not work.is_completed():
             # Gloo's reduce-scatter never reports completion, so an early error is its own and not a timeout.
-            if time.monotonic() - started < seconds / 2:
+            if time.monotonic() - started < patience.total_seconds() / 2:
                 raise
             return False
     work.wait()  # it is over: this raises its error, or returns if it completed at the last moment

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from stretto.engine.failures import FailureDetector
+from stretto.engine.sharding import NodeFailures
 from stretto.groups.collectives import method_of
 
 
-def watch_passes(model: nn.Module, failures: FailureDetector, ranks: Sequence[int]) -> None:
+def watch_passes(model: nn.Module, failures: NodeFailures, ranks: Sequence[int]) -> None:
     """Let `failures` wait for FSDP2's collectives on Gloo; see Note [A pass that lasts].
 
     Args:
@@ -40,7 +40,7 @@ def watch_passes(model: nn.Module, failures: FailureDetector, ranks: Sequence[in
 class _Watched:
     """A collective of FSDP2, for which a job waits as long as there is one."""
 
-    def __init__(self, failures: FailureDetector, ranks: Sequence[int]) -> None:
+    def __init__(self, failures: NodeFailures, ranks: Sequence[int]) -> None:
         self._failures = weakref.ref(failures)  # the model outlives the job
         self._ranks = ranks
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from stretto.engine.buffers import Buffer
 from stretto.engine.model import Held, UserModel
-from stretto.engine.untrained import untrained
 from stretto.errors import OutOfTurn, ParametersTouched
 from stretto.flat import original_name
 
@@ -21,10 +20,6 @@ class SettlingModel(UserModel):
         super().__init__(*args)
         self._keys = {original_name(key): key for key in self.model.state_dict()}
         self._settled_until_training = False
-
-    def untrained(self) -> list[tuple[str, Tensor]]:
-        """Return the frozen parameters and the buffers, with their names."""
-        return untrained(self.model)
 
     def drop_copies(self) -> None:
         """Drop what was made of the values for passes: casts that autocast keeps. Somebody has mended values."""

@@ -57,11 +57,6 @@ class ShardedModel(SettlingModel):
             whole[name] = _as_shard(value.to(held.device), held) if isinstance(held, DTensor) else value
         super().load_state_dict(whole)
 
-    def untrained(self) -> list[tuple[str, Tensor]]:
-        """Return the frozen parameters, as this rank holds them, and the buffers; all ranks of the node must call."""
-        self._drop_gathered()
-        return super().untrained()
-
     def drop_copies(self) -> None:
         """Drop what was made of the values for passes, and gathered; all ranks of the node must call."""
         self._drop_gathered()

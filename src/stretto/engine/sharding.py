@@ -68,6 +68,11 @@ class NodeFailures(FailureDetector):
         self.waited_in.append(sharding.group)
         self._inside = sharding.inside
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended on this rank."""
+        return self._watcher.is_over
+
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what to raise for an error of a job: what is known of the node's other ranks, for a backend's."""
         cause = super().cause_of(error)
@@ -160,6 +165,11 @@ def _mesh_of(model: object) -> DeviceMesh:
             f"model: with mesh=..., expected one that fully_shard has sharded inside the node, found {found}: call "
             "fully_shard(model, mesh=mesh['shard']) before the optimizer and DataParallel, or leave mesh out"
         )
+    for (
+        module
+    ) in model.modules():  # FSDP2 leaves the root gathered after a forward pass without a backward one
+        if isinstance(module, FSDPModule):
+            module.reshard()
     meshes: list[DeviceMesh] = []
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):

@@ -19,7 +19,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from stretto.engine.agreed import Alike
 from stretto.engine.job import Job
-from stretto.errors import ForeignCheckpoint, TornCheckpoint
+from stretto.errors import CheckpointError, ForeignCheckpoint, TornCheckpoint
 from stretto.flat import Fragments, PartedTensor, Shard, Shares, Slot, original_name
 from stretto.optimizer import (
     Piece,
@@ -157,6 +157,11 @@ class JobState:
                 if is_extra(name) or not isinstance(value, Tensor):
                     entries[name] = None if blank else value
                 elif slot is None:
+                    if value.layout is not torch.strided or value.is_nested or value.is_meta:
+                        raise CheckpointError(
+                            f"{self.job.compute.where}: buffer {name!r} is sparse, nested or on meta: expected one "
+                            "that can be saved; register it with persistent=False, or materialise it"
+                        )
                     fixed = isinstance(value, nn.Parameter)
                     kept = value if fixed or blank else value.clone()  # later writes change these buffers
                     entries[name] = self._shares.uncut(kept, blank=blank, alike=fixed)

@@ -8,4 +8,5 @@ from stretto.flat import original_name
 def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the frozen parameters and the buffers of a model, with their names."""
     frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
-    return [(original_name(name), tensor.detach()) for name, tensor in (*frozen, *model.named_buffers())]
+    buffers = ((name, value) for name, value in model.named_buffers() if isinstance(value, Tensor))
+    return [(original_name(name), tensor.detach()) for name, tensor in (*frozen, *buffers)]

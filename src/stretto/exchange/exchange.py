@@ -40,15 +40,16 @@ def sum_in_rank_order(contributions: Tensor | Sequence[Tensor], total: Tensor) -
         contributions: In rank order: `(world_size, numel)`, or `(numel,)` each.
         total: `(numel,)`, overwritten.
     """
-    dtype, device = total.dtype, total.device
-    is_known = contributions[0].dtype == dtype in (torch.float32, torch.float64) and device.type == "cpu"
-    is_large = len(contributions) > _MANY and total.numel() > 1  # the first of two axes is not the fastest
-    if isinstance(contributions, Tensor) and is_known and is_large:
-        # From −0.0, which changes no first term; NumPy's +0.0 would turn a sum of negative zeros.
-        np.add.reduce(contributions.numpy(), axis=0, out=total.numpy(), initial=-0.0)
-        return
+    if isinstance(contributions, Tensor):
+        is_known = contributions.dtype == total.dtype in (torch.float32, torch.float64)
+        is_large = len(contributions) > _MANY and total.numel() > 1  # else the first axis is the fastest
+        if is_known and is_large and total.device.type == "cpu":
+            # From −0.0, which changes no first term; NumPy's +0.0 would turn a sum of negative zeros.
+            np.add.reduce(contributions.numpy(), axis=0, out=total.numpy(), initial=-0.0)
+            return
+        contributions = contributions.unbind()
     first, *others = contributions
-    running = first.to(total.dtype)  # no copy where it has it
+    running = first if first.dtype == total.dtype else first.to(total.dtype)
     for contribution in others:
         running = torch.add(running, contribution, out=total)
     if not others:
@@ -114,9 +115,13 @@ class Exchange:
         self.padding, self.round_index = Padding(layout, self.rank), 0  # the index of what travels
         self.incidents: list[Incident] = []
         """Damage that a verified exchange has found and repaired; the code that reports an incident removes it."""
-        self._contributed = [wire.of(flat.accumulation_dtype) for flat in layout.sets]
-        """The format of contributions, by flat set."""
+        self.contributed = [wire.of(layout.sets[b.set_index].accumulation_dtype) for b in layout.buckets]
+        """The format of contributions, by bucket."""
         self.scratch = Scratch()
+        order = sorted(layout.buckets, key=lambda bucket: (bucket.set_index, bucket.start))
+        places = {bucket: place for place, bucket in enumerate(order)}
+        self._places = [places[bucket] for bucket in layout.buckets]
+        self._numels = [[b.numel for b in order if b.set_index == index] for index in range(len(layout.sets))]
 
     def over(self, layout: Layout) -> Self:
         """Return an exchange of averages, of the same kind on the same group, over another layout."""
@@ -205,19 +210,17 @@ class Exchange:
         """Sum `flats` over ranks, bucket by bucket, as their values come; see `reduce_scatter` and `all_reduce`."""
         sum_up = self.sum_bucket if whole else self.sum_slice
         transfers = []
-        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
-            transfers.append(sum_up(index, flats[bucket.set_index], total, wire))
+        for index, (values, total) in enumerate(zip(self.cut(flats), sums, strict=True)):
+            transfers.append(sum_up(index, values, total, wire))
         yield from in_flight(transfers)
 
-    def sum_slice(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
-        """Send the slices of the `index`-th bucket of `flat` to their owners, and add those of this rank to `total`.
+    def sum_slice(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+        """Send the slices of the `index`-th bucket to their owners, and add those of this rank to `total`.
 
         `wire` is the format of values that are not gradients; None sends gradients in their format.
         """
-        bucket = self.layout.buckets[index]
-        sent = self._contributed[bucket.set_index] if wire is None else wire.of(flat.dtype)
-        whole = flat.narrow(0, bucket.start, bucket.numel)
-        yield from self.sum_parts(self.everyone, index, whole.view(self.world_size, -1), total, sent)
+        sent = self.contributed[index] if wire is None else wire.of(own.dtype)
+        yield from self.sum_parts(self.everyone, index, own, total, sent)
         if sent.is_unbiased:
             self.padding.clear(index, total)
 
@@ -227,37 +230,45 @@ class Exchange:
         Args:
             level: The ranks.
             index: Of the transfer: those in flight have scratch memory of their own.
-            parts: One for each rank of the level, `(ranks, ...)`; they stay as they are.
+            parts: One for each rank of the level, `(ranks, ...)`, or side by side; they stay as they are.
             total: `(numel of a part,)`, overwritten.
             sent: The format in which parts travel.
         """
-        numel, device = parts.numel(), parts.device
+        numel, count, is_plain = parts.numel(), len(level.ranks), isinstance(sent, PlainWire)
         if not isinstance(sent, PlainWire):
-            outgoing = self.scratch("outgoing", index, sent.num_bytes(numel), torch.uint8, device)
-            write_rows(sent.drawn("sums", self.round_index, self.rank), parts, outgoing)
+            outgoing = self.scratch("outgoing", index, sent.num_bytes(numel), torch.uint8, parts.device)
+            write_rows(sent.drawn("sums", self.round_index, self.rank), parts.view(count, -1), outgoing)
         elif parts.dtype == sent.dtype and parts.is_contiguous():
-            outgoing = parts.view(-1)
+            outgoing = parts if parts.dim() == 1 else parts.view(-1)
         else:
-            outgoing = self.scratch("outgoing", index, numel, sent.dtype, device)
+            outgoing = self.scratch("outgoing", index, numel, sent.dtype, parts.device)
             outgoing.view(parts.shape).copy_(parts)
         received = outgoing  # a lone rank's contributions lie where they arrive
         if self.world_size > 1:
-            received = self.scratch("received", index, outgoing.numel(), outgoing.dtype, device)
+            received = self.scratch("received", index, outgoing.numel(), outgoing.dtype, outgoing.device)
         yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
-        if not isinstance(sent, PlainWire):
+        if not is_plain:
             received = read_rows(sent, received, "sums", self.round_index, level.ranks)
-        self.add_up(received.view(len(level.ranks), -1), total)
+        is_few = is_plain and count <= _MANY
+        self.add_up(received.chunk(count) if is_few else received.view(count, -1), total)
 
-    def sum_bucket(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
-        """Sum the `index`-th bucket of `flat`: the sums of all owners, rounded to the wire, as `total` on all ranks."""
+    def sum_bucket(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+        """Sum the `index`-th bucket: the sums of all owners, rounded to the wire, as `total` on all ranks."""
         # The owner's slice lies where the gather writes it.
-        yield from self.sum_slice(index, flat, total.view(self.world_size, -1)[self.rank], wire)
-        yield from self.gather_sum(index, flat, total, wire)
+        yield from self.sum_slice(index, own, total.view(self.world_size, -1)[self.rank], wire)
+        yield from self.gather_sum(index, own, total, wire)
 
-    def gather_sum(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
-        """Replace `total` by the sums of all owners, rounded to the wire."""
-        sent = (wire or self.wire.values).of(flat.dtype)
+    def gather_sum(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+        """Replace `total` by the sums of all owners, rounded to the wire, no wider than this rank's values."""
+        sent = (wire or self.wire.values).of(own.dtype)
         yield from self.gather(total, index, sent.dtype, f"gather of summed bucket {index}")
+
+    def cut(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of `flats`, one tensor per flat set, by bucket: a call for each costs the host far more."""
+        cut: list[Tensor] = []
+        for flat, numels in zip(flats, self._numels, strict=True):
+            cut += flat.split_with_sizes(numels)
+        return list(map(cut.__getitem__, self._places))
 
     add_up = staticmethod(sum_in_rank_order)
     """Writes the sum of contributions, one per rank, into a total, in its dtype."""
@@ -272,8 +283,7 @@ class Exchange:
             formats: By flat set, no wider than its parameters are stored.
         """
         gathers = []
-        for index, bucket in enumerate(self.layout.buckets):
-            whole = flats[bucket.set_index].narrow(0, bucket.start, bucket.numel)
+        for index, (bucket, whole) in enumerate(zip(self.layout.buckets, self.cut(flats), strict=True)):
             dtype = formats[bucket.set_index].dtype
             gathers.append(functools.partial(self.gather, whole, index, dtype, f"gather of bucket {index}"))
         self.perform(gathers)
@@ -302,10 +312,10 @@ class Exchange:
             dtype: In which values travel.
             what: What is waited for, in messages.
         """
-        own = whole.view(self.world_size, -1)[self.rank]
         arrived = whole
         if whole.dtype != dtype:
             arrived = self.scratch("whole", index, whole.numel(), dtype, whole.device)
+        own = whole if self.world_size == 1 else whole.view(self.world_size, -1)[self.rank]
         yield from self.gather_parts(self.everyone, index, own, arrived, what)
         if arrived is not whole:
             whole.copy_(arrived)
@@ -324,7 +334,7 @@ class Exchange:
         outgoing, copies = own, 1 if is_everyone else len(level.ranks)
         if self.world_size > 1 or own.dtype != whole.dtype:
             outgoing = self.scratch("own", index, copies * own.numel(), whole.dtype, whole.device)
-            outgoing.view(copies, -1).copy_(own)
+            (outgoing if copies == 1 else outgoing.view(copies, -1)).copy_(own)
         if is_everyone:
             sent_bytes = (self.world_size - 1) * outgoing.nbytes
             self.sent_bytes += sent_bytes

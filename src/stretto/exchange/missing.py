@@ -21,10 +21,6 @@ class Missing:
     is_sum: bool = False
     """Whether it is a sum, on the rank that is its sender and its receiver."""
 
-    def numbered(self, numbers: Sequence[int]) -> "Missing":
-        """Return the same by other numbers of the ranks, for messages."""
-        return dataclasses.replace(self, receiver=numbers[self.receiver], sender=numbers[self.sender])
-
     def __str__(self) -> str:
         if self.is_sum:
             return f"the sum of bucket {self.index} on rank {self.receiver}"

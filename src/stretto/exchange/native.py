@@ -26,15 +26,14 @@ class NativeExchange(Exchange):
         """Sum `flats` over ranks; all buckets at a time, where each is summed in its place and needs no scratch."""
         sum_up = self.sum_bucket if whole else self.sum_slice
         transfers, needs_scratch = [], False
-        for index, (bucket, total) in enumerate(zip(self.layout.buckets, sums, strict=True)):
-            flat = flats[bucket.set_index]
-            needs_scratch |= not flat.dtype == total.dtype == self._dtype(total, wire)
-            transfers.append(sum_up(index, flat, total, wire))
+        for index, (values, total) in enumerate(zip(self.cut(flats), sums, strict=True)):
+            needs_scratch |= not values.dtype == total.dtype == self._dtype(total, wire)
+            transfers.append(sum_up(index, values, total, wire))
         yield from in_flight(transfers, IN_FLIGHT if needs_scratch else len(transfers))
 
-    def sum_slice(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+    def sum_slice(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum this rank's slice of a bucket with the backend's reduce-scatter."""
-        outgoing = self._outgoing(index, flat, total, wire)
+        outgoing = self._outgoing(index, own, total, wire)
         same = total.dtype == outgoing.dtype
         out = total if same else self.scratch("own", index, total.numel(), outgoing.dtype, total.device)
         self.sent_bytes += outgoing.nbytes // self.world_size * (self.world_size - 1)
@@ -43,25 +42,23 @@ class NativeExchange(Exchange):
         if not same:
             total.copy_(out)
 
-    def sum_bucket(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+    def sum_bucket(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum a whole bucket with the backend's all-reduce."""
-        bucket, dtype = self.layout.buckets[index], self._dtype(total, wire)
-        summed = total
+        dtype, summed = self._dtype(total, wire), total
         if total.dtype != dtype:
-            summed = self.scratch("outgoing", index, bucket.numel, dtype, flat.device)
-        summed.copy_(flat[bucket.start : bucket.stop])  # the backend sums in place, and `flat` stays
+            summed = self.scratch("outgoing", index, own.numel(), dtype, own.device)
+        summed.copy_(own)  # the backend sums in place, and `own` stays
         self.sent_bytes += 2 * (summed.nbytes // self.world_size) * (self.world_size - 1)
         yield self.group.allreduce([summed]), f"reduction of bucket {index}"
         if summed is not total:
             total.copy_(summed)
 
-    def _outgoing(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None) -> Tensor:
+    def _outgoing(self, index: int, values: Tensor, total: Tensor, wire: PlainWire | None) -> Tensor:
         """Return a bucket in the dtype in which it is summed: the buffer itself where it already has it."""
-        bucket, dtype = self.layout.buckets[index], self._dtype(total, wire)
-        content = flat[bucket.start : bucket.stop]
-        if content.dtype == dtype:
-            return content
-        return self.scratch("outgoing", index, bucket.numel, dtype, flat.device).copy_(content)
+        dtype = self._dtype(total, wire)
+        if values.dtype == dtype:
+            return values
+        return self.scratch("outgoing", index, values.numel(), dtype, values.device).copy_(values)
 
     def _dtype(self, total: Tensor, wire: PlainWire | None) -> torch.dtype:
         dtype: torch.dtype = (wire or self.wire.values).of(total.dtype).dtype

@@ -7,11 +7,12 @@ together, where they lie: nothing here waits for a device.
 import struct
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from stretto.checksums import Digests, Seeds, digests_of_rows
+from stretto.checksums import Digests, Seeds, digests_of_rows, is_on_host
 from stretto.exchange.wire import PlainWire, Wire, read_rows, write_rows
 
 SEAL_BYTES = 8
@@ -34,46 +35,71 @@ def seeds_from_senders(first: int, receiver: int) -> Seeds:
     return Seeds(first + receiver * _RECEIVER, _SENDER)
 
 
-def seal(rows: Tensor, parts: Tensor, wire: Wire, seeds: Seeds) -> None:
-    """Write values and their seals.
+class Rows:
+    """Rows that lie side by side. Views of them are made once, because memory is used for many buckets.
 
     Args:
-        rows: `(rows, wire.num_bytes(numel) + SEAL_BYTES)` uint8; overwritten.
-        parts: The values to send, `(rows, ...)`, `numel` of them in each row.
-        wire: The format in which they travel.
-        seeds: Identify the rows.
+        memory: `(count * (bytes of values + SEAL_BYTES),)` uint8.
+        count: Of the rows.
+        wire: The format of the values.
     """
-    content = rows[:, :-SEAL_BYTES]
-    if isinstance(wire, PlainWire):
-        content.view(wire.dtype).view(parts.shape).copy_(parts)
-    else:
-        packed = content.new_empty(content.shape)
-        write_rows(wire, parts.reshape(len(rows), -1), packed.view(-1))
-        content.copy_(packed)
-    digests = digests_of_rows(content, seeds)
-    if isinstance(digests, Tensor):
-        rows[:, -SEAL_BYTES:].copy_(digests.view(torch.uint8).view(-1, SEAL_BYTES))
-        return
-    for row, one in zip(rows.numpy(), digests, strict=True):
-        row.data[-SEAL_BYTES:] = one.to_bytes(SEAL_BYTES, "little")
 
+    def __init__(self, memory: Tensor, count: int, wire: Wire) -> None:
+        self.memory = memory
+        self.count = count
+        self.kind = count, memory.numel() // count, wire, memory.device
+        self.wire = wire
+        rows = memory.view(count, -1)
+        self.content = rows[:, :-SEAL_BYTES]
+        """The values as bytes, `(count, bytes)`."""
+        self.values = self.content.view(wire.dtype) if isinstance(wire, PlainWire) else self.content
+        """As numbers, `(count, numel)`, where the format is plain."""
+        self._seals = rows[:, -SEAL_BYTES:]
+        self._on_host = is_on_host(memory)
+        if self._on_host:
+            array = rows.numpy()
+            self._contents = [row.data[:-SEAL_BYTES] for row in array]
+            self._numbers = array[:, -SEAL_BYTES:].view("<u8")[:, 0]
 
-def opened(rows: Tensor, seeds: Seeds) -> tuple[Digests, Digests]:
-    """Return the digests that seals hold, and those that the values have."""
-    digests = digests_of_rows(rows[:, :-SEAL_BYTES], seeds)
-    if isinstance(digests, Tensor):
-        # A copy: rows are written again soon.
-        seals = rows[:, -SEAL_BYTES:].clone(memory_format=torch.contiguous_format)
-        return seals.view(torch.int64).view(-1), digests
-    return [int.from_bytes(row.data[-SEAL_BYTES:], "little") for row in rows.numpy()], digests
+    def seal(self, parts: Tensor, wire: Wire, seeds: Seeds) -> None:
+        """Write values and their seals.
 
+        Args:
+            parts: The values to send, `(count, ...)`.
+            wire: The format, drawn for them.
+            seeds: Identify the rows.
+        """
+        if isinstance(wire, PlainWire):
+            (self.values if parts.dim() == 2 else self.values.view(parts.shape)).copy_(parts)
+        else:
+            packed = self.content.new_empty(self.content.shape)
+            write_rows(wire, parts.reshape(self.count, -1), packed.view(-1))
+            self.content.copy_(packed)
+        digests = self._digests(seeds)
+        if isinstance(digests, Tensor):
+            self._seals.copy_(digests.view(torch.uint8).view(-1, SEAL_BYTES))
+        else:
+            self._numbers[:] = np.array(digests, np.uint64)
 
-def values_of(rows: Tensor, wire: Wire, stream: str, round_index: int, senders: Sequence[int]) -> Tensor:
-    """Return the values of rows, `(rows, numel)`, as `read_rows` does; a view where the format is plain."""
-    content = rows[:, :-SEAL_BYTES]
-    if isinstance(wire, PlainWire):
-        return content.view(wire.dtype)
-    return read_rows(wire, content.reshape(-1), stream, round_index, senders)
+    def opened(self, seeds: Seeds) -> tuple[Digests, Digests]:
+        """Return the digests that seals hold, and those that the values have."""
+        digests = self._digests(seeds)
+        if isinstance(digests, Tensor):
+            # A copy: rows are written again soon.
+            seals = self._seals.clone(memory_format=torch.contiguous_format)
+            return seals.view(torch.int64).view(-1), digests
+        return self._numbers.tolist(), digests
+
+    def read(self, stream: str, round_index: int, senders: Sequence[int]) -> Tensor:
+        """Return the values, `(count, numel)`, as `read_rows` does; a view where the format is plain."""
+        if isinstance(self.wire, PlainWire):
+            return self.values
+        return read_rows(self.wire, self.content.reshape(-1), stream, round_index, senders)
+
+    def _digests(self, seeds: Seeds) -> Digests:
+        if not self._on_host:
+            return digests_of_rows(self.content, seeds)
+        return [xxhash.xxh3_64_intdigest(one, seeds.of(row)) for row, one in enumerate(self._contents)]
 
 
 def seal_bytes(record: bytes, seed: int) -> bytes:

@@ -22,7 +22,7 @@ class Scratch:
                 # Another stream than the one that allocated it may still be about to use it.
                 held.record_stream(torch.cuda.current_stream(device))
             held = self._held[key] = torch.empty(numel, dtype=dtype, device=device)
-        return held[:numel]
+        return held if held.numel() == numel else held[:numel]
 
     @property
     def held(self) -> list[Tensor]:

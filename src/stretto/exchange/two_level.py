@@ -88,19 +88,18 @@ class TwoLevelExchange(Exchange):
         """Return what this rank has packed, a node's sums of its column; and where in the bucket these lie."""
         return self._packed[index], self._slices(bucket)[:, self._column]
 
-    def sum_slice(self, index: int, flat: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
-        """Sum the `index`-th bucket of `flat` over each node, and over nodes this rank's slice of it into `total`."""
-        bucket = self.layout.buckets[index]
-        sent = self._contributed[bucket.set_index] if wire is None else wire.of(flat.dtype)
-        by_column = self._slices(flat.narrow(0, bucket.start, bucket.numel)).transpose(0, 1)
-        numel = bucket.numel // self._per_node
+    def sum_slice(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
+        """Sum the `index`-th bucket over each node, and over nodes this rank's slice of it into `total`."""
+        sent = self.contributed[index] if wire is None else wire.of(own.dtype)
+        by_column = self._slices(own).transpose(0, 1)
+        numel = own.numel() // self._per_node
         if isinstance(sent, PackedWire) and sent.owes:
             if index not in self._packed:
                 self._packed[index] = total.new_empty(numel)
             column = self._packed[index]
         else:
-            column = self.scratch("column", index, numel, total.dtype, flat.device)
-        yield from self.sum_parts(self._inside, index, by_column, column, PlainWire("", flat.dtype))
+            column = self.scratch("column", index, numel, total.dtype, own.device)
+        yield from self.sum_parts(self._inside, index, by_column, column, PlainWire("", own.dtype))
         yield from self.sum_parts(self._between, index, column.view(-1, total.numel()), total, sent)
         if sent.is_unbiased:
             self.padding.clear(index, total)

@@ -6,11 +6,10 @@ Sums are computed twice, and buckets with a damaged row travel again, before any
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from stretto.checksums import Digest, Digests, hexadecimal, on_host, same_bytes
 from stretto.errors import TransferCorrupt
@@ -19,19 +18,17 @@ from stretto.exchange.given_up import given_up
 from stretto.exchange.missing import Missing, missing_anywhere
 from stretto.exchange.rows import (
     SEAL_BYTES,
-    opened,
-    seal,
+    Rows,
     seal_bytes,
     seed_of,
     seeds_from_senders,
     seeds_to_receivers,
-    values_of,
 )
+from stretto.exchange.scratch import IN_FLIGHT
 from stretto.exchange.sums import is_plausible_sum, sampled
-from stretto.exchange.transfer import Add, Change, Level, Place, Transfer, Transfers, Wait, filled
+from stretto.exchange.transfer import Add, Change, Level, Place, Transfer, Transfers, filled
 from stretto.exchange.two_level import TwoLevelExchange
 from stretto.exchange.wire import PackedWire, PlainWire, Wire, read_rows
-from stretto.flat import Layout
 from stretto.records import Incident
 
 REPEATS = 3
@@ -80,22 +77,16 @@ class VerifiedExchange(Exchange):
 
     is_verified = True
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        layout: Layout,
-        wire: Wire,
-        wait: Wait,
-        follow: Wait | None = None,
-        numbers: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(group, layout, wire, wait, follow, numbers)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._attempts = 0
         """Phases so far, each repeat counted: the same on all ranks, and part of every row's seal."""
         self._records = 0
         """Round reports so far: part of every record's seal."""
         self._arrived: list[_Arrived] = []
         """What has arrived in the present phase, or its repeat."""
+        self._held: dict[tuple[str, int], Rows] = {}
+        """Rows in scratch memory, by role and place in it."""
         self._doubted: set[int] = set()
         """Buckets whose sum came out wrong on this rank in the present phase."""
 
@@ -105,52 +96,54 @@ class VerifiedExchange(Exchange):
         """Sum `flats` over ranks and repeat damaged buckets: a reduce-scatter, then a gather of the owners' sums."""
         # Each owner's slice lies where the gather writes it, so the gather overwrites it with the same values.
         slices = [total.view(self.world_size, -1)[self.rank] for total in sums] if whole else sums
-        buckets = self.layout.buckets
         self._begin_attempt()
         yield from super().summing(flats, slices, whole=False, wire=wire)
-        again = [
-            partial(self.sum_slice, index, flats[bucket.set_index], slices[index], wire)
-            for index, bucket in enumerate(buckets)
-        ]
-        self._repeat("contribution", again)
+        buckets = self.cut(flats)
+        self._repeat(
+            "contribution",
+            [
+                partial(self.sum_slice, index, values, slices[index], wire)
+                for index, values in enumerate(buckets)
+            ],
+        )
         if whole:
             self.perform(
                 [
-                    partial(self.gather_sum, index, flats[bucket.set_index], sums[index], wire)
-                    for index, bucket in enumerate(buckets)
+                    partial(self.gather_sum, index, values, sums[index], wire)
+                    for index, values in enumerate(buckets)
                 ]
             )
 
     def sum_parts(self, level: Level, index: int, parts: Tensor, total: Tensor, sent: Wire) -> Transfer:
         """Send the ranks of a level their sealed parts; sum what comes, and note what of it is damaged."""
-        ranks, row_bytes = level.ranks, sent.num_bytes(total.numel()) + SEAL_BYTES
-        outgoing = self.scratch("outgoing", index, len(ranks) * row_bytes, torch.uint8, total.device)
+        ranks, count = level.ranks, len(level.ranks)
         own, first = ranks.index(self.rank), self._seed(level, index)
+        outgoing = self._rows("outgoing", index, count, sent, total)
         drawn = sent.drawn("sums", self.round_index, self.rank)
-        seal(outgoing.view(len(ranks), -1), parts, drawn, seeds_to_receivers(first, own))
-        received = self.scratch("received", index, outgoing.numel(), torch.uint8, total.device)
-        yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
-        rows = received.view(len(ranks), -1)
-        self._sum_twice(level, index, values_of(rows, sent, "sums", self.round_index, ranks), total)
-        checked = opened(rows, seeds_from_senders(first, own))
+        by_rank = parts.view(count, -1) if parts.dim() == 1 else parts
+        outgoing.seal(by_rank, drawn, seeds_to_receivers(first, own))
+        received = self._rows("received", index, count, sent, total)
+        yield self.send(level, received.memory, outgoing.memory), f"reduction of bucket {index}{level.where}"
+        self._sum_twice(level, index, received.read("sums", self.round_index, ranks), total)
+        checked = received.opened(seeds_from_senders(first, own))
         self._arrived.append(_Arrived("contribution", index, level.where, ranks, *checked))
 
     def gather_parts(self, level: Level, index: int, own: Tensor, whole: Tensor, what: str) -> Transfer:
         """Bring the ranks of a level what this one has, sealed; note what comes damaged from them."""
         wire = PlainWire("", whole.dtype)
-        row_bytes = wire.num_bytes(own.numel()) + SEAL_BYTES
         count, place, first = len(level.ranks), level.ranks.index(self.rank), self._seed(level, index)
-        sealed = self.scratch("sealed", index, row_bytes, torch.uint8, whole.device)
-        seal(sealed.view(1, -1), own.view(1, -1), wire, seeds_to_receivers(first, place))
-        received = self.scratch("rows", index, count * row_bytes, torch.uint8, whole.device)
-        yield from super().gather_parts(level, index, sealed, received, what)
-        rows, parts = received.view(count, -1), whole.view(count, -1)
-        checked = opened(rows, seeds_from_senders(first, 0))
+        like = whole if count == 1 else whole[: whole.numel() // count]
+        sealed = self._rows("sealed", index, 1, wire, like)
+        sealed.seal(own.view(1, -1), wire, seeds_to_receivers(first, place))
+        received = self._rows("rows", index, count, wire, like)
+        yield from super().gather_parts(level, index, sealed.memory, received.memory, what)
+        checked = received.opened(seeds_from_senders(first, 0))
         self._arrived.append(_Arrived("gathered values", index, level.where, level.ranks, *checked))
+        parts = whole.view(count, -1)
         for others in (range(place), range(place + 1, count)):
             if others:
                 sent = slice(others.start, others.stop)
-                parts[sent].copy_(rows[sent, :-SEAL_BYTES].view(wire.dtype))
+                parts[sent].copy_(received.values[sent])
         part = parts[place]
         if part.data_ptr() != own.data_ptr() or part.dtype != own.dtype:
             part.copy_(own)
@@ -211,8 +204,7 @@ class VerifiedExchange(Exchange):
                 self._doubted.clear()
                 return
             if repeats == REPEATS:
-                named = [lost.numbered(self.numbers) for lost in missing]
-                raise given_up(self.numbers[self.rank], site, named, REPEATS)
+                raise given_up(self.rank, site, missing, REPEATS, self.numbers)
             self._begin_attempt()
             for index in sorted({lost.index for lost in missing}):
                 super().perform([transfers[index]])  # one at a time: any two may share scratch memory
@@ -226,11 +218,21 @@ class VerifiedExchange(Exchange):
         is_right = same_bytes(total, again) & is_plausible_sum(*looked_at)
         self._arrived.append(_Arrived("sum", index, level.where, [self.rank], True, is_right))
 
+    def _rows(self, role: str, index: int, count: int, wire: Wire, row: Tensor) -> Rows:
+        """Return memory for rows of a transfer, each of as many values as `row` has, and on its device."""
+        num_bytes, key = wire.num_bytes(row.numel()) + SEAL_BYTES, (role, index % IN_FLIGHT)
+        held = self._held.get(key)
+        if held is None or held.kind != (count, num_bytes, wire, row.device):
+            memory = self.scratch(role, index, count * num_bytes, torch.uint8, row.device)
+            held = self._held[key] = Rows(memory, count, wire)
+        return held
+
     def _look(self) -> list[Missing]:
         """Return what this rank misses of what has arrived, and report it; the host reads all of it at once."""
-        numbers = iter(on_host([one for row in self._arrived for one in (row.expected, row.found)]))
+        seen = [one for one in self._arrived if isinstance(one.found, Tensor) or one.found != one.expected]
+        numbers = iter(on_host([one for row in seen for one in (row.expected, row.found)]))
         missing = []
-        for arrived in self._arrived:
+        for arrived in seen:
             count = len(arrived.senders)
             expected, found = [*itertools.islice(numbers, count)], [*itertools.islice(numbers, count)]
             if expected == found:

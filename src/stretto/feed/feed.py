@@ -13,7 +13,9 @@ Note [The end of the data]
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -24,9 +26,8 @@ from stretto.engine import Job
 from stretto.engine.compute_lane import Until
 from stretto.engine.report import Vote
 from stretto.errors import ConfigError, StepWithoutBackward
-from stretto.feed.passes import leave, length_of, own_tensors, state_before
+from stretto.feed.passes import check_arguments, leave, length_of, one_at_a_time, own_tensors, state_before
 from stretto.feed.updates import JobUpdates
-from stretto.fields import is_count
 from stretto.records import Update
 
 Batch = TypeVar("Batch")
@@ -55,20 +56,34 @@ class Pass:
     """A batch that came where the loader was asked once more, and which use of it that is."""
     state: Any = None
     """The loader's state before that; None for a loader without one."""
+    error: Exception | None = None
+    """What the loader raised where it was asked once more, to be raised when its next batch is due."""
+    is_same: bool = False
+    """Whether its iterator is that of the pass before, and may not have told the end of that one yet."""
     has_ended: bool = False
     """Whether all ranks have agreed on its end because of the data, and only land what is left."""
 
     def take(self, take: Take) -> tuple[Any, int]:
-        """Return the next batch, or `NOTHING`, and which use of it that is."""
+        """Return the next batch, or `NOTHING`, and which use of it that is; nobody is asked again after `NOTHING`."""
+        if self.error is not None:
+            raise self.error
+        if self.is_exhausted:
+            return NOTHING, 0
         ahead, self.ahead = self.ahead, None
         taken = take(self.batches, NOTHING) if ahead is None else ahead
-        self.is_exhausted |= taken[0] is NOTHING
+        if taken[0] is NOTHING and self.is_same:
+            taken = take(self.batches, NOTHING)
+        self.is_same, self.is_exhausted = False, taken[0] is NOTHING
         return taken
 
     def look_ahead(self, take: Take) -> bool:
         """Ask the loader once more while a batch is in hand; return whether it has nothing."""
         self.state = state_before(self.loader)
-        ahead = take(self.batches, NOTHING)
+        try:
+            ahead = take(self.batches, NOTHING)
+        except Exception as error:  # the batch in hand comes before it
+            self.error = error
+            return False
         if ahead[0] is NOTHING:
             self.is_exhausted = True
         else:
@@ -102,6 +117,12 @@ class Feed:
         self._job = job
         self._compute = job.compute
         job.compute.hooks.mark.hold(self, job.compute.let_go)
+        lifetime = job.compute.lifetime
+        is_alone = lifetime.failures.world_size == 1  # and may catch what its loader raises
+        self._asking: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if is_alone else functools.partial(lifetime.running, is_users=True)
+        )
+        """In this block the loader is asked; where it raises, other ranks are told at once, and the job ends."""
         self._on_update: Callable[[Update], None] | None = None
         self._next_phase: int | None = None
         """The update after which another strategy takes over; None where none does."""
@@ -138,7 +159,7 @@ class Feed:
     ) -> Iterator[Batch]:
         """See `DataParallel.feed`."""
         with self._compute.lifetime.running():
-            self._begin(updates, until)
+            self._begin(loader, updates, until)
             self._on_update, self.has_begun = on_update, True
             current = self._pass = self._begin_pass(loader, until)
         self._is_feeding = True
@@ -147,7 +168,9 @@ class Feed:
             with self._compute.lifetime.running():
                 self._end(current)
         finally:
-            self._is_feeding = False
+            self._is_feeding &= (
+                self._pass is not current
+            )  # one that was dropped may end after another has begun
         self._on_update = None
 
     def _hand_out(self, current: Pass) -> Iterator[Any]:
@@ -170,10 +193,14 @@ class Feed:
                 batch = self._look_ahead(current, batch)
             self.num_samples = num_samples(batch)
             yield batch
+            if self._pass is not current:
+                with self._compute.lifetime.running():
+                    raise one_at_a_time(self._compute.where)
 
     def _next(self, current: Pass) -> Any:
         """Return the next batch of a pass, or `NOTHING`."""
-        batch, use = current.take(self.input.take)
+        with self._asking():
+            batch, use = current.take(self.input.take)
         if batch is not NOTHING:
             self.input.begin_batch(use)
         return batch
@@ -206,8 +233,10 @@ class Feed:
         batches = self.input.begin(loader, JobUpdates(self._job, self._next_phase is None))
         if restored is None:
             last = self._pass
-            ahead = last.ahead if last is not None and last.batches is batches else None
-            return Pass(loader, batches, length_of(loader), until, ahead=ahead)
+            if last is None or last.batches is not batches:
+                return Pass(loader, batches, length_of(loader), until)
+            is_same = not last.is_exhausted
+            return Pass(loader, batches, length_of(loader), until, ahead=last.ahead, is_same=is_same)
         is_exhausted, votes = bool(restored["is_exhausted"]), [Vote(vote) for vote in restored["votes"]]
         length = length_of(loader)
         if is_exhausted:
@@ -301,12 +330,9 @@ class Feed:
         updates, self._landed = self._landed, []
         return updates
 
-    def _begin(self, updates: int | None, until: str) -> None:
+    def _begin(self, loader: object, updates: int | None, until: str) -> None:
         """Start anew after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
-        if until not in ("any", "all"):
-            raise ConfigError(f"feed(until={until!r}): expected 'any' or 'all'")
-        if updates is not None and not is_count(updates, 0):
-            raise ConfigError(f"feed(updates={updates!r}): expected a number of updates, or None")
+        check_arguments(loader, updates, until)
         self._last_update = updates
         self._compute.course.begin_pass()
 

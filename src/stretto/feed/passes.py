@@ -12,13 +12,38 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from stretto.echo.buffer import copied
 from stretto.echo.loader import EchoLoader
 from stretto.echo.state import left, state_of
+from stretto.errors import ConfigError, OutOfTurn
+from stretto.fields import is_count
+
+
+def check_arguments(loader: object, updates: object, until: object) -> None:
+    """Raise unless these can be arguments of `feed`.
+
+    Raises:
+        ConfigError: Names the one that cannot.
+    """
+    if not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
+        raise ConfigError(
+            f"feed({type(loader).__name__}): expected an iterable of batches; of a function, what it returns"
+        )
+    if until not in ("any", "all"):
+        raise ConfigError(f"feed(until={until!r}): expected 'any' or 'all'")
+    if updates is not None and not is_count(updates, 0):
+        raise ConfigError(f"feed(updates={updates!r}): expected a number of updates, or None")
+
+
+def one_at_a_time(where: str) -> OutOfTurn:
+    """Return the error for a `feed` that goes on after another one has begun."""
+    return OutOfTurn(
+        f"{where}: another feed() has begun inside this one: expected one at a time; for two loaders side by side "
+        "feed(zip(one, other))"
+    )
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
@@ -47,18 +72,42 @@ def state_before(loader: Any) -> Any:
 
 def own_tensors(batch: Any) -> Any:
     """Return a batch with memory of its own; what cannot be copied is the loader's."""
+    return _own(batch, {})
+
+
+def _own(batch: Any, apart: dict[int, Any]) -> Any:
+    """See `own_tensors`; `apart` has by id what had to be taken apart."""
     copies: dict[int, Any] = {}
 
     def own(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return copied(leaf)
         try:
-            if isinstance(leaf, Tensor):
-                return copied(leaf)
-            has_memory = isinstance(leaf, np.ndarray) or hasattr(leaf, "__dict__")  # object() may be a mark
-            return copy.deepcopy(leaf, copies) if has_memory else leaf
+            is_mark = type(leaf).__basicsize__ == object.__basicsize__ and not getattr(leaf, "__dict__", None)
+            return leaf if is_mark else copy.deepcopy(leaf, copies)
         except Exception:  # a batch may hold any object, for which no job may end
-            return leaf
+            copies.clear()  # one of them is half made
+            return apart[id(leaf)] if id(leaf) in apart else _parts_copied(leaf, apart)
 
     try:
         return tree_map(own, batch)
     except RecursionError:  # it holds itself
         return copy.deepcopy(batch)
+
+
+def _parts_copied(whole: Any, apart: dict[int, Any]) -> Any:
+    """Return an object that cannot be copied as a whole, such as one with a lock, with copies of what can be."""
+    try:
+        state = object.__getstate__(whole)
+        kind: Any = type(whole)
+        made = apart[id(whole)] = kind.__new__(kind)
+        if isinstance(whole, dict):
+            dict.update(made, {key: _own(value, apart) for key, value in dict.items(whole)})
+        if isinstance(whole, list):
+            list.extend(made, [_own(part, apart) for part in list.__iter__(whole)])
+        for fields in state if isinstance(state, tuple) else (state,):
+            for name, value in (fields or {}).items():
+                object.__setattr__(made, name, _own(value, apart))
+        return made
+    except Exception:  # it is made of something else
+        return whole

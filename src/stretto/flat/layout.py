@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from stretto.errors import UnsupportedOptimizer
-from stretto.flat.fitting import check_parameters, original_name
+from stretto.flat.fitting import original_name
 from stretto.flat.shards import Shard, shard_of
 from stretto.flat.whole import ALIGNMENT, place_whole, round_up
 
@@ -180,7 +180,7 @@ def plan_layout(
     sorted by what is ready last.
 
     Args:
-        model: Holds the parameters; tied ones count once, frozen ones are left out.
+        model: Holds the parameters, which `check_parameters` has seen; tied ones count once, frozen ones are left out.
         optimizer: Holds the parameter groups.
         world_size: Number of ranks.
         bucket_bytes: Upper bound of a bucket in the gradient buffer, in bytes; with whole tensors it is a lower one.
@@ -194,10 +194,8 @@ def plan_layout(
         The layout, and the parameters in the order of its slots.
 
     Raises:
-        UnsupportedModel: Nothing trains, a parameter cannot be averaged or has no values, or elements share memory.
         UnsupportedOptimizer: Model and optimizer disagree on what trains.
     """
-    check_parameters(model, sharded=True)
     named = [(original_name(name), one) for name, one in model.named_parameters() if one.requires_grad]
     groups = _group_of_parameter(named, optimizer)
     whole = {id(parameter) for _, parameter in named if groups[id(parameter)] in whole_groups}

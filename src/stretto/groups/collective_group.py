@@ -37,6 +37,7 @@ class CollectiveGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, world_size: int, name: str = "", description: str = "") -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]  # missing in torch's stub
+        self._place = rank, world_size
         self._name = GroupName(name)
         self._description = description
 
@@ -82,13 +83,14 @@ def _flat(tensors: Any) -> list[Tensor]:
 
 
 def _collective(method: Method) -> Callable[..., dist.Work]:
+    # What torch passes first: tensors that are changed in place, or outputs and inputs, and rows of either.
+    last, splits = min(1, len(method.arguments) - 1), slice(2, len(method.arguments))
+
     def collective(self: CollectiveGroup, *arguments: Any, **named: Any) -> dist.Work:
-        given = dict(zip(method.arguments, arguments, strict=False))  # options follow
-        tensors = given.pop("tensors", [])
-        inputs, outputs = _flat(given.pop("inputs", tensors)), _flat(given.pop("outputs", tensors))
-        return self.perform(
-            Call(method, arguments, named, self.rank(), self.size(), inputs, outputs, **given)
-        )
+        outputs, inputs = (arguments[0], arguments[last]) if method.arguments else ([], [])
+        outputs = [outputs] if isinstance(outputs, Tensor) else _flat(outputs)
+        inputs = [inputs] if isinstance(inputs, Tensor) else _flat(inputs)
+        return self.perform(Call(method, arguments, named, *self._place, inputs, outputs, *arguments[splits]))
 
     return collective
 
@@ -134,6 +136,8 @@ class SoloGroup(CollectiveGroup):
                     f"on one rank they must be [{tensors[0].shape[0]}] or empty"
                 )
         for output, input in zip(call.outputs, call.inputs, strict=True):
+            if output is input:
+                continue
             if output.numel() != input.numel() or output.dtype != input.dtype:
                 raise CommunicationError(
                     f"rank 0 of 1: the output has {output.numel()} elements of {output.dtype}, "

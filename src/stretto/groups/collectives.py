@@ -11,7 +11,7 @@ Bytes follow the algorithms that Gloo runs. N is the world size. Only payload co
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -59,8 +59,7 @@ class Method:
         return "tensors" in self.arguments
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One rank's call of a collective."""
 
     method: Method
@@ -73,10 +72,10 @@ class Call:
     """The tensors that are read, in one flat list; those that are written where a collective works in place."""
     outputs: list[Tensor]
     """The tensors that are written, in one flat list."""
-    input_splits: Sequence[int] = ()
-    """Rows that go to each rank; empty for equal parts."""
     output_splits: Sequence[int] = ()
     """Rows that come from each rank; empty for equal parts."""
+    input_splits: Sequence[int] = ()
+    """Rows that go to each rank; empty for equal parts."""
 
     def on(self, group: dist.ProcessGroup) -> dist.Work:
         """Call the same on another group."""

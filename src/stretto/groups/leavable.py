@@ -135,9 +135,10 @@ class LeavableGroup(WrappedGroup):
         for group in self._others:
             group.leave()
         self.abort()
-        inner, self._inner = self._inner, _LeftGroup(self.rank(), self.size())
-        if not isinstance(inner, _LeftGroup):
-            threading.Thread(target=_drop, args=([inner],), name="stretto-leave", daemon=True).start()
+        last, self._inner = [self._inner], _LeftGroup(self.rank(), self.size())
+        if not isinstance(last[0], _LeftGroup):
+            # Whatever this frame held would be dropped here, if the thread was quicker.
+            threading.Thread(target=last.clear, name="stretto-leave", daemon=True).start()
 
 
 class _LeftGroup(CollectiveGroup):
@@ -156,10 +157,6 @@ class _LeftGroup(CollectiveGroup):
 
     def abort(self) -> None:
         """Nothing is under way."""
-
-
-def _drop(last: list[dist.ProcessGroup]) -> None:
-    last.clear()
 
 
 def _shared(group: dist.ProcessGroup, within: timedelta) -> set[Connection]:

@@ -5,7 +5,6 @@ on one device, which NCCL refuses. The host waits until the device has what is s
 caller's goes on.
 """
 
-import dataclasses
 from datetime import timedelta
 from typing import Any
 
@@ -48,7 +47,7 @@ class StagedGroup(WrappedGroup):
             on_host.setdefault(id(one), torch.empty(one.shape, dtype=one.dtype))
         given = call.arguments, dict(call.named)
         arguments, named = tree_map_only(Tensor, lambda tensor: on_host[id(tensor)], given)
-        work = dataclasses.replace(call, arguments=arguments, named=named).on(self.inner)
+        work = call._replace(arguments=arguments, named=named).on(self.inner)
         return StagedWork(work, [(one, on_host[id(one)]) for one in call.outputs])
 
 

@@ -25,15 +25,14 @@ Where the ranks of a node hold shards of one model, collective effects connect t
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
 from stretto.records import Incident
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One tensor of a rank's state; ranks of a replicated strategy have the same parts."""
 
     site: str
@@ -266,11 +265,6 @@ class Guard(ABC):
         kind = type(self)
         looks = kind.before_reduce is not Guard.before_reduce or kind.watch_rounds is not Guard.watch_rounds
         return looks and (owes or not kind.repairs_departed)
-
-    @property
-    def acts_alone(self) -> bool:
-        """Whether its round watch may do something on one rank that the others of its node do not hear of."""
-        return type(self).watch_rounds is not Guard.watch_rounds and not self.agrees_inside
 
     @property
     def rehearses_step(self) -> bool:

@@ -73,6 +73,8 @@ class GuardInterpreter:
         self._replica = replica
         self._within = replica.within
         self._fixed = {Part("fixed", name): tensor for name, tensor in fixed}
+        self._held = {part: shard_of(tensor)[0] for part, tensor in self._fixed.items()}
+        """What this rank holds of fixed tensors."""
         self.strikes = strikes
         self._has_copies = has_copies
         self._found: list[Incident] = []
@@ -196,8 +198,7 @@ class GuardInterpreter:
             yield Part("anchor", name), anchor
         if self._replica.agreement.is_united:
             yield from self._shown(flight)
-        if flight is not None:
-            yield from ((part, shard_of(tensor)[0]) for part, tensor in self._fixed.items())
+        yield from self._held.items() if flight is not None else ()
 
     def _state(self) -> Iterator[tuple[Part, Tensor]]:
         """Yield what changes at a step, and is sealed until then."""
@@ -280,7 +281,7 @@ class GuardInterpreter:
             self._give_up([part for part in parts if not (has_anchors and part.site == "anchor")])
             if not has_anchors:
                 return {}
-        names = json.dumps([dataclasses.astuple(part) for part in parts]).encode() if parts else b""
+        names = json.dumps(parts).encode() if parts else b""
         damaged = [
             {Part(*fields) for fields in json.loads(record)} if record else set()
             for record in self._exchange.gather_records(names)

@@ -11,9 +11,12 @@ from torch.utils._pytree import tree_map_only
 
 from stretto.checksums import on_host, same_bytes
 from stretto.engine.accumulation import Accumulation, GradientBuffer
+from stretto.engine.buffers import is_comparable
 from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction, Weighed, weighed
+from stretto.engine.untrained import untrained
 from stretto.errors import UnsafeValue, UsageError
+from stretto.flat import shard_of
 from stretto.guards.interpreter import GuardInterpreter
 from stretto.packed import pack, unpack
 from stretto.random_states import random_states, restore_random_states
@@ -101,12 +104,16 @@ class KeptRound:
         restore_random_states(now, self._device)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return copies of the model's present buffers, by name."""
-        return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+        """Return copies of the model's present buffers, by name; others are not looked at."""
+        return {name: one.detach().clone() for name, one in self._model.named_buffers() if is_comparable(one)}
 
     def restore_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Restore the buffers that have changed; the others are not written, so that their version counters stay."""
-        known = [(buffer, values[name]) for name, buffer in self._model.named_buffers() if name in values]
+        known = [
+            (buffer, values[name])
+            for name, buffer in self._model.named_buffers()
+            if name in values and is_comparable(buffer)
+        ]
         are_same = on_host([same_bytes(*pair) for pair in known])
         with torch.no_grad():
             for (buffer, value), is_same in zip(known, are_same, strict=True):
@@ -231,6 +238,17 @@ class GuardedRounds(Listener):
     def ended(self) -> Sequence[Incident]:
         """Return the incidents found after the last update."""
         return self.interpreter.conclude_job()
+
+    def untrained(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return, by name, frozen parameters and buffers: each as the model has it, and what this rank holds of it.
+
+        Where the ranks of a node hold shards of one model, all must call.
+        """
+        model = self.job.model
+        if self.job.within is None:
+            return {name: (tensor, tensor) for name, tensor in untrained(model.model)}
+        model.drop_copies()  # while a module is gathered, other tensors are in its parameters' places
+        return {name: (tensor, shard_of(tensor)[0]) for name, tensor in untrained(model.model)}
 
     def agree(self, *, damaged: bool, able: bool) -> tuple[bool, bool]:
         """Return whether there is damage, and whether something can be done about it.

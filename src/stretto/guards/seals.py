@@ -1,7 +1,7 @@
 """Seals: checksums of a rank's values from one use to the next, which show what has changed and repair it."""
 
-import dataclasses
 from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,8 +10,7 @@ from stretto.guards.contract import Difference, Part, Sealable
 from stretto.guards.repair import repairs
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Seal:
+class _Seal(NamedTuple):
     """What was sealed, and its checksum."""
 
     what: Sealable

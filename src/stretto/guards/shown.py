@@ -9,8 +9,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from stretto.checksums import Checksum, checksums, compared, hexadecimal
 from stretto.engine.accumulation import GradientBuffer
+from stretto.engine.buffers import is_comparable
 from stretto.errors import ParametersTouched, StateCorrupt
-from stretto.flat import shard_of
 from stretto.guards.contract import RoundWatch
 from stretto.guards.repair import repairs
 from stretto.guards.replay import GuardedRounds
@@ -22,9 +22,9 @@ Mark = tuple[int, int]
 """Address and version counter of a tensor: another one means that the job, or the user, has written it."""
 
 
-def mark_of(tensor: Tensor) -> Mark:
-    """Return a tensor's mark; of a shard, by the memory of what this rank holds."""
-    return shard_of(tensor)[0].data_ptr(), tensor._version
+def mark_of(tensor: Tensor, held: Tensor) -> Mark:
+    """Return the mark of a tensor of the model, of which this rank holds `held`."""
+    return held.data_ptr(), tensor._version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class _Constant:
     checksum: Checksum | None
 
     @classmethod
-    def sealed(cls, tensor: Tensor) -> Self:
-        """Take the checksum of a tensor as it is now."""
-        return cls(mark_of(tensor), Checksum.of(shard_of(tensor)[0]))
+    def sealed(cls, tensor: Tensor, held: Tensor) -> Self:
+        """Take the checksum of what is held of a tensor now."""
+        return cls(mark_of(tensor, held), Checksum.of(held))
 
     @classmethod
-    def following(cls, before: Self | None, tensor: Tensor) -> Self:
+    def following(cls, before: Self | None, tensor: Tensor, held: Tensor) -> Self:
         """Return what is known of a tensor at the end of a round, from what was known a round before."""
-        if before is None or before.mark != mark_of(tensor):
-            return cls(mark_of(tensor), None)
-        return before if before.checksum is not None else cls.sealed(tensor)
+        if before is None or before.mark != mark_of(tensor, held):
+            return cls(mark_of(tensor, held), None)
+        return before if before.checksum is not None else cls.sealed(tensor, held)
 
 
 class ShownValues(RoundWatch):
@@ -61,7 +61,7 @@ class ShownValues(RoundWatch):
     Note [Buffers that are written]
         A write by a torch operation shows in the version counter. Some kernels write without it: those of batch
         normalization, and perhaps the user's own. So a floating-point buffer is watched only if it is no statistic of
-        a normalization, and has not changed in the first round.
+        a normalization, and has not changed by the end of the first round in which it is compared.
 
     Args:
         guard: Name of the guard.
@@ -78,7 +78,8 @@ class ShownValues(RoundWatch):
         """Frozen parameters and buffers, by name."""
         self._written: set[str] = set()
         """Names of buffers that are not watched; see Note [Buffers that are written]."""
-        self._is_first_round = True
+        self._still: set[str] = set()
+        """Names of those that were found as they had been."""
         self._num_rounds = 0
         self._struck: dict[str, tuple[int, int]] = {}
         """How often a constant was found damaged with one sound round at most in between, and when last, by name."""
@@ -87,9 +88,15 @@ class ShownValues(RoundWatch):
     def begin_again(self) -> None:
         """Take checksums of all that the model holds now."""
         self.installed([parameter.detach() for parameter in self._model.parameters])
-        self._constants = {name: _Constant.sealed(tensor) for name, tensor in self._model.untrained()}
+        self._constants = {name: _Constant.sealed(*pair) for name, pair in self._untrained().items()}
         self._written = set(_statistics_of(self._model.model))
-        self._is_first_round = True
+        self._still = set()
+
+    def _untrained(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return what is not trained and has values to compare, with what this rank holds of it."""
+        frozen = {name for name, _ in self._model.model.named_parameters()}
+        found = self._rounds.untrained()
+        return {name: pair for name, pair in found.items() if name in frozen or is_comparable(pair[0])}
 
     def installed(self, values: Sequence[Tensor]) -> None:
         """Keep checksums of `values`, not of the parameters, so that damage during installation is noticed too."""
@@ -134,16 +141,18 @@ class ShownValues(RoundWatch):
         incidents: list[Incident] = []
         self._num_rounds += 1
         frozen = {name for name, _ in self._model.model.named_parameters()}
-        watched = {name: one for name, one in self._model.untrained() if name not in self._written}
-        for name, tensor in watched.items():
-            self._constants[name] = _Constant.following(self._constants.get(name), tensor)
+        watched = {name: pair for name, pair in self._untrained().items() if name not in self._written}
+        known = {name for name, one in self._constants.items() if one.checksum is not None}
+        for name, pair in watched.items():
+            self._constants[name] = _Constant.following(self._constants.get(name), *pair)
         sealed = {name: one for name in watched if (one := self._constants[name].checksum) is not None}
-        pairs = compared(list(sealed.values()), [shard_of(watched[name])[0] for name in sealed])
+        pairs = compared(list(sealed.values()), [watched[name][1] for name in sealed])
         for (name, checksum), (expected, found) in zip(sealed.items(), pairs, strict=True):
             if expected == found:
+                self._still.update({name} & known)
                 continue
-            tensor = watched[name]
-            if self._is_first_round and name not in frozen and tensor.is_floating_point():
+            tensor, held = watched[name]
+            if name not in self._still and name not in frozen and tensor.is_floating_point():
                 self._written.add(name)
                 continue
             site = "frozen parameters" if name in frozen else "buffers"
@@ -155,17 +164,16 @@ class ShownValues(RoundWatch):
                     "`with torch.no_grad(): target.mul_(0.9).add_(online, alpha=0.1)`; if nothing does, look at this "
                     "machine with `stretto doctor`"
                 )
-            if not repairs(checksum, shard_of(tensor)[0]):
+            if not repairs(checksum, held):
                 raise StateCorrupt(
                     f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond mending: expected digest "
                     f"{hexadecimal(expected)}, found {hexadecimal(found)}, and nobody has written it in a way that "
                     "shows (a write through .data does not: leave it out); go on from the last checkpoint",
                     ranks=[self._rounds.job.replica.rank],
                 )
-            self._constants[name] = _Constant(mark_of(tensor), checksum)
+            self._constants[name] = _Constant(mark_of(tensor, held), checksum)
             self._rounds.kept.correct(name, tensor)
             incidents.append(self._incident(site, name, "mended", expected, found))
-        self._is_first_round = False
         return incidents
 
     def _strike(self, name: str) -> int:

@@ -6,7 +6,7 @@ The private optimizer sees the masters as segments (`stretto.optimizer.segments`
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby, repeat
+from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -116,26 +116,36 @@ class ReducedGradient:
     def measure(self) -> Tensor:
         """Return the squared 2-norm of the sums on this rank's slices, `()` float64; nobody waits for it here.
 
-        In float64, where squares of all float32 values are neither too large nor too small. In flat order, so that it
-        does not matter in which order buckets travel.
+        In float64, where no square of a float32 value is too large or too small; in flat order, however buckets go.
         """
-        on_host = self.sums.flats[0].device.type == "cpu"
-        in_order = map(self.sums.__getitem__, self.sums.flat_order)
-        parts = in_order if on_host else [b for flat in self.sums.flats for b in flat.split(_DEVICE_BLOCK)]
-        squares = list(map(_norm_squared, parts, repeat(self.sums[0].device)))
+        device = self.sums.flats[0].device
+        if device.type == "cpu":
+            squares = _squares_on_host(list(map(self.sums.__getitem__, self.sums.flat_order)))
+        else:
+            parts = [part for flat in self.sums.flats for part in flat.split(_DEVICE_BLOCK)]
+            squares = [torch.linalg.vector_norm(p, dtype=torch.float64).square().to(device) for p in parts]
         return torch.stack(squares).cumsum(0)[-1]  # one after the other
 
 
-def _norm_squared(total: Tensor, device: torch.device) -> Tensor:
-    """Return the squared 2-norm, `()` float64, on `device`."""
-    if total.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(total, dtype=torch.float64)
-        return norm.square().to(device)
-    square = torch.zeros((), dtype=torch.float64)
-    for block in total.split(_BLOCK):
-        wide = block.to(torch.float64)
-        square += torch.dot(wide, wide)
-    return square.to(device)
+def _squares_on_host(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the squared 2-norm of each part, `()` float64; neighbours that fit into the cache are widened together."""
+    squares: list[Tensor] = []
+    index = 0
+    while index < len(parts):
+        run, numels = [parts[index]], [parts[index].numel()]
+        while (index := index + 1) < len(parts) and sum(numels) + parts[index].numel() <= _BLOCK:
+            run.append(parts[index])
+            numels.append(parts[index].numel())
+        if numels[0] <= _BLOCK:
+            wide = torch.cat(run, out=torch.empty(sum(numels), dtype=torch.float64)).split_with_sizes(numels)
+            squares += map(torch.dot, wide, wide)
+            continue
+        square = torch.zeros((), dtype=torch.float64)
+        for block in run[0].split(_BLOCK):
+            wider = block.to(torch.float64)
+            square += torch.dot(wider, wider)
+        squares.append(square)
+    return squares
 
 
 def _scaled(mean: Tensor, clip: float) -> Tensor:
@@ -295,6 +305,8 @@ class ShardedOptimizer:
             ghost.grad = None
             found.append((segment, ghost, self._ghost.state.get(ghost, {})))
         self._ghost.state = defaultdict(dict)
+        for group in groups:
+            group["params"] = []
         return found
 
     def _isolate_unused(self, used: bytes) -> None:

@@ -94,9 +94,9 @@ class Moment:
     gap: int
     """Rounds since the last average, this one included."""
     drains: bool
-    """Whether this rank's worker only hands over what is left: an average is due then, whatever the plan, because only
-    averages let ranks agree on an end. After an `AllReduce`, whether all ranks do. All else here is the same on all
-    ranks."""
+    """Whether this rank's worker has no more data, and nothing in this round: an average is due then, whatever the
+    plan, because only averages let ranks agree on an end. After an `AllReduce`, whether all ranks hand over what is
+    left. All else here is the same on all ranks."""
     interval: int | None = None
     """What the script has last asked for by `Postpone`."""
     aloft: int | None = None

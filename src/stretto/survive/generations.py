@@ -56,6 +56,8 @@ class Memory:
 
     def __init__(self) -> None:
         self._shares: dict[Generation, dict[int, Share]] = {}
+        self.given_bytes = 0
+        """What the last keeping has sent to another rank."""
 
     @property
     def newest(self) -> Generation | None:
@@ -94,6 +96,7 @@ class Memory:
         records = Ranks(parallel).gather("keeping a state in memory", lambda: record)
         shares = {parallel.rank: own}
         owner, copied = _passed_on(parallel, content, [(length, host) for length, _, host, _ in records])
+        self.given_bytes = 0 if owner == parallel.rank else len(content)
         copy = Share(parallel.world_size, records[owner][1], copied)
         if copy.is_sound:  # otherwise its owner has it, and the generation before is there twice
             shares.setdefault(owner, copy)

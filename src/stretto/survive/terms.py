@@ -5,12 +5,13 @@ ends, its connections are shut, those that are left agree who they are, and the 
 builds a new job on a new group and goes on from the newest generation that is whole.
 """
 
+import dataclasses
 import logging
 import math
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -29,14 +30,35 @@ _log = logging.getLogger("stretto")
 
 T = TypeVar("T")
 
-EXPOSED = 0.01
-"""Part of the training time that keeping generations may take, where the library chooses how often."""
+SHARE = 0.01
+"""Of the time, and of the bytes that ranks send, that keeping generations may take where the library chooses."""
+_MOST_SECONDS = 300.0
+"""Between two generations: so much is done again at most, and so long does a process wait to come in."""
 _FIRST_UPDATES = 16
 """After which the second generation is kept: nobody knows yet how long an update takes."""
 _CONNECT_SECONDS = 60.0
 """How long the store may take to come up."""
 _FRUITLESS = 3
 """Terms in a row with the same members that have brought no update; then the job ends with the error."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Before:
+    """How the term before ended, for the line that says so."""
+
+    words: str = ""
+    at: float = 0.0
+    """When this process heard of it."""
+    agreed: float = 0.0
+    """When it knew who goes on."""
+
+    def line(self, step: int, ranks: int) -> str:
+        """Return it, once the job is back at a step."""
+        agreed, back = self.agreed - self.at, time.perf_counter() - self.at
+        return (
+            f"{self.words}: going on from update {step} on {ranks} ranks; agreed after {agreed:.2f} s, back after "
+            f"{back:.2f} s"
+        )
 
 
 class Term:
@@ -50,7 +72,7 @@ class Term:
         membership: Members,
         memory: Memory,
         every: int | None,
-        before: str = "",
+        before: _Before,
     ) -> None:
         self.number = number
         """From 0."""
@@ -68,6 +90,7 @@ class Term:
         self._kept_at = time.perf_counter()
         self._seconds = 0.0  # of the last keeping
         self._step = 0  # after which it was
+        self._sent_bytes = 0  # until then
         self._job: weakref.ref[DataParallel] | None = None
 
     def go_on(
@@ -101,9 +124,7 @@ class Term:
                 begin()
             self._keep(parallel, loader, extra() if callable(extra) else extra)
         elif self.rank == 0:
-            _log.warning(
-                "%sgoing on from update %d on %d ranks", self._before, restored.step, self.world_size
-            )
+            _log.warning("%s", self._before.line(restored.step, self.world_size))
         return restored
 
     def keep(self, parallel: DataParallel, *, loader: Loader | None = None, extra: Any = None) -> None:
@@ -130,24 +151,26 @@ class Term:
     def _keep(self, parallel: DataParallel, loader: Loader | None, extra: Any) -> list[int]:
         began = time.perf_counter()
         updates = parallel.steps - self._step
-        update_seconds = (began - self._kept_at) / updates if updates and self._due else None
-        waiting = self._membership.newcomers(self.seats) if self.rank == 0 else []
-        told = {"keep": self._seconds, "update": update_seconds, "waiting": waiting}
+        measured = None
+        if updates and self._due:
+            seconds, sent = began - self._kept_at, parallel.sent_bytes - self._sent_bytes
+            measured = [self._seconds, seconds / updates, self._memory.given_bytes, sent / updates]
+        told = {
+            "measured": measured,
+            "waiting": self._membership.newcomers(self.seats) if self.rank == 0 else [],
+        }
         by_rank = self._memory.keep(parallel, self.number, told, loader=loader, extra=extra)
-        self._step, self._kept_at = parallel.steps, time.perf_counter()
+        self._step, self._kept_at, self._sent_bytes = (
+            parallel.steps,
+            time.perf_counter(),
+            parallel.sent_bytes,
+        )
         self._seconds = self._kept_at - began
-        self._due = self._step + (self._interval(by_rank) if self._every is None else self._every)
+        known = [one["measured"] for one in by_rank if one["measured"] is not None]
+        interval = max((updates_between(*one) for one in known), default=_FIRST_UPDATES)
+        self._due = self._step + (interval if self._every is None else self._every)
         come: list[int] = by_rank[0]["waiting"]
         return come
-
-    def _interval(self, by_rank: Sequence[Mapping[str, Any]]) -> int:
-        """Return updates until the next generation, alike on all ranks, from what each of them has measured."""
-        known = [one["update"] for one in by_rank if one["update"] is not None]
-        if not known:  # in the first generation of a term
-            return _FIRST_UPDATES
-        keep: float = max(one["keep"] for one in by_rank)
-        update: float = min(known)
-        return max(1, math.ceil(keep / (EXPOSED * update)))
 
     def end(self, error: BaseException) -> Ended:
         """End the job where it has not ended, and leave the group; return what to bring into the agreement."""
@@ -240,7 +263,7 @@ class _Survivor(Generic[T]):
         self._membership = membership
         self._every = every
         self._memory = Memory()
-        self._before = ""
+        self._before = _Before()
         self._fruitless = 0
         self._planned: Leavable | None = None
 
@@ -259,16 +282,19 @@ class _Survivor(Generic[T]):
             term = self._begin(number, seats)
             result = self._train(term)
         except _NewMembers as planned:
-            self._planned, self._before = planned.group, f"term {number} ended as others had come: "
-            return self._membership.plan(number + 1, planned.seats), []
+            self._planned, at = planned.group, time.perf_counter()
+            following = self._membership.plan(number + 1, planned.seats)
+            self._before = _Before(f"term {number} ended as others had come", at, time.perf_counter())
+            return following, []
         except RuntimeError as error:
             if not _is_loss(error, term):
                 raise
-            reached = "before training" if term is None else term.reached
+            at, reached = time.perf_counter(), "before training" if term is None else term.reached
             ended = Ended(number, seats) if term is None else term.end(error)
             following = self._membership.following(ended)
             self._check_fruit(error, following[1] == seats and self._memory.newest == newest)
-            self._before = f"term {number} ended {reached} ({self._why(seats, following[1], error)}): "
+            agreed, why = time.perf_counter(), self._why(seats, following[1], error)
+            self._before = _Before(f"term {number} ended {reached} ({why})", at, agreed)
             _release(error)
             return following, []
         following = self._end_of_work(number, seats)
@@ -300,6 +326,20 @@ class _Survivor(Generic[T]):
         died = self._membership.deaths
         lost = [f"seat {seat} is lost: {died.get(seat, error)}" for seat in seats if seat not in following]
         return "; ".join(lost) or str(error)
+
+
+def updates_between(keep_seconds: float, update_seconds: float, given_bytes: float, sent_bytes: float) -> int:
+    """Return how many updates should lie between two generations, from what a rank has measured.
+
+    Args:
+        keep_seconds: That keeping one takes.
+        update_seconds: That an update takes.
+        given_bytes: That keeping one sends.
+        sent_bytes: That an update sends.
+    """
+    by_time = keep_seconds / (SHARE * update_seconds)
+    by_bytes = given_bytes / (SHARE * sent_bytes) if sent_bytes else 0.0
+    return max(1, math.ceil(min(max(by_time, by_bytes), _MOST_SECONDS / update_seconds)))
 
 
 def connect(address: str) -> Store:

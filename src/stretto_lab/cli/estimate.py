@@ -37,7 +37,7 @@ def print_estimate(words: Sequence[str]) -> None:
             f"{_bytes(time.memory_bytes):10} {'unknown' if row.nats is None else f'{row.nats:+.3f}'}"
         )
     print(
-        f"\nFirst choice: {choice.options}\n"
+        f"\nFirst choice: {choice.options}  ({choice.nats:+.3f} nats)\n"
         + textwrap.fill(
             f"{base.seconds / choice.time.seconds:.2f} times as fast as zero1 on fp32. Nats: of held-out loss, per "
             "byte, what each has cost a small GPT, averages on the next larger of 2, 8 and 32 ranks; it may differ for "

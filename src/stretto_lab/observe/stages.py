@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -76,7 +77,8 @@ class Stages:
 
     def __enter__(self) -> Self:
         if self._is_shown:
-            self._live = live_panel(self, is_passing=True)
+            with suppress(MissingExtra):  # lines say the same
+                self._live = live_panel(self, is_passing=True)
             self._patience = Patience(lambda: "" if self._live else self.line)
         return self
 

@@ -22,6 +22,7 @@ from stretto.guards.text import parse_guards
 from stretto.parallel import DataParallel
 from stretto.records import Incident, Update
 from stretto_lab.faults import Application, FaultPlan, FaultyGroup, Injector, strike_memory
+from stretto_lab.patience import waiting
 from stretto_lab.peers import make_peer
 from stretto_lab.recipes import OverFiles
 from stretto_lab.train.arms import Arm, parse_arm
@@ -153,7 +154,8 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
     if run.ranks_per_node is not None:
         check_nodes(world_size, run.ranks_per_node)
     if isinstance(run.task, OverFiles):
-        run.task.check()
+        with waiting("reading the data"):
+            run.task.check()
     arm, total = parse_arm(run.strategy), run.total_micro_batches
     _check_total(total, arm, world_size)
     if not arm.is_ours and (run.faults or (run.noise is not None and run.noise.averages)):
@@ -185,9 +187,10 @@ def check_run(run: RunConfig[TaskT], world_size: int) -> None:
             total_micro_batches=None,
             micro_batches=fewest,
         )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        budget = budget_of(run, world_size)
-        open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
+        with waiting("checking the settings"):  # the first optimizer imports much of PyTorch
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            budget = budget_of(run, world_size)
+            open_handle(alone, model, optimizer, group=SoloGroup(), budget=budget).finish()
 
 
 def _check_total(total: int | None, arm: Arm, world_size: int) -> None:

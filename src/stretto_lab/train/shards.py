@@ -13,6 +13,8 @@ from stretto.flat import is_dtensor
 from stretto_lab.recipes import Task
 from stretto_lab.train.configuration import Job, TaskT
 
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 def placed(task: Task, job: Job[TaskT], device: torch.device) -> Any:
     """Bring the model of a task to its device, cut inside nodes if the job says so.
@@ -63,7 +65,7 @@ def _units(module: nn.Module) -> Iterator[nn.Module]:
 
 def _running_statistics(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+        if isinstance(module, _NORMS) and module.track_running_stats:
             yield from (f"{name}.running_mean", f"{name}.running_var")
 
 
