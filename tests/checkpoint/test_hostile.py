@@ -25,6 +25,7 @@ from stretto.checkpoint.pieces import SavePlanner
 from stretto.checkpoint.ranks import Ranks
 from stretto.errors import CheckpointError, UnsafeValue, UsageError
 from stretto.guards.replay import KeptRound
+from stretto.guards.sent_round import from_bytes, to_bytes
 from stretto.packed import pack, unpack
 from tests.checkpoint.jobs import SAVED_AT, Case, Job, differing
 
@@ -215,7 +216,7 @@ def test_a_pickle_in_the_place_of_an_audited_batch_is_not_run(
 ) -> None:
     kept = KeptRound(torch.nn.Linear(2, 2), torch.device("cpu"))
     with pytest.raises(UnsafeValue, match="another rank's micro-batches is refused"):
-        kept.of(write(Planted(trace)))
+        from_bytes(write(Planted(trace)), kept)
     assert not trace.exists()
 
 
@@ -231,7 +232,7 @@ def test_what_only_pickle_could_read_again_is_refused_when_it_is_saved(tmp_path:
     kept.begin(lambda batch: torch.zeros(()), Planted(trace))
     kept.end(1.0, 1, 1)
     with pytest.raises(UsageError, match="cannot be sent there: the batch is refused"):
-        kept.to_bytes()
+        to_bytes(kept)
     assert not trace.exists()
 
 

@@ -83,7 +83,7 @@ def test_a_loader_that_begins_anew_by_itself_gives_the_passes_of_a_plain_loop(se
 
         def program(rank: int, group: dist.ProcessGroup) -> list[float]:
             loader = Restarting(counts[rank], says[rank])  # noqa: B023  # run at once
-            return train(rank, group, strategy, loader, 3, until)  # noqa: B023
+            return train(rank, group, strategy, loader, 3, until)  # noqa: B023  # run at once
 
         for rank, seen in enumerate(VirtualCluster(len(counts)).run(program).values):
             plain = Restarting(counts[rank])

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 import stretto as st
-from stretto.exchange.exchange import LARGEST_BROADCAST
+from stretto.exchange.broadcast import LARGEST_BROADCAST
 from stretto.groups.collectives import Call
 from stretto.groups.private import private_group
 from stretto.groups.wrapped import WrappedGroup

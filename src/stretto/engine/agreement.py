@@ -12,6 +12,7 @@ from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.untrained import untrained
 from stretto.errors import RanksDisagree, TransferCorrupt
 from stretto.exchange import Exchange
+from stretto.exchange.broadcast import broadcast
 from stretto.flat import shard_of
 
 _SHOWN_CHARACTERS = 300
@@ -83,14 +84,14 @@ def share_start(
 
 def _take_from_rank_0(exchange: Exchange, tensor: Tensor) -> None:
     if not exchange.is_verified:
-        exchange.broadcast(tensor, 0, "broadcast of rank 0's parameters")
+        broadcast(exchange, tensor, 0, "broadcast of rank 0's parameters")
         return
     # The memory of rank 0 may be damaged, so every repeat sends this copy.
     healthy = tensor.clone() if exchange.rank == 0 else tensor
     for _ in range(_BROADCASTS if tensor.numel() else 0):
         if healthy is not tensor:
             tensor.copy_(healthy)
-        exchange.broadcast(tensor, 0, "broadcast of rank 0's parameters")
+        broadcast(exchange, tensor, 0, "broadcast of rank 0's parameters")
         if len(set(exchange.gather_bytes(digest(tensor).to_bytes(8)))) == 1:
             return
     if tensor.numel():

@@ -24,8 +24,6 @@ from stretto.flat import Layout
 from stretto.groups.collectives import method_of
 from stretto.records import Incident
 
-LARGEST_BROADCAST = 2**20
-"""Bytes of a tensor that travel in one broadcast: a slow link has each of them through in time."""
 _MANY = 8
 """With more ranks than this, one call per rank costs more than another pass over memory."""
 
@@ -370,7 +368,7 @@ class Exchange:
             elif prepare is not None:
                 prepare(awaited)
 
-    # Small records, and single tensors
+    # Small records
 
     def gather_bytes(self, record: bytes, places: Sequence[Place] = ()) -> list[bytes]:
         """Return every rank's `record`, in rank order; all records must have one length.
@@ -401,31 +399,6 @@ class Exchange:
             return [b""] * len(lengths)
         parts = self.gather_bytes(record.ljust(max(lengths), b"\0"))
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
-
-    def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
-        """Overwrite `tensor`, of any dtype, shape and strides, with what rank `source` holds.
-
-        Args:
-            tensor: On any device; as large on all ranks.
-            source: The rank that sends.
-            what: What is waited for, in messages.
-        """
-        if tensor.numel() == 0:
-            return
-        options = dist.BroadcastOptions()
-        options.rootRank = source
-        # As bytes: backends do not know every dtype.
-        content = tensor.detach().contiguous().view(-1).view(torch.uint8).to(self.layout.sets[0].device)
-        if self.rank == source:
-            self.sent_bytes += (self.world_size - 1) * content.numel()
-
-        def transfer(part: Tensor) -> Transfer:
-            yield self.group.broadcast([part], options), what
-
-        self.run(in_flight(map(transfer, content.split(LARGEST_BROADCAST))))
-        if content.data_ptr() != tensor.data_ptr():
-            with torch.no_grad():
-                tensor.copy_(content.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
 
 def in_flight(transfers: Iterable[Transfer], most: int = IN_FLIGHT) -> Transfers:

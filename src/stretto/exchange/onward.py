@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from stretto.exchange.exchange import LARGEST_BROADCAST, Exchange, in_flight
+from stretto.exchange.broadcast import LARGEST_BROADCAST
+from stretto.exchange.exchange import Exchange, in_flight
 from stretto.exchange.transfer import Transfer
 from stretto.groups.collectives import method_of
 

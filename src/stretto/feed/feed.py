@@ -25,8 +25,7 @@ from stretto.echo.statistics import InputStatistics
 from stretto.engine import Job
 from stretto.engine.compute_lane import Until
 from stretto.engine.report import Vote
-from stretto.errors import ConfigError, StepWithoutBackward
-from stretto.feed.passes import check_arguments, leave, length_of, one_at_a_time, own_tensors, state_before
+from stretto.feed import passes
 from stretto.feed.updates import JobUpdates
 from stretto.records import Update
 
@@ -78,7 +77,7 @@ class Pass:
 
     def look_ahead(self, take: Take) -> bool:
         """Ask the loader once more while a batch is in hand; return whether it has nothing."""
-        self.state = state_before(self.loader)
+        self.state = passes.state_before(self.loader)
         try:
             ahead = take(self.batches, NOTHING)
         except Exception as error:  # the batch in hand comes before it
@@ -168,9 +167,8 @@ class Feed:
             with self._compute.lifetime.running():
                 self._end(current)
         finally:
-            self._is_feeding &= (
-                self._pass is not current
-            )  # one that was dropped may end after another has begun
+            # One that was dropped may end after another has begun.
+            self._is_feeding &= self._pass is not current
         self._on_update = None
 
     def _hand_out(self, current: Pass) -> Iterator[Any]:
@@ -195,7 +193,7 @@ class Feed:
             yield batch
             if self._pass is not current:
                 with self._compute.lifetime.running():
-                    raise one_at_a_time(self._compute.where)
+                    raise passes.one_at_a_time(self._compute.where)
 
     def _next(self, current: Pass) -> Any:
         """Return the next batch of a pass, or `NOTHING`."""
@@ -219,7 +217,7 @@ class Feed:
         loader = current.loader
         if isinstance(loader, EchoLoader) and loader.has_more(compute.ends_with_next):
             return batch  # which one comes is chosen at the parameters that it meets
-        batch = own_tensors(batch)
+        batch = passes.own_tensors(batch)
         if current.look_ahead(self.input.take):
             compute.course.exhaust()
         return batch
@@ -228,28 +226,21 @@ class Feed:
         """Begin a pass, or go on with the one that a checkpoint was saved in the end of."""
         restored, self._restored = self._restored, None
         if restored is not None and restored["is_left"]:
-            leave(loader)
+            passes.leave(loader)
             restored = None
         batches = self.input.begin(loader, JobUpdates(self._job, self._next_phase is None))
         if restored is None:
             last = self._pass
             if last is None or last.batches is not batches:
-                return Pass(loader, batches, length_of(loader), until)
+                return Pass(loader, batches, passes.length_of(loader), until)
             is_same = not last.is_exhausted
-            return Pass(loader, batches, length_of(loader), until, ahead=last.ahead, is_same=is_same)
-        is_exhausted, votes = bool(restored["is_exhausted"]), [Vote(vote) for vote in restored["votes"]]
-        length = length_of(loader)
-        if is_exhausted:
-            batches = iter(())
-        if votes:  # all ranks have left this pass; the loader's next iterator begins another
+            return Pass(loader, batches, passes.length_of(loader), until, ahead=last.ahead, is_same=is_same)
+        length = passes.length_of(loader)
+        batches, votes = passes.rest_of(restored, loader, batches)
+        if votes:
             self._compute.course.resume_pass(votes)
-            batches = iter(())
-            if isinstance(loader, EchoLoader):  # of any other an iterator has just been made
-                leave(loader)
-        position = int(restored["position"])
-        return Pass(
-            loader, batches, length, until, position, is_exhausted=is_exhausted, has_ended=bool(votes)
-        )
+        at, is_exhausted = int(restored["position"]), bool(restored["is_exhausted"])
+        return Pass(loader, batches, length, until, at, is_exhausted=is_exhausted, has_ended=bool(votes))
 
     def state_of(self, loader: Any) -> Any:
         """Return the state of a loader, for a checkpoint: that behind the batch that was handed out last."""
@@ -332,7 +323,7 @@ class Feed:
 
     def _begin(self, loader: object, updates: int | None, until: str) -> None:
         """Start anew after an agreed end of data, which a loop over epochs passes many times; a stop stays."""
-        check_arguments(loader, updates, until)
+        passes.check_arguments(loader, updates, until)
         self._last_update = updates
         self._compute.course.begin_pass()
 
@@ -367,20 +358,9 @@ class Feed:
 
     def _pass_rounds(self, current: Pass) -> None:
         """Take part in rounds without data until the agreed end."""
-        num_fed, num_counted = current.num_fed, self._compute.num_counted
-        goes_on = (
-            self._compute.course.steps > 0 and not num_counted
-        )  # from a checkpoint, which may be of a pass's end
-        if not num_fed and not goes_on:
-            raise ConfigError(
-                f"{self._compute.where}: the loader has no batch; expected at least one per rank"
-            )
-        if num_fed and not num_counted:
-            raise StepWithoutBackward(
-                f"{self._compute.where}: {num_fed} batches, and not one micro-batch: expected parallel.backward(loss) "
-                "for each batch, in the place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
-            )
-        self._compute.course.exhaust()
+        compute = self._compute
+        passes.check_trained(compute.where, current.num_fed, compute.num_counted, compute.course.steps)
+        compute.course.exhaust()
         while not self._is_over(current.until):
             self._pass_round()
 

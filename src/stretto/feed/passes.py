@@ -9,7 +9,7 @@ Note [A pass in a checkpoint]
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 from stretto.echo.buffer import copied
 from stretto.echo.loader import EchoLoader
 from stretto.echo.state import left, state_of
-from stretto.errors import ConfigError, OutOfTurn
+from stretto.engine.report import Vote
+from stretto.errors import ConfigError, OutOfTurn, StepWithoutBackward
 from stretto.fields import is_count
 
 
@@ -38,6 +39,29 @@ def check_arguments(loader: object, updates: object, until: object) -> None:
         raise ConfigError(f"feed(updates={updates!r}): expected a number of updates, or None")
 
 
+def check_trained(where: object, num_fed: int, num_counted: int, steps: int) -> None:
+    """Raise where a loader had nothing, or a loop has trained with nothing of it.
+
+    Args:
+        where: In messages.
+        num_fed: Batches that the pass has handed out.
+        num_counted: Micro-batches of the job so far.
+        steps: Its updates, those before a checkpoint too.
+
+    Raises:
+        ConfigError: There was no batch.
+        StepWithoutBackward: No batch became a micro-batch.
+    """
+    goes_on = steps > 0 and not num_counted  # from a checkpoint, which may be of a pass's end
+    if not num_fed and not goes_on:
+        raise ConfigError(f"{where}: the loader has no batch; expected at least one per rank")
+    if num_fed and not num_counted:
+        raise StepWithoutBackward(
+            f"{where}: {num_fed} batches, and not one micro-batch: expected parallel.backward(loss) for each batch, in "
+            "the place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
+        )
+
+
 def one_at_a_time(where: object) -> OutOfTurn:
     """Return the error for a `feed` that goes on after another one has begun."""
     return OutOfTurn(
@@ -52,6 +76,24 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return len(loader)  # type: ignore[arg-type]  # whether it has one is the question
     except Exception:  # a loader may raise anything that says so
         return None
+
+
+def rest_of(
+    restored: Mapping[str, Any], loader: Any, batches: Iterator[Any]
+) -> tuple[Iterator[Any], list[Vote]]:
+    """Return the rest of the pass that a checkpoint was saved in, and the votes by which all ranks had left it, if so.
+
+    Args:
+        restored: What the checkpoint says.
+        loader: Its state was loaded.
+        batches: An iterator of it.
+    """
+    votes = [Vote(vote) for vote in restored["votes"]]
+    if votes and isinstance(
+        loader, EchoLoader
+    ):  # its next iterator begins another; of any other one has been made
+        leave(loader)
+    return (iter(()) if votes or restored["is_exhausted"] else batches), votes
 
 
 def leave(loader: Any) -> None:

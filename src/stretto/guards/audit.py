@@ -13,10 +13,12 @@ from torch import Tensor
 from stretto.checksums import digest, digest_of_all, hexadecimal
 from stretto.engine.accumulation import Accumulation
 from stretto.errors import ConfigError, TransferCorrupt
+from stretto.exchange.broadcast import broadcast
 from stretto.fields import check_fields
 from stretto.groups.collectives import method_of
 from stretto.guards.contract import Guard, GuardScript, RoundWatch
 from stretto.guards.replay import GuardedRounds, KeptRound
+from stretto.guards.sent_round import from_bytes, to_bytes
 from stretto.randomness import coin, draw
 from stretto.records import Incident
 
@@ -247,7 +249,7 @@ class _RoundAudit:
         """Send this rank's round to its auditor; return the one to audit, None if it arrived damaged."""
         if self._world_size == 1:
             return self._kept
-        content = torch.frombuffer(bytearray(self._kept.to_bytes()), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(to_bytes(self._kept)), dtype=torch.uint8)
         record = content.numel().to_bytes(_WORD) + digest(content).to_bytes(_WORD)
         records = self._on_lane(lambda: self._exchange.gather_bytes(record))
         audited = (self._rank - self._distance) % self._world_size
@@ -269,13 +271,13 @@ class _RoundAudit:
         arrived = arrived.cpu()
         if digest(arrived) != _word(records[audited], 1, offset=0):
             return None
-        return self._kept.of(arrived.numpy().tobytes())
+        return from_bytes(arrived.numpy().tobytes(), self._kept)
 
     def _broadcast_round(self, audited: int) -> KeptRound:
         """Return a rank's round on all ranks."""
         if self._world_size == 1:
             return self._kept
-        own = self._kept.to_bytes() if self._rank == audited else b""
+        own = to_bytes(self._kept) if self._rank == audited else b""
         record = len(own).to_bytes(_WORD) + xxhash.xxh3_64_digest(own)
         records = self._on_lane(lambda: self._exchange.gather_bytes(record))
         content = torch.empty(_word(records[audited], 0, offset=0), dtype=torch.uint8)
@@ -291,12 +293,12 @@ class _RoundAudit:
                 "damaged: expected the digest that they had there; go on from the last checkpoint",
                 links=[(audited, self._rank)],
             )
-        return self._kept.of(arrived)
+        return from_bytes(arrived, self._kept)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> None:
         """Overwrite a tensor with that of one rank."""
         if self._world_size > 1:
-            self._on_lane(lambda: self._exchange.broadcast(tensor, source, what))
+            self._on_lane(lambda: broadcast(self._exchange, tensor, source, what))
 
     def _on_lane(self, work: Callable[[], T]) -> T:
         """Perform collectives where all others are performed, once what is under way there has ended."""

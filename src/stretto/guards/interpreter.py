@@ -8,10 +8,8 @@ from typing import get_args
 from torch import Tensor
 
 from stretto.checksums import digests, on_host
-from stretto.engine.accumulation import GradientBuffer
 from stretto.engine.agreed import AgreedReplica
 from stretto.engine.replica import Flight, Performer
-from stretto.errors import StateCorrupt
 from stretto.exchange import Exchange
 from stretto.flat import shard_of
 from stretto.guards.contract import (
@@ -34,15 +32,13 @@ from stretto.guards.contract import (
     Share,
     Where,
 )
+from stretto.guards.mending import SHOWN, Mending
 from stretto.guards.recomputed import recomputed
 from stretto.guards.seals import Seals
 from stretto.guards.strikes import Strikes
 from stretto.guards.weave import Arrived, Conclude, Forget, Moment
 from stretto.optimizer import ReducedGradient, RehearsingOptimizer
 from stretto.records import Incident
-
-SHOWN = "values to be shown"
-"""Site of the values that the model shows next."""
 
 
 class GuardInterpreter:
@@ -76,12 +72,13 @@ class GuardInterpreter:
         self._held = {part: shard_of(tensor)[0] for part, tensor in self._fixed.items()}
         """What this rank holds of fixed tensors."""
         self.strikes = strikes
-        self._has_copies = has_copies
         self._found: list[Incident] = []
         """Incidents on this rank since the end of the last update."""
         self._gradients: list[ReducedGradient] = []
         """Reduced gradients that no step has used yet."""
         self._seals = Seals()
+        self._has_copies = has_copies
+        self._mending = Mending(replica, self._seals, self._fixed, self._where)
 
     @property
     def performers(self) -> Mapping[type, Performer]:
@@ -92,19 +89,19 @@ class GuardInterpreter:
             Conclude: self._conclude,
             Fingerprint: lambda _, flight: self._fingerprints(flight),
             Share: lambda effect, _: self._exchange.gather_bytes(effect.record),
-            Copy: lambda effect, flight: self._copy(
+            Copy: lambda effect, flight: self._mending.copy(
                 effect.part, dict(self._parts(flight))[effect.part], effect.source, effect.onto
             ),
             Seal: lambda effect, flight: self._seal(effect.what, flight),
             Inspect: lambda effect, _: self._differences(effect.what),
             Mend: lambda effect, _: self._seals.mend(effect.part),
             Replace: lambda effect, _: self._replace(effect.parts),
-            Publish: lambda effect, _: self._publish(effect.part),
-            Clear: lambda effect, _: self._clear(effect.part),
+            Publish: lambda effect, _: self._mending.publish(effect.part),
+            Clear: lambda effect, _: self._mending.clear(effect.part),
             Recompute: lambda _, flight: recomputed(
                 self._sharded, self._seals, dict(self._shown(flight)) if self._is_replicated else {}
             ),
-            Where: lambda _, __: self._where,
+            Where: lambda _, __: self._where(),
             Ranks: lambda _, __: self._exchange.numbers,
             Report: lambda effect, _: self._report(effect),
         }
@@ -183,9 +180,16 @@ class GuardInterpreter:
         ranks = (self._replica.rank,) if effect.ranks is None else effect.ranks
         self._found.append(Incident(**{**fields, "ranks": ranks, "step": self._progress.step + 1}))
 
-    @property
     def _where(self) -> str:
         return f"rank {self._replica.rank}, update {self._progress.step + 1}"
+
+    def _replace(self, parts: Sequence[Part]) -> dict[Part, int]:
+        # Ranks that share an optimizer hold the same anchors; ranks that step alone do not meet here.
+        has_anchors = not self._is_replicated and any(self._replica.anchors(waits=False))
+        if not (self._has_copies or has_anchors or parts):
+            return {}
+        copies = "all" if self._has_copies else "anchor" if has_anchors else ""
+        return self._mending.replace(parts, copies, self._differences)
 
     def _parts(self, flight: Flight | None) -> Iterator[tuple[Part, Tensor]]:
         """Yield every part that is equal on all ranks, in the same order on all ranks.
@@ -272,65 +276,6 @@ class GuardInterpreter:
                 if part.site not in ("masters", "optimizer state") or state.get(part) is tensor
             ]
         )
-
-    def _replace(self, parts: Sequence[Part]) -> dict[Part, int]:
-        """Replace this rank's damaged parts by those of other ranks, and send healthy parts to ranks that need them."""
-        if not self._has_copies:
-            # Ranks that share an optimizer hold the same anchors; ranks that step alone do not meet here.
-            has_anchors = not self._is_replicated and any(self._replica.anchors(waits=False))
-            self._give_up([part for part in parts if not (has_anchors and part.site == "anchor")])
-            if not has_anchors:
-                return {}
-        names = json.dumps(parts).encode() if parts else b""
-        damaged = [
-            {Part(*fields) for fields in json.loads(record)} if record else set()
-            for record in self._exchange.gather_records(names)
-        ]
-        wanted = sorted(set().union(*damaged), key=str)
-        if not wanted:
-            return {}
-        sources = {}
-        for part in wanted:
-            healthy = [rank for rank, of_rank in enumerate(damaged) if part not in of_rank]
-            if not healthy:
-                self._give_up([part])
-            onto = tuple(rank for rank, of_rank in enumerate(damaged) if part in of_rank)
-            sources[part] = self._exchange.numbers[healthy[0]]
-            self._copy(part, self._seals.tensor(part), healthy[0], onto, is_as_sealed=True)
-        self._give_up([difference.part for difference in self._differences(Inspect().what)])
-        return sources
-
-    def _publish(self, part: Part) -> None:
-        """Write damaged values to be shown again, from masters that this rank holds whole."""
-        if self._is_replicated:
-            buffer = GradientBuffer(self._sharded.layout)
-            self._sharded.publish(buffer.flats)
-            fresh = {Part(SHOWN, f"set {index}"): flat for index, flat in enumerate(buffer.flats)}
-            self._seals.tensor(part).copy_(fresh[part])
-        self._give_up([difference.part for difference in self._seals.differences([part])])
-
-    def _clear(self, part: Part) -> None:
-        self._seals.tensor(part).zero_()
-        self._seals.renew(part)
-
-    def _give_up(self, parts: Sequence[Part]) -> None:
-        if parts:
-            raise StateCorrupt(
-                f"{self._where}: damaged beyond mending: {'; '.join(map(str, parts))}; expected what the last update "
-                "left there, and no other rank holds it undamaged; go on from the last checkpoint",
-                ranks=[self._replica.rank],
-            )
-
-    def _copy(
-        self, part: Part, own: Tensor, source: int, onto: tuple[int, ...], *, is_as_sealed: bool = False
-    ) -> None:
-        """Send a part from one rank to all; the ranks in `onto` keep it, and seal it anew unless it is as sealed."""
-        is_wanted = self._exchange.rank in onto
-        self._exchange.broadcast(own if is_wanted else own.clone(), source, f"copy of {part}")
-        if is_wanted and part.site == "fixed":
-            self._progress.accept(part.name, self._fixed[part])
-        if is_wanted and not is_as_sealed:
-            self._seals.renew(part)
 
 
 def _gathered(exchange: Exchange, found: Sequence[Incident]) -> list[Incident]:

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.serialization import default_restore_location
-from torch.utils._pytree import tree_map_only
 
 from stretto.checksums import on_host, same_bytes
 from stretto.engine.accumulation import Accumulation, GradientBuffer
@@ -15,10 +13,9 @@ from stretto.engine.buffers import is_comparable
 from stretto.engine.job import Job
 from stretto.engine.round import Listener, LossFunction, Weighed, weighed
 from stretto.engine.untrained import untrained
-from stretto.errors import UnsafeValue, UsageError
+from stretto.errors import UsageError
 from stretto.flat import shard_of
 from stretto.guards.interpreter import GuardInterpreter
-from stretto.packed import pack, unpack
 from stretto.random_states import random_states, restore_random_states
 from stretto.records import Incident
 
@@ -47,7 +44,7 @@ class KeptRound:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
-        self._device = device
+        self.device = device
         self._loss_function: LossFunction | None = None
         """The latest one; kept after its round, because another rank's round may be run with it."""
         self.forget()
@@ -69,7 +66,7 @@ class KeptRound:
         if self._count == 0:
             self._buffers = self.buffers()
         self._loss_function = loss_function
-        self._begun = batch, random_states(self._device)
+        self._begun = batch, random_states(self.device)
 
     def end(self, weight: float, samples: int, fresh_samples: int) -> None:
         """Count a micro-batch, kept or not."""
@@ -92,16 +89,16 @@ class KeptRound:
             accumulation: Receives the gradients; must be attached.
             charge: Called after each micro-batch, to charge its time.
         """
-        now = random_states(self._device)
+        now = random_states(self.device)
         self.restore_buffers(self._buffers)
         for micro_batch in self.micro_batches:
-            restore_random_states(micro_batch.random, self._device)
+            restore_random_states(micro_batch.random, self.device)
             loss, _, _ = weighed(self._loss(micro_batch.batch), 0.0, 0)
             accumulation.backward(loss, micro_batch.weight)
             loss = loss.reshape(())
             accumulation.count(micro_batch.weight, loss, micro_batch.samples, micro_batch.fresh_samples)
             charge()
-        restore_random_states(now, self._device)
+        restore_random_states(now, self.device)
 
     def buffers(self) -> dict[str, Tensor]:
         """Return copies of the model's present buffers, by name; others are not looked at."""
@@ -125,39 +122,15 @@ class KeptRound:
         if name in self._buffers:
             self._buffers[name] = buffer.detach().clone()
 
-    def to_bytes(self) -> bytes:
-        """Return the round for another rank: batches, random states and buffers.
+    @property
+    def first_buffers(self) -> dict[str, Tensor]:
+        """Copies of the buffers that it began with, by name; of the present ones, where none has begun."""
+        return self._buffers or self.buffers()
 
-        Raises:
-            UsageError: A batch holds something that only pickle could read again.
-        """
-        # A view would be saved with its whole storage: one batch with the whole dataset.
-        batches = [
-            (tree_map_only(Tensor, _compact, m.batch), m.weight, m.samples, m.fresh_samples, m.random)
-            for m in self.micro_batches
-        ]
-        try:
-            return pack((batches, self._buffers or self.buffers()), "the batch")
-        except UnsafeValue as error:
-            raise UsageError(
-                f"a micro-batch is to be run again on another rank and cannot be sent there: {error}"
-            ) from error
-
-    def of(self, content: bytes) -> "KeptRound":
+    def of(self, micro_batches: list[MicroBatch], buffers: dict[str, Tensor]) -> "KeptRound":
         """Return another rank's round, to be run with this rank's model and loss function."""
-        kept = KeptRound(self._model, self._device)
-        kept._loss_function = self._loss_function
-
-        def place(storage: Any, location: str) -> Any:
-            return storage if location == "cpu" else default_restore_location(storage, str(self._device))
-
-        batches, kept._buffers = unpack(content, "another rank's micro-batches", place)
-        kept.micro_batches = [
-            MicroBatch(
-                batch=batch, weight=weight, samples=samples, fresh_samples=fresh_samples, random=random
-            )
-            for batch, weight, samples, fresh_samples, random in batches
-        ]
+        kept = KeptRound(self._model, self.device)
+        kept._loss_function, kept._buffers, kept.micro_batches = self._loss_function, buffers, micro_batches
         return kept
 
     def _loss(self, batch: Any) -> Tensor | Weighed:
@@ -269,8 +242,3 @@ class GuardedRounds(Listener):
     def charge(self) -> None:
         """Charge the runtime for the time of one micro-batch."""
         self.job.compute.runtime.charge("micro-batch")
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Return a tensor whose storage holds nothing but its own elements."""
-    return tensor.detach().clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

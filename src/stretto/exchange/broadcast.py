@@ -1,0 +1,38 @@
+"""Tensors that one rank sends to all: where a job begins, and where another rank's copy replaces a damaged one."""
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from stretto.exchange.exchange import Exchange, in_flight
+from stretto.exchange.transfer import Transfer
+
+LARGEST_BROADCAST = 2**20
+"""Bytes of a tensor that travel in one broadcast: a slow link has each of them through in time."""
+
+
+def broadcast(exchange: Exchange, tensor: Tensor, source: int, what: str) -> None:
+    """Overwrite `tensor`, of any dtype, shape and strides, with what rank `source` holds; all ranks must call.
+
+    Args:
+        exchange: Connects the ranks.
+        tensor: On any device; as large on all ranks.
+        source: The rank that sends.
+        what: What is waited for, in messages.
+    """
+    if tensor.numel() == 0:
+        return
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    # As bytes: backends do not know every dtype.
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8).to(exchange.layout.sets[0].device)
+    if exchange.rank == source:
+        exchange.count_sent((exchange.world_size - 1) * content.numel())
+
+    def transfer(part: Tensor) -> Transfer:
+        yield exchange.group.broadcast([part], options), what
+
+    exchange.run(in_flight(map(transfer, content.split(LARGEST_BROADCAST))))
+    if content.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(content.to(tensor.device).view(tensor.dtype).view(tensor.shape))
