@@ -1,4 +1,4 @@
-"""The stories of docs/stories, run small: their commands on virtual ranks, their script on processes."""
+"""The stories of docs/stories, run small: their commands, on virtual ranks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,7 @@ from stretto_lab.observe import read_json_lines
 from stretto_lab.recipes.gpt import Shape, causal_lm
 from stretto_lab.recipes.language_models import SIZES
 from stretto_lab.train.configuration import RunConfig
-from tests.docs.pages import DOCS, commands, typed
-from tests.examples.scripts import printed_by_ranks
+from tests.docs.pages import DOCS, commands
 from tests.recipes.files import INSTRUCTIONS, STORIES, train_virtually, write_lines
 
 STORY = {page.stem: page for page in sorted((DOCS / "stories").glob("*.md"))}
@@ -72,20 +71,6 @@ def test_two_homes_train_replicas_that_agree_at_the_end() -> None:
         first, second = train_virtually(run, RANKS)
         assert first.updates == second.updates == 6
     assert averaged.strategy == launched.strategy == "average:2"
-
-
-def test_the_script_of_four_nodes_goes_on_on_other_ranks() -> None:
-    assert "examples/four_nodes.py" in "".join(typed(STORY["four-nodes"]))
-    assert printed_by_ranks("four_nodes.py", 2, "--run", "gpt", "--updates", "10") == [
-        "10 updates on 2 ranks"
-    ]
-    assert printed_by_ranks("four_nodes.py", 3, "--run", "gpt", "--updates", "20") == [
-        "20 updates on 3 ranks"
-    ]
-    assert [row["step"] for row in read_json_lines(Path("gpt/updates.jsonl"))] == list(range(1, 21))
-    losses = [row["heldout_loss"] for row in read_json_lines(Path("gpt/evaluations.jsonl"))]
-    assert losses[-1] < losses[0]
-    assert Path("gpt/model.pt").is_file()
 
 
 @pytest.mark.usefixtures("files")

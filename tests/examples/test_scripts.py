@@ -100,6 +100,19 @@ def test_the_recipe_learns_on_two_workers_with_options_of_its_own() -> None:
     assert torch.load("run/model.pt")["0.weight"].shape == (16, 1)
 
 
+def test_a_run_on_nodes_goes_on_on_other_ranks() -> None:
+    assert printed_by_ranks("four_nodes.py", 2, "--run", "gpt", "--updates", "10") == [
+        "10 updates on 2 ranks"
+    ]
+    assert printed_by_ranks("four_nodes.py", 3, "--run", "gpt", "--updates", "20") == [
+        "20 updates on 3 ranks"
+    ]
+    assert [row["step"] for row in read_json_lines(Path("gpt/updates.jsonl"))] == list(range(1, 21))
+    losses = [row["heldout_loss"] for row in read_json_lines(Path("gpt/evaluations.jsonl"))]
+    assert losses[-1] < losses[0]
+    assert Path("gpt/model.pt").is_file()
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_is_short_and_is_listed_in_the_readme(script: str) -> None:
     assert len((EXAMPLES / script).read_text(encoding="utf-8").splitlines()) < 80
