@@ -14,6 +14,7 @@ import stretto
 from stretto import ACCO, DDP, DPU, LocalSGD, WeightPrediction, ZeRO1
 from stretto.errors import ConfigError, GradientsTouched, ParametersTouched, UnsupportedOptimizer
 from stretto.strategies import Strategy
+from stretto_lab.virtual import VirtualCluster
 
 EVERY = pytest.mark.parametrize(
     "strategy", [ZeRO1(), DDP(), ACCO(), DPU(), WeightPrediction(), LocalSGD(0.5)], ids=lambda one: one.name
@@ -186,6 +187,102 @@ def test_a_target_that_moves_through_data_under_guards_ends_the_job_with_what_to
 
         with pytest.raises((ParametersTouched, stretto.errors.StateCorrupt), match=r"\.data"):
             run()
+
+
+@pytest.mark.parametrize("strategy", [ZeRO1(), DDP(), ACCO()], ids=lambda strategy: strategy.name)
+def test_parameters_clipped_through_data_under_guards_end_the_job_with_what_to_write(
+    strategy: Strategy,
+) -> None:
+    """Every round would be left out, and nothing trained."""
+    draws = random.Random(strategy.name)
+    for seed in range(34):
+        model = network(seed)
+        parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2, guards="standard")
+        chosen = draws.sample([p for p in model.parameters() if p.ndim == 2], draws.choice([1, 2]))
+        way = draws.choice(
+            [lambda p: p.data.clamp_(-0.1, 0.1), lambda p: p.data.mul_(0.9), lambda p: p.data[0].zero_()]
+        )
+
+        def clip(_: stretto.Update, chosen: Any = chosen, way: Any = way) -> None:
+            for parameter in chosen:
+                way(parameter)
+
+        def run(model: nn.Module = model, parallel: stretto.DataParallel = parallel) -> None:
+            for batch in parallel.feed(batches(seed, 20), on_update=clip):  # noqa: B023  # called at once
+                parallel.backward(model(batch).square().mean())
+
+        with pytest.raises(ParametersTouched, match=r"shown parameters.*through \.data"):
+            run()
+
+
+WRITES: dict[str, Any] = {
+    "lerp_": lambda one, other: one.lerp_(other, 0.5),
+    "copy_": lambda one, other: one.copy_(one / 2 + other / 2),
+    ".data": lambda one, other: one.data.mul_(0.5).add_(other, alpha=0.5),
+    ".numpy()": lambda one, other: one.numpy().__setitem__(0, float(other[1])),
+    "a row": lambda one, other: one[:2].copy_(other[:2]),
+    "a view": lambda one, other: one.view(2, -1)[1].add_(other[0]),
+}
+
+
+class Noted(nn.Module):
+    """A layer, and a buffer that nobody writes but its user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("note", torch.zeros(4))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return (self.layer(input) + self.note.mean()).square().mean()
+
+
+def note(model: nn.Module, way: str, number: int) -> None:
+    other = torch.randn(model.note.numel(), generator=torch.Generator().manual_seed(number))
+    if way == "load_state_dict":
+        model.load_state_dict({"note": other}, strict=False)
+    elif way == "another tensor":
+        model.note = model.note + other
+    elif way == "a longer one":
+        model.note = torch.cat([model.note, other])
+    else:
+        WRITES[way](model.note, other)
+
+
+@EVERY
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_written_to_a_buffer_after_any_update_stays(strategy: Strategy, ranks: int) -> None:
+    """After the last one too, which no exchange follows; to the bit, as all ranks write the same."""
+    draws = random.Random(ranks)
+    for _case in range(10):
+        seed, count = draws.randrange(100), draws.randint(1, 9)
+        ways = draws.choices([*WRITES, "load_state_dict", "another tensor", "a longer one"], k=20)
+        where, passes = draws.choice(["on_update", "loop", "after feed"]), draws.randint(1, 2)
+
+        def train(rank: int, group: Any) -> tuple[Tensor, int]:
+            model, calls = Noted(), [0]
+
+            def write(_: object = None) -> None:
+                note(model, ways[calls[0]], calls[0])  # noqa: B023  # called at once, as below
+                calls[0] += 1
+
+            parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2, group=group)
+            on_update = write if where == "on_update" else None  # noqa: B023
+            for _pass in range(passes):  # noqa: B023
+                for batch in parallel.feed(batches(seed + rank, count), on_update=on_update):  # noqa: B023
+                    if parallel.backward(model(batch)) and where == "loop":  # noqa: B023
+                        write()
+                if where == "after feed":  # noqa: B023
+                    write()
+            parallel.finish()
+            return model.note, calls[0]
+
+        for found, calls in VirtualCluster(ranks).run(train).values:
+            expected = Noted()
+            for number in range(calls):
+                note(expected, ways[number], number)
+            assert torch.equal(found, expected.note), (where, count, ways[:calls])
 
 
 def test_hooks_see_what_a_round_has_accumulated_of_each_gradient() -> None:

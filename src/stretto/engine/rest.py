@@ -76,8 +76,13 @@ class RestingLane(ComputeLane):
         if is_shown_anyway:
             self.model.accept_writes(lambda: self.replica.differs(self.model.parameters), self.where)
 
-    def show_committed(self) -> None:
-        """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike."""
+    def show_committed(self, *, to_stay: bool = False) -> None:
+        """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike.
+
+        Args:
+            to_stay: Nothing is to come back. So where all has landed and replicas are alike, buffers stay as they are:
+                they hold what ranks agreed on, and what the user has written since.
+        """
         self.check_alike("settling")
         self._finish_opening()
         landing = self.wait_for_lane()
@@ -85,6 +90,9 @@ class RestingLane(ComputeLane):
             listener.committed_is_read()  # the communication lane is at rest, so this thread may do it
         agreed = self.statistics.agreed_after(landing)
         is_alike = self.replica.agreement.state is Alike.UNITED
+        leaves_buffers = to_stay and is_alike and landing is None
+        if leaves_buffers:
+            agreed = [None] * len(agreed)
         if self.model.shown == "committed" and is_alike and landing is None:
             self.model.settle(None, agreed)
             return
@@ -93,7 +101,8 @@ class RestingLane(ComputeLane):
         gathered = self.runtime.spawn(
             lambda: self.replica.gather_committed(buffer.flats, self.statistics)
         ).result()
-        self.model.settle(buffer.views, gathered if landing is None else agreed)
+        takes_gathered = landing is None and not leaves_buffers
+        self.model.settle(buffer.views, gathered if takes_gathered else agreed)
 
     def _finish_opening(self) -> None:
         if self._opening is not None:
