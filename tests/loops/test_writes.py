@@ -1,6 +1,7 @@
 """Writes that a plain loop allows: each counts, is put back, or is told; and models and jobs of odd kinds."""
 
 import copy
+import dataclasses
 import random
 from itertools import pairwise
 from typing import Any
@@ -259,40 +260,52 @@ def check_shown(parallel: stretto.DataParallel, written: Tensor) -> None:
             assert torch.equal(parallel.model.note, written)
 
 
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A training on any number of ranks in which all write a buffer, in these ways."""
+
+    strategy: Strategy
+    seed: int
+    batches: int
+    passes: int
+    where: str
+    ways: list[str]
+
+    def train(self, rank: int, group: Any) -> tuple[Tensor, int]:
+        """Return what the buffer is at the end, and how often it was written."""
+        model, calls = Noted(), [0]
+        parallel = stretto.DataParallel(model, sgd(model), self.strategy, micro_batches=2, group=group)
+
+        def write(_: object = None) -> None:
+            note(model, self.ways[calls[0]], calls[0])
+            calls[0] += 1
+            check_shown(parallel, model.note.clone())
+
+        on_update = write if self.where == "on_update" else None
+        for _pass in range(self.passes):
+            for batch in parallel.feed(batches(self.seed + rank, self.batches), on_update=on_update):
+                if parallel.backward(model(batch)) and self.where == "loop":
+                    write()
+            if self.where == "after feed":
+                write()
+        parallel.finish()
+        return model.note, calls[0]
+
+
 @EVERY
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_written_to_a_buffer_after_any_update_stays(strategy: Strategy, ranks: int) -> None:
     """After the last one too, which no exchange follows, and in evaluations; to the bit, for all write the same."""
     draws = random.Random(ranks)
     for _case in range(10):
-        seed, count = draws.randrange(100), draws.randint(1, 9)
         ways = draws.choices([*WRITES, "load_state_dict", "another tensor", "a longer one"], k=20)
-        where, passes = draws.choice(["on_update", "loop", "after feed"]), draws.randint(1, 2)
-
-        def train(rank: int, group: Any) -> tuple[Tensor, int]:
-            model, calls = Noted(), [0]
-
-            def write(_: object = None) -> None:
-                note(model, ways[calls[0]], calls[0])  # noqa: B023  # called at once, as below
-                calls[0] += 1
-                check_shown(parallel, model.note.clone())
-
-            parallel = stretto.DataParallel(model, sgd(model), strategy, micro_batches=2, group=group)
-            on_update = write if where == "on_update" else None  # noqa: B023
-            for _pass in range(passes):  # noqa: B023
-                for batch in parallel.feed(batches(seed + rank, count), on_update=on_update):  # noqa: B023
-                    if parallel.backward(model(batch)) and where == "loop":  # noqa: B023
-                        write()
-                if where == "after feed":  # noqa: B023
-                    write()
-            parallel.finish()
-            return model.note, calls[0]
-
-        for found, calls in VirtualCluster(ranks).run(train).values:
+        where = draws.choice(["on_update", "loop", "after feed"])
+        case = Written(strategy, draws.randrange(100), draws.randint(1, 9), draws.randint(1, 2), where, ways)
+        for found, calls in VirtualCluster(ranks).run(case.train).values:
             expected = Noted()
             for number in range(calls):
                 note(expected, ways[number], number)
-            assert torch.equal(found, expected.note), (where, count, ways[:calls])
+            assert torch.equal(found, expected.note), case
 
 
 def test_hooks_see_what_a_round_has_accumulated_of_each_gradient() -> None:
