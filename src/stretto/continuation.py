@@ -249,7 +249,9 @@ class Continuation:
         # Of what is stored: how many ranks there were is only what the manifest says.
         paths = [path.split(".") for path in stored if path.startswith(("owed.", "debts."))]
         numbers = {int(path[1]) for path in paths if path[1].isdecimal() and len(path[1]) < 10}
-        dealt = [of for of in sorted(numbers) if of < world_size and of % exchange.world_size == exchange.rank]
+        dealt = [
+            of for of in sorted(numbers) if of < world_size and of % exchange.world_size == exchange.rank
+        ]
         owed = {str(rank): b"" for rank in dealt if f"owed.{rank}" in stored}
         debts = {
             f"{node}.{slot.name}": self._state.held(slot, None)

@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 import stretto as st
 from stretto.errors import ConfigError, UsageError
+from stretto.guards.sent_round import from_bytes, to_bytes
 from stretto.guards.text import parse_guards
 from stretto.randomness import coin
 from stretto.records import Incident
@@ -284,8 +285,8 @@ def test_a_batch_travels_without_what_it_is_a_view_of() -> None:
     trainer = Trainer(0, None, st.DDP(), guards=(ALWAYS,))
     trainer.parallel.micro_batch(trainer.loss, everything[3:6])
     kept = trainer.parallel.job.model.listeners[0].kept
-    assert len(kept.to_bytes()) < 50_000
-    again = kept.of(kept.to_bytes()).micro_batches[0].batch
+    assert len(to_bytes(kept)) < 50_000
+    again = from_bytes(to_bytes(kept), kept).micro_batches[0].batch
     assert torch.equal(again, everything[3:6])
 
 
