@@ -74,6 +74,14 @@ def test_the_rank_that_failed_is_named_and_not_those_who_heard_of_it(how: str, c
     assert "rank 0" not in message
 
 
+def test_the_others_have_been_told_of_a_dead_rank_when_the_launcher_goes_on() -> None:
+    """Its store may end with it: who still asks that store prints stacks of C++."""
+    before = set(threading.enumerate())
+    with pytest.raises(WorkerFailed):
+        run_workers(fail_on_rank_1, infos(2), "killed")
+    assert set(threading.enumerate()) <= before
+
+
 def test_a_rank_of_a_launcher_is_counted_among_all_ranks() -> None:
     with pytest.raises(WorkerFailed, match=r"^rank 1 of 3 failed: ConfigError: rank 1 found"):
         run_workers(fail_on_rank_1, infos(3)[1:2], "refused")
