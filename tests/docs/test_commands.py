@@ -72,4 +72,5 @@ def test_the_pages_print_commands() -> None:
         "campaign",
         "doctor",
         "reproduce",
+        "resume",
     }
