@@ -82,12 +82,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for folder, title in LISTED.items():
         rows = [
             f"- [{re.search('^# (.+)$', text, re.MULTILINE)[1]}]({posixpath.relpath(page, folder)})"
+            f"{about(ROOT / pages[page])}"
             for page, text in texts.items()
             if page.startswith(f"{folder}/")
         ]
         text = "\n".join([f"# {title}", "", *rows, ""])
         files.append(File.generated(config, f"{folder}/index.md", content=text))
     return files
+
+
+def about(file: Path) -> str:
+    """Return what a list says of a program: the first line of its docstring."""
+    if file.suffix != ".py":
+        return ""
+    first, *_ = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()
+    return f": {first.rstrip(':.')}"
 
 
 def text_of(file: Path) -> str:
@@ -97,9 +106,9 @@ def text_of(file: Path) -> str:
         return text
     if file.suffix != ".py":
         return f"# {file.name}\n\n```\n{text}```\n"
-    about = ast.get_docstring(ast.parse(text))
+    docstring = ast.get_docstring(ast.parse(text))
     _, _, code = text.partition('"""\n\n')
-    return f"# {file.name}\n\n{about}\n\n```python\n{code}```\n"
+    return f"# {file.name}\n\n{docstring}\n\n```python\n{code}```\n"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

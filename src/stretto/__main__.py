@@ -1,8 +1,6 @@
 """`python -m stretto`."""
 
-import sys
-
-from stretto_lab.cli import main
+from stretto_lab.program import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

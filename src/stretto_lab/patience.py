@@ -6,6 +6,7 @@ Nothing here imports PyTorch, whose import is itself waited for.
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -47,7 +48,8 @@ class Patience:
             if self._left() <= 0:
                 self.heard()
                 if line := self._line():
-                    print(line, flush=True)
+                    with suppress(BrokenPipeError):  # who waits meets it, and tells it in one line
+                        print(line, flush=True)
 
     def _left(self) -> float:
         return max(0.0, self._heard + SECONDS - time.monotonic())

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,16 @@ import torch
 from torch import distributed as dist
 
 from stretto.errors import CommunicationError, ConfigError, WorkerFailed
-from stretto.groups import Link
+from stretto.groups import Link, deaths
 from stretto_lab.train.launch import LocalRanks
-from stretto_lab.train.workers import RankInfo, joined_group, run_workers
+from stretto_lab.train.workers import RankInfo, host_store, joined_group, run_workers, store_of
 from tests.processes import Command
 
 
-def infos(count: int) -> list[RankInfo]:
+def infos(count: int, port: int = 0) -> list[RankInfo]:
     return [
         RankInfo(
-            rank=rank, world_size=count, local_rank=rank, local_world_size=count, host="127.0.0.1", port=0
+            rank=rank, world_size=count, local_rank=rank, local_world_size=count, host="127.0.0.1", port=port
         )
         for rank in range(count)
     ]
@@ -72,6 +73,18 @@ def test_the_rank_that_failed_is_named_and_not_those_who_heard_of_it(how: str, c
     assert message.startswith("rank 1 of 2 local workers failed: ")
     assert cause in message
     assert "rank 0" not in message
+
+
+def test_the_others_have_been_told_of_a_dead_rank_when_the_launcher_goes_on() -> None:
+    """Its store may end with it: who still asks that store prints stacks of C++."""
+    store = host_store("127.0.0.1", 0)
+    before = set(threading.enumerate())
+    with pytest.raises(WorkerFailed):
+        run_workers(fail_on_rank_1, infos(2, store.port), "killed")
+    assert set(threading.enumerate()) <= before
+    assert deaths(store_of(infos(2, store.port)[0], timedelta(seconds=60))) == {
+        1: "the process was killed by SIGKILL"
+    }
 
 
 def test_a_rank_of_a_launcher_is_counted_among_all_ranks() -> None:

@@ -19,10 +19,11 @@ from stretto.terminal import is_unread, print_to_nobody, printable
 from stretto_lab.cli.estimate import print_estimate
 from stretto_lab.cli.help import COMMANDS, HELP, HELP_ALL, overview, plain_help
 from stretto_lab.estimate import EstimateConfig
+from stretto_lab.interrupts import INTERRUPTED, interrupts_end
 from stretto_lab.patience import waiting
 
-FAILED, MISUSED, DAMAGED, INTERRUPTED = 1, 2, 3, 130
-"""Exit codes beside 0; see `main`."""
+FAILED, MISUSED, DAMAGED = 1, 2, 3
+"""Exit codes beside 0 and `INTERRUPTED`; see `main`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +79,7 @@ def _run(name: str, words: Sequence[str]) -> int:
         and (not asks_help or sys.stderr.isatty())
     ):
         print("loading PyTorch", file=sys.stderr if asks_help else sys.stdout, flush=True)
-    with nullcontext() if asks_help else waiting("loading PyTorch"):
+    with interrupts_end(), nullcontext() if asks_help else waiting("loading PyTorch"):
         from stretto_lab.cli.commands import help_of, run_command
 
     if asks_help:

@@ -176,6 +176,8 @@ def described_device(device: torch.device, kind: DeviceKind, local_world_size: i
 
 T = TypeVar("T")
 
+TELLING_SECONDS = 1.0
+"""How long is waited until the other ranks have been told of one that died: the store may be ours, and end with us."""
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to notice a failure and report it; then they are killed. They look for failures
 once a second, and may have to find out whom to blame, which takes two and a half (`stretto.engine.failures`)."""
@@ -218,6 +220,7 @@ def _collect(workers: Mapping[int, Worker], first: RankInfo) -> list[Any]:
     pending = {worker.pipe: rank for rank, worker in workers.items()}
     results: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
+    told: list[threading.Thread] = []
     deadline: float | None = None
     while not pending.keys() <= {workers[rank].pipe for rank in _silent(failures) & workers.keys()}:
         ready = wait(list(pending), None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -225,10 +228,13 @@ def _collect(workers: Mapping[int, Worker], first: RankInfo) -> list[Any]:
             break
         for pipe in [pipe for pipe in pending if pipe in ready]:
             rank = pending.pop(pipe)
-            succeeded, report = _report(workers[rank], dataclasses.replace(first, rank=rank))
+            succeeded, report = _report(workers[rank], dataclasses.replace(first, rank=rank), told)
             (results if succeeded else failures)[rank] = report
         if failures and deadline is None:
             deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + TELLING_SECONDS
+    for thread in told:
+        thread.join(max(0.0, deadline - time.monotonic()))
     if failures:
         damages = [failure.damage for failure in failures.values() if failure.damage is not None]
         raise WorkerFailed(_describe(failures, len(workers), first.world_size), damages)
@@ -239,13 +245,14 @@ def _silent(failures: Mapping[int, Failure]) -> set[int]:
     return {rank for failure in failures.values() for rank in failure.silent}
 
 
-def _report(worker: Worker, info: RankInfo) -> tuple[bool, Any]:
-    """Return whether a rank succeeded, with its result or failure."""
+def _report(worker: Worker, info: RankInfo, told: list[threading.Thread]) -> tuple[bool, Any]:
+    """Return whether a rank succeeded, with its result or failure; `told` takes who tells the others of its end."""
     try:
         succeeded, report = worker.receive()
     except WorkerFailed as failure:
-        # A store whose host is stopped does not answer, and nobody waits for this.
-        threading.Thread(target=announce, args=(info, str(failure)), daemon=True).start()
+        # A store whose host is stopped does not answer, and nobody waits long for this.
+        told.append(threading.Thread(target=announce, args=(info, str(failure)), daemon=True))
+        told[-1].start()
         return False, Failure(text=str(failure))
     return succeeded, report
 

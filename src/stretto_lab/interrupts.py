@@ -1,0 +1,37 @@
+"""Ctrl-C while modules are imported.
+
+Nothing here imports more than a signal needs: Ctrl-C is answered from the first moment.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C; other stop signals have codes of the same kind."""
+
+
+@contextmanager
+def interrupts_end() -> Iterator[None]:
+    """Let Ctrl-C end the process in the block, which imports.
+
+    A KeyboardInterrupt there has a long traceback, or is swallowed by a module in C++, which is then half imported.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    os.write(2, b"interrupted\n")  # not by print, in the midst of which the signal may have come
+    os._exit(INTERRUPTED)
