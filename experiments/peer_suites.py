@@ -34,7 +34,7 @@ PYTEST = [
     "-o",
     "addopts=",
     "--continue-on-collection-errors",
-    "--timeout=60",
+    "--timeout=180",
 ]
 """The checkout's own options may need plugins that are not here."""
 

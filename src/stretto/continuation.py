@@ -246,7 +246,10 @@ class Continuation:
     def _blank_debts(self, stored: Collection[str], world_size: int) -> State:
         """Return blank entries for what this rank takes over: they are dealt in turn, so that none is lost."""
         exchange = self.job.exchange
-        dealt = range(world_size)[exchange.rank :: exchange.world_size]
+        # Of what is stored: how many ranks there were is only what the manifest says.
+        paths = [path.split(".") for path in stored if path.startswith(("owed.", "debts."))]
+        numbers = {int(path[1]) for path in paths if path[1].isdecimal() and len(path[1]) < 10}
+        dealt = [of for of in sorted(numbers) if of < world_size and of % exchange.world_size == exchange.rank]
         owed = {str(rank): b"" for rank in dealt if f"owed.{rank}" in stored}
         debts = {
             f"{node}.{slot.name}": self._state.held(slot, None)

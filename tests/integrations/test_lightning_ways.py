@@ -204,7 +204,7 @@ def two_ranks(rank: int) -> dict[str, Any]:
         trainer.fit(module(none={3} if rank else set()), loader(24), loader(8))
 
     found["hook"] = said(lambda: trainer_of("ours", devices=2).fit(looking(module()), loader()))
-    found["odd"] = odd_runs(2, 6)
+    found["odd"] = odd_runs(2, 30)
     found["clock"] = {kind: clocked(kind, devices=2) for kind in KINDS}
     found["refused"] = refusals(devices=2)
     found["none"] = said(leaves_out)

@@ -29,10 +29,10 @@ def left_out(rank: int, cases: int = 100) -> list[tuple[Any, ...]]:
     On several ranks not the last of an accumulation: with it the stock Trainer would leave out the exchange.
     """
     silence()
-    draw, found, is_alone = random.Random(0), [], not torch.distributed.is_initialized()
+    draw, found, several = random.Random(0), [], torch.distributed.is_initialized()
     for _case in range(cases):
         length, rate = draw.choice([1, 2, 3, 4]), draw.choice([0.1, 0.4, 0.8])
-        chosen = {index for index in range(40) if draw.random() < rate and (is_alone or index % length)}
+        chosen = {index for index in range(40) if draw.random() < rate}
         twice = {index for index in range(40) if draw.random() < 0.2}
         settings: dict[str, Any] = {
             "gradient_accumulation_steps": length,
@@ -43,7 +43,7 @@ def left_out(rank: int, cases: int = 100) -> list[tuple[Any, ...]]:
         }
         ends = []
         for kind in KINDS:
-            trainer = make(kind, "left-out", base=leaving_out(chosen, twice), **settings)
+            trainer = make(kind, "left-out", base=leaving_out(chosen, twice, keeps_last=several), **settings)
             trainer.train()
             ends.append((values(trainer.model), trainer.state.global_step, trainer.lr_scheduler.last_epoch))
         found.append((distance(ends[0][0], ends[1][0]), ends[0][1:], ends[1][1:], trainer.parallel.steps))
@@ -191,7 +191,7 @@ def expected_of_one_rank_alone() -> list[Tensor]:
 def two_ranks(rank: int) -> dict[str, Any]:
     as_under_torchrun(rank)
     silence()
-    found: dict[str, Any] = {"alone": one_rank_alone(rank), "left out": left_out(rank, 6)}
+    found: dict[str, Any] = {"alone": one_rank_alone(rank), "left out": left_out(rank, 30)}
     found["asked"] = {
         (name, inside): asked(rank, f"signal-{name}-{inside}", strategy, 2, inside=inside)
         for name, strategy in {"zero1": None, "acco": ACCO()}.items()
@@ -228,7 +228,8 @@ def test_a_signal_on_one_rank_saves_on_all_at_the_end_of_the_step(
     number = folders[-1].removeprefix("checkpoint-")
     assert (len(folders), inside_them, steps) == (1, [f"000001-step-{number}"], 4)
     if name == "zero1":
-        assert (folders, gap) == (["checkpoint-2"], 0.0)
+        # Asked after step 2 means: at the end of step 3, for callbacks that are handed over come after the Trainer's.
+        assert (folders, gap) == (["checkpoint-2" if inside else "checkpoint-3"], 0.0)
 
 
 def test_on_two_ranks_a_micro_batch_that_all_leave_out_or_take_twice_counts_as_in_the_stock_trainer(

@@ -49,8 +49,11 @@ def make(kind: str, name: str, *, base: Callable[[Any], Any] = lambda cls: cls, 
     return base(kinds[kind])(args=transformers.TrainingArguments(**arguments), **rest)
 
 
-def leaving_out(chosen: set[int], twice: set[int]) -> Callable[[Any], Any]:
-    """Return what derives a Trainer that leaves these micro-batches out, and takes those in two backward passes."""
+def leaving_out(chosen: set[int], twice: set[int], *, keeps_last: bool = False) -> Callable[[Any], Any]:
+    """Return what derives a Trainer that leaves these micro-batches out, and takes those in two backward passes.
+
+    With `keeps_last` it leaves out none that ends an accumulation, full or short.
+    """
 
     def derive(base: Any) -> Any:
         class Leaves(base):
@@ -58,7 +61,7 @@ def leaving_out(chosen: set[int], twice: set[int]) -> Callable[[Any], Any]:
 
             def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
                 self.num_seen += 1
-                if self.num_seen in chosen:
+                if self.num_seen in chosen and not (keeps_last and self.accelerator.sync_gradients):
                     return torch.zeros(())
                 if self.num_seen in twice:
                     self.accelerator.backward(sum(p.square().sum() for p in model.parameters()) / 64)

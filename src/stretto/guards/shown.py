@@ -17,7 +17,7 @@ from stretto.guards.replay import GuardedRounds
 from stretto.records import Incident
 
 _NO_ACCIDENT = 3
-"""How often the same constant is damaged, in every round or in every other one, until it cannot be chance."""
+"""How often the same tensor is damaged, in every round or in every other one, until it cannot be chance."""
 Mark = tuple[int, int]
 """Address and version counter of a tensor: another one means that the job, or the user, has written it."""
 
@@ -82,7 +82,7 @@ class ShownValues(RoundWatch):
         """Names of those that were found as they had been."""
         self._num_rounds = 0
         self._struck: dict[str, tuple[int, int]] = {}
-        """How often a constant was found damaged with one sound round at most in between, and when last, by name."""
+        """How often a tensor was found damaged with one sound round at most in between, and when last, by name."""
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -108,7 +108,9 @@ class ShownValues(RoundWatch):
         accumulation = self._rounds.job.compute.accumulation
         if not accumulation.contribution.count:
             return ()
-        found = [*self._repair(), *self._repair_constants()]
+        self._num_rounds += 1
+        shown = self._repair()
+        found = [*shown, *self._repair_constants()]
         is_damaged, can_replay = self._rounds.agree(damaged=bool(found), able=self._can_replay(found))
         if not is_damaged:
             return found
@@ -116,6 +118,8 @@ class ShownValues(RoundWatch):
         if not (can_replay and self._replay()):
             accumulation.leave_out()
             outcome = "this rank's gradients of the round left out"
+            for one in shown:  # where rounds are run again, nothing is lost, and training goes on
+                self._strike(one.site, one.part, "in the step of an optimizer of your own")
         return [dataclasses.replace(one, action=f"{one.action}, {outcome}") for one in found]
 
     def _repair(self) -> list[Incident]:
@@ -139,7 +143,6 @@ class ShownValues(RoundWatch):
             StateCorrupt: One cannot be mended.
         """
         incidents: list[Incident] = []
-        self._num_rounds += 1
         frozen = {name for name, _ in self._model.model.named_parameters()}
         watched = {name: pair for name, pair in self._untrained().items() if name not in self._written}
         known = {name for name, one in self._constants.items() if one.checksum is not None}
@@ -156,14 +159,7 @@ class ShownValues(RoundWatch):
                 self._written.add(name)
                 continue
             site = "frozen parameters" if name in frozen else "buffers"
-            if self._strike(name) == _NO_ACCIDENT:
-                raise ParametersTouched(
-                    f"{self._rounds.job.compute.where}: {site}, {name!r}, had other values {_NO_ACCIDENT} times within "
-                    "a few rounds, and nobody has written it in a way that shows: memory does not fail so. Something "
-                    "writes it through .data or .numpy() (a target network, an average): write it without .data, as in "
-                    "`with torch.no_grad(): target.mul_(0.9).add_(online, alpha=0.1)`; if nothing does, look at this "
-                    "machine with `stretto doctor`"
-                )
+            self._strike(site, name, "as in `with torch.no_grad(): target.mul_(0.9).add_(online, alpha=0.1)`")
             if not repairs(checksum, held):
                 raise StateCorrupt(
                     f"{self._rounds.job.compute.where}: {site}, {name!r}, damaged beyond mending: expected digest "
@@ -176,15 +172,22 @@ class ShownValues(RoundWatch):
             incidents.append(self._incident(site, name, "mended", expected, found))
         return incidents
 
-    def _strike(self, name: str) -> int:
-        """Count damage of a constant; return how often it was found without a break.
+    def _strike(self, site: str, name: str, instead: str) -> None:
+        """Count damage; a round that is left out may commit no update, and then nothing is written after it.
 
-        A round that is left out may commit no update, and then nothing is written behind it.
+        Raises:
+            ParametersTouched: It was found too often, without a break.
         """
         count, last = self._struck.get(name, (0, 0))
         count = count + 1 if self._num_rounds - last <= 2 else 1
         self._struck[name] = count, self._num_rounds
-        return count
+        if count == _NO_ACCIDENT:
+            raise ParametersTouched(
+                f"{self._rounds.job.compute.where}: {site}, {name!r}, had other values {_NO_ACCIDENT} times within a "
+                "few rounds, and nobody has written it in a way that shows: memory does not fail so. Something writes "
+                "it through .data or .numpy() (a target network, an average, a clip): write it without .data, "
+                f"{instead}; if nothing does, look at this machine with `stretto doctor`"
+            )
 
     def _incident(self, site: str, part: str, action: str, expected: int, found: int) -> Incident:
         return Incident(
