@@ -338,7 +338,7 @@ def suite(device: torch.device) -> dict[str, Any]:
 def launches(device: torch.device) -> dict[str, Any]:
     """`benchmarks/launches.py`, line by line."""
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "launches.py"), "--device", device.type, "--runs", "1"],
+        [sys.executable, str(ROOT / "benchmarks" / "launches.py"), "--device", device.type, "--turns", "1"],
         capture_output=True, text=True, timeout=230, check=False, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     expect(ended.returncode == 0, ended.stderr[-1500:])

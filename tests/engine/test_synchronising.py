@@ -13,11 +13,21 @@ from torch.distributed import ProcessGroup
 
 from stretto import DataParallel, Options, checksums
 from stretto.exchange import WIRES, rotated
-from stretto.strategies import STRATEGIES
+from stretto.strategies import STRATEGIES, Average, DiLoCo, LocalSGD, PAFTDyn, PAFTSync, Strategy
 from stretto_lab.testing.synchronising import Synchronisations
 from stretto_lab.virtual import VirtualCluster
 
 WARM_UP = 3
+OTHERS: dict[str, Strategy] = {
+    "local with state": LocalSGD(0.5, state=True),
+    "paft-sync with state": PAFTSync(2, state=True),
+    "paft-dyn with state": PAFTDyn(2, maximum=4, state=True),
+    "paft-sync, overlapping": PAFTSync(2, overlap=True),
+    "average with a delay": Average(4, delay=1),
+    "diloco with a delay": DiLoCo(4, delay=1, mix=0.5),
+}
+"""Averages of the optimizer's state, and averages under way beside updates."""
+VARIANTS = {name: strategy() for name, strategy in STRATEGIES.items()} | OTHERS
 UPDATES = {"average": 10, "local": 10, "diloco": 10, "paft-sync": 10, "paft-dyn": 10}
 """Counted: as many as these strategies go from one average to the next, so that one is among them; of others 2."""
 
@@ -52,10 +62,10 @@ def host_waits(
         counted = Synchronisations()
         with counted.watching() if rank == 0 else contextlib.nullcontext():  # watching the others takes time
             parallel = DataParallel(
-                model, optimizer, STRATEGIES[strategy](), micro_batches=2, group=counted.on(group), guards=guards,
+                model, optimizer, VARIANTS[strategy], micro_batches=2, group=counted.on(group), guards=guards,
                 options=settings,
             )  # fmt: skip
-            for index in range(2 * (WARM_UP + UPDATES.get(strategy, 2))):
+            for index in range(2 * (WARM_UP + UPDATES.get(VARIANTS[strategy].name, 2))):
                 if index == 2 * WARM_UP:
                     counted.lines.clear()
                 parallel.micro_batch(lambda x: model(x).square().mean(), torch.randn(3, 16))
@@ -78,8 +88,14 @@ def check_law(strategy: str, draws: random.Random, **settings: Any) -> Counter[s
     return large
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def on_wires() -> list[tuple[str, str]]:
+    """All strategies on all wires, and their variants on two each."""
+    draws = random.Random(7)
+    pairs = [(name, wire) for name in STRATEGIES for wire in WIRES]
+    return pairs + [(name, wire) for name in OTHERS for wire in draws.sample(list(WIRES), 2)]
+
+
+@pytest.mark.parametrize(("strategy", "wire"), on_wires())
 def test_a_round_makes_the_host_wait_as_often_for_many_buckets_as_for_one(strategy: str, wire: str) -> None:
     lines = check_law(strategy, random.Random(f"{strategy} {wire}"), wire=wire)
     assert lines  # something is counted

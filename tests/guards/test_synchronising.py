@@ -11,7 +11,7 @@ import stretto as st
 from stretto import checksums
 from stretto.exchange import WIRES
 from stretto.strategies import STRATEGIES
-from tests.engine.test_synchronising import check_law
+from tests.engine.test_synchronising import VARIANTS, check_law
 
 GUARDS: dict[str, dict[str, Any]] = {
     "standard": {"guards": "standard"},
@@ -49,7 +49,7 @@ def drawn() -> list[tuple[str, str]]:
     alone = [
         (draws.choice(equal if one == "audit" else list(STRATEGIES)), one) for one in GUARDS for _ in "12"
     ]
-    return sorted({*alone, *((name, "standard") for name in STRATEGIES)})
+    return sorted({*alone, *((name, "standard") for name in VARIANTS)})
 
 
 @pytest.mark.parametrize(("strategy", "guards"), drawn())
