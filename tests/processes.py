@@ -12,13 +12,14 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import runpy
 import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,6 +53,9 @@ _FORKED_WITH = (
 """What ranks in processes of their own would each take seconds to import, beside what tests do."""
 
 
+_WAITS = re.compile(r"\d:\d\d (so far|since then)")
+
+
 def start_server_of_ranks(*more: str) -> None:
     """Branch off the server that all ranks are forked from, before the first test: it knows nothing of any test.
 
@@ -67,6 +71,11 @@ def start_server_of_ranks(*more: str) -> None:
         forkserver.ensure_running()
     finally:
         forkserver.util.spawnv_passfds = start
+
+
+def without_waits(lines: Iterable[str]) -> Iterator[str]:
+    """Yield what a command prints but for the lines that only say how long it has waited: those of a busy machine."""
+    yield from (line for line in lines if not _WAITS.search(line))
 
 
 class RankFailed(AssertionError):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from stretto_lab.recipes import recipe
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.outcome import Outcome
 from tests.cli.test_stops import from_nothing, with_imports_made
-from tests.processes import Command
+from tests.processes import Command, without_waits
 
 QUICK = ["digits-resnet", "--task.width", "4", "--task.batch", "8", "--evaluate-every", "3"]
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:Tiny"
@@ -76,7 +77,8 @@ def test_a_launcher_of_torch_starts_the_same_run() -> None:
     with Command("-m", *launcher, "-m", *words) as torchrun:  # which starts the ranks from nothing
         shown, complaint = torchrun.communicate()
     assert torchrun.returncode == 0, complaint
-    assert shown.splitlines()[:2] == ["loading PyTorch", "zero1 on 2 workers (cpu), launched"]
+    first = [*islice(without_waits(shown.splitlines()), 2)]
+    assert first == ["loading PyTorch", "zero1 on 2 workers (cpu), launched"]
     losses = [
         [record["loss"] for record in read_json_lines(folder / "updates.jsonl")]
         for folder in (Path("ours"), Path("launched"))
@@ -189,7 +191,7 @@ def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how
     words += ["--no-tensorboard", "--checkpoint-every", every, "--evaluate-every", "3"]
     with begin(words) as run:
         try:
-            started = [run.stdout.readline() for _ in range(len(loading) + 6)]
+            started = [*islice(without_waits(run.stdout), len(loading) + 6)]
             next(line for line in run.stdout if " after 3 updates" in line)
             os.killpg(run.pid, signal.SIGINT)  # as a terminal does: the launcher and every worker
             # The workers write to the same pipe, so it ends when the last of them has.

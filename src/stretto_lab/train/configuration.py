@@ -113,7 +113,7 @@ class Job(Training[TaskT]):
     has started count instead."""
     shard: int = 1
     """Consecutive workers that hold one model together, cut by FSDP2; the strategy trains across such nodes. 1 lets
-    every worker hold a whole model. See docs/sharded.md."""
+    every worker hold a whole model. See the page sharded."""
     threads: int = 1
     """Threads of each worker's tensor operations. Runs are reproducible to the bit for equal numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
