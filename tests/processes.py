@@ -53,7 +53,7 @@ _FORKED_WITH = (
 """What ranks in processes of their own would each take seconds to import, beside what tests do."""
 
 
-_WAITS = re.compile(r"\d:\d\d (so far|since then)")
+_WAITS = re.compile(r"\d:\d\d (so far|since then|of about)")
 
 
 def start_server_of_ranks(*more: str) -> None:

@@ -227,7 +227,7 @@ def test_the_command_says_what_to_use_first_and_why_then(capfd: pytest.CaptureFi
     words = "plan digits-resnet --batches 2 --ranks 16 --network free --micro-batches 1"
     assert main(words.split()) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[2].startswith("16 ranks: use --strategy ")  # behind what is told while it works
+    assert any(line.startswith("16 ranks: use --strategy ") for line in lines)
     assert max(map(len, lines)) <= 80
     assert sum(line.endswith("  the choice") for line in lines) == 1
     assert "link free" in " ".join(lines)

@@ -75,7 +75,7 @@ class VirtualRanks:
             context = RankContext(
                 rank=rank, world_size=WORKERS, device=torch.device("cpu"), group=group, now=now
             )
-            return train_at(context, config, *args[:-1])
+            return train_at(context, config, args[0])
 
         compute = Compute(micro_batch_ns=round(1e9 * MICRO_BATCH_SECONDS))
         self.outcomes.append(list(VirtualCluster(WORKERS, compute=compute).run(program).values))

@@ -228,6 +228,6 @@ def test_the_command_takes_slow_ranks_that_are_not_here(capfd: pytest.CaptureFix
     words = "plan digits-resnet --batches 2 --ranks 4 --slow 3=4 --network 10mbit --wire bf16 --clock 1,6"
     assert main(words.split()) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[2].startswith("4 ranks: use --strategy acco --wire bf16 --clock 1,6:")
+    assert any(line.startswith("4 ranks: use --strategy acco --wire bf16 --clock 1,6:") for line in lines)
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("acco:clock=1,6 bf16 (x") for line in lines)
