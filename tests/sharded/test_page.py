@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from stretto import DataParallel, DiLoCo, Options
-from stretto.flat import usual_bucket_bytes
 from stretto.strategies import STRATEGIES as BY_NAME
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import ledger_of
@@ -51,9 +50,7 @@ def held_by(strategy: Strategy, mesh: DeviceMesh) -> float:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    # A preview's copy of one block stays until the next one, whatever the size of the model.
-    block = usual_bucket_bytes(torch.device("cpu")) if ledger_of(strategy).previews else 0
-    held = held_bytes() - before - block
+    held = held_bytes() - before
     parallel.finish()
     return held / (LAYERS * WIDTH**2)
 

@@ -88,9 +88,10 @@ class ReplicaMean:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's replica; it refers to the job's own tensors."""
+        states = dict(piece_states(self._sharded))
         return {
             "masters": list(self._sharded.masters),
-            "states": [dict(state) for _, state in piece_states(self._sharded)],
+            "states": [dict(states[piece]) for piece in self._sharded.pieces],
             "last_mean": self.last,
         }
 
