@@ -76,34 +76,24 @@ class RestingLane(ComputeLane):
         if is_shown_anyway:
             self.model.accept_writes(lambda: self.replica.differs(self.model.parameters), self.where)
 
-    def show_committed(self, *, to_stay: bool = False) -> None:
-        """Put the committed parameters into the model, and their buffers; all ranks must call, alike.
-
-        Right after an update buffers hold what ranks agreed on, and what the user has written since; that is shown.
-
-        Args:
-            to_stay: Nothing is to come back, so that buffers stay as they are.
-        """
+    def show_committed(self) -> None:
+        """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike."""
         self.check_alike("settling")
         self._finish_opening()
         landing = self.wait_for_lane()
         for listener in self.model.listeners:
             listener.committed_is_read()  # the communication lane is at rest, so this thread may do it
-        buffers = self.statistics.agreed_after(landing)
+        agreed = self.statistics.agreed_after(landing)
         is_alike = self.replica.agreement.state is Alike.UNITED
-        shows_own = is_alike and landing is None and self.is_clear
-        if shows_own:
-            buffers = [None] * len(buffers) if to_stay else self.statistics.copies
         if self.model.shown == "committed" and is_alike and landing is None:
-            self.model.settle(None, buffers)
+            self.model.settle(None, agreed)
             return
         # The idle buffer may hold gathered values: the next take-off zeroes it.
         buffer = self._idle if self._idle is not None else GradientBuffer(self.layout)
         gathered = self.runtime.spawn(
             lambda: self.replica.gather_committed(buffer.flats, self.statistics)
         ).result()
-        takes_gathered = landing is None and not shows_own
-        self.model.settle(buffer.views, gathered if takes_gathered else buffers)
+        self.model.settle(buffer.views, gathered if landing is None else agreed)
 
     def _finish_opening(self) -> None:
         if self._opening is not None:

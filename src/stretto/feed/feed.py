@@ -338,7 +338,7 @@ class Feed:
             while not self._is_drained():
                 self._pass_round()
         if compute.model.shown == "estimate":
-            compute.show_committed(to_stay=True)
+            compute.show_committed()
             compute.model.until_training()
 
     def _has_enough(self) -> bool:
