@@ -1,7 +1,6 @@
 """Writes that a plain loop allows: each counts, is put back, or is told; and models and jobs of odd kinds."""
 
 import copy
-import dataclasses
 import random
 from itertools import pairwise
 from typing import Any
@@ -15,7 +14,6 @@ import stretto
 from stretto import ACCO, DDP, DPU, LocalSGD, WeightPrediction, ZeRO1
 from stretto.errors import ConfigError, GradientsTouched, ParametersTouched, UnsupportedOptimizer
 from stretto.strategies import Strategy
-from stretto_lab.virtual import VirtualCluster
 
 EVERY = pytest.mark.parametrize(
     "strategy", [ZeRO1(), DDP(), ACCO(), DPU(), WeightPrediction(), LocalSGD(0.5)], ids=lambda one: one.name
@@ -214,98 +212,6 @@ def test_parameters_clipped_through_data_under_guards_end_the_job_with_what_to_w
 
         with pytest.raises(ParametersTouched, match=r"shown parameters.*through \.data"):
             run()
-
-
-WRITES: dict[str, Any] = {
-    "lerp_": lambda one, other: one.lerp_(other, 0.5),
-    "copy_": lambda one, other: one.copy_(one / 2 + other / 2),
-    ".data": lambda one, other: one.data.mul_(0.5).add_(other, alpha=0.5),
-    ".numpy()": lambda one, other: one.numpy().__setitem__(0, float(other[1])),
-    "a row": lambda one, other: one[:2].copy_(other[:2]),
-    "a view": lambda one, other: one.view(2, -1)[1].add_(other[0]),
-}
-
-
-class Noted(nn.Module):
-    """A layer, and a buffer that nobody writes but its user."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(3, 2)
-        self.register_buffer("note", torch.zeros(4))
-
-    def forward(self, input: Tensor) -> Tensor:
-        return (self.layer(input) + self.note.mean()).square().mean()
-
-
-def note(model: nn.Module, way: str, number: int) -> None:
-    other = torch.randn(model.note.numel(), generator=torch.Generator().manual_seed(number))
-    if way == "load_state_dict":
-        model.load_state_dict({"note": other}, strict=False)
-    elif way == "another tensor":
-        model.note = model.note + other
-    elif way == "a longer one":
-        model.note = torch.cat([model.note, other])
-    else:
-        WRITES[way](model.note, other)
-
-
-def check_shown(parallel: stretto.DataParallel, written: Tensor) -> None:
-    if parallel.strategy.name in (
-        "zero1",
-        "ddp",
-    ):  # the next round of others is under way, or the replicas differ
-        with parallel.settled():
-            assert torch.equal(parallel.model.note, written)
-
-
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """A training on any number of ranks in which all write a buffer, in these ways."""
-
-    strategy: Strategy
-    seed: int
-    batches: int
-    passes: int
-    where: str
-    ways: list[str]
-
-    def train(self, rank: int, group: Any) -> tuple[Tensor, int]:
-        """Return what the buffer is at the end, and how often it was written."""
-        model, calls = Noted(), [0]
-        parallel = stretto.DataParallel(model, sgd(model), self.strategy, micro_batches=2, group=group)
-
-        def write(_: object = None) -> None:
-            note(model, self.ways[calls[0]], calls[0])
-            calls[0] += 1
-            check_shown(parallel, model.note.clone())
-
-        on_update = write if self.where == "on_update" else None
-        for _pass in range(self.passes):
-            for batch in parallel.feed(batches(self.seed + rank, self.batches), on_update=on_update):
-                if parallel.backward(model(batch)) and self.where == "loop":
-                    write()
-            if self.where == "after feed":
-                write()
-        parallel.finish()
-        return model.note, calls[0]
-
-
-@EVERY
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_written_to_a_buffer_after_any_update_stays(strategy: Strategy, ranks: int) -> None:
-    """After the last one too, which no exchange follows, and in evaluations; to the bit, for all write the same."""
-    draws = random.Random(ranks)
-    for _case in range(10):
-        ways = draws.choices([*WRITES, "load_state_dict", "another tensor", "a longer one"], k=20)
-        where = draws.choice(["on_update", "loop", "after feed"])
-        case = Written(strategy, draws.randrange(100), draws.randint(1, 9), draws.randint(1, 2), where, ways)
-        for found, calls in VirtualCluster(ranks).run(case.train).values:
-            expected = Noted()
-            for number in range(calls):
-                note(expected, ways[number], number)
-            assert torch.equal(found, expected.note), case
 
 
 def test_hooks_see_what_a_round_has_accumulated_of_each_gradient() -> None:
