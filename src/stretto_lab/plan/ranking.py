@@ -255,7 +255,7 @@ def rank_by_time(  # noqa: PLR0913  # what a choice depends on, each by its own 
         if _fits(arm := parse_arm(text + by_node), micro_batches)
         and (prices_all or _in_nats(evidence_of(arm.text, machine)) <= allow_loss)
     ]
-    priced = stages.through(f"pricing strategies and wires for {machine.ranks} ranks, in virtual time", arms)
+    priced = stages.through(f"pricing for {machine.ranks} ranks in virtual time", arms)
     prices = [price(arm, machine, micro_batches=micro_batches, bucket_bytes=bucket_bytes) for arm in priced]
     if by_node and ranks_per_node is None:
         # What the second level is worth: there are few links on which another arm would win without it.
