@@ -27,6 +27,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -523,9 +524,14 @@ def main(words: Sequence[str] | None = None) -> int:
     calm = _in_a_process(calm_model)
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
+    ended = threading.Lock()  # trials that end together write the same file
 
     def run(trial: Trial) -> None:
         verdict = apart(trial, options.out / f"trial-{trial.seed}", calm)
+        with ended:
+            note(trial, verdict)
+
+    def note(trial: Trial, verdict: Verdict) -> None:
         rows.append({**dataclasses.asdict(trial), **dataclasses.asdict(verdict)})
         what = " and ".join(f"{event.kind} of {event.node}" for event in trial.events)
         print(f"{trial.seed}: {what}: {verdict.outcome}; {'; '.join(verdict.faults) or 'right'}", flush=True)
