@@ -322,9 +322,8 @@ def _planned(
         parts=math.lcm(*(max(1, one.ledger.fragments) for one in phases.values())),
         whole_groups=whole,
     )
-    if sharding is not None and not any(
-        one.ledger.fragments for one in phases.values()
-    ):  # cut out of that order
+    # Fragments are cut out of the buckets' first order.
+    if sharding is not None and not any(one.ledger.fragments for one in phases.values()):
         from stretto.engine.sharding import arrivals
 
         layout = layout.filled_by(arrivals(parts.model, parameters))

@@ -6,16 +6,14 @@ Nothing here imports PyTorch, whose import is itself waited for.
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from types import TracebackType
-from typing import Self
+from contextlib import closing, suppress
 
 SECONDS = 4.0
 """Of silence after which there is a line: less than half of what a person takes for a hang."""
 
 
 class Patience:
-    """Prints a line whenever nothing has been heard for `SECONDS`, from a thread of its own, for the length of a block.
+    """Prints a line whenever nothing has been heard for `SECONDS`, from a thread of its own, until it is closed.
 
     Args:
         line: Returns the line; an empty one is not printed. It is called on that thread.
@@ -35,14 +33,6 @@ class Patience:
         """Print no more."""
         self._ended.set()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _watch(self) -> None:
         while not self._ended.wait(self._left()):
             if self._left() <= 0:
@@ -55,10 +45,10 @@ class Patience:
         return max(0.0, self._heard + SECONDS - time.monotonic())
 
 
-def waiting(what: str) -> Patience:
-    """Return the patience with one thing of which nothing is known but how long it has taken."""
+def waiting(what: str) -> closing[Patience]:
+    """Return a block in which one thing is waited for of which nothing is known but how long it has taken."""
     started = time.monotonic()
-    return Patience(lambda: f"{what}: {clock(time.monotonic() - started)} so far")
+    return closing(Patience(lambda: f"{what}: {clock(time.monotonic() - started)} so far"))
 
 
 def clock(seconds: float) -> str:

@@ -92,7 +92,8 @@ class Numbered:
     def __len__(self) -> int:
         if isinstance(self.says, int):
             return self.says
-        raise self.says if isinstance(self.says, Exception) else TypeError("no length")
+        # A new one each time: one that the case kept would hold the frames it was raised through, and with them a job.
+        raise type(self.says)(*self.says.args) if isinstance(self.says, Exception) else TypeError("no length")
 
     def __iter__(self) -> Iterator[Any]:
         if not self.is_restored:

@@ -7,20 +7,16 @@ from typing import Any
 
 from stretto import (
     ACCO,
-    DDP,
     DPU,
     Clock,
-    DiLoCo,
-    LocalSGD,
     Phase,
-    Strategy,
     Switching,
-    WeightPrediction,
     ZeRO1,
 )
 from stretto.engine.runtime import Pending
 from tests.processes import run_ranks
 from tests.sharded.jobs import (
+    STRATEGIES,
     WORLD_SIZE,
     Case,
     Outcome,
@@ -34,23 +30,13 @@ from tests.sharded.jobs import (
 )
 from tests.sharded.test_laws import tolerance
 
-TAKE_TURNS: tuple[Strategy, ...] = (
-    DDP(),
-    ZeRO1(),
-    DPU(),
-    WeightPrediction(),
-    ACCO(),
-    LocalSGD(0.34),
-    DiLoCo(interval=2, fragments=1, delay=1),
-)
-
 
 def plans(wires: Sequence[str | None]) -> list[Switching]:
     """Three strategies each, so that every one takes over, and is taken over from."""
     draws = random.Random(f"plans {wires}")
     found = []
     for _ in range(4):
-        strategies, starts = draws.sample(TAKE_TURNS, 3), sorted(draws.sample(range(1, 5), 2))
+        strategies, starts = draws.sample(STRATEGIES, 3), sorted(draws.sample(range(1, 5), 2))
         phases = {}
         for start, strategy in zip((0, *starts), strategies, strict=True):
             wire = draws.choice([one for one in wires])

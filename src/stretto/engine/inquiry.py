@@ -130,9 +130,8 @@ class Inquiry:
             missing = [rank for rank in self._asked if rank not in answers]
             # Some rank closed its connections. If only one has not answered, it is that one: no need to wait.
             is_one_left = kind is PeerFailed and len(missing) == 1 and watcher.lost is None and not closed
-            if (
-                not missing and len(set(waits.values())) > 1
-            ):  # one of them waits for others that are not asked here
+            if not missing and len(set(waits.values())) > 1:
+                # One of them waits for others, which are not asked here.
                 missing = [rank for rank in watcher.others if rank not in answers]
             if not missing or is_one_left or time.monotonic() > deadline:
                 break

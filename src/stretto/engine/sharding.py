@@ -165,9 +165,8 @@ def _mesh_of(model: object) -> DeviceMesh:
             f"model: with mesh=..., expected one that fully_shard has sharded inside the node, found {found}: call "
             "fully_shard(model, mesh=mesh['shard']) before the optimizer and DataParallel, or leave mesh out"
         )
-    for (
-        module
-    ) in model.modules():  # FSDP2 leaves the root gathered after a forward pass without a backward one
+    # FSDP2 leaves the root gathered after a forward pass without a backward one.
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     meshes: list[DeviceMesh] = []

@@ -116,10 +116,12 @@ class Exchange:
         self.contributed = [wire.of(layout.sets[b.set_index].accumulation_dtype) for b in layout.buckets]
         """The format of contributions, by bucket."""
         self.scratch = Scratch()
-        order = sorted(layout.buckets, key=lambda bucket: (bucket.set_index, bucket.start))
-        places = {bucket: place for place, bucket in enumerate(order)}
-        self._places = [places[bucket] for bucket in layout.buckets]
-        self._numels = [[b.numel for b in order if b.set_index == index] for index in range(len(layout.sets))]
+        order = layout.flat_order()
+        self._places = sorted(range(len(order)), key=order.__getitem__)
+        buckets = [layout.buckets[place] for place in order]
+        self._numels = [
+            [b.numel for b in buckets if b.set_index == index] for index in range(len(layout.sets))
+        ]
 
     def over(self, layout: Layout) -> Self:
         """Return an exchange of averages, of the same kind on the same group, over another layout."""

@@ -89,10 +89,8 @@ def rest_of(
         batches: An iterator of it.
     """
     votes = [Vote(vote) for vote in restored["votes"]]
-    if votes and isinstance(
-        loader, EchoLoader
-    ):  # its next iterator begins another; of any other one has been made
-        leave(loader)
+    if votes and isinstance(loader, EchoLoader):
+        leave(loader)  # its next iterator begins another pass; any other loader has just made one
     return (iter(()) if votes or restored["is_exhausted"] else batches), votes
 
 

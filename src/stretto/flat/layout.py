@@ -144,6 +144,11 @@ class Layout:
         """
         return dataclasses.replace(self, buckets=tuple(_by_arrival(self.slots, self.buckets, arrival)))
 
+    def flat_order(self) -> list[int]:
+        """Return the indices of the buckets in flat order, set by set."""
+        starts = [(bucket.set_index, bucket.start) for bucket in self.buckets]
+        return sorted(range(len(starts)), key=starts.__getitem__)
+
     def slots_of_set(self, set_index: int) -> list[Slot]:
         """Return the slots of one flat set in flat order."""
         return [slot for slot in self.slots if slot.set_index == set_index]

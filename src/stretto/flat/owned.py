@@ -63,8 +63,7 @@ class Owned:
         """Of the flat set, by bucket."""
         self.offsets = [bucket.start // num_owners for bucket in layout.buckets]
         """First element in the set's tensor of slices, by bucket."""
-        starts = [(bucket.set_index, bucket.start) for bucket in layout.buckets]
-        self._flat_order = sorted(range(len(starts)), key=starts.__getitem__)
+        self._flat_order = layout.flat_order()
         self._numels = [flat.numel // num_owners for flat in layout.sets]
         self.numel = sum(self._numels)
         self.blocks = [

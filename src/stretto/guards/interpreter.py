@@ -184,12 +184,14 @@ class GuardInterpreter:
         return f"rank {self._replica.rank}, update {self._progress.step + 1}"
 
     def _replace(self, parts: Sequence[Part]) -> dict[Part, int]:
-        # Ranks that share an optimizer hold the same anchors; ranks that step alone do not meet here.
-        has_anchors = not self._is_replicated and any(self._replica.anchors(waits=False))
-        if not (self._has_copies or has_anchors or parts):
-            return {}
-        copies = "all" if self._has_copies else "anchor" if has_anchors else ""
-        return self._mending.replace(parts, copies, self._differences)
+        if not self._has_copies:
+            # Ranks that share an optimizer hold the same anchors; ranks that step alone do not meet here.
+            has_anchors = not self._is_replicated and any(self._replica.anchors(waits=False))
+            if lost := [part for part in parts if not (has_anchors and part.site == "anchor")]:
+                self._mending.give_up(lost)
+            if not has_anchors:
+                return {}
+        return self._mending.replace(parts, self._differences)
 
     def _parts(self, flight: Flight | None) -> Iterator[tuple[Part, Tensor]]:
         """Yield every part that is equal on all ranks, in the same order on all ranks.

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -36,16 +37,12 @@ class Mending:
         self._where = where
 
     def replace(
-        self,
-        parts: Sequence[Part],
-        copies: str,
-        differences: Callable[[Sequence[Sealable]], Sequence[Difference]],
+        self, parts: Sequence[Part], differences: Callable[[Sequence[Sealable]], Sequence[Difference]]
     ) -> dict[Part, int]:
         """Replace this rank's damaged parts by those of other ranks, and send healthy parts to ranks that need them.
 
         Args:
-            parts: Damaged on this rank; all ranks must call.
-            copies: Of which parts other ranks hold the same: "all", those of one site, or "" for none.
+            parts: Damaged on this rank, of which other ranks hold the same; all ranks must call.
             differences: Looks whether parts are as they were sealed.
 
         Returns:
@@ -54,7 +51,6 @@ class Mending:
         Raises:
             StateCorrupt: No other rank holds a part undamaged.
         """
-        self._give_up([part for part in parts if copies not in ("all", part.site)])
         names = json.dumps(parts).encode() if parts else b""
         damaged = [
             {Part(*fields) for fields in json.loads(record)} if record else set()
@@ -67,11 +63,11 @@ class Mending:
         for part in wanted:
             healthy = [rank for rank, of_rank in enumerate(damaged) if part not in of_rank]
             if not healthy:
-                self._give_up([part])
+                self.give_up([part])
             onto = tuple(rank for rank, of_rank in enumerate(damaged) if part in of_rank)
             sources[part] = self._exchange.numbers[healthy[0]]
             self.copy(part, self._seals.tensor(part), healthy[0], onto, is_as_sealed=True)
-        self._give_up([difference.part for difference in differences(Inspect().what)])
+        self._check(differences(Inspect().what))
         return sources
 
     def publish(self, part: Part) -> None:
@@ -81,7 +77,7 @@ class Mending:
             self._replica.sharded.publish(buffer.flats)
             fresh = {Part(SHOWN, f"set {index}"): flat for index, flat in enumerate(buffer.flats)}
             self._seals.tensor(part).copy_(fresh[part])
-        self._give_up([difference.part for difference in self._seals.differences([part])])
+        self._check(self._seals.differences([part]))
 
     def clear(self, part: Part) -> None:
         """Set a damaged part to zero."""
@@ -99,10 +95,14 @@ class Mending:
         if is_wanted and not is_as_sealed:
             self._seals.renew(part)
 
-    def _give_up(self, parts: Sequence[Part]) -> None:
-        if parts:
-            raise StateCorrupt(
-                f"{self._where()}: damaged beyond mending: {'; '.join(map(str, parts))}; expected what the last update "
-                "left there, and no other rank holds it undamaged; go on from the last checkpoint",
-                ranks=[self._replica.rank],
-            )
+    def give_up(self, parts: Sequence[Part]) -> NoReturn:
+        """Raise `StateCorrupt` for parts that nothing can restore."""
+        raise StateCorrupt(
+            f"{self._where()}: damaged beyond mending: {'; '.join(map(str, parts))}; expected what the last update "
+            "left there, and no other rank holds it undamaged; go on from the last checkpoint",
+            ranks=[self._replica.rank],
+        )
+
+    def _check(self, differences: Sequence[Difference]) -> None:
+        if differences:
+            self.give_up([difference.part for difference in differences])

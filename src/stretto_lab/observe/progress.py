@@ -5,7 +5,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from stretto.records import Incident, Update
@@ -63,7 +63,7 @@ class Progress(Observer):
     @contextmanager
     def watched(self) -> Iterator[Self]:
         """Let no more than some seconds pass without a line, for the length of the block."""
-        with Patience(self._still) as self._patience:
+        with closing(Patience(self._still)) as self._patience:
             yield self
 
     def waits(self, what: str) -> None:

@@ -302,9 +302,8 @@ def _of_all(ranks: Ranks, own: Machine, least_seconds: float) -> Machine:
     ]
     work = [own.forward_seconds, own.backward_seconds, own.step_seconds, *own.exchange_seconds.values()]
     of_ranks = ranks.gather([least_seconds, own.jitter, *work, own.load_seconds, *links, -own.cores])
-    rows = of_ranks.view(own.ranks, own.shards, -1).amax(
-        1
-    )  # ranks of shards wait for each other in every pass
+    # Ranks of shards wait for each other in every pass.
+    rows = of_ranks.view(own.ranks, own.shards, -1).amax(1)
     slowness, longest = by_speed(rows[:, 0], rows[:, 2 : 2 + len(work)])
     forward, backward, step, *exchanges = longest.tolist()
     load, per_bit, latency, per_bit_inside, latency_inside, cores = rows[:, -6:].amax(0).tolist()

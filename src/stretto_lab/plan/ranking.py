@@ -314,8 +314,8 @@ def plan(job: PlanConfig[TaskT], ranks: Ranks, *, prices_all: bool = True) -> li
                 prices_all=prices_all,
                 ranks_per_node=job.ranks_per_node,
                 wire=None if job.wire == Options().wire else job.wire,
-                clock=job.clock
-                or ("auto" if job.echo == "none" else None),  # an echo plans over fixed counts
+                # An echo plans over fixed counts.
+                clock=job.clock or ("auto" if job.echo == "none" else None),
                 stages=stages,
             )
             for machine in job.machines(measured)

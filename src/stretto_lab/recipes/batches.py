@@ -240,9 +240,8 @@ def reshard(
     consumed = [state["consumed"] for state in states]
     deal = _deal_of(states[0]).again(consumed, world_size, update or world_size)
     told = sorted(tuple(one) for state in states for one in state.get("begun", ()))
-    begun = [
-        [place, given] for place, given in dict(told).items() if deal.leaves(place)
-    ]  # who gave most, tells last
+    # Who gave most, tells last.
+    begun = [[place, given] for place, given in dict(told).items() if deal.leaves(place)]
     return {
         **states[0],
         **({"begun": begun} if "begun" in states[0] else {}),
