@@ -1,5 +1,7 @@
 """A checkpoint of replicas that differ: exact where it can be, their mean everywhere else."""
 
+import copy
+import random
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,8 +10,15 @@ import pytest
 import torch
 
 from stretto import DDP, LocalSGD, Options
+from stretto.averaging.mean import ReplicaMean
+from stretto.exchange import FP32, Exchange
+from stretto.flat import plan_layout
+from stretto.groups import SoloGroup
+from stretto.optimizer import ShardedOptimizer, piece_states
+from stretto.optimizer.settings import read_hyperparameters
 from tests.checkpoint.jobs import SAVED_AT, Case, Job, differing
 from tests.checkpoint.test_continuation import Three, check, three
+from tests.optimizer.owners import OPTIMIZERS, gradients_for, groups_of, model_of, reduced
 from tests.processes import run_ranks
 
 WIRE = Options(bucket_bytes=4096, wire="bf16", allow_unused=True)
@@ -87,3 +96,34 @@ def test_evaluating_and_saving_change_nothing(tmp_path: Path) -> None:
     job.save(tmp_path)
     job.parallel.state_dict()
     assert differing(straight, job.train().holds()) == []
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_replica_comes_back_in_whatever_order_its_buckets_go(name: str) -> None:
+    for seed in range(20):
+        draws, model = random.Random(seed), model_of(seed)
+        optimizer = OPTIMIZERS[name](groups_of(list(model.parameters())))
+        bucket_bytes = draws.choice([256, 1024, 4096])
+        layout, parameters = plan_layout(
+            model, optimizer, world_size=1, bucket_bytes=bucket_bytes, widen=True
+        )
+        layout = layout.filled_by(draws.sample(range(len(layout.slots)), len(layout.slots)))
+        saved, loaded = (
+            ShardedOptimizer(layout, parameters, optimizer, rank=0, num_owners=1) for _ in range(2)
+        )
+        for step in range(3):
+            unused = {
+                slot.name for slot in layout.slots if draws.random() < 0.3
+            }  # cuts segments in its own way
+            saved.step(
+                reduced(saved, gradients_for(layout, step, unused)), read_hyperparameters(optimizer), 1.0
+            )
+        exchange = Exchange(SoloGroup(), layout, FP32, lambda work, what: None)
+        state = copy.deepcopy(ReplicaMean(exchange, saved).state_dict())
+        ReplicaMean(exchange, loaded).load_state_dict(state)
+        assert all(map(torch.equal, saved.masters.flats, loaded.masters.flats)), seed
+        before, after = dict(piece_states(saved)), dict(piece_states(loaded))
+        for piece in saved.pieces:
+            assert before[piece].keys() == after[piece].keys(), seed
+            for key, value in before[piece].items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[piece][key])), (seed, key)
