@@ -83,3 +83,9 @@ def test_unknown_name_is_answered_with_the_known_ones() -> None:
         match="'zero3'; there are ddp, zero1, dpu, wp, acco, average, local, diloco, paft-sync, paft-dyn",
     ):
         strategy_by_name("zero3")
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_total_of_nothing_is_refused_where_it_is_made(number: int) -> None:
+    with pytest.raises(ConfigError, match=f"micro_batches must be at least 1, found {number}"):
+        Total(number)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from stretto.errors import ConfigError
 from stretto.exchange import WIRES, PackedWire, Wire
-from stretto.fields import check_fields, did_you_mean, is_count
+from stretto.fields import check_at_least, check_fields, did_you_mean, is_count
 from stretto.noise import Noise
 from stretto.strategies import Strategy
 from stretto.strategies.ledger import Ledger
@@ -225,10 +225,11 @@ class Total:
     """
 
     micro_batches: int
-    """At least as many as the strategy needs on every rank."""
+    """At least 1, and as many as the strategy needs on every rank."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_at_least(self, micro_batches=1)
 
     def of(self, rank: int, world_size: int) -> int:
         """Return how many of them a rank has."""
@@ -289,8 +290,8 @@ def plan_quota(
         if (least := micro_batches.of(world_size - 1, world_size)) < rounds:
             raise ConfigError(
                 f"{strategy.name} needs at least {rounds} micro-batches per rank and update, and {micro_batches} "
-                f"leaves {least} to a rank of {world_size}: expected at least {rounds * world_size}, each smaller to "
-                "keep the batch, or fewer ranks"
+                f"leaves {least} to a rank of {world_size}: expected at least {rounds * world_size}, or fewer "
+                "ranks; with smaller micro-batches the batch stays as large as it is"
             )
         micro_batches = micro_batches.of(rank, world_size)
     if not isinstance(micro_batches, Clock) and not is_count(micro_batches, 1):
