@@ -151,8 +151,8 @@ def demonstrate(config: DemoConfig, ranks: Ranks, log: Callable[[str], None]) ->
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"out={out}: expected a folder that is new or empty; name another one")
     log(
-        f"{len(arms_of(config)) * config.seeds} runs of {config.updates} updates; how long all take is known after the "
-        "first, which meets no hazard"
+        f"{len(arms_of(config)) * config.seeds} runs of {config.updates} updates; after the first one, which meets no "
+        "hazard, there is an estimate of how long all take"
     )
     device = device_of(config.device, 0, ranks.local_world_size)
     content: dict[str, Any] = {
