@@ -194,7 +194,9 @@ def train_at(
         start = TrainState.restore(run, task, handle, context.term)
         if budget is not None:
             budget.go_on(start.step or 0, start.samples)
+        saves = Saves(run, task, handle, totals, context.term)
         if progress is not None:
+            progress.lands_when(lambda: saves.is_stopped)
             if start.step:
                 progress.doing(f"going on after update {start.step}")
             for note in start.notes:
@@ -208,7 +210,7 @@ def train_at(
             handle,
             _plan(run, budget),
             observers=observers,
-            saves=Saves(run, task, handle, totals, context.term),
+            saves=saves,
             stopwatch=stopwatch,
             totals=totals,
         )
