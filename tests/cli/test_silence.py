@@ -109,8 +109,9 @@ def test_patience_speaks_after_silence_and_again(
         asked.put(time.monotonic())
         return "still there"
 
+    started = time.monotonic()
     with closing(Patience(line)):
-        moments = [time.monotonic() - 0.01, *(asked.get(timeout=60) for _ in range(3))]
+        moments = [started, *(asked.get(timeout=60) for _ in range(3))]
     assert all(after - before >= 0.04 for before, after in itertools.pairwise(moments))
     assert capsys.readouterr().out.count("still there") in (2, 3)  # the last one may be yet to come
 

@@ -204,7 +204,7 @@ def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how
         *loading,
         "zero1 on 2 workers (cpu), run\n",
         "starting the workers\n",
-        "workers have started on cpu: reading the data and building the model\n",
+        "workers have started on cpu: reading data, building the model\n",
     ]
     assert re.fullmatch(r"data and model are ready: [\d,]+ parameters\n", ready)
     assert evaluated.startswith("held-out loss 1.")

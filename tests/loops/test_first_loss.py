@@ -21,6 +21,11 @@ FORMS: dict[str, Scale] = {
     "one of two": lambda scaler, loss: loss + scaler.scale(loss).reshape(()),
     "widened": lambda scaler, loss: scaler.scale(loss).double(),
 }
+WAYS: list[Callable[[st.DataParallel, Tensor], object]] = [
+    lambda parallel, loss: parallel.backward(loss),
+    lambda parallel, loss: parallel.micro_batch(lambda _: loss, torch.ones(2, 4)),
+    lambda parallel, loss: parallel.accumulate(loss),
+]
 STRATEGIES = (st.ZeRO1(), st.ACCO(), st.DDP(), st.LocalSGD())
 
 
@@ -39,14 +44,9 @@ def test_a_scaled_loss_is_refused_and_the_scaler_named(form: str, seed: int) -> 
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     model, parallel = job(draw.choice(STRATEGIES))
     loss = FORMS[form](scaler, model(torch.ones(2, 4)).square().mean())
-    way = draw.choice(["backward", "micro_batch", "accumulate"])
+    way = draw.choice(WAYS)
     with pytest.raises(UsageError, match=rf"step 0.*GradScaler .* by {re.escape(str(scale))},.*bfloat16"):
-        if way == "backward":
-            parallel.backward(loss)
-        elif way == "micro_batch":
-            parallel.micro_batch(lambda _: loss, torch.ones(2, 4))
-        else:
-            parallel.accumulate(loss)
+        way(parallel, loss)
 
 
 @pytest.mark.parametrize("seed", range(8))

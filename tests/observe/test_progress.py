@@ -147,6 +147,20 @@ def test_a_title_of_any_length_leaves_the_frame_as_wide_as_it_is(kind: str) -> N
         assert shown.startswith(title[: width - 10].rstrip("─ ")), (title, first)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_panel_of_a_stage_says_what_is_done_and_how_far(seed: int) -> None:
+    draw = random.Random(seed)
+    what = " ".join("x" * draw.randint(1, 9) for _ in range(draw.randint(1, 20)))
+    stages = Stages("plan", is_shown=False)
+    stages.begin(what, draw.randint(0, 5))
+    console = Console(file=io.StringIO(), width=draw.randint(40, 100))
+    console.print(stages, end="")
+    text = console.file.getvalue()
+    assert " ".join(text.replace("│", " ").partition("╮")[2].replace("━", " ").split()).startswith(
+        f"{what}: 0"
+    )
+
+
 def test_a_stop_and_an_update_that_takes_long_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = [100.0], [False]
     monkeypatch.setattr("stretto_lab.observe.progress.time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -50,7 +50,7 @@ from stretto_lab.doctor import Examination, Report, examine_rank
 from stretto_lab.estimate import EstimateConfig
 from stretto_lab.observe import Stages, print_campaign, print_comparison, print_demo, replace_json
 from stretto_lab.page import PAGE, ReportConfig, page_of, report
-from stretto_lab.patience import waiting
+from stretto_lab.patience import fold, waiting
 from stretto_lab.plan import PlanConfig
 from stretto_lab.recipes import RECIPES, OverFiles, TaskConfig, recipe
 from stretto_lab.reproduce import ReproduceConfig
@@ -249,7 +249,7 @@ def _show(folder: str | None) -> None:
 
 
 def _print_line(line: str) -> None:
-    print(line, flush=True)  # a pipe, too, shall see it at once
+    print(fold(line), flush=True)  # a pipe, too, shall see it at once
 
 
 def _log(ranks: Ranks) -> Callable[[str], None]:

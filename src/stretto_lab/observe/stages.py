@@ -107,16 +107,18 @@ class Stages:
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """Draw the panel; rich calls this several times a second."""
-        from rich.console import Group
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
+        from rich.table import Table
         from rich.text import Text
 
         done = time.monotonic() - self._started if self._is_timed else self._done
         share = min(1.0, done / self._total) if self._total else 0.0
-        text = Group(ProgressBar(total=1.0, completed=share), Text(self.line))
+        rows = Table.grid(expand=True)  # a bar does not end its line
+        rows.add_row(ProgressBar(total=1.0, completed=share))
+        rows.add_row(Text(self.line))
         width = max(1, options.max_width - len("^C"))
-        yield Panel(text, title=fitting(self._title, width), title_align="left", width=width)
+        yield Panel(rows, title=fitting(self._title, width), title_align="left", width=width)
 
 
 def fitting(title: str, width: int) -> "Text":

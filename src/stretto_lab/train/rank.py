@@ -173,7 +173,7 @@ def train_at(
 ) -> Outcome:
     """Train on a rank that has joined the others, and show it as `progress`; the rest is as for `train_rank`."""
     if progress is not None:
-        progress.doing(f"workers have started on {context.device}: reading the data and building the model")
+        progress.doing(f"workers have started on {context.device}: reading data, building the model")
     budget = budget_of(run, context.world_size)
     length = None if budget is None else budget.length
     task = run.task.build(context.rank, context.world_size, run.seed, length)
