@@ -212,6 +212,20 @@ def test_the_start_is_told_step_by_step_and_ctrl_c_ends_all_workers_and_says_how
     assert shown.splitlines()[-1] == last
 
 
+def test_ctrl_c_lets_a_run_that_survives_losses_land_and_save_too() -> None:
+    words = ["train", TINY, "--updates", "100000", "--run-dir", "run", "--no-tensorboard"]
+    with with_imports_made([*words, "--workers", "3", "--survive"]) as run:
+        try:
+            next(line for line in run.stdout if line.startswith("update 1/"))
+            os.killpg(run.pid, signal.SIGINT)
+            shown, complaint = run.communicate()
+        finally:
+            run.kill()
+    assert (run.returncode, complaint) == (130, "interrupted\n")
+    assert shown.splitlines()[-1] == "go on with it: stretto resume run"
+    assert len([*Path("run", "checkpoints").iterdir()]) == 1
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_after_a_resume_shares_and_rates_are_of_what_they_say(
     seed: int, capsys: pytest.CaptureFixture[str]

@@ -59,7 +59,7 @@ class Progress(Observer):
         self._live: Any = None
         self._last_line = -math.inf
         self._shown_step = -1
-        self._doing, self._since = "", time.monotonic()
+        self._doing, self._since = "getting ready", time.monotonic()
         self._patience: Patience | None = None
         self._is_stopped: Callable[[], bool] = bool
 
@@ -67,7 +67,11 @@ class Progress(Observer):
     def watched(self) -> Iterator[Self]:
         """Let no more than some seconds pass without a line, for the length of the block."""
         with closing(Patience(self._still)) as self._patience:
-            yield self
+            try:
+                yield self
+            finally:
+                if self._live is not None:  # what is told next comes after the panel
+                    self._live.stop()
 
     def waits(self, what: str) -> None:
         """Hear what is waited for; it is told only where that takes long."""
