@@ -342,7 +342,7 @@ def _complain(report: Mapping[str, Any], words: Sequence[str]) -> int:
     for alarm in report["alarms"]:
         print(f"false alarm: {alarm}")
     for broken in report["broken"]:
-        print(f"broken promise: {broken['story']}")
+        _print_line(f"broken promise: {broken['story']}")
         print(f"replay: stretto campaign {shlex.join([*words, '--only', str(broken['number'])])}")
     return BROKEN if report["broken"] or report["alarms"] else 0
 
@@ -351,10 +351,11 @@ def _repeat(campaign: CampaignConfig[TaskConfig], number: int) -> int:
     with waiting("repeating the fault"):
         judgement = repeat_fault(campaign, number)
     drawn = judgement.drawn
-    print(f"fault {number}: {drawn.fault} in {drawn.job}, moment {drawn.moment:.3f}")
+    _print_line(f"fault {number}: {drawn.fault} in {drawn.job}, moment {drawn.moment:.3f}")
     print(f"promised: {drawn.promise.summary}")
     print(f"on {'real' if judgement.is_real else 'virtual'} workers, unguarded: {judgement.harm}")
-    print(judgement.story)
+    for line in judgement.story.splitlines():
+        _print_line(line)
     return 0 if judgement.violation is None else BROKEN
 
 
