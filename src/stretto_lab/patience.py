@@ -63,5 +63,8 @@ def clock(seconds: float) -> str:
 
 
 def fold(text: str) -> str:
-    """Return `text` in lines that fit into a terminal; words, paths among them, stay whole."""
-    return textwrap.fill(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
+    """Return `text` in lines that fit into a terminal; its own line ends stay, and words stay whole."""
+    return "\n".join(
+        textwrap.fill(line, COLUMNS, break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    )

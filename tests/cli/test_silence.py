@@ -17,7 +17,7 @@ import pytest
 
 from stretto_lab.cli.help import COMMANDS
 from stretto_lab.observe import Stages
-from stretto_lab.patience import COLUMNS, SECONDS, Patience, clock
+from stretto_lab.patience import COLUMNS, SECONDS, Patience, clock, fold
 from tests.style.source import ROOT, package_files
 
 LAW = 10.0
@@ -133,6 +133,16 @@ def test_what_patience_says_fits_into_a_terminal(
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= COLUMNS == 80
     assert shown.split() == " ".join(texts).split()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_line_is_folded_between_words_and_keeps_its_own_ends(seed: int) -> None:
+    draw = random.Random(seed)
+    lines = [" ".join("x-" * draw.randint(1, 30) for _ in range(draw.randint(0, 12))) for _ in range(4)]
+    folded = fold("\n".join(lines)).split("\n")
+    assert all(len(line) <= COLUMNS for line in folded)
+    assert " ".join(folded).split() == " ".join(lines).split()
+    assert folded == [part for line in lines for part in fold(line).split("\n")]
 
 
 def test_stages_say_what_how_far_and_how_long_still(
