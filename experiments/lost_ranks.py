@@ -128,18 +128,30 @@ def drawn(seed: int) -> Trial:
     )
 
 
-class Job:
-    """One rank's job in one term."""
+class Built:
+    """What a process builds before it gives its name; nobody waits for that."""
 
-    def __init__(self, strategy: str, group: ProcessGroup | None) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(
             nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
         )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.003)
+
+
+class Job:
+    """One rank's job in one term."""
+
+    def __init__(self, strategy: str, group: ProcessGroup | None, built: Built) -> None:
+        self.model = built.model
         options = st.Options(silent_seconds=SILENT_SECONDS, timeout_seconds=60.0, bucket_bytes=4096)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.003)
         self.parallel = st.DataParallel(
-            self.model, optimizer, STRATEGIES[strategy](), micro_batches=TOTAL, group=group, options=options
+            self.model,
+            built.optimizer,
+            STRATEGIES[strategy](),
+            micro_batches=TOTAL,
+            group=group,
+            options=options,
         )
         self.numbers = Numbered(self.parallel.rank, self.parallel.world_size, TOTAL)
 
@@ -162,9 +174,11 @@ def live(trial: Trial, node: int, said: Path) -> None:
         with said.open("a") as file:
             file.write(json.dumps({"at": time.monotonic(), **line}) + "\n")
 
+    built = Built()
+
     def train(term: st.Term) -> list[float]:
         tell(begins=term.number)
-        job = Job(trial.strategy, term.group)
+        job = Job(trial.strategy, term.group, built)
         restored = term.go_on(job.parallel, loader=job.numbers)
         if restored is not None and len(restored.loader_states) != term.world_size:
             job.numbers.deal(restored.loader_states)
@@ -487,7 +501,7 @@ def apart(trial: Trial, folder: Path, calm: list[float]) -> Verdict:
 
 def calm_model() -> list[float]:
     """Return the parameters of the job on one rank to which nothing happens."""
-    return Job("zero1", None).train(0.0, lambda _: None)
+    return Job("zero1", None, Built()).train(0.0, lambda _: None)
 
 
 def main(words: Sequence[str] | None = None) -> int:
