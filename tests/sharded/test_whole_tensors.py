@@ -29,29 +29,51 @@ from tests.sharded.jobs import (
     unsharded,
     whole,
 )
-from tests.sharded.test_laws import plainly
+from tests.sharded.test_laws import plainly, tolerance
 from tests.sharded.test_saved import committed, go_on
 
-ROUNDED = 2**-5
-"""Of what training has changed. Muon takes five steps of three products each in bfloat16, which rounds to 2**-9: less
-than sixteen of these."""
 
-
-def beside_adamw(kind: type[torch.optim.Optimizer], prefixes: tuple[str, ...], model: nn.Module) -> Any:
-    """An optimizer for the matrices whose names begin so, and AdamW for the rest."""
+def beside(other: Any, kind: type[torch.optim.Optimizer], prefixes: tuple[str, ...], model: nn.Module) -> Any:
+    """An optimizer for the matrices whose names begin so, and another one for the rest."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     chosen = {name: p for name, p in trained.items() if p.ndim == 2 and name.startswith(prefixes)}
     rest = [p for name, p in trained.items() if name not in chosen]
-    return as_one([kind(chosen.values(), lr=0.02), torch.optim.AdamW(rest, lr=0.01)])
+    return as_one([kind(chosen.values(), lr=0.02), other(rest)])
 
 
-muon = functools.partial(beside_adamw, torch.optim.Muon, ("mix", "back"))
+class Normed(torch.optim.Optimizer):
+    """Momentum in steps of one length, in float32: as Muon it needs whole matrices, and rounds less."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is None:
+                    continue
+                state = self.state[one]
+                if not state:
+                    state["velocity"] = torch.zeros_like(one)
+                velocity = state["velocity"].mul_(0.9).add_(one.grad)
+                one.sub_(group["lr"] * velocity / velocity.norm())
+
+
+adamw = functools.partial(torch.optim.AdamW, lr=0.01)
+muon = functools.partial(beside, adamw, torch.optim.Muon, ("mix", "back"))
+normed = functools.partial(
+    beside, functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9), Normed, ("mix", "back")
+)
+INT8 = 0.02
+"""A tenth of what training changes: blocks are cut elsewhere, and int8 rounds to a 254th of the largest in each."""
 PACKED = Options(bucket_bytes=512, wire="int8", clip_norm=0.5)
 CASES = {
-    **{one.name: Case(strategy=one, optimizer=muon) for one in STRATEGIES},
-    "zero1, rows that do not divide": Case(optimizer=muon, width=11),
-    "acco on int8": Case(strategy=ACCO(), optimizer=muon, options=PACKED),
-    "diloco on int8": Case(strategy=DiLoCo(interval=2, fragments=2), optimizer=muon, options=PACKED),
+    **{one.name: Case(strategy=one, optimizer=normed) for one in STRATEGIES},
+    "zero1, rows that do not divide": Case(optimizer=normed, width=11),
+    "acco, rows that do not divide": Case(strategy=ACCO(), optimizer=normed, width=11),
+    "acco on int8": Case(strategy=ACCO(), optimizer=normed, options=PACKED),
+    "diloco on int8": Case(strategy=DiLoCo(interval=2, fragments=2), optimizer=normed, options=PACKED),
 }
 
 
@@ -59,8 +81,9 @@ def as_others_do(rank: int) -> dict[str, float]:
     """How far each job is from what it should be equal to."""
     found = {}
     for name, case in CASES.items():
-        found[f"{name}, nodes of one shard"] = run_sharded(case, rank, WORLD_SIZE, 1).distance(
-            run_whole(case, rank)
+        one = dataclasses.replace(case, optimizer=muon)
+        found[f"{name}, nodes of one shard"] = run_sharded(one, rank, WORLD_SIZE, 1).distance(
+            run_whole(one, rank)
         )
     for strategy in (DDP(), ZeRO1()):
         case = Case(strategy=strategy, optimizer=muon, micro_batches=1)
@@ -91,19 +114,19 @@ def test_guards_repeat_steps_over_shards_and_find_them_equal() -> None:
 
 
 def two_nodes_of_two(rank: int) -> dict[str, tuple[float, float]]:
-    """How far each job is from ranks with whole models, and how far these move."""
+    """How far each job is from ranks with whole models, and how far it may be."""
     found = {}
     for name, case in CASES.items():
         expected = run_whole(case, rank, nodes=2)
-        start = Outcome(values=whole(sharded(case, 2, 2)[0]), updates=[])
-        found[name] = run_sharded(case, rank, 2, 2).distance(expected), start.distance(expected)
+        allowed = INT8 if case.options is PACKED else 2 * tolerance(case, expected)
+        found[name] = run_sharded(case, rank, 2, 2).distance(expected), allowed
     return found
 
 
 def test_under_every_strategy_two_nodes_of_two_shards_train_as_two_ranks_with_whole_models() -> None:
     for found in run_ranks(WORLD_SIZE, two_nodes_of_two):
-        for name, (distance, moved) in found.items():
-            assert distance <= moved * (0.1 if "int8" in name else ROUNDED), name
+        for name, (distance, allowed) in found.items():
+            assert distance <= allowed, name
 
 
 SAVED = ("ddp", "zero1", "acco on int8", "local", "diloco on int8")
@@ -153,12 +176,12 @@ def test_a_checkpoint_is_gone_on_from_by_any_number_of_nodes_and_shards(tmp_path
             if shape == (2, 2):
                 assert distance == 0, name
             elif name in ("ddp", "zero1"):  # others have replicas, or roundings, of their own
-                assert distance <= at_checkpoint.distance(at_end) * ROUNDED, (name, shape)
+                assert distance <= 2 * tolerance(CASES[name], at_end), (name, shape)
 
 
 REFUSED = {
-    "shape": Case(optimizer=functools.partial(beside_adamw, torch.optim.Adafactor, ("mix",))),
-    "of its 3 rows": Case(optimizer=functools.partial(beside_adamw, torch.optim.Muon, ("few",))),
+    "shape": Case(optimizer=functools.partial(beside, adamw, torch.optim.Adafactor, ("mix",))),
+    "of its 3 rows": Case(optimizer=functools.partial(beside, adamw, torch.optim.Muon, ("few",))),
 }
 
 
