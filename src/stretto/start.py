@@ -212,8 +212,11 @@ def start(phases: Mapping[int, Parts], group: dist.ProcessGroup, sharding: "Shar
     try:
         return _start(phases, progress, failures, sharding)
     except BaseException as error:  # what only one rank cannot train is told to the others
-        failures.tell(error)
-        raise
+        cause = failures.cause_of(error)
+        failures.tell(cause)
+        if cause is error:
+            raise
+        raise cause from error
 
 
 def _start(
