@@ -186,11 +186,8 @@ def train_at(
 
     A process that has built its task before it joined gives that.
     """
-    if progress is not None:
-        follows = "" if task is not None else ": reading the data and building the model"
-        progress.doing(f"workers have started on {context.device}{follows}")
     budget = budget_of(run, context.world_size)
-    task = task or _built(run, context.rank, context.world_size)
+    task = _begun(context, run, progress, task)
     mesh = placed(task, run, context.device)
     if progress is not None:
         size = sum(parameter.numel() for parameter in task.model.parameters())
@@ -241,6 +238,14 @@ def train_at(
         seconds_before=start.training_seconds,
         faults_struck=rehearsal.struck,
     )
+
+
+def _begun(context: RankContext, run: RunConfig[TaskT], progress: Progress | None, task: Task | None) -> Task:
+    """Return the task, built here unless it has been built before."""
+    if progress is not None:
+        follows = "" if task is not None else ": reading the data and building the model"
+        progress.doing(f"workers have started on {context.device}{follows}")
+    return task or _built(run, context.rank, context.world_size)
 
 
 def _built(run: RunConfig[TaskT], rank: int, world_size: int) -> Task:
