@@ -124,7 +124,7 @@ def surviving_rank(
     lasting = run if run.clock is not None else dataclasses.replace(run, total_micro_batches=total)
     # Before the process gives its name: in a term all wait for each other.
     is_told = shows_progress and info.rank == 0
-    with waiting("reading the data and building the model") if is_told else nullcontext():
+    with waiting("reading data, building the model") if is_told else nullcontext():
         whole = _built(lasting, info.rank, info.world_size)
         whole.model.to(device)
 
@@ -205,7 +205,9 @@ def train_at(
         start = TrainState.restore(run, task, handle, context.term)
         if budget is not None:
             budget.go_on(start.step or 0, start.samples)
+        saves = Saves(run, task, handle, totals, context.term)
         if progress is not None:
+            progress.lands_when(lambda: saves.is_stopped)
             if start.step:
                 progress.doing(f"going on after update {start.step}")
             for note in start.notes:
@@ -219,7 +221,7 @@ def train_at(
             handle,
             _plan(run, budget),
             observers=observers,
-            saves=Saves(run, task, handle, totals, context.term),
+            saves=saves,
             stopwatch=stopwatch,
             totals=totals,
         )
@@ -243,7 +245,7 @@ def train_at(
 def _begun(context: RankContext, run: RunConfig[TaskT], progress: Progress | None, task: Task | None) -> Task:
     """Return the task, built here unless it has been built before."""
     if progress is not None:
-        follows = "" if task is not None else ": reading the data and building the model"
+        follows = "" if task is not None else ": reading data, building the model"
         progress.doing(f"workers have started on {context.device}{follows}")
     return task or _built(run, context.rank, context.world_size)
 
