@@ -184,7 +184,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 def take_over(job: Job, feed: Feed, old: Parts, new: Parts) -> None:
     """Let the strategy of `new` take over a job at rest; all ranks must call. See Note [A boundary]."""
     compute, model, before, progress = job.compute, job.model, job.exchange, job.comm.progress
-    compute.show_committed()  # what has landed since a checkpoint was loaded may show an estimate
+    compute.show_committed(meets=True)  # what has landed since a checkpoint was loaded may show an estimate
     held = hold(Continuation(job, feed, old.options, None), old.strategy.name, copies=False)
     progress.note([incident for one in model.listeners for incident in one.ended()])
     guards = [one for one in model.listeners if isinstance(one, GuardedRounds)]

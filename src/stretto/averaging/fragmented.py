@@ -33,6 +33,7 @@ from stretto.engine.report import RankReport, RoundReport, in_rank_order
 from stretto.engine.round import Round
 from stretto.engine.runtime import Pending, choose_runtime
 from stretto.engine.statistics import at, average_statistics, moved
+from stretto.engine.written import newest_at_rest
 from stretto.exchange import Exchange
 from stretto.optimizer import ShardedOptimizer
 from stretto.strategies.contract import Land, Launch, Look, Moment
@@ -129,9 +130,9 @@ class FragmentedReplica(LocalReplica):
         self._arrive()
         means = super().gather_committed(flats, statistics)
         # Where nobody has contributed since the departure, its averages are newer than what landed last.
-        newer = {} if self._arrived is None else self._arrived.averages
-        pairs = enumerate(zip(means, statistics.agreed, strict=True))
-        return [newer.get(index, mean) if mean is agreed else mean for index, (mean, agreed) in pairs]
+        if (trip := self._arrived) is None:
+            return means
+        return newest_at_rest(self.exchange, statistics, means, trip.snapshot, trip.averages)
 
     def agreed_optimizer(self, changed: bytes) -> ShardedOptimizer:
         """Return the optimizer, or where replicas differ a copy that holds their mean; all ranks must call."""

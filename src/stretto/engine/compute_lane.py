@@ -290,8 +290,6 @@ class ComputeLane:
 
     def before_micro_batch(self) -> None:
         """Take off if a round is ready; called before every training forward and backward pass."""
-        if self.model.held_back is not None:
-            self.model.train_on(self.where)
         if not self._is_checked:
             self.model.check_unwritten(self.where)
             self._is_checked = True
@@ -318,8 +316,6 @@ class ComputeLane:
         self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
     ) -> Update | None:
         """Count one micro-batch whose gradients have arrived, unless it may lack any; close and land full rounds."""
-        if self.model.held_back is not None:
-            self.model.train_on(self.where)
         self.take_off_if_ready()
         if weight > 0 and not (self.accumulation.has_arrived or lacks):
             self.model.check_complete(self.where)
@@ -348,13 +344,17 @@ class ComputeLane:
         return self._land()
 
     def take_off_if_ready(self) -> None:
-        """Hand over the ready round, if there is one, and begin the next."""
+        """Hand over the ready round, if there is one, and begin the next; training goes on, or ends."""
+        if self.model.held_back is not None:
+            self.model.train_on(self.where)
         ready, self._ready = self._ready, None
         if ready is None:
             return
         self.course.enter(Stage.IN_FLIGHT)
         if self.overlaps:
             self.check_untouched()
+            if self.statistics.names:
+                self.statistics.took_off(ready.statistics)
         if self.course.at_boundary:
             self._hyperparameters = read_hyperparameters(self.model.optimizer)
         ready = dataclasses.replace(ready, vote=self.course.vote, hyperparameters=self._hyperparameters)

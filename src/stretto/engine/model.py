@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from stretto.engine.buffers import Buffer
 from stretto.engine.options import BufferChoices
 from stretto.engine.round import Listener, Shown
-from stretto.engine.statistics import Statistics
+from stretto.engine.written import WrittenStatistics
 from stretto.errors import ParametersTouched
 from stretto.flat import Layout
 from stretto.optimizer import Schedule, members_of
@@ -26,6 +26,8 @@ class Held:
     parameters: list[Tensor] | None
     """One per parameter; None to leave the parameters as they are."""
     statistics: list[Buffer]
+    instead: list[Buffer]
+    """The buffers that are shown in the place of these."""
 
 
 class UserModel:
@@ -59,7 +61,7 @@ class UserModel:
         self.optimizer = optimizer
         self._members = members_of(optimizer)
         self.names = [slot.name for slot in layout.slots]
-        self.statistics = Statistics(model, choices)
+        self.statistics = WrittenStatistics(model, choices)
         self.shown: Shown = "committed"
         self.listeners: list[Listener] = []
         """Receive the installed values and the other events of the compute lane."""
@@ -111,10 +113,8 @@ class UserModel:
         Raises:
             ParametersTouched: Names the first such parameter.
         """
-        addresses, versions = (
-            list(map(Tensor.data_ptr, self.parameters)),
-            list(map(_version, self.parameters)),
-        )
+        addresses = list(map(Tensor.data_ptr, self.parameters))
+        versions = list(map(_version, self.parameters))
         if addresses == self._addresses and versions == self._versions:
             return
         for name, old, new in zip(self.names, self._addresses, addresses, strict=True):

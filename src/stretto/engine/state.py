@@ -149,7 +149,7 @@ class JobState:
         slots = {id(p): slot for p, slot in zip(user.registered, self.slots, strict=True)}
         shows_it = compute.model.shown == "committed" and compute.model.held_back is None
         is_shown_anyway = shows_it and self.job.replica.agreement.state is Alike.UNITED
-        with compute.settled():
+        with compute.settled(meets=not blank):
             entries: State = {}
             for key, value in user.model.state_dict(keep_vars=True).items():
                 name = original_name(key)
