@@ -115,7 +115,7 @@ class JobState:
         for name, parameter in self.job.model.model.named_parameters():
             self.job.comm.progress.accept(original_name(name), parameter)
         for group, names in zip(self.job.model.optimizer.param_groups, self._group_names(), strict=True):
-            _set(group, _under(state["optimizer"], f"param_groups.{names[0]}."))
+            set_settings(group, _under(state["optimizer"], f"param_groups.{names[0]}."))
         self.job.compute.begin_again(state["job"]["step"], state["job"]["round_index"], counted)
         self.job.exchange.owe([])  # what is owed belongs to the course that ends here
 
@@ -248,8 +248,8 @@ def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
-def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Set a group's settings; tensors stay the same objects, which several groups may share, on their device."""
+def set_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Set the settings of a parameter group; tensors, which several groups may share, stay the same objects."""
     for key, value in settings.items():
         held = group.get(key)
         if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:

@@ -99,6 +99,7 @@ class VerifiedExchange(Exchange):
         slices = [total.view(self.world_size, -1)[self.rank] for total in sums] if whole else sums
         self._begin_attempt()
         yield from super().summing(flats, slices, whole=False, wire=wire)
+        yield "barrier"
         self._repeat(
             "contribution", lambda index: self.sum_slice(index, self.cut(flats)[index], slices[index], wire)
         )
