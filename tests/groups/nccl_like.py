@@ -1,9 +1,10 @@
 """A group whose works behave as those of NCCL do, where they differ from Gloo's; Gloo performs the collectives.
 
-Source: `WorkNCCL::wait` and `checkTimeout` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp. A wait with a timeout
+Source: `WorkNCCL::wait`, `isCompleted` and `checkTimeout` in ProcessGroupNCCL.cpp of PyTorch. A wait with a timeout
 that finds the collective incomplete at the end of it raises, keeps the error in the work and aborts the communicator.
 The timeout counts from the moment at which the collective was enqueued, which may be long ago: here it always is, also
 where the collective is complete by chance.
+What an abort has cut off is complete, and a wait for it raises nothing, though nothing has arrived.
 Over NVLink or shared memory no connection closes when a rank dies: kernels of the others wait until they are aborted.
 """
 
@@ -60,9 +61,8 @@ class NcclLikeWork(dist.Work):
         """Order streams behind the collective; a timeout has passed already, and aborts the group."""
         if timeout:
             self._group.abort()
-        if self._group.is_aborted:
             raise RuntimeError("Watchdog caught collective operation timeout")
-        return bool(self._work.wait())
+        return self._group.is_aborted or bool(self._work.wait())
 
     def result(self) -> Any:
         """The tensors that it has written."""

@@ -148,6 +148,8 @@ class FailureDetector:
         while True:
             try:
                 if self._completes(work, self._patience):
+                    if self._watcher.has_aborted:  # NCCL calls complete what an abort has cut off
+                        raise CommunicationError("the group was aborted, because another rank is gone")
                     self._completed.append(work)
                     return
             except (PeerFailed, NoWayOn):  # a group that sees all ranks has found the cause by itself

@@ -248,8 +248,7 @@ class Exchange:
         yield self.send(level, received, outgoing), f"reduction of bucket {index}{level.where}"
         if not is_plain:
             received = read_rows(sent, received, "sums", self.round_index, level.ranks)
-        is_few = is_plain and ranks <= _MANY
-        self.add_up(received.chunk(ranks) if is_few else received.view(ranks, -1), total)
+        self.add_up(received.chunk(ranks) if is_plain and ranks <= _MANY else received.view(ranks, -1), total)
 
     def sum_bucket(self, index: int, own: Tensor, total: Tensor, wire: PlainWire | None = None) -> Transfer:
         """Sum the `index`-th bucket: the sums of all owners, rounded to the wire, as `total` on all ranks."""
