@@ -63,9 +63,14 @@ class Agreement:
         """A fragment has left."""
         self.state = Alike.APART
 
-    def land(self, *, is_whole: bool) -> None:
-        """A fragment has landed; all ranks hold the same again if it was all there is, and nobody kept a part."""
-        self.unite(states=False)
+    def land(self, *, is_whole: bool, states: bool | None) -> None:
+        """A fragment has landed.
+
+        Args:
+            is_whole: Whether it was all there is, and nobody kept a part: then all ranks hold the same again.
+            states: Whether the optimizer's state has become the same, too; None leaves that as it was.
+        """
+        self.unite(states=states)
         if not is_whole:
             self.state = Alike.APART
 
@@ -102,6 +107,9 @@ class AgreedReplica(Replica):
         if within is not None:
             self.within, self.rank = within, within.rank
         self.agreement = Agreement(steps_alone=steps_alone)
+
+    has_anchor = False
+    """Whether ranks take outer steps from an anchor, whatever their replicas hold."""
 
     @property
     def name(self) -> str:

@@ -219,10 +219,6 @@ class RoundReport:
             records[field] += added
         return RoundReport(records)
 
-    def share(self, rank: int) -> float | None:
-        """Return the fraction of the total weight that `rank` contributed; None if the total is zero."""
-        return float(self.records["weight"][rank]) / self.weight if self.weight else None
-
     def norm_squared(self, *, replicated: bool) -> float:
         """Return the squared norm of the whole sum; if `replicated`, every rank has measured all of it."""
         norms = self.records["norm_squared"]
