@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from torch import distributed as dist
-from turns import begin_worker, launch, measure, ratios, show, write
+from turns import Training, begin_worker, launch, measure, ratios, show, write
 
 from stretto_lab.recipes import StdlibGPT
 from stretto_lab.train.configuration import RunConfig
@@ -52,7 +52,8 @@ def main() -> None:
         return
     (rate,), results = options.rates, {}
     for strategy in STRATEGIES:
-        found = measure(arms_of(strategy), options.seconds, options.updates)
+        jobs = {name: Training(run) for name, run in arms_of(strategy).items()}
+        found = measure(jobs, options.seconds, options.updates)
         results[strategy] = {"ratios": ratios(found), "seconds": found}
         if dist.get_rank() == 0:
             show(f"{rate} {strategy}", results[strategy]["ratios"])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import distributed as dist
-from turns import Taken, launch, measure, write
+from turns import Taken, Training, launch, measure, write
 
 from stretto_lab.cli.environment import find_ranks
 from stretto_lab.plan import Machine, PlanConfig, price
@@ -101,7 +101,7 @@ def main() -> None:
     arms = [parse_arm(text) for text in (*options.arms, COMPUTE)]
     os.environ.update(MASTER_PORT=TURNS_PORT, TORCHELASTIC_USE_AGENT_STORE="False")
     dist.init_process_group("gloo")
-    found = measure({arm.text: run.run_of(arm) for arm in arms}, options.seconds, options.updates)
+    found = measure({arm.text: Training(run.run_of(arm)) for arm in arms}, options.seconds, options.updates)
     if dist.get_rank() == 0:
         table = compared(machine, found, options.micro_batches, run.bucket_bytes)
         for arm, row in table.items():

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from namespaces import Namespaces
@@ -32,6 +32,7 @@ from stretto_lab.recipes import StdlibGPT
 from stretto_lab.train.arms import parse_arm
 from stretto_lab.train.configuration import RunConfig
 from stretto_lab.train.handle import open_handle
+from stretto_lab.train.shards import placed
 
 WARM_UP_TURNS = 3
 """First turns, which are left out: they use memory for the first time."""
@@ -46,12 +47,23 @@ class Taken(NamedTuple):
     """Of all threads of this rank."""
 
 
+class Updating(Protocol):
+    """A job that makes one update after the other."""
+
+    def update(self) -> None:
+        """Train until an update has been returned."""
+
+    def finish(self) -> None:
+        """End the job."""
+
+
 class Training:
     """One arm's job on this rank, on the small language model."""
 
     def __init__(self, run: RunConfig[StdlibGPT]) -> None:
         self._task = run.task.build(dist.get_rank(), dist.get_world_size(), 0, None)
-        self._handle = open_handle(run, self._task.model, self._task.optimizer)
+        mesh = placed(self._task, run, torch.device("cpu"))
+        self._handle = open_handle(run, self._task.model, self._task.optimizer, mesh=mesh)
         self._batches = self._handle.feed(itertools.chain.from_iterable(itertools.repeat(self._task.loader)))
 
     def update(self) -> None:
@@ -68,9 +80,8 @@ class Training:
         self._handle.finish()
 
 
-def measure(runs: Mapping[str, RunConfig[StdlibGPT]], seconds: float, updates: int) -> dict[str, list[Taken]]:
-    """Return what every arm took, by turn, for about `seconds`; all ranks must call."""
-    jobs = {name: Training(run) for name, run in runs.items()}
+def measure(jobs: Mapping[str, Updating], seconds: float, updates: int) -> dict[str, list[Taken]]:
+    """Return what every arm took, by turn, for about `seconds`; all ranks must call. The jobs have ended then."""
     order = collections.deque(jobs)
     found: dict[str, list[Taken]] = {name: [] for name in jobs}
     end = torch.zeros(1)
@@ -178,10 +189,10 @@ def main() -> None:
     arms = [parse_arm(text) for text in options.arms]
     if not begin_worker():
         return launch(options.workers // options.per_node, options.rate, sys.argv[1:], options.per_node)
-    runs = {}
+    jobs: dict[str, Updating] = {}
     for arm in arms:
-        runs[arm.text + ", its twin" * (arm.text in runs)] = job.run_of(arm)
-    found = measure(runs, options.seconds, options.updates)
+        jobs[arm.text + ", its twin" * (arm.text in jobs)] = Training(job.run_of(arm))
+    found = measure(jobs, options.seconds, options.updates)
     if dist.get_rank() == 0:
         what = f"{options.rate}-{options.workers}" + (
             f"-by-{options.per_node}" if options.per_node > 1 else ""

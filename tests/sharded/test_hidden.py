@@ -1,11 +1,14 @@
 """Gradients of shards leave for other nodes during the backward pass, and no result is another for it."""
 
 import dataclasses
+import itertools
 import random
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from stretto import DDP, DataParallel, Options, ZeRO1
 from stretto.engine.sharded_model import HiddenShards
@@ -91,3 +94,53 @@ def test_a_gradient_of_one_shard_that_changes_after_it_has_left_is_summed_again_
             assert is_same
             assert not hides
             assert any(begun)
+
+
+class Swift(Work):
+    """A collective that is complete whenever somebody asks, so that departures go on for as long as they may."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return bool(self._work.wait())
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return bool(self._work.wait())
+
+
+def hastened(parallel: DataParallel) -> tuple[list[bool], list[bool]]:
+    """Make sums complete when asked; of every sum and of every gather, whether a pass is under way as it begins."""
+    exchange, accumulation = parallel.job.exchange, parallel.job.compute.accumulation
+    send, gather, sums, gathers = exchange._all_to_all, exchange._all_gather, [], []
+
+    def sending(*args: Any) -> Work:
+        sums.append(accumulation._leaves)
+        return Swift(send(*args))
+
+    def gathering(*args: Any) -> Work:
+        gathers.append(accumulation._leaves)
+        return gather(*args)
+
+    exchange._all_to_all, exchange._all_gather = sending, gathering
+    return sums, gathers
+
+
+def verified(rank: int) -> list[tuple[list[bool], list[bool]]]:
+    found = []
+    for strategy, wire in itertools.product((DDP(), ZeRO1()), ("fp32", "bf16")):
+        case = Case(strategy=strategy, options=Options(wire=wire, bucket_bytes=256, verified=True))
+        model, parallel = sharded(case, 2, 2)
+        found.append(hastened(parallel))
+        train(case, model, parallel, [rank])
+    return found
+
+
+def test_no_backward_pass_waits_for_another_node_however_fast_collectives_are() -> None:
+    """Ranks of a node wait for each other there: two that wait for other nodes in turn would never end."""
+    for found in run_ranks(WORLD_SIZE, verified):
+        for sums, gathers in found:
+            assert any(sums)
+            assert gathers
+            assert not any(gathers)

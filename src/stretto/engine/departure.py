@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from stretto.engine.streams import SideStream
-from stretto.exchange.transfer import Prepare, Started, Transfers, Wait
+from stretto.exchange.transfer import Barrier, Prepare, Started, Transfers, Wait
 from stretto.flat import Slices
 
 
@@ -49,7 +49,7 @@ class Departure:
         self._asks = asks
         self._side = side
         self._prepare = prepare
-        self._awaited: int | Started | None = next(transfers, None)
+        self._awaited: int | Started | Barrier | None = next(transfers, None)
         self._left: list[tuple[Tensor, int]] = []
         self._was_torn = False
 
@@ -74,7 +74,7 @@ class Departure:
                 if views is None:
                     return
                 self._left += [(view, view._version) for view in views]
-            elif self._asks and not self._awaited[0].is_completed():
+            elif self._awaited == "barrier" or (self._asks and not self._awaited[0].is_completed()):
                 return
             self._step(self._awaited)
 
@@ -86,11 +86,11 @@ class Departure:
             self._side.rejoin()
         return self.sums
 
-    def _step(self, awaited: int | Started) -> None:
+    def _step(self, awaited: int | Started | Barrier) -> None:
         queued: AbstractContextManager[None] = nullcontext() if self._side is None else self._side.queued()
         with queued:
-            if not isinstance(awaited, int):
+            if isinstance(awaited, tuple):
                 self._wait(*awaited)
-            elif self._prepare is not None:
+            elif isinstance(awaited, int) and self._prepare is not None:
                 self._prepare(awaited)
             self._awaited = next(self._transfers, None)

@@ -365,9 +365,9 @@ class Exchange:
     def run(self, transfers: Transfers, prepare: Prepare | None = None) -> None:
         """Run transfers of values that are there, each bucket prepared right before it leaves."""
         for awaited in transfers:
-            if not isinstance(awaited, int):
+            if isinstance(awaited, tuple):
                 self.follow(*awaited)
-            elif prepare is not None:
+            elif isinstance(awaited, int) and prepare is not None:
                 prepare(awaited)
 
     # Small records

@@ -98,6 +98,7 @@ class VerifiedExchange(Exchange):
         slices = [total.view(self.world_size, -1)[self.rank] for total in sums] if whole else sums
         self._begin_attempt()
         yield from super().summing(flats, slices, whole=False, wire=wire)
+        yield "barrier"
         buckets = self.cut(flats)
         self._repeat(
             "contribution",

@@ -49,7 +49,7 @@ def placed(task: Task, job: Job[TaskT], device: torch.device) -> Any:
     shape = (dist.get_world_size() // job.shard, job.shard)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("node", "shard"))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for unit in (*_units(model), model):
+    for unit in (*units(model), model):
         fully_shard(unit, mesh=mesh["shard"])  # moves to the device what it cuts
     model.to(device)
     shards = dict(model.named_parameters())
@@ -58,9 +58,10 @@ def placed(task: Task, job: Job[TaskT], device: torch.device) -> Any:
     return mesh
 
 
-def _units(module: nn.Module) -> Iterator[nn.Module]:
+def units(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what `placed` has FSDP2 gather by itself, beside the whole model."""
     for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else _units(child)
+        yield from child if isinstance(child, nn.ModuleList) else units(child)
 
 
 def _running_statistics(model: nn.Module) -> Iterator[str]:
