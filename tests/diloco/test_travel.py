@@ -8,7 +8,7 @@ import torch
 from torch import distributed as dist
 
 import stretto as st
-from stretto.averaging.local import empty_report
+from stretto.averaging.reports import empty_report
 from stretto.engine.report import RoundReport
 from stretto.errors import ConfigError, PeerFailed, RanksDisagree
 from stretto.exchange import WIRES

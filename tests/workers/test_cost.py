@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import stretto as st
-from stretto.averaging.local import empty_report
+from stretto.averaging.reports import empty_report
 from stretto.engine.report import RoundReport
 from stretto.errors import ConfigError
 from stretto.groups import Link

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from stretto.averaging.local import LocalReplica, SinceDeparture, Trip, empty_report
+from stretto.averaging.local import LocalReplica, SinceDeparture, Trip
 from stretto.averaging.outer import Fragment
+from stretto.averaging.reports import empty_report
 from stretto.engine.accumulation import Totals
 from stretto.engine.agreed import Alike
 from stretto.engine.buffers import Buffer, changes_of

@@ -31,6 +31,7 @@ from torch import Tensor
 from stretto.averaging.beside import WithLaneBeside
 from stretto.averaging.mean import ReplicaMean, Whole
 from stretto.averaging.outer import Fragment
+from stretto.averaging.reports import alone, completed, empty_report, news, with_news
 from stretto.averaging.weights import Weights
 from stretto.averaging.worker import WITHOUT_DATA, Worker, WorkersRound
 from stretto.engine.accumulation import Totals
@@ -147,7 +148,7 @@ class LocalReplica(AgreedReplica):
             own = self.within.merge(own, own.places(measured), round.hyperparameters, self.where)
             exchange.take_account(self.within.exchange)
         else:
-            own = own.completed(measured)
+            own = completed(own, measured)
         self._changed, self._vote = own.changed, own.vote
         self._known = known = self._worker.look_at(round, own, self.where)
         report, norm_squared = known.report, known.norm_squared
@@ -157,7 +158,7 @@ class LocalReplica(AgreedReplica):
             gradient.leave_out()
             round.leave_out_buffers()
             own = empty_report(len(gradient.used), own.changed, progress.step)
-            report = RoundReport.alone(own, exchange.rank, exchange.world_size)
+            report = alone(own, exchange.rank, exchange.world_size)
         else:
             exchange.settle()
             self._since.totals.add(own.totals)
@@ -329,9 +330,9 @@ class LocalReplica(AgreedReplica):
         """Let the round end with what a departure, of this round or of an earlier one, has made known."""
         reduction, ranks = flight.reduction, self._worker.ranks
         earlier, was_met = reduction.report, reduction.met
-        report = trip.report.news(earlier, ranks)
+        report = news(trip.report, earlier, ranks)
         reduction.meet(
-            earlier.with_news(report, ranks) if was_met else report,
+            with_news(earlier, report, ranks) if was_met else report,
             {**reduction.statistics, **trip.averages},
         )
         # The model holds this round's buffers, or where the round is left out, what ranks agreed on before it.
@@ -377,17 +378,3 @@ def _whereabouts(rank: int, index: int, is_without_data: bool) -> str:
     if index < 0:
         return f"rank {rank} settles or saves after round {~index}"
     return f"rank {rank}{', which has no more data,' if is_without_data else ''} averages in round {index}"
-
-
-def empty_report(num_slots: int, changed: bytes, step: int) -> RankReport:
-    """Return the report of a rank that contributes nothing."""
-    return RankReport(
-        totals=Totals(),
-        gradient_is_finite=True,
-        norm_squared=0.0,
-        vote=Vote.GO_ON,
-        settings=0,
-        used=bytes(num_slots),
-        changed=changed,
-        step=step,
-    )
