@@ -344,6 +344,9 @@ class Ends(st.Strategy):
         ((Launch(),), "lands in the update in which it leaves"),
         ((Launch(), Land(), Launch(OuterStep(1.0, 0.0)), Land()), "in all of its launches, or in none"),
         ((Launch(), Land(), Average()), "averaged by Launch"),
+        ((Launch(fragments=2), Land()), "go with an outer step"),
+        ((Launch(keeps_progress=True), Land()), "go with an outer step"),
+        ((Launch(OuterStep(1.0, 0.0), state=True), Land()), "with a mean of everything"),
     ],
 )
 def test_a_mean_of_everything_lands_at_once_and_is_not_mixed_with_other_kinds(

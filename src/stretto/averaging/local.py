@@ -106,9 +106,8 @@ class LocalReplica(AgreedReplica):
         self._beside = self.runtime
         if self.has_anchor:
             self.fragments = _cut(exchange, sharded, options, fragments)
-            self._mean.measure_from(
-                _by_bucket(self.fragments)
-            )  # as good as the last mean: equal on all ranks
+            # As good as the last mean: equal on all ranks.
+            self._mean.measure_from(_by_bucket(self.fragments))
             self._beside = choose_runtime(exchange.group, sharded.masters[0].device, overlaps=True)
             self.runtime = WithLaneBeside(self.runtime, self._beside)
         self._under_way: Pending[Trip] | None = None

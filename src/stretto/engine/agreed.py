@@ -100,6 +100,9 @@ class AgreedReplica(Replica):
         within: The ranks of this node, where each holds a shard of the replica.
     """
 
+    has_anchor = False
+    """Whether ranks take outer steps from an anchor, whatever their replicas hold."""
+
     def __init__(
         self, *args: Any, steps_alone: bool = False, within: Within | None = None, **others: Any
     ) -> None:
@@ -107,9 +110,6 @@ class AgreedReplica(Replica):
         if within is not None:
             self.within, self.rank = within, within.rank
         self.agreement = Agreement(steps_alone=steps_alone)
-
-    has_anchor = False
-    """Whether ranks take outer steps from an anchor, whatever their replicas hold."""
 
     @property
     def name(self) -> str:

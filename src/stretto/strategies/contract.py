@@ -1,13 +1,9 @@
 """The contract of a strategy: the effects it may ask for, and the coroutine that asks.
 
-All that a strategy may ask for.
-
 A strategy is a generator that yields effects; whoever runs it answers each. `Reduce`, `AllReduce` and `Local`
 answer with a `Gradient`, `Look` with a `Moment`, an `Average` with a probe with a `Divergence`, `Launch` with a
 boolean, the others with None.
 See `docs/adding-a-strategy.md`.
-
-The contract of an update strategy: a coroutine over effects, and its options.
 """
 
 import dataclasses

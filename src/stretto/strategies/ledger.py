@@ -186,10 +186,7 @@ def ledger_of(strategy: Strategy) -> Ledger:
     count = Counter(kinds)
     effects = [effect for run in runs for effect in run]
     launches = [effect for effect in effects if isinstance(effect, Launch) and effect.outer]
-    if launches and any(map(_is_mean, effects)):
-        raise ConfigError(
-            f"strategy {strategy.name}: expected an outer step in all of its launches, or in none"
-        )
+    _check_launches(strategy, effects)
     return Ledger(
         rounds=sum(count[kind] for kind in ACCUMULATIONS),
         replicated=count[AllReduce] + count[Local] > 0,
@@ -216,6 +213,21 @@ def ledger_of(strategy: Strategy) -> Ledger:
 def _is_mean(effect: Effect) -> bool:
     """Return whether an effect takes the mean of all replicas, without an outer step."""
     return isinstance(effect, Average) or (isinstance(effect, Launch) and effect.outer is None)
+
+
+def _check_launches(strategy: Strategy, effects: Sequence[Effect]) -> None:
+    """Check that launches are of one kind, and have the settings of that kind alone."""
+    launches = [effect for effect in effects if isinstance(effect, Launch)]
+    if len({effect.outer is None for effect in launches}) > 1:
+        raise ConfigError(
+            f"strategy {strategy.name}: expected an outer step in all of its launches, or in none"
+        )
+    for effect in launches:
+        if effect.state if effect.outer else (effect.fragments > 1 or effect.keeps_progress):
+            raise ConfigError(
+                f"strategy {strategy.name}: fragments and progress go with an outer step, and the optimizer's state "
+                f"with a mean of everything, found {effect}"
+            )
 
 
 def _aloft_after(strategy: Strategy, effect: Effect, aloft: int | None) -> int | None:
