@@ -25,6 +25,7 @@ from stretto.engine import misuse
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.failures import FailureDetector, Lifetime
+from stretto.engine.first_loss import check_first_loss
 from stretto.engine.hooks import Gradients, Hooks
 from stretto.engine.options import Quota
 from stretto.engine.report import Vote
@@ -227,9 +228,7 @@ class ComputeLane:
     ) -> None:
         self.model, self.statistics = model, model.statistics
         self._is_checked = False  # whether parameters were checked since the last micro-batch was counted
-        self._first: Callable[[], None] | None = (
-            None  # called before a forward pass, where strategies take turns
-        )
+        self._first: Callable[[], None] | None = None  # before a forward pass, where strategies take turns
         self.lifetime = Lifetime(failures, leave=self._leave)
         self._schedule = None if scheduler is None else Schedule(scheduler)
         self.course = Course(comm.replica.rank, len(quota.minima))
@@ -307,6 +306,8 @@ class ComputeLane:
         if self.accumulation.apart:
             self.accumulation.check_own(self.where)
         self.accumulation.check_untouched(self.where)  # zero_grad() often stands right before
+        if not self.num_counted:
+            check_first_loss(loss, self.where)
         self.accumulation.backward(loss, weight)
 
     def check_untouched(self) -> None:
