@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from stretto.averaging import DriftingReplica, FragmentedReplica, LocalReplica
+from stretto.averaging import DriftingReplica, LocalAtRest
 from stretto.averaging.worker import check_worker, exchange_inside, worker_of
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.agreed import AgreedReplica
@@ -23,12 +23,12 @@ from stretto.engine.holding import mark_on
 from stretto.engine.job import Job
 from stretto.engine.messages import check_messages
 from stretto.engine.noisy import NoisyRank
+from stretto.engine.on_device import choose_runtime
 from stretto.engine.options import BufferChoices, Clock, Options, Quota, Total, check_formats, plan_quota
 from stretto.engine.own_preview import OwnPreviews
 from stretto.engine.report import settings_text
 from stretto.engine.rest import RestingLane
 from stretto.engine.round import Progress
-from stretto.engine.runtime import choose_runtime
 from stretto.engine.settling import SettlingModel
 from stretto.engine.untrained import untrained
 from stretto.engine.within import NodeRuntime, Within
@@ -489,9 +489,7 @@ def _kind_of_replica(
             return functools.partial(OwnPreviews, keeps_own=ledger.keeps_own)
         return functools.partial(DriftingReplica, probe=ledger.probe) if ledger.may_average else AgreedReplica
     worker = worker_of(ledger, exchange, inside)
-    if ledger.fragments:
-        return functools.partial(FragmentedReplica, worker=worker, fragments=ledger.fragments)
-    return functools.partial(LocalReplica, worker=worker)
+    return functools.partial(LocalAtRest, worker=worker, fragments=ledger.fragments)
 
 
 def _interpreter(
