@@ -25,7 +25,7 @@ from stretto.engine.inquiry import Inquiry
 from stretto.engine.round import Progress
 from stretto.engine.telling import tell
 from stretto.engine.watcher import Place, Watcher, keeps, store_of
-from stretto.errors import Finished, NoWayOn, PeerFailed, StrettoError
+from stretto.errors import CommunicationError, Finished, NoWayOn, PeerFailed, StrettoError
 from stretto.exchange.transfer import Started, Wait
 from stretto.groups import connections_of, may_wait_again, orders_streams, ranks_of, retire
 
