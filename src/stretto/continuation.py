@@ -121,6 +121,7 @@ class Continuation:
         mine = {
             "random": random_states(self._device),
             "buffers": self._buffers(state["model"]),
+            "closed": self.job.compute.written_since_closed(),
         }
         if self.job.replica.shows_own and (estimate := self._estimate()):
             mine["shown"] = {
@@ -230,6 +231,7 @@ class Continuation:
             self.job.replica.load_state_dict(replicas)
         if "carry" in state:
             compute.close_round(self._reduction(state, goes_on=rest is not None))
+            compute.closed_with({} if mine is None else mine.get("closed", {}))
             if mine is not None and "shown" in mine:
                 own = [mine["shown"][slot.name].to(self._device) for slot in self._state.slots]
                 compute.model.show(own, "estimate")

@@ -374,7 +374,7 @@ class DataParallel:
             if not self._compute.num_counted:  # a loop that calls loss.backward() has trained nothing
                 self._compute.accumulation.check_own(self._compute.where)
             self.feeding.drain()
-            self._compute.show_committed()
+            self._compute.show_committed(meets=True)
             self.leave()
         return self.feeding.take_landed()
 

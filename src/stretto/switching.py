@@ -184,7 +184,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 def take_over(job: Job, feed: Feed, old: Parts, new: Parts) -> None:
     """Let the strategy of `new` take over a job at rest; all ranks must call. See Note [A boundary]."""
     compute, model, before, progress = job.compute, job.model, job.exchange, job.comm.progress
-    compute.show_committed()  # what has landed since a checkpoint was loaded may show an estimate
+    compute.show_committed(meets=True)  # what has landed since a checkpoint was loaded may show an estimate
     held = hold(Continuation(job, feed, old.options, None), old.strategy.name, copies=False)
     progress.note([incident for one in model.listeners for incident in one.ended()])
     guards = [one for one in model.listeners if isinstance(one, GuardedRounds)]
@@ -192,7 +192,11 @@ def take_over(job: Job, feed: Feed, old: Parts, new: Parts) -> None:
     compute.runtime.join()
     exchange = exchange_of(new.options, before.group, job.layout, *before.waits, before.numbers)
     exchange.take_account(before)
-    sharded = job.sharded if new.ownership == old.ownership else owner_of(new, model.parameters, exchange)
+    sharded = (
+        job.sharded
+        if new.ownership == old.ownership
+        else owner_of(new, model.parameters, exchange, job.within)
+    )
     strikes = guards[0].interpreter.strikes if guards else None
     lane = lane_of(new, exchange, job.inside, sharded, progress, strikes, job.within)
     job.work_with(lane.comm, exchange, sharded)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import stretto
 from stretto import ACCO
+from tests.integrations.callbacks import differences, of_lightning
 from tests.integrations.language import as_under_torchrun
 from tests.integrations.regression import distance, inputs, network, said, values
 from tests.integrations.test_lightning import silence
@@ -157,6 +158,32 @@ def odd_runs(devices: int, cases: int) -> list[Any]:
     return found
 
 
+def with_callbacks(kind: str, callbacks: list[Any], folder: str, **settings: Any) -> tuple[Any, ...]:
+    """Train on two ranks with these callbacks, which see a loss of all ranks; return what it comes to."""
+    instance = module()
+    instance.register_buffer("note", torch.zeros(3))
+
+    def validation_step(batch: Any, index: int = 0) -> None:
+        loss = instance.loss(batch)
+        instance.seen.append(loss.item())
+        instance.log("loss", loss, sync_dist=True)
+
+    instance.validation_step = validation_step
+    for one in callbacks:
+        if hasattr(one, "dirpath"):
+            one.dirpath = str(Path(kind, folder).resolve())
+    trainer = trainer_of(
+        kind,
+        devices=2,
+        callbacks=callbacks,
+        enable_checkpointing=any(hasattr(one, "dirpath") for one in callbacks),
+        **settings,
+    )
+    trainer.fit(instance, loader(), loader(4))
+    files = sorted(path.name for path in Path(kind, folder).glob("*.ckpt"))
+    return [*values(instance), instance.note.clone()], trainer.global_step, files, instance.seen
+
+
 def averaged(devices: int) -> dict[str, list[tuple[Any, ...]]]:
     """Train with Lightning's averages; return what the model is at the end, and in a file."""
     from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
@@ -205,6 +232,7 @@ def two_ranks(rank: int) -> dict[str, Any]:
 
     found["hook"] = said(lambda: trainer_of("ours", devices=2).fit(looking(module()), loader()))
     found["odd"] = odd_runs(2, 30)
+    found["callbacks"] = of_lightning(with_callbacks, 12)
     found["clock"] = {kind: clocked(kind, devices=2) for kind in KINDS}
     found["refused"] = refusals(devices=2)
     found["none"] = said(leaves_out)
@@ -406,6 +434,15 @@ def test_on_two_ranks_what_ends_an_epoch_or_the_training_early_counts_as_under_d
         assert gap <= TOLERANCE
         assert (ours[0], steps) == (stock[0], stock[0])
         assert ours[1] == pytest.approx(stock[1], abs=1e-5)
+
+
+def test_on_two_ranks_callbacks_do_what_they_do_under_ddp(two: list[dict[str, Any]]) -> None:
+    """What they stop, save, choose as the best and write: parameters, steps, files and validations are the same."""
+    for name, stock, ours in two[0]["callbacks"]:
+        gap, is_same = differences(stock[:3], ours[:3])
+        assert gap <= TOLERANCE, name
+        assert is_same, (name, stock[1:3], ours[1:3])
+        assert ours[3] == pytest.approx(stock[3], abs=1e-5), name
 
 
 @pytest.mark.parametrize("fails", [4, 5])

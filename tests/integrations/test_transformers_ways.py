@@ -11,6 +11,7 @@ from torch import Tensor
 
 import stretto
 from stretto import ACCO
+from tests.integrations.callbacks import asked_on_one_rank, differences, of_transformers
 from tests.integrations.language import as_under_torchrun
 from tests.integrations.regression import Regression, distance, said, samples, values
 from tests.integrations.test_transformers import silence
@@ -192,6 +193,8 @@ def two_ranks(rank: int) -> dict[str, Any]:
     as_under_torchrun(rank)
     silence()
     found: dict[str, Any] = {"alone": one_rank_alone(rank), "left out": left_out(rank, 30)}
+    found["callbacks"] = of_transformers(rank, 12)
+    found["one rank asks"] = asked_on_one_rank(rank)
     found["asked"] = {
         (name, inside): asked(rank, f"signal-{name}-{inside}", strategy, 2, inside=inside)
         for name, strategy in {"zero1": None, "acco": ACCO()}.items()
@@ -243,3 +246,31 @@ def test_on_two_ranks_a_micro_batch_that_all_leave_out_or_take_twice_counts_as_i
 @pytest.mark.parametrize("name", ["on_pre_optimizer_step", "on_optimizer_step", "AdafactorSchedule"])
 def test_two_ranks_refuse_what_one_refuses(two: dict[str, Any], name: str) -> None:
     assert two[name].startswith("ConfigError: StrettoTrainer does not work with ")
+
+
+def test_on_two_ranks_callbacks_do_what_they_do_under_the_stock_trainer(two: dict[str, Any]) -> None:
+    """What they stop, save, choose as the best and write: parameters, steps, files and evaluations are the same."""
+    for name, stock, ours in two["callbacks"]:
+        gap, is_same = differences(stock[:3], ours[:3])
+        assert gap <= TOLERANCE, name
+        assert is_same, (name, stock[1:3], ours[1:3])
+        assert ours[3] == pytest.approx(stock[3], abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("asked_in", "steps", "folders"),
+    [
+        ("on_step_end should_save", 4, ["checkpoint-2"]),
+        ("on_step_end should_evaluate", 4, []),
+        ("on_step_end should_training_stop", 2, []),
+        ("on_substep_end should_training_stop", 2, []),
+        ("on_evaluate should_training_stop", 2, []),
+        ("on_step_end should_epoch_stop", 4, []),
+    ],
+)
+def test_what_a_callback_asks_for_on_one_rank_all_ranks_do(
+    two: dict[str, Any], asked_in: str, steps: int, folders: list[str]
+) -> None:
+    _, found_steps, found, losses = two["one rank asks"][asked_in]
+    assert (found_steps, found) == (steps, folders)
+    assert bool(losses) == ("evaluate" in asked_in)

@@ -27,6 +27,7 @@ OF_OTHERS = {
 }
 """Attributes that are set although their classes are not ours: in which folder of the library, and why."""
 BY_NAME = {
+    "src/stretto/integrations/asked_by_any.py": "what callbacks ask of the Trainer, in its own record of flags",
     "src/stretto/engine/statistics.py": "a buffer of the user's model, which is replaced by one of another kind",
     "src/stretto/optimizer/private.py": "attributes of the user's optimizer, copied into one that was just built",
 }

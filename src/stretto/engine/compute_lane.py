@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from stretto.engine import misuse
 from stretto.engine.accumulation import Accumulate, Accumulation, GradientBuffer
 from stretto.engine.comm_lane import CommLane
 from stretto.engine.failures import FailureDetector, Lifetime
@@ -32,7 +33,7 @@ from stretto.engine.round import Accounts, Landing, Reduction, Round
 from stretto.engine.runtime import Pending
 from stretto.engine.settling import SettlingModel
 from stretto.engine.statistics import Carried
-from stretto.errors import OutOfTurn, StepWithoutBackward, UsageError
+from stretto.errors import OutOfTurn
 from stretto.optimizer import Hyperparameters, Schedule, read_hyperparameters
 from stretto.records import Incident, Update
 
@@ -290,8 +291,6 @@ class ComputeLane:
 
     def before_micro_batch(self) -> None:
         """Take off if a round is ready; called before every training forward and backward pass."""
-        if self.model.held_back is not None:
-            self.model.train_on(self.where)
         if not self._is_checked:
             self.model.check_unwritten(self.where)
             self._is_checked = True
@@ -318,15 +317,10 @@ class ComputeLane:
         self, weight: float, loss: Tensor | None, samples: int, fresh_samples: int, lacks: bool = False
     ) -> Update | None:
         """Count one micro-batch whose gradients have arrived, unless it may lack any; close and land full rounds."""
-        if self.model.held_back is not None:
-            self.model.train_on(self.where)
         self.take_off_if_ready()
         if weight > 0 and not (self.accumulation.has_arrived or lacks):
             self.model.check_complete(self.where)
-            raise StepWithoutBackward(
-                f"{self.where}: no gradient has arrived since the last micro-batch was counted: run its backward pass "
-                "first, or count it with weight=0 to contribute nothing"
-            )
+            raise misuse.no_gradient(self.where)
         self.accumulation.count(weight, loss, samples, fresh_samples)
         self.runtime.charge("micro-batch")
         self.num_counted += 1
@@ -348,13 +342,17 @@ class ComputeLane:
         return self._land()
 
     def take_off_if_ready(self) -> None:
-        """Hand over the ready round, if there is one, and begin the next."""
+        """Hand over the ready round, if there is one, and begin the next; training goes on, or ends."""
+        if self.model.held_back is not None:
+            self.model.train_on(self.where)
         ready, self._ready = self._ready, None
         if ready is None:
             return
         self.course.enter(Stage.IN_FLIGHT)
         if self.overlaps:
             self.check_untouched()
+            if self.statistics.names:
+                self.statistics.took_off(ready.statistics)
         if self.course.at_boundary:
             self._hyperparameters = read_hyperparameters(self.model.optimizer)
         ready = dataclasses.replace(ready, vote=self.course.vote, hyperparameters=self._hyperparameters)
@@ -462,7 +460,7 @@ class ComputeLane:
         with self.lifetime.running():
             kind = self.model.parameters[0].device.type
             if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
-                raise UsageError(f"{self.where}: float16 needs loss scaling: expected autocast to bfloat16")
+                raise misuse.autocast_to_float16(self.where)
             # A take-off checks the parameters; their own backward pass brings it where others stand in for them.
             if self._ready is None or not self.model.is_replaced:
                 if self._first is not None:

@@ -1,14 +1,17 @@
 """What is done with a job at rest, or to bring it there: settle, save, go on from a checkpoint, drop."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from stretto.engine.accumulation import Accumulation, GradientBuffer
 from stretto.engine.agreed import Alike
+from stretto.engine.buffers import Buffer
 from stretto.engine.compute_lane import ComputeLane, Stage
-from stretto.engine.round import Reduction
+from stretto.engine.round import Landing, Reduction
 from stretto.engine.runtime import Arrived
+from stretto.engine.statistics import at
+from stretto.engine.written import agreed_at_rest, as_written
 from stretto.errors import OutOfTurn
 from stretto.optimizer import read_hyperparameters
 
@@ -63,12 +66,12 @@ class RestingLane(ComputeLane):
             )
 
     @contextmanager
-    def settled(self) -> Iterator[None]:
+    def settled(self, *, meets: bool = False) -> Iterator[None]:
         """Show the committed parameters and the agreed buffers inside the block; see `show_committed`."""
         if self.model.held_back is not None:
             yield
             return
-        self.show_committed()
+        self.show_committed(meets=meets)
         try:
             yield
         finally:
@@ -76,24 +79,46 @@ class RestingLane(ComputeLane):
         if is_shown_anyway:
             self.model.accept_writes(lambda: self.replica.differs(self.model.parameters), self.where)
 
-    def show_committed(self) -> None:
-        """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike."""
+    def show_committed(self, *, meets: bool = False) -> None:
+        """Put the committed parameters and the agreed buffers into the model; all ranks must call, alike.
+
+        Args:
+            meets: Let ranks agree on what was written to buffers: see Note [Buffers that are written at rest].
+        """
         self.check_alike("settling")
         self._finish_opening()
         landing = self.wait_for_lane()
         for listener in self.model.listeners:
             listener.committed_is_read()  # the communication lane is at rest, so this thread may do it
-        agreed = self.statistics.agreed_after(landing)
-        is_alike = self.replica.agreement.state is Alike.UNITED
-        if self.model.shown == "committed" and is_alike and landing is None:
-            self.model.settle(None, agreed)
+        agreement = self.replica.agreement
+        is_mean = agreement.steps_alone and not agreement.is_united and landing is None
+        buffers = [] if is_mean else self._buffers(landing, meets=meets)
+        if self.model.shown == "committed" and agreement.state is Alike.UNITED and landing is None:
+            self.model.settle(None, buffers)
             return
         # The idle buffer may hold gathered values: the next take-off zeroes it.
         buffer = self._idle if self._idle is not None else GradientBuffer(self.layout)
         gathered = self.runtime.spawn(
             lambda: self.replica.gather_committed(buffer.flats, self.statistics)
         ).result()
-        self.model.settle(buffer.views, gathered if landing is None else agreed)
+        self.model.settle(buffer.views, gathered if is_mean else buffers)
+
+    def _buffers(self, landing: Landing | None, *, meets: bool) -> list[Buffer]:
+        """Return what ranks agree on once `landing` is installed, with what was written at rest."""
+        statistics, round_index = self.statistics, self.comm.progress.round_index
+        if not statistics.names:
+            return []
+        own, snapshot = self.model.trained_buffers, None if self._ready is None else self._ready.statistics
+        buffers = statistics.with_late_writes(statistics.agreed_after(landing))
+        if landing is None and (self.has_round_ready or not self.accumulation.contribution.count):
+            buffers = as_written(statistics.left_by(snapshot, round_index), own, buffers)
+        if not meets:
+            return buffers
+        agreed = self.runtime.spawn(
+            lambda: agreed_at_rest(self.replica.exchange, statistics, buffers)
+        ).result()
+        statistics.agree_on(agreed, round_index, own)
+        return agreed
 
     def _finish_opening(self) -> None:
         if self._opening is not None:
@@ -110,6 +135,19 @@ class RestingLane(ComputeLane):
         self.close_round(reduction)
         self.accumulation.remember()  # an exchange may leave anything in the buffer
         return reduction
+
+    def written_since_closed(self) -> dict[str, Buffer]:
+        """Return, by name, what buffers were when the ready round was closed, where that is no longer so."""
+        if self._ready is None:
+            return {}
+        return self.statistics.written_since(self._ready.statistics, self.model.trained_buffers)
+
+    def closed_with(self, closed: Mapping[str, Buffer]) -> None:
+        """Let the ready round be as if it had been closed with these buffers, by name."""
+        device = self.layout.sets[0].device
+        pairs = zip(self.statistics.names, self.close_round().statistics, strict=True)
+        statistics = [at(closed[name], device) if name in closed else value for name, value in pairs]
+        self._ready = dataclasses.replace(self.close_round(), statistics=statistics)
 
     def begin_again(self, steps: int, round_index: int, counted: int) -> None:
         """Go on after so many updates and rounds, whose state is in place; drop what was accumulated.
@@ -138,6 +176,8 @@ class RestingLane(ComputeLane):
         Until training goes on, the committed parameters are shown.
         """
         self.replica.models_show(self.model.parameters)
+        statistics = self.statistics
+        statistics.agree_on(statistics.agreed, self.comm.progress.round_index, statistics.copies)
         for listener in self.model.listeners:
             listener.began_again()
         if self.model.shown == "estimate":

@@ -1,5 +1,6 @@
 """The user's model at rest: it shows committed values for a while, and what it showed before comes back."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.engine.buffers import Buffer
+from stretto.engine.buffers import Buffer, changes_of
 from stretto.engine.model import Held, UserModel
 from stretto.errors import OutOfTurn, ParametersTouched
 from stretto.flat import original_name
@@ -45,14 +46,26 @@ class SettlingModel(UserModel):
             values: One per parameter; None if the model shows the committed ones already.
             statistics: The buffers that belong to them.
         """
-        committed = Held("committed", None if values is None else list(values), list(statistics))
+        committed = Held("committed", None if values is None else list(values), list(statistics), [])
         self.held_back = self._swap(committed)
 
+    @property
+    def trained_buffers(self) -> list[Buffer]:
+        """Copies of the buffers with which training goes on, also while others are shown."""
+        shown = self.statistics.copies
+        if self.held_back is None:
+            return shown
+        pairs = zip(self._with_writes(self.held_back).statistics, shown, strict=True)
+        return [now if before is None else before for before, now in pairs]
+
     def show_again(self) -> bool:
-        """Restore what was shown before `settle`; return whether these are parameters that were never replaced."""
+        """Restore what was shown before `settle`; return whether these are parameters that were never replaced.
+
+        Buffers that somebody has written since stay as they are.
+        """
         before, self.held_back = self.held_back, None
         if before is not None:
-            self._swap(before)
+            self._swap(self._with_writes(before))
         return before is not None and before.parameters is None
 
     def accept_writes(self, differing: Callable[[], str | None], where: object) -> None:
@@ -95,7 +108,7 @@ class SettlingModel(UserModel):
         if self.held_back is None:
             yield
             return
-        committed, self.held_back = self._swap(self.held_back), None
+        committed, self.held_back = self._swap(self._with_writes(self.held_back)), None
         try:
             yield
         finally:
@@ -118,7 +131,13 @@ class SettlingModel(UserModel):
             parameters = [parameter.detach().clone() for parameter in self.parameters]
             self.show(held.parameters, held.shown)
         self.shown = held.shown
-        return Held(shown, parameters, self.statistics.exchange_live(held.statistics))
+        return Held(shown, parameters, self.statistics.exchange_live(held.statistics), held.statistics)
+
+    def _with_writes(self, held: Held) -> Held:
+        """Return what is to be shown again, without the buffers that somebody has written while others were shown."""
+        written = changes_of(held.instead, self.statistics.live)
+        pairs = zip(held.statistics, written, strict=True)
+        return dataclasses.replace(held, statistics=[None if flag else value for value, flag in pairs])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `model.state_dict()` returned before `torch.compile` wrapped any part of the model."""

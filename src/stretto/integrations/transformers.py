@@ -41,6 +41,7 @@ try:
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import TrainerCallback, trainer_jit_checkpoint
 
+    from stretto.integrations.asked_by_any import AskedByAny
     from stretto.integrations.just_in_time import JITCheckpointCallback
 except ImportError as error:
     raise MissingExtra("transformers", "recipes", "StrettoTrainer") from error
@@ -132,6 +133,10 @@ class StrettoTrainer(transformers.Trainer):
                 "resume_from_checkpoint, or make a new StrettoTrainer"
             )
         self._check_callbacks()
+        callbacks = self.callback_handler.callbacks
+        callbacks[:] = [one for one in callbacks if not isinstance(one, AskedByAny)]
+        if self.args.world_size > 1:
+            callbacks.append(AskedByAny(self))
         has_metric = isinstance(
             self.lr_scheduler, (torch.optim.lr_scheduler.ReduceLROnPlateau, transformers.GreedyLR)
         )

@@ -1,0 +1,65 @@
+"""What a callback asks of the Trainer of transformers on one rank, all ranks do."""
+
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from stretto.integrations.refused import overrides
+
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+_HOOKS = ("on_substep_end", "on_step_end", "on_epoch_end", "on_evaluate", "on_save")
+"""In which all ranks are, and after which the Trainer looks at the flags."""
+
+
+class AskedByAny(TrainerCallback):
+    """Comes after all others; where one of them may ask for something, ranks agree on it right then.
+
+    A clock or a signal on one rank would have it enter a collective that the others do not enter. The callbacks of
+    transformers itself ask on all ranks alike, and cost nothing here.
+
+    Args:
+        trainer: Whose ranks agree.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        own = [
+            one
+            for one in trainer.callback_handler.callbacks
+            if not type(one).__module__.startswith(("transformers.", "stretto."))
+        ]
+        asks = [any(overrides(one, TrainerCallback, hook) for one in own) for hook in _HOOKS]
+        self._hooks = {hook for hook, found in zip(_HOOKS, self._on_any(asks), strict=True) if found}
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Agree after a micro-batch that is not the last of its step."""
+        self._agree("on_substep_end", control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Agree after a step."""
+        self._agree("on_step_end", control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Agree after an epoch."""
+        self._agree("on_epoch_end", control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Agree after an evaluation."""
+        self._agree("on_evaluate", control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Agree after a checkpoint."""
+        self._agree("on_save", control)
+
+    def _agree(self, hook: str, control: Any) -> None:
+        if hook not in self._hooks:
+            return
+        found = self._on_any([getattr(control, flag) for flag in _FLAGS])
+        for flag, is_asked in zip(_FLAGS, found, strict=True):
+            setattr(control, flag, is_asked)  # as callbacks do: some keep the object
+
+    def _on_any(self, flags: list[bool]) -> list[bool]:
+        own = torch.tensor([flags], dtype=torch.int32, device=self._trainer.args.device)
+        found: Any = self._trainer.accelerator.gather(own)
+        return [bool(flag) for flag in found.amax(0)]
