@@ -129,7 +129,6 @@ class FragmentedReplica(LocalReplica):
         """Fill `flats` with the mean of all replicas; return the mean of the buffers."""
         self._arrive()
         means = super().gather_committed(flats, statistics)
-        # Where nobody has contributed since the departure, its averages are newer than what landed last.
         if (trip := self._arrived) is None:
             return means
         return newest_at_rest(self.exchange, statistics, means, trip.snapshot, trip.averages)
